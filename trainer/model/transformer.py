@@ -1,0 +1,121 @@
+"""From a spec to modules: any range of layers, with names that do not depend on how the model is cut."""
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.model.attention import build_mask, cap_score
+from trainer.model.axes import Declared, ParameterInfo, parameter_infos
+from trainer.model.layers import Layer, Norm, Rotary
+from trainer.model.loss import LinearCrossEntropy
+from trainer.model.spec import ModelSpec
+
+
+class Embedding(Declared):
+    """Rows of a table. weight: [rows, width]."""
+
+    def __init__(self, rows: int, width: int, axis: str):
+        super().__init__()
+        self.declare("weight", (rows, width), (axis, "embed"), "embedding")
+
+    def forward(self, index: Tensor) -> Tensor:
+        return F.embedding(index, self.weight)
+
+
+class Head(Declared):
+    """Final norm's output -> logits, or the summed loss where targets are given. weight: [vocab, width]."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.soft_cap, self.z_loss, self.chunk, self.compiled = spec.logit_soft_cap, 0.0, 0, False
+        self.declare("weight", (spec.vocab_size, spec.width), ("vocab", "embed"), "head")
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        if targets is None:
+            logits = F.linear(x, self.weight)
+            return cap_score(logits, cap=self.soft_cap) if self.soft_cap else logits
+        return LinearCrossEntropy.apply(x.flatten(0, 1), self.weight, targets.flatten(), self.soft_cap, self.z_loss, self.chunk,
+                                        self.compiled)
+
+
+class Transformer(nn.Module):
+    """Layers `layers` of the model that `spec` describes; the first stage holds the embedding, the last the head.
+
+    Parameters carry global names (`layers.17.attention.q.weight`), so a checkpoint never depends on the cut.
+    """
+
+    def __init__(self, spec: ModelSpec, layers: range | None = None):
+        super().__init__()
+        layers = range(spec.depth) if layers is None else layers
+        self.spec, self.first, self.last = spec, layers.start == 0, layers.stop == spec.depth
+        specs = {index: spec.layer(index) for index in layers}
+        if self.first:
+            self.embedding = Embedding(spec.vocab_size, spec.width, "vocab")
+            if spec.learned_positions:
+                self.positions = Embedding(spec.max_length, spec.width, "seq")
+        self.layers = nn.ModuleDict({str(i): Layer(layer, spec.width, spec.parallel_residual) for i, layer in specs.items()})
+        # What layers share within a pass: positions of one kind are rotated once, masks of one kind are built once.
+        self.kinds: dict[str, tuple[int | None, tuple[int, float]]] = {}
+        rotaries: dict[str, Rotary] = {}
+        for index, layer in specs.items():
+            a, rotary = layer.attention, None
+            if a.positions == "rope":
+                frequencies = f"{a.rope} {a.head_dim}"
+                rotaries.setdefault(frequencies, Rotary(a.rope, a.head_dim))
+                rotary = list(rotaries).index(frequencies)
+            self.kinds[str(index)] = (rotary, (a.window, a.soft_cap))
+        self.rotaries = nn.ModuleList(rotaries.values())
+        if self.last:
+            self.norm = Norm(spec.width, spec.norm)
+            self.head = Head(spec)
+        self.tie()
+
+    def tie(self) -> None:
+        """Makes a tied head hold the embedding's parameter itself, where one stage holds both."""
+        if self.spec.tied and self.first and self.last:
+            self.head.weight = self.embedding.weight
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "Transformer":
+        # Leaving the meta device, torch gives every module a parameter of its own, which would untie the head.
+        super()._apply(fn, recurse)
+        self.tie()
+        return self
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Any:
+        """x: tokens int [batch, length] on the first stage, else hidden states [batch, length, width].
+
+        documents: int [batch, length], tokens of different numbers do not see each other and positions restart.
+        Returns hidden states before the last stage; on it logits [batch, length, vocab], or with targets the pair
+        (objective, cross-entropy), both summed over the valid targets.
+        """
+        length = x.shape[1]
+        positions = document_positions(documents) if documents is not None else torch.arange(length, device=x.device)
+        rotations = [rotary(positions) for rotary in self.rotaries]
+        masks = {kind: build_mask(documents, length, *kind, x.device) for kind in dict.fromkeys(k for _, k in self.kinds.values())}
+        if self.first:
+            x = self.embedding(x)
+            if self.spec.embedding_scale != 1.0:
+                x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)  # rounded to x's type, as Gemma was trained
+            if self.spec.learned_positions:
+                x = x + self.positions(positions)
+        for index, layer in self.layers.items():
+            rotary, kind = self.kinds[index]
+            x = layer(x, None if rotary is None else rotations[rotary], masks[kind])
+        return self.head(self.norm(x), targets) if self.last else x
+
+
+def document_positions(documents: Tensor) -> Tensor:
+    """Positions that restart at each document. documents, result: int [batch, length]."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - torch.where(starts, index, 0).cummax(1).values
+
+
+def declarations(spec: ModelSpec) -> dict[str, ParameterInfo]:
+    """Every parameter of the whole model by global name, without memory for any."""
+    with torch.device("meta"):
+        return parameter_infos(Transformer(spec))
