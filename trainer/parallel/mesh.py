@@ -1,0 +1,66 @@
+"""Processes -> one named device mesh. Every process group of the project is a dimension of this mesh."""
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer.config import ConfigError, RunConfig
+from trainer.parallel.plan import Plan
+
+DIMENSIONS = ("pp", "replicate", "shard", "tp")
+
+
+def local_device(run: RunConfig) -> torch.device:
+    """The device of this process: GPU number LOCAL_RANK, or the CPU. Raises `ConfigError` where it does not exist."""
+    if run.device == "cpu" or (run.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+    if local >= count:
+        raise ConfigError(f"run.device={run.device}: this machine has {count} GPUs, but runs at least {local + 1} processes; "
+                          f"start at most {count} with --nproc-per-node, or set run.device=cpu")
+    return torch.device("cuda", local)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of them."""
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    data: DeviceMesh
+    """The ranks that see different data: replicate x shard as one dimension."""
+
+    def sum_shards(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums `values` in place over the ranks that share one copy of the sharded state."""
+        return self._sum(values, self.mesh["shard"])
+
+    def sum_data(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums `values` in place over the ranks that see different data."""
+        return self._sum(values, self.data)
+
+    def _sum(self, values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        if mesh.size() > 1:
+            dist.all_reduce(values, group=mesh.get_group())
+        return values
+
+
+def join(plan: Plan, device: torch.device) -> World:
+    """Starts torch.distributed (NCCL on GPUs, gloo on CPUs) unless it runs, and builds the mesh that the plan asks for.
+
+    A plain `python -m trainer` is a world of one and needs no rendezvous.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        rendezvous = {} if "MASTER_ADDR" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=20), **rendezvous,
+                                device_id=device if device.type == "cuda" else None)
+    mesh = init_device_mesh(device.type, (plan.pp, plan.replicate, plan.shard, plan.tp), mesh_dim_names=DIMENSIONS)
+    return World(dist.get_rank(), dist.get_world_size(), device, mesh, mesh["replicate", "shard"]._flatten("dp"))
