@@ -1,0 +1,97 @@
+"""The optimizer: updates local shards in place, one group per policy of the parameter-type map.
+
+Unscaling, clipping and the decision to skip arrive as device scalars, so that a step needs no host synchronisation. State
+is kept by global parameter name and saved as tensors with the parameters' own layout.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainer.config import OptimizerConfig
+from trainer.precision.policy import Policy
+
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum",)}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Optimizer:
+    """AdamW (arXiv 1711.05101, torch's fused kernel), Lion (arXiv 2302.06675) and SGD with momentum, by group.
+
+    parameters: global name -> parameter (sharded or not), gradients in `.grad`.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], policies: dict[str, Policy], config: OptimizerConfig):
+        self.parameters, self.config = parameters, config
+        self.groups: dict[Policy, list[str]] = {}
+        for name in parameters:
+            self.groups.setdefault(policies[name], []).append(name)
+        device = local(next(iter(parameters.values()))).device
+        self.updates = torch.zeros((), device=device)  # steps that were not skipped
+        self.state = {(name, moment): torch.zeros_like(local(parameters[name]), dtype=policy.state_dtype)
+                      for policy, names in self.groups.items() for name in names for moment in MOMENTS[policy.optimizer]}
+
+    @torch.no_grad()
+    def step(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+        """One update with gradients divided by `grad_scale`; nothing changes where `found_inf` is one. All scalars on the
+        device of the parameters."""
+        for policy, names in self.groups.items():
+            names = [name for name in names if local(self.parameters[name]).numel()]
+            if names:
+                {"adamw": self._adamw, "lion": self._lion, "sgd": self._sgd}[policy.optimizer](
+                    policy, names, rate * policy.lr_scale, grad_scale, found_inf)
+        self.updates += 1 - found_inf
+
+    def _adamw(self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+        first, second = ([self.state[name, moment] for name in names] for moment in MOMENTS["adamw"])
+        weights = [local(self.parameters[name]) for name in names]
+        gradients = [local(self.parameters[name].grad) for name in names]
+        groups = [(weights, gradients, first, second)]
+        if policy.state_dtype is not torch.float32:  # the kernel wants one type: widen the moments of one parameter at a time
+            groups = [([w], [g], [m.float()], [v.float()]) for w, g, m, v in zip(weights, gradients, first, second)]
+        for index, (w, g, m, v) in enumerate(groups):
+            torch._fused_adamw_(w, g, m, v, [], [self.updates + 1] * len(w), lr=rate, beta1=self.config.beta1,
+                                beta2=self.config.beta2, weight_decay=policy.weight_decay, eps=self.config.eps, amsgrad=False,
+                                maximize=False, grad_scale=grad_scale, found_inf=found_inf)
+            if policy.state_dtype is not torch.float32:
+                first[index].copy_(m[0])
+                second[index].copy_(v[0])
+
+    def _lion(self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+        for name in names:
+            weight, moment, gradient = self._inputs(name, "exp_avg", grad_scale, found_inf)
+            direction = torch.sign(moment.float().lerp(gradient, 1 - self.config.beta1)) + policy.weight_decay * weight
+            weight.sub_(direction * rate * (1 - found_inf))
+            moment.copy_(torch.where(found_inf > 0, moment.float(), moment.float().lerp(gradient, 1 - self.config.beta2)))
+
+    def _sgd(self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+        for name in names:
+            weight, moment, gradient = self._inputs(name, "momentum", grad_scale, found_inf)
+            updated = torch.where(found_inf > 0, moment.float(), self.config.beta1 * moment.float() + gradient)
+            weight.sub_((updated + policy.weight_decay * weight) * rate * (1 - found_inf))
+            moment.copy_(updated)
+
+    def _inputs(self, name: str, moment: str, grad_scale: Tensor, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        parameter = self.parameters[name]
+        gradient = torch.where(found_inf > 0, 0, local(parameter.grad) / grad_scale)
+        return local(parameter), self.state[name, moment], gradient
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the optimizer: the moments in the layout of their parameters, and the update count."""
+        named: dict[str, Tensor] = {"optimizer.updates": self.updates}
+        for (name, moment), value in self.state.items():
+            parameter = self.parameters[name]
+            if isinstance(parameter, DTensor):
+                value = DTensor.from_local(value, parameter.device_mesh, parameter.placements, run_check=False,
+                                           shape=parameter.shape, stride=parameter.stride())
+            named[f"optimizer.{moment}.{name}"] = value
+        return named

@@ -1,0 +1,32 @@
+"""Learning-rate schedules as functions of the number of updates, on the device: a skipped step does not advance them and
+nothing has to be read back."""
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trainer.config import LearningRateConfig
+
+
+def learning_rate(config: LearningRateConfig, steps: int, updates: Tensor) -> Tensor:
+    """The rate of the update that follows `updates` finished ones (a scalar tensor), over a run of `steps`.
+
+    Linear warm-up over `warmup` updates, then: cosine to final x peak (arXiv 1608.03983); linear to it; constant; or wsd,
+    constant and then linear to it over the last `decay` updates (arXiv 2404.06395).
+    """
+    number = updates.float() + 1
+    warm = (number / max(config.warmup, 1)).clamp(max=1.0)
+    length = max(steps - config.warmup, 1)
+    if config.schedule == "wsd":
+        length = config.decay or max(steps // 5, 1)
+    start = steps - length if config.schedule == "wsd" else config.warmup
+    progress = ((number - start) / length).clamp(0.0, 1.0)
+    if config.schedule == "cosine":
+        share = (1 + torch.cos(math.pi * progress)) / 2
+    elif config.schedule == "constant":
+        share = torch.ones_like(progress)
+    else:
+        share = 1 - progress
+    return config.peak * torch.where(number <= config.warmup, warm, config.final + (1 - config.final) * share)

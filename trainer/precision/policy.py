@@ -1,0 +1,36 @@
+"""Numeric types, and the parameter-type map: which optimizer settings each parameter gets, by its role and name."""
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from trainer.config import OptimizerConfig, ParameterTypes
+from trainer.model.axes import ParameterInfo
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Resolved settings of one parameter; parameters with equal policies form an optimizer group."""
+    optimizer: str
+    state_dtype: torch.dtype
+    weight_decay: float
+    lr_scale: float
+
+
+def parameter_policies(infos: dict[str, ParameterInfo], types: ParameterTypes, optimizer: OptimizerConfig) -> dict[str, Policy]:
+    """Global name -> policy: the role's, then every rule whose pattern matches, in order."""
+    policies = {}
+    for name, info in infos.items():
+        chosen = dataclasses.asdict(getattr(types, info.role))
+        for pattern, changes in types.rules.items():
+            if fnmatchcase(name, pattern):
+                chosen.update(changes if isinstance(changes, dict) else dataclasses.asdict(changes))
+        decay = chosen["weight_decay"]
+        policies[name] = Policy(chosen["optimizer"] or optimizer.name, DTYPES[chosen["state_dtype"]],
+                                optimizer.weight_decay if decay is None else float(decay), float(chosen["lr_scale"]))
+    return policies

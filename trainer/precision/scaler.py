@@ -1,0 +1,44 @@
+"""Dynamic loss scaling for fp16, with the state of `torch.amp.GradScaler` and one found-inf for the whole mesh."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config import PrecisionConfig
+
+
+class GradScaler:
+    """Keeps the loss scale on the device: it halves on an overflow and doubles after `growth_interval` good steps.
+
+    Differs from torch.amp.GradScaler in what counts as an overflow: the caller passes one `found_inf` that is equal on
+    every rank (torch's own looks at local gradients, so pipeline stages and tensor shards can disagree and diverge). With
+    enabled=False the scale is one and stays one.
+    """
+
+    def __init__(self, precision: PrecisionConfig, device: torch.device):
+        self.enabled = precision.compute == "fp16"
+        self.growth_factor, self.backoff_factor = precision.scale_growth, precision.scale_backoff
+        self.growth_interval = precision.growth_interval
+        self.value = torch.full((), precision.loss_scale if self.enabled else 1.0, device=device)
+        self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self.value if self.enabled else loss
+
+    def update(self, found_inf: Tensor) -> None:
+        """found_inf: fp32 scalar, 1 where the step overflowed on any rank."""
+        if self.enabled:
+            torch._amp_update_scale_(self.value, self.growth_tracker, found_inf, self.growth_factor, self.backoff_factor,
+                                     self.growth_interval)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The keys of torch.amp.GradScaler."""
+        return {"scale": self.value.item(), "growth_factor": self.growth_factor, "backoff_factor": self.backoff_factor,
+                "growth_interval": self.growth_interval, "_growth_tracker": self.growth_tracker.item()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.enabled:
+            self.value.fill_(state["scale"])
+            self.growth_tracker.fill_(state["_growth_tracker"])
