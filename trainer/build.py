@@ -1,0 +1,29 @@
+"""A spec and a plan become a parallel model."""
+from __future__ import annotations
+
+import torch
+
+from trainer.checkpointing.activation import apply_recompute
+from trainer.config import Config
+from trainer.model.spec import ModelSpec
+from trainer.model.transformer import Transformer
+from trainer.parallel.mesh import World
+from trainer.parallel.plan import Plan
+from trainer.parallel.zero import shard
+from trainer.precision.policy import DTYPES
+
+
+def build_model(config: Config, spec: ModelSpec, plan: Plan, world: World) -> Transformer:
+    """Modules on the meta device, then in this order: recompute, compilation, sharding, storage. Weights are undefined."""
+    with torch.device("meta"):
+        model = Transformer(spec)
+    model.head.z_loss, model.head.chunk, model.head.compiled = config.loss.z_loss, config.loss.chunk, config.compile
+    apply_recompute(model, config.activation)
+    if config.compile:
+        for layer in model.layers.values():
+            layer.run = torch.compile(layer.run, dynamic=False)
+    shard(model, plan, world, DTYPES[config.precision.compute], DTYPES[config.precision.reduce])
+    model.to_empty(device="cpu" if plan.offload else world.device)
+    for rotary in model.rotaries:  # buffers stay with the computation when parameters are offloaded
+        rotary.to(world.device)
+    return model

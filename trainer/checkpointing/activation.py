@@ -1,0 +1,100 @@
+"""Activation checkpointing: what the backward pass finds saved and what it recomputes (Chen et al., arXiv 1604.06174).
+
+The policy is applied to what a layer runs, not by wrapping modules, so that parameter names stay global. It composes with
+compilation (the compiler sees the marks and plans the recompute) and with sharding (applied before it).
+"""
+from __future__ import annotations
+
+from collections import Counter
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Callable
+
+import torch
+import torch._functorch.config as functorch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from trainer.config import ActivationConfig, ConfigError
+
+# No layer draws random numbers, so there is no generator state to keep for the second forward.
+recompute_all = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+ALIASES = {
+    "matmul": ("aten.mm", "aten.addmm", "aten.bmm"),
+    "attention": ("aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_flash_attention",
+                  "aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_flash_attention_for_cpu",
+                  "higher_order.flex_attention"),
+}
+
+
+def apply_recompute(model: nn.Module, config: ActivationConfig) -> None:
+    """Sets the recompute of every layer of `model`. Raises `ConfigError` for names that match nothing."""
+    functorch.activation_memory_budget = config.budget if config.mode == "budget" else 1.0
+    if config.mode in ("none", "budget"):
+        return
+    layers = [layer for position, layer in enumerate(model.layers.values()) if position % config.every == 0]
+    if config.mode == "selective" and config.modules:
+        recompute_modules(model, layers, config.modules)
+        return
+    policy = recompute_all
+    if config.mode == "selective":
+        policy = partial(recompute_all, context_fn=partial(selective_contexts, saved_operations(config.save)))
+    for layer in layers:
+        layer.recompute = policy
+
+
+def recompute_modules(model: nn.Module, layers: list[nn.Module], patterns: list[str]) -> None:
+    """Recomputes only the submodules of `layers` whose global name matches a pattern."""
+    names = {module: name for name, module in model.named_modules()}
+    inside = {names[module]: module for layer in layers for module in layer.modules() if module is not layer}
+    unmatched = [p for p in patterns if not any(fnmatchcase(name, p) for name in inside)]
+    if unmatched:
+        raise ConfigError(f"activation.modules={unmatched} match no submodule; names look like: {', '.join(list(inside)[:8])}")
+    for name, module in inside.items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            module.forward = partial(recompute_all, module.forward)
+
+
+def saved_operations(names: list[str]) -> dict[Any, tuple[str, int]]:
+    """Operator -> (the name it is counted under, n: every n-th call is saved), from names such as 'matmul/2'."""
+    operations: dict[Any, tuple[str, int]] = {}
+    for entry in names:
+        name, _, every = entry.partition("/")
+        found = [operator for target in ALIASES.get(name, (name,)) for operator in find_operators(target)]
+        if not found or (every and not every.isdigit()) or every == "0":
+            raise ConfigError(f"activation.save: '{entry}' names no operation; legal: {', '.join(ALIASES)}, or a torch operator such "
+                              "as 'aten.mm', each also as NAME/2 for every second call")
+        operations.update({operator: (name, int(every or 1)) for operator in found})
+    return operations
+
+
+def find_operators(name: str) -> list[Any]:
+    """All overloads of a torch operator named 'namespace.operator' (or one, 'namespace.operator.overload')."""
+    target: Any = torch.ops
+    try:
+        for part in name.split("."):
+            target = getattr(target, part)
+    except (AttributeError, RuntimeError):
+        return []
+    if hasattr(target, "overloads"):
+        return [getattr(target, overload) for overload in target.overloads()]
+    return [] if target is torch.ops or isinstance(target, type(torch.ops.aten)) else [target]
+
+
+def selective_contexts(operations: dict[Any, tuple[str, int]]) -> Any:
+    """Contexts of one forward and its recomputation; calls are counted in each, so that both decide alike."""
+    calls: Counter = Counter()
+
+    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if operator not in operations:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        name, every = operations[operator]
+        key = (context.is_recompute, name)
+        calls[key] += 1
+        # The first of every n calls is recomputed, the last is saved: with n = 2 the outputs of up and down projections are
+        # treated alike in forward and recomputation.
+        return CheckpointPolicy.MUST_SAVE if calls[key] % every == 0 else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
