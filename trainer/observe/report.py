@@ -1,0 +1,65 @@
+"""What a run says of itself at start, and the figures that its metrics are measured against."""
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+import torch
+
+from trainer.batch import BatchPlan
+from trainer.config import Config
+from trainer.model import cost
+from trainer.model.axes import ParameterInfo
+from trainer.model.spec import ModelSpec
+from trainer.observe import tables
+from trainer.observe.devices import peak_flops
+from trainer.observe.metrics import Meter
+from trainer.parallel.mesh import World
+from trainer.parallel.plan import Plan
+from trainer.precision.policy import DTYPES, Policy
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Highest memory use of this process so far, in GiB: allocated on the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**30
+
+
+def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> Meter:
+    """The meter of a run: its FLOPs per token against the peak of its devices, where that is known."""
+    tensor_cores = config.precision.compute == "fp32" and config.precision.matmul == "high"
+    kind = "tf32" if tensor_cores else config.precision.compute
+    peak = peak_flops(device_name(world.device), kind) if world.device.type == "cuda" else None
+    return Meter(config.run.steps, cost.flops_per_token(spec, length, causal=True), cost.flops_per_token(spec, length, causal=False),
+                 peak, world.size)
+
+
+def print_start(config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan, infos: dict[str, ParameterInfo],
+                policies: dict[str, Policy], corpus: Any, world: World) -> None:
+    """One table: model, plan, batch arithmetic, memory of the states on each rank."""
+    counts = cost.parameter_counts(spec)
+    states = cost.state_bytes(spec, plan, compute_bytes=DTYPES[config.precision.compute].itemsize)
+    activation = config.activation.mode + (f", every {config.activation.every} blocks" if config.activation.every > 1 else "")
+    tables.startup(
+        model=[("name", f"{spec.name} ({spec.family})"), ("parameters", tables.count(counts["total"])),
+               ("layers x width", f"{spec.depth} x {spec.width}"),
+               ("FLOPs per token", tables.flops(cost.flops_per_token(spec, batch.sequence_length, causal=True)))],
+        plan=[("processes", f"{world.size} x {device_name(world.device)}"), ("plan", plan.describe()),
+              ("precision", config.precision.compute + ("" if config.precision.reduce == "fp32" else f", {config.precision.reduce} reduction")),
+              ("recompute", activation), ("compile", "each block" if config.compile else "off")],
+        batch=[("sequence", f"{batch.sequence_length} tokens"),
+               ("global batch", f"{batch.global_size} sequences = {tables.count(batch.global_size * batch.sequence_length)} tokens"),
+               ("arithmetic", f"{batch.micro_size} a micro-batch x {batch.accumulation} micro-batches x {plan.dp} ranks"),
+               ("corpus", f"{tables.count(len(corpus.train))} sequences an epoch, {tables.count(len(corpus.eval))} held out")],
+        memory=[(name, tables.size(value)) for name, value in states.rows()])
+    if config.logging.types:
+        tables.parameter_types([
+            {"parameter": name, "shape": "x".join(map(str, info.shape)), "type": info.role, "optimizer": policies[name].optimizer,
+             "state": str(policies[name].state_dtype).removeprefix("torch."), "weight decay": policies[name].weight_decay,
+             "lr scale": policies[name].lr_scale} for name, info in infos.items()])

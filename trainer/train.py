@@ -1,0 +1,318 @@
+"""The training run, from a configuration to a trained model."""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from trainer.batch import BatchPlan, resolve_batch
+from trainer.build import build_model
+from trainer.checkpointing.manifest import read_manifest
+from trainer.checkpointing.retention import find_resume
+from trainer.checkpointing.state import Checkpointer, load
+from trainer.config import Config, ConfigError
+from trainer.data.batches import Loader, eval_batches
+from trainer.data.corpus import Corpus, open_corpus
+from trainer.model.attention import kernel_priority
+from trainer.model.axes import parameter_infos
+from trainer.model.init import fill, initialize, name_seed
+from trainer.model.spec import ModelSpec
+from trainer.observe import metrics
+from trainer.observe.deferred import DeferredScalars
+from trainer.observe.report import peak_memory_gib, print_start, step_meter
+from trainer.observe.sinks import Logger
+from trainer.optim.optimizer import Optimizer
+from trainer.parallel.mesh import World, join, local_device
+from trainer.parallel.plan import Plan, resolve_plan
+from trainer.precision.policy import parameter_policies
+from trainer.precision.scaler import GradScaler
+from trainer.step import TrainState, evaluate, train_step
+from trainer.typed import to_yaml
+
+DONE, STOPPED = 0, 75
+
+
+class NonFinite(RuntimeError):
+    """Training cannot go on: too many steps in a row had a non-finite loss or gradient."""
+
+
+@dataclass
+class Result:
+    """What a run leaves: its folder, all logged lines, and how it ended (exit code of the command line)."""
+    folder: Path
+    metrics: list[dict[str, Any]]
+    code: int
+
+
+def run(config: Config) -> Result:
+    """Trains as configured, resuming where the run folder has a checkpoint. Raises `ConfigError` before any step."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    plan = resolve_plan(config.parallel, world_size)
+    batch = resolve_batch(config.batch, plan.dp)
+    device = local_device(config.run)
+    spec = model_spec(config)
+    corpus = open_corpus(config)
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.run.deterministic)
+    torch.set_float32_matmul_precision(config.precision.matmul)
+
+    world = join(plan, device)
+    try:
+        with kernel_priority(config.run.deterministic):
+            code = Training(config, spec, plan, batch, corpus, world).train()
+    finally:
+        dist.destroy_process_group()
+    folder = Path(config.run.dir)
+    return Result(folder, metrics.read(folder) if world.rank == 0 else [], code)
+
+
+def main(config: Config) -> int:
+    """The command line's run: returns the exit code."""
+    try:
+        return run(config).code
+    except NonFinite as error:
+        print(f"training stopped: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+def model_spec(config: Config) -> ModelSpec:
+    """The spec that the run trains: from a transformers folder if one is named, else from the model group."""
+    if config.model.from_hf:
+        from trainer.model.hf import spec_from_hf
+        return spec_from_hf(config.model.from_hf)
+    return ModelSpec.from_dict({f.name: getattr(config.model, f.name) for f in dataclasses.fields(ModelSpec)})
+
+
+class Training:
+    """A run in progress: the state, the position in the data, and everything that is told about each step."""
+
+    def __init__(self, config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan, corpus: Corpus, world: World):
+        self.config, self.spec, self.batch, self.corpus, self.world = config, spec, batch, corpus, world
+        self.folder = Path(config.run.dir)
+        self.tokens, self.skipped, self.skipped_in_row = 0, 0, 0
+        self.stop_wanted, self.stop, self.mark = False, False, time.perf_counter()
+        resume, warnings = self.agree(lambda: find_resume(config.checkpoint.resume, self.folder / "checkpoints", config.checkpoint.verify))
+        manifest = self.agree(lambda: self.check_manifest(read_manifest(resume))) if resume else {}
+
+        model = build_model(config, spec, plan, world)
+        infos = parameter_infos(model)
+        self.policies = parameter_policies(infos, config.precision.types, config.optimizer)
+        optimizer = Optimizer(dict(model.named_parameters()), self.policies, config.optimizer)
+        self.state = TrainState(config, plan, world, model, optimizer, GradScaler(config.precision, world.device))
+        if not resume and config.model.from_hf:
+            from trainer.model.hf import HFWeights
+            fill(model, HFWeights(config.model.from_hf, spec))
+        else:
+            initialize(model, spec, config.run.seed, world.device)
+        position = 0
+        if resume:
+            load(resume, self.state.tensors())
+            self.state.step, self.tokens, self.skipped = manifest["step"], manifest["tokens"], manifest["skipped"]
+            self.state.scaler.load_state_dict(manifest["scaler"])
+            position = manifest["samples"] if config.checkpoint.data == "continue" else 0
+
+        self.loader = Loader(corpus.train, batch, world.data.get_local_rank(), plan.dp, seed=config.run.seed, position=position,
+                             mask_documents=config.data.mask_documents, prefetch=config.data.prefetch, device=world.device)
+        self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
+        self.deferred = DeferredScalars()
+        self.losses: list[float] = []  # first and latest
+        self.meter = step_meter(config, spec, world, self.batch.sequence_length)
+        if world.rank == 0:
+            print_start(config, spec, plan, batch, infos, self.policies, corpus, world)
+            corpus.tokenizer.save(self.folder / "tokenizer")
+            (self.folder / "config.yaml").write_text(to_yaml(config))
+        self.log = Logger(self.folder, config.logging, config.run, self.state.step, dataclasses.asdict(config), world.rank == 0)
+        for text in [*warnings, *([f"resumed from {resume} at step {self.state.step}"] if resume else [])]:
+            self.log.event(text)
+
+    def agree(self, decide: Any) -> Any:
+        """What rank 0 decides, on every rank; its `ConfigError` is everybody's."""
+        answer: list[Any] = [None]
+        if self.world.rank == 0:
+            try:
+                answer = [decide()]
+            except ConfigError as error:
+                answer = [error]
+        dist.broadcast_object_list(answer, src=0)
+        if isinstance(answer[0], ConfigError):
+            raise answer[0]
+        return answer[0]
+
+    def check_manifest(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """Refuses to resume another model, or other data under the old position."""
+        problems = []
+        saved, mine = manifest["spec"], self.spec.to_dict()
+        differing = [name for name in mine if name not in ("name", "init", "max_length") and saved.get(name) != mine[name]]
+        if differing:
+            problems.append("; ".join(f"model.{name}={mine[name]} but the checkpoint has {saved.get(name)}" for name in differing[:3])
+                            + ": set checkpoint.resume=none or another run.dir to start anew")
+        if manifest["data"] != self.data_identity() and self.config.checkpoint.data == "continue":
+            changed = [name for name, value in self.data_identity().items() if manifest["data"].get(name) != value]
+            problems.append(f"the data differ from the checkpoint's in {', '.join(changed)}, so its position means nothing here: set "
+                            "checkpoint.data=restart to train on from the first sample of the new data, or restore the old settings")
+        if problems:
+            raise ConfigError(problems)
+        return manifest
+
+    def data_identity(self) -> dict[str, Any]:
+        """What the position in the data depends on."""
+        return {"corpus": self.corpus.fingerprint, "run.seed": self.config.run.seed,
+                "batch.sequence_length": self.batch.sequence_length}
+
+    def train(self) -> int:
+        """The loop. Returns the exit code."""
+        config, state = self.config, self.state
+        first, status = state.step, "failed"
+        try:
+            with self.signals():
+                gc.collect()
+                gc.freeze()  # what exists now lives to the end: the collector need not look at it again
+                while state.step < config.run.steps and not self.stop:
+                    self.one_step()
+                    self.read_back()
+                    if config.eval.every and (state.step % config.eval.every == 0 or state.step == config.run.steps):
+                        self.evaluate()
+                    if config.checkpoint.every and state.step % config.checkpoint.every == 0 and state.step < config.run.steps:
+                        self.save()
+                    for text in self.checkpointer.poll():
+                        self.log.event(text)
+                self.read_back(everything=True)
+                if state.step > first and (self.stop or config.checkpoint.at_end):
+                    self.save(wait=True)
+                for text in self.checkpointer.poll():
+                    self.log.event(text)
+            status = "stopped" if self.stop else "done"
+            self.log.event(self.farewell(first))
+        finally:
+            gc.unfreeze()
+            self.loader.close()
+            self.checkpointer.close()
+            self.log.close(status)
+        return STOPPED if self.stop else DONE
+
+    def farewell(self, first: int) -> str:
+        """How the run ended, for people."""
+        step, steps = self.state.step, self.config.run.steps
+        if step == first:
+            return f"{self.folder} is done: step {step} of {steps}. Raise run.steps to train on, or set another run.name"
+        fell = f"loss {self.losses[0]:.3f} -> {self.losses[-1]:.3f}" if self.losses else "no step was logged"
+        if self.stop:
+            return f"stopped by a signal after step {step} of {steps} ({fell}); the same command resumes {self.folder}"
+        return f"done: {fell} in steps {first + 1} to {step}; everything is in {self.folder}"
+
+    def one_step(self) -> None:
+        """Fetches the batch, trains on it, and queues what is to be known of the step."""
+        state = self.state
+        if not len(self.deferred):  # nothing on its way: the clock of this step starts here
+            self.mark = time.perf_counter()
+        batches = next(self.loader)
+        torch.manual_seed(name_seed(self.config.run.seed, f"step {state.step} rank {self.world.data.get_local_rank()}"))
+        with self.trace():
+            scalars = train_step(state, batches, self.stop_wanted)
+        self.tokens += self.batch.global_size * self.batch.sequence_length
+        memory = torch.full((), peak_memory_gib(self.world.device), device=self.world.device)
+        if self.world.size > 1:
+            dist.all_reduce(memory, dist.ReduceOp.MAX)
+        self.deferred.push(state.step, scalars | {"memory_gib": memory}, {
+            "tokens": self.tokens, "epoch": self.loader.epoch, "data_seconds": self.loader.wait_seconds,
+            "ids": [batch.ids for batch in batches]})
+
+    def read_back(self, everything: bool = False) -> None:
+        """Logs the steps whose numbers have arrived, and acts on them; every rank sees a step at the same point."""
+        for step, numbers, host in self.deferred.pop_ready(block=everything):
+            # On a GPU this is the wait for a step that ran while the next was queued: in steady state, the step's own time.
+            elapsed, self.mark = time.perf_counter() - self.mark, time.perf_counter()
+            self.meter.finished(step, elapsed, host["data_seconds"], self.batch.global_size * self.batch.sequence_length)
+            bad = numbers["found_inf"] > 0
+            self.losses = [*self.losses[:1], numbers["loss"]]
+            self.skipped += bad
+            # An fp16 overflow is the scaler's business until the scale has nowhere left to go.
+            strike = bad and not (self.state.scaler.enabled and numbers["loss_scale"] > 1)
+            self.skipped_in_row = self.skipped_in_row + 1 if strike else 0
+            self.stop = self.stop or numbers["stop"] > 0
+            if step % self.config.logging.every == 0 or step == self.config.run.steps or bad:
+                self.log.step({"step": step, "tokens": host["tokens"], "epoch": host["epoch"], "skipped": self.skipped,
+                               **{name: numbers[name] for name in ("loss", "grad_norm", "lr", "loss_scale", "memory_gib")},
+                               **self.meter.read()})
+            if bad:
+                self.log.event(f"step {step}: no update, {self.describe_non_finite(numbers)}")
+            if self.skipped_in_row >= self.config.guard.max_skipped:
+                self.give_up(step, numbers, host["ids"])
+
+    def evaluate(self) -> None:
+        """Mean loss on the held-out sequences, the same ones every time and under every plan."""
+        self.read_back(everything=True)
+        batches = eval_batches(self.corpus.eval, self.config.eval.sequences, self.batch.micro_size, self.world.data.get_local_rank(),
+                               self.state.plan.dp, mask_documents=self.config.data.mask_documents, device=self.world.device)
+        loss = evaluate(self.state.model, batches, self.world).item()
+        self.log.evaluation({"step": self.state.step, "tokens": self.tokens, "eval_loss": loss})
+
+    def save(self, wait: bool = False) -> None:
+        """Hands the state to the checkpointer, which writes while training goes on."""
+        self.read_back(everything=True)
+        plan = dataclasses.asdict(self.state.plan)
+        self.checkpointer.save(self.state.step, self.state.tensors(), {
+            "spec": self.spec.to_dict(), "plan": plan, "tokens": self.tokens, "samples": self.loader.position,
+            "skipped": self.skipped, "scaler": self.state.scaler.state_dict(), "data": self.data_identity()}, wait=wait)
+
+    def describe_non_finite(self, numbers: dict[str, Any]) -> str:
+        """What was not finite in a step: the loss, or the gradients of which parameters."""
+        bad = [name for name, square in zip(self.state.optimizer.parameters, numbers["squares"]) if not np.isfinite(square)]
+        what = [f"loss {numbers['loss']}"] if not np.isfinite(numbers["loss"]) else []
+        what += [f"non-finite gradients in {len(bad)} parameters: {', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''}"] if bad else []
+        return "; ".join(what) + (f" (loss scale {numbers['loss_scale']:g})" if self.state.scaler.enabled else "")
+
+    def give_up(self, step: int, numbers: dict[str, Any], ids: list[list]) -> None:
+        """Ends the run with what was seen; every rank gets here at the same step."""
+        mine = [sample for samples, loss in zip(ids, numbers["losses"]) if not np.isfinite(loss) for sample in samples]
+        everyone: list[Any] = [None] * self.world.size
+        dist.all_gather_object(everyone, mine)
+        samples = [str(sample) for some in everyone for sample in some]
+        raise NonFinite(f"{self.skipped_in_row} steps in a row without an update (guard.max_skipped={self.config.guard.max_skipped}), "
+                        f"the last at step {step}: {self.describe_non_finite(numbers)}; samples with a non-finite loss: "
+                        f"{', '.join(samples[:20]) or 'none'}. Look at these samples, lower lr.peak, or raise guard.max_skipped")
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """SIGTERM and SIGUSR1 (a scheduler's warning) end the run after the current step, with a checkpoint."""
+        if threading.current_thread() is not threading.main_thread():  # a notebook's worker: signals are not ours
+            yield
+            return
+
+        def wish(*_: Any) -> None:
+            self.stop_wanted = True
+        before = {number: signal.signal(number, wish) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[None]:
+        """Profiles the steps that logging.trace names, on rank 0, into a file for chrome://tracing or Perfetto."""
+        if self.world.rank != 0 or self.state.step + 1 not in self.config.logging.trace:
+            yield
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        activities += [torch.profiler.ProfilerActivity.CUDA] if self.world.device.type == "cuda" else []
+        with torch.profiler.profile(activities=activities) as profiler:
+            yield
+            if self.world.device.type == "cuda":
+                torch.cuda.synchronize()
+        path = self.folder / "traces" / f"step-{self.state.step:08d}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
