@@ -1,0 +1,135 @@
+"""The names of all metrics, and the bookkeeping behind speed, utilisation and remaining time."""
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from trainer.config import ConfigError
+
+# One line of metrics.jsonl is one object with these keys: a step line has all but eval_loss, an evaluation line has
+# those of EVALUATION. What is unknown, does not apply or is not finite is null.
+METRICS: dict[str, str] = {
+    "step": "optimizer steps done, this one included",
+    "tokens": "tokens trained on since the first step, over all ranks",
+    "epoch": "passes over the training data, fractional",
+    "loss": "mean loss per valid token of this step's global batch, in nats",
+    "grad_norm": "global L2 norm of the gradient before clipping",
+    "lr": "learning rate of this step",
+    "tokens_per_second": "tokens per second over all ranks, since the last logged step",
+    "mfu": "model FLOP utilisation, 0 to 1: FLOPs with causal attention against the devices' dense peak",
+    "mfu_full": "the same counting attention over the full square, as torchtitan does",
+    "memory_gib": "peak device memory of one rank, the largest over ranks, in GiB",
+    "step_seconds": "mean time of a step since the last logged one, in seconds",
+    "step_seconds_p50": "median time of recent steps without the first after start or resume, in seconds",
+    "step_seconds_p95": "95th percentile of the same, in seconds",
+    "data_seconds": "mean time that a step waited for its batch since the last logged one, in seconds",
+    "eta_seconds": "time left for the remaining steps at the mean pace of recent ones, in seconds",
+    "bubble": "share of the step in which pipeline ranks wait for each other, 0 to 1",
+    "loss_scale": "fp16 loss scale of this step",
+    "skipped": "steps so far whose update was skipped for a non-finite loss or gradient",
+    "eval_loss": "mean loss per token on held-out data, in nats",
+}
+EVALUATION = ("step", "tokens", "eval_loss")
+STEP = tuple(name for name in METRICS if name != "eval_loss")
+
+
+class Meter:
+    """Turns finished steps into speed, utilisation, percentiles and remaining time; one per process start.
+
+    `flops_per_token` and `flops_per_token_full` are training FLOPs (forward and backward) with causal and with full
+    attention; `peak` is one device's dense FLOP/s or None; `world` the number of devices; percentiles and remaining
+    time look at the last `recent` steps. Nothing here touches a device.
+    """
+
+    def __init__(self, total_steps: int, flops_per_token: float, flops_per_token_full: float, peak: float | None,
+                 world: int, recent: int = 200):
+        self.total_steps = total_steps
+        self.flops = {"mfu": flops_per_token, "mfu_full": flops_per_token_full}
+        self.peak = peak * world if peak else None
+        self.step: int | None = None
+        self.recent: deque[float] = deque(maxlen=recent)
+        self._start_window()
+
+    def _start_window(self) -> None:
+        self.steps, self.seconds, self.data_seconds, self.tokens = 0, 0.0, 0.0, 0
+
+    def finished(self, step: int, seconds: float, data_seconds: float, tokens: int) -> None:
+        """Counts one finished step: its number, its duration, its wait for data (within the duration), its tokens over
+        all ranks."""
+        if self.step is not None:  # the first step compiles and allocates: its time says nothing about the rest
+            self.recent.append(seconds)
+        self.step = step
+        self.steps += 1
+        self.seconds += seconds
+        self.data_seconds += data_seconds
+        self.tokens += tokens
+
+    def read(self) -> dict[str, float | None]:
+        """The metrics of the steps since the last call, which are then forgotten. Call it after at least one step."""
+        speed = self.tokens / self.seconds if self.seconds > 0 else None
+        utilisation = {name: flops * speed / self.peak if self.peak and speed is not None else None
+                       for name, flops in self.flops.items()}
+        p50, p95 = numpy.percentile(self.recent, [50, 95]).tolist() if self.recent else (None, None)
+        pace = sum(self.recent) / len(self.recent) if self.recent else None
+        values = {
+            "tokens_per_second": speed, **utilisation,
+            "step_seconds": self.seconds / self.steps, "step_seconds_p50": p50, "step_seconds_p95": p95,
+            "data_seconds": self.data_seconds / self.steps,
+            "eta_seconds": None if pace is None else pace * max(self.total_steps - self.step, 0),
+        }
+        self._start_window()
+        return values
+
+
+def line(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """`values` as one line of the contract: every name of `names`, in order, absent or non-finite ones as None.
+
+    Raises `ValueError` for a name that the contract does not have, or without a step.
+    """
+    unknown = [name for name in values if name not in names]
+    if unknown or values.get("step") is None:
+        raise ValueError(f"metrics {unknown} are not in the table of trainer/observe/metrics.py" if unknown
+                         else "a line of metrics needs its step")
+    return {name: _plain(values.get(name)) for name in names}
+
+
+def _plain(value: Any) -> int | float | None:
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    value = float(value)  # Python floats, NumPy scalars, 0-d tensors
+    return value if math.isfinite(value) else None
+
+
+def parse(text: str | bytes) -> dict[str, Any] | None:
+    """One line of metrics.jsonl, or None when it is torn or is no line of metrics."""
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        return None
+    return record if all(value is None or isinstance(value, (int, float)) for value in record.values()) else None
+
+
+def read(run: str | Path) -> list[dict[str, Any]]:
+    """All lines of a run, oldest first; `run` is a run folder or a metrics.jsonl.
+
+    A last line without its end, which is what a crash or a run in progress leaves, is passed over. Raises `ConfigError`
+    when there is no file, no line, or damage anywhere else.
+    """
+    path = Path(run) / "metrics.jsonl" if Path(run).is_dir() else Path(run)
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise ConfigError(f"{run}: cannot read {path} ({error.strerror}); give a run folder like runs/NAME") from None
+    records = [parse(text) for text in lines]
+    if None in records:
+        raise ConfigError(f"{path}, line {records.index(None) + 1}: not a line of metrics; the file is damaged")
+    if not records:
+        raise ConfigError(f"{path}: no step has been logged yet")
+    return records

@@ -1,0 +1,333 @@
+"""Where metrics go: the console, metrics.jsonl, TensorBoard, Weights & Biases.
+
+The first process owns all of them. A sink has `write(record)` for step and evaluation lines and `close(status)`; one
+that fails is named in a notice and dropped, and training goes on.
+"""
+from __future__ import annotations
+
+import errno
+import json
+import netrc
+import os
+import queue
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any, Callable
+from urllib.parse import urlparse
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+from trainer.config import ConfigError, LoggingConfig, RunConfig, WandbConfig
+from trainer.observe import metrics
+from trainer.observe.tables import count, duration, percent, size
+
+Record = dict[str, Any]
+Notify = Callable[[str], None]
+
+
+class Logger:
+    """Hands each logged step, evaluation and notice of a run to its sinks.
+
+    `folder` is the run folder, `resume_step` the step that training continues after (0 for a new run), `config` the
+    resolved configuration for Weights & Biases, `enabled` true on the one rank that logs: on the others every method
+    returns at once. Raises `ConfigError` when the run folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, logging: LoggingConfig, run: RunConfig, resume_step: int, config: dict[str, Any],
+                 enabled: bool = True):
+        self._console: RichConsole | PlainConsole | None = None
+        self._sinks: list[Any] = []
+        if not enabled:
+            return
+        folder = Path(folder)
+        self._sinks.append(JsonLines(folder, resume_step, self.event))
+        if logging.console != "none":
+            rich = logging.console == "rich" or logging.console == "auto" and sys.stdout.isatty()
+            self._console = RichConsole(run.name, run.steps, resume_step) if rich else PlainConsole(run.steps)
+            self._sinks.append(self._console)
+        if logging.tensorboard:
+            self._open("TensorBoard", lambda: TensorBoard(folder, resume_step))
+        if logging.wandb.enabled:
+            self._open("wandb", lambda: Wandb(folder, logging.wandb, run.name, resume_step, config, self.event))
+
+    def step(self, record: Record) -> None:
+        """Logs a step: any of the names in `metrics.METRICS`, and `step`. Raises `ValueError` for another name."""
+        self._write(record, metrics.STEP)
+
+    def evaluation(self, record: Record) -> None:
+        """Logs an evaluation: `step`, `tokens`, `eval_loss`."""
+        self._write(record, metrics.EVALUATION)
+
+    def event(self, text: str) -> None:
+        """Shows a one-line notice, such as 'checkpoint saved', on the console."""
+        if self._console is not None:
+            self._try(self._console, self._console.event, text)
+
+    def close(self, status: str = "done") -> None:
+        """Flushes and ends every sink. `status` is 'done', 'stopped' (saved, to be continued) or else a failure."""
+        for sink in reversed(list(self._sinks)):  # the console last: the others may have something to say
+            self._try(sink, sink.close, status)
+        self._sinks, self._console = [], None
+
+    def _open(self, name: str, make: Callable[[], Any]) -> None:
+        try:
+            self._sinks.append(make())
+        except Exception as error:
+            self.event(f"{name} is off: {_reason(error)}")
+
+    def _write(self, record: Record, names: tuple[str, ...]) -> None:
+        if self._sinks:
+            record = metrics.line(record, names)
+        for sink in list(self._sinks):
+            self._try(sink, sink.write, record)
+
+    def _try(self, sink: Any, call: Callable[[Any], None], argument: Any) -> None:
+        try:
+            call(argument)
+        except Exception as error:
+            self._sinks.remove(sink)
+            if sink is self._console:
+                self._console = None
+            self.event(f"{type(sink).__name__} is off from here: {_reason(error)}")
+
+
+def _reason(error: BaseException) -> str:
+    first = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
+
+
+class JsonLines:
+    """metrics.jsonl: one JSON object a line, each written at once; NaN and infinities, which JSON lacks, are null.
+
+    A run that resumes after step s first drops, atomically, the lines beyond s that the lost part of the run had
+    written, and any torn line, so that the curve stays one curve; a new run (s = 0) starts an empty file. A full disk
+    does not stop the run: the line is lost, and the next one is tried again.
+    """
+
+    def __init__(self, folder: Path, resume_step: int, notify: Notify):
+        self.path, self.notify, self.failing = folder / "metrics.jsonl", notify, False
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                self._keep(resume_step)
+            self.file = open(self.path, "ab", buffering=0)
+        except OSError as error:
+            reason = f"cannot write metrics.jsonl ({error.strerror}); take another folder"
+            raise ConfigError(f"run.dir={folder}: {reason}") from None
+
+    def _keep(self, resume_step: int) -> None:
+        before, kept = self.path.read_bytes(), b""
+        for text in before.split(b"\n")[:-1]:
+            record = metrics.parse(text)
+            if resume_step and record is not None and record["step"] <= resume_step:
+                kept += text + b"\n"
+        if kept != before:
+            beside = self.path.with_suffix(".jsonl.new")
+            with open(beside, "wb") as file:
+                file.write(kept)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, self.path)
+
+    def write(self, record: Record) -> None:
+        data = json.dumps(record, allow_nan=False).encode() + b"\n"
+        end = self.file.tell()
+        try:
+            if self.file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.failing = False
+        except OSError as error:
+            self.file.truncate(end)  # half a line would spoil the next
+            self.file.seek(end)
+            if not self.failing:
+                self.notify(f"{self.path}: step {record['step']} not written ({error.strerror}); going on")
+            self.failing = True
+
+    def close(self, status: str) -> None:
+        self.file.close()
+
+
+def _summary(record: Record) -> list[str]:
+    """A step line for people, its parts padded so that lines align; what is unknown is left out."""
+    parts = [
+        f"loss {_number(record['loss'], '7.4f')}",
+        f"{count(record['tokens_per_second']):>5} tokens/s" if record["tokens_per_second"] is not None else None,
+        f"grad norm {_number(record['grad_norm'], '7.3g')}" if record["grad_norm"] is not None else None,
+        f"lr {_number(record['lr'], '.2e')}" if record["lr"] is not None else None,
+        f"MFU {percent(record['mfu']):>5}" if record["mfu"] is not None else None,
+        f"{size(record['memory_gib'] * 2**30):>9}" if record["memory_gib"] is not None else None,
+        f"skipped {record['skipped']}" if record["skipped"] else None,
+        f"ETA {duration(record['eta_seconds'])}" if record["eta_seconds"] is not None else None,
+    ]
+    return [part for part in parts if part]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, form)
+
+
+def _evaluation(record: Record, total: int) -> str:
+    return f"{_progress(record['step'], total)}  evaluation loss {_number(record['eval_loss'], '.4f')}"
+
+
+def _progress(step: int, total: int) -> str:
+    return f"step {step:>{len(str(total))}}/{total}"
+
+
+class PlainConsole:
+    """One line a logged step, for logs and pipes."""
+
+    def __init__(self, total: int):
+        self.total = total
+
+    def write(self, record: Record) -> None:
+        self.event(_evaluation(record, self.total) if "eval_loss" in record
+                   else f"{_progress(record['step'], self.total)}  {'  '.join(_summary(record))}")
+
+    def event(self, text: str) -> None:
+        print(text, flush=True)
+
+    def close(self, status: str) -> None:
+        pass
+
+
+class _Bar(Progress):
+    """The progress bar, with the newest step's numbers on a line of their own below it."""
+
+    numbers = Text()
+
+    def get_renderables(self):
+        yield self.make_tasks_table(self.tasks)
+        yield self.numbers
+
+
+class RichConsole:
+    """A progress bar for a terminal; evaluations and notices scroll above it."""
+
+    REFRESH = 0.1  # seconds between redraws
+
+    def __init__(self, name: str, total: int, resume_step: int):
+        self.total = total
+        self.bar = _Bar(TextColumn("[bold cyan]{task.description}"), BarColumn(None), MofNCompleteColumn(),
+                        TextColumn("{task.fields[eta]}"), console=Console(force_terminal=True, highlight=False),
+                        auto_refresh=False, expand=True)
+        self.task = self.bar.add_task(escape(name), total=total, completed=resume_step, eta="")
+        self.drawn = 0.0
+        self.bar.start()
+
+    def write(self, record: Record) -> None:
+        if "eval_loss" in record:
+            return self.event(_evaluation(record, self.total))
+        self.bar.update(self.task, completed=record["step"],
+                        eta="" if record["eta_seconds"] is None else f"ETA {duration(record['eta_seconds'])}")
+        parts = [" ".join(part.split()) for part in _summary(record | {"eta_seconds": None})]
+        self.bar.numbers = Text("  ".join(parts), no_wrap=True, overflow="ellipsis")
+        if time.monotonic() - self.drawn >= self.REFRESH:
+            self.bar.refresh()
+            self.drawn = time.monotonic()
+
+    def event(self, text: str) -> None:
+        self.bar.console.print(text, markup=False)
+
+    def close(self, status: str) -> None:
+        self.bar.refresh()
+        self.bar.stop()
+
+
+class TensorBoard:
+    """TensorBoard events in run_folder/tensorboard; steps beyond the resumed one are purged from the curves."""
+
+    def __init__(self, folder: Path, resume_step: int):
+        from torch.utils.tensorboard import SummaryWriter
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step and resume_step + 1)
+
+    def write(self, record: Record) -> None:
+        for name, value in record.items():
+            if name != "step" and value is not None:
+                self.writer.add_scalar(name, value, record["step"])
+
+    def close(self, status: str) -> None:
+        self.writer.close()
+
+
+class Wandb:
+    """Weights & Biases, spoken to by a thread, so that neither its start nor a slow network ever holds up a step.
+
+    Without a key (WANDB_API_KEY, or netrc) the run is kept in run_folder/wandb for `wandb sync`; so it is when the
+    server cannot be reached. WANDB_MODE decides when it is set. The run's id is kept in run_folder/wandb-id: a resumed
+    run continues the same curves (offline: once its parts are synced), and Weights & Biases ignores the steps that it
+    has seen already.
+    """
+
+    START, FINISH = 20, 30  # seconds to reach the server before going offline; to deliver the last lines in close()
+    EXIT_CODES = {"done": 0, "stopped": 75}
+
+    def __init__(self, folder: Path, settings: WandbConfig, name: str, resume_step: int, config: Record,
+                 notify: Notify):
+        self.folder, self.settings, self.name, self.config, self.notify = folder, settings, name, config, notify
+        kept = folder / "wandb-id"
+        if not (resume_step and kept.exists()):
+            kept.write_text(uuid.uuid4().hex[:8])
+        self.id = kept.read_text().strip()
+        self.lines: queue.Queue[Record | str] = queue.Queue(maxsize=10_000)
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self.thread.start()
+
+    def write(self, record: Record | str) -> None:
+        if self.error is not None:
+            raise self.error
+        try:
+            self.lines.put_nowait(record)
+        except queue.Full:
+            raise TimeoutError(f"{self.lines.maxsize} lines wait for the server") from None
+
+    def close(self, status: str) -> None:
+        self.write(status)
+        self.thread.join(self.FINISH)
+        if self.error is not None:
+            raise self.error
+        if self.thread.is_alive():
+            self.notify(f"wandb did not finish within {self.FINISH} s; "
+                        f"`wandb sync` delivers what is in {self.folder / 'wandb'}")
+
+    def _work(self) -> None:
+        try:
+            run = self._start()
+            while not isinstance(item := self.lines.get(), str):
+                values = {name: value for name, value in item.items() if value is not None and name != "step"}
+                run.log(values, step=item["step"])
+            if item == "stopped":
+                run.mark_preempting()
+            run.finish(exit_code=self.EXIT_CODES.get(item, 1))
+        except Exception as error:
+            self.error = error
+
+    def _start(self) -> Any:
+        import wandb
+        arguments = dict(project=self.settings.project, entity=self.settings.entity, tags=list(self.settings.tags),
+                         name=self.name, id=self.id, config=self.config, dir=str(self.folder),
+                         settings=wandb.Settings(console="off", silent=True, init_timeout=self.START))
+        mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
+        if mode != "online":
+            return wandb.init(mode=mode, **arguments)
+        try:
+            return wandb.init(mode=mode, resume="allow", **arguments)
+        except Exception as error:
+            self.notify(f"wandb stays offline, `wandb sync` delivers the run later: {_reason(error)}")
+            wandb.teardown()  # its service still holds the run's id
+            return wandb.init(mode="offline", **arguments)
+
+
+def _has_key() -> bool:
+    host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
+    try:
+        return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc(os.environ.get("NETRC")).authenticators(host))
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,117 @@
+"""Numbers for people, and the tables printed at start-up."""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+Rows = Sequence[tuple[str, Any]]
+
+
+def count(value: float | None) -> str:
+    """Three significant digits with k, M, B, T: 8.03B parameters, 12.3k tokens/s; small whole numbers as they are."""
+    return _scaled(value, ("", "k", "M", "B", "T"), 1000, "")
+
+
+def flops(value: float | None) -> str:
+    """Floating-point operations: 48.1 GFLOP."""
+    return _scaled(value, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP"), 1000, " ")
+
+
+def size(value: float | None) -> str:
+    """Bytes in binary units: 54.3 GiB."""
+    return _scaled(value, ("B", "KiB", "MiB", "GiB", "TiB"), 1024, " ")
+
+
+def percent(value: float | None) -> str:
+    """A share of one: 0.532 is 53.2%."""
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def duration(value: float | None) -> str:
+    """Seconds, in the two largest units that matter: 12.3 ms, 4.56 s, 2m 05s, 3h 07m, 4d 02h."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if value < 0.9995:
+        return f"{_three_digits(1000 * value)} ms"
+    if value < 59.95:
+        return f"{_three_digits(value)} s"
+    minutes, seconds = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes}m {seconds:02d}s"
+    hours, minutes = divmod(round(value / 60), 60)
+    if hours < 24:
+        return f"{hours}h {minutes:02d}m"
+    days, hours = divmod(round(value / 3600), 24)
+    return f"{days}d {hours:02d}h"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def _scaled(value: float | None, units: Sequence[str], base: int, space: str) -> str:
+    if value is None or not math.isfinite(value):
+        return "-"
+    sign, value, index = "-" if value < 0 else "", abs(value), 0
+    if value == round(value) and value < base:
+        return f"{sign}{value:.0f}{space}{units[0]}"
+    while value >= base - 0.5 and index < len(units) - 1:
+        value, index = value / base, index + 1
+    return f"{sign}{_three_digits(value)}{space}{units[index]}"
+
+
+def _console(console: Console | None) -> tuple[Console, box.Box | None]:
+    """Where to print, and the frame: none outside a terminal, where lines are also never wrapped."""
+    console = console or Console(highlight=False)
+    if console.is_terminal:
+        return console, box.ROUNDED
+    return Console(file=console.file, width=1000, highlight=False), None
+
+
+def startup(model: Rows, plan: Rows, batch: Rows, memory: Rows, console: Console | None = None) -> None:
+    """Prints what is about to run as one table of four sections, each a list of (label, value) rows.
+
+    Values are printed by `str`; format numbers with this module's functions. Framed on a terminal, aligned plain text
+    elsewhere.
+    """
+    console, frame = _console(console)
+    table = Table(box=frame, show_header=False, pad_edge=frame is not None)
+    table.add_column(style="bold cyan", no_wrap=True)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for title, rows in (("model", model), ("plan", plan), ("batch", batch), ("memory", memory)):
+        for index, (label, value) in enumerate(rows):
+            table.add_row("" if index else title, label, _cell(value), end_section=index == len(rows) - 1)
+    _print(console, table)
+
+
+def parameter_types(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+    """Prints the parameter-type map: one row a type, the keys of the first row as header, whole numbers abbreviated."""
+    console, frame = _console(console)
+    table = Table(box=frame, title="parameter types", title_justify="left", title_style="bold cyan", header_style="dim",
+                  pad_edge=frame is not None)
+    names = list(rows[0]) if rows else []
+    for name in names:
+        table.add_column(name, justify="right" if isinstance(rows[0][name], (int, float)) else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(count(row[name]) if type(row[name]) is int else _cell(row[name]) for name in names))
+    _print(console, table)
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else escape(str(value))
+
+
+def _print(console: Console, table: Table) -> None:
+    if console.is_terminal:
+        return console.print(table)
+    with console.capture() as capture:
+        console.print(table)
+    console.file.write("".join(text.rstrip() + "\n" for text in capture.get().splitlines()))
+    console.file.flush()
