@@ -1,0 +1,33 @@
+"""Every plan gives the numbers of one process: losses, gradient norm, and every parameter's gradient."""
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from distributed import launch
+
+TOLERANCE = {  # loss, gradient norm, per-parameter gradient, parameters after three updates
+    "fp32": (1e-6, 1e-6, 1e-5, 1e-4), "fp16": (1e-3, 5e-3, 5e-2, 0.2), "bf16": (2e-3, 2e-2, 0.15, 0.3)}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_plans_match_one_process(world, tmp_path):
+    launch("plans.py", world, tmp_path / "results.json", timeout=400)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert len(results) > 40
+    wrong = []
+    for result in results:
+        limits = TOLERANCE[result["compute"]]
+        found = [result[name] for name in ("loss", "norm", "gradient", "parameters")]
+        if not all(value <= limit for value, limit in zip(found, limits)):
+            wrong.append(f"{result['case']}: loss, norm, gradient, parameters = {found} at {result['where']}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_recompute_changes_no_bit(tmp_path):
+    launch("plans.py", 2, tmp_path / "results.json", timeout=400)
+    results = json.loads((tmp_path / "results.json").read_text())
+    recomputed = [r for r in results if r["recompute"] != "none" and r["compute"] == "fp32"]
+    assert len(recomputed) >= 16
+    assert all(r["bitwise"] for r in recomputed), [r["case"] for r in recomputed if not r["bitwise"]]

@@ -1,0 +1,133 @@
+"""Every plan of a generated matrix against the one-process reference: losses, norms and per-parameter gradients."""
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from reference import Trajectory, random_batch, reference, tiny_spec
+from trainer.config import Config
+from trainer.model.axes import parameter_infos
+from trainer.model.init import initialize
+from trainer.optim.optimizer import Optimizer
+from trainer.parallel.mesh import join
+from trainer.parallel.plan import resolve_plan
+from trainer.precision.policy import parameter_policies
+from trainer.precision.scaler import GradScaler
+from trainer.step import TrainState, train_step
+from trainer.build import build_model
+
+STEPS, SEQUENCES, LENGTH = 3, 8, 16
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Recorder(Optimizer):
+    """Keeps the whole, unscaled gradients of each step."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.seen: list[dict[str, torch.Tensor]] = []
+        self.scale = 1.0
+
+    def step(self, rate, grad_scale, found_inf):
+        missing = [name for name, p in self.parameters.items() if p.grad is None]
+        assert not missing, f"no gradient for {missing}"
+        self.seen.append({name: whole(p.grad).cpu().clone() / self.scale for name, p in self.parameters.items()})
+        super().step(rate, grad_scale, found_inf)
+
+
+def settings(world: int, **changes) -> Config:
+    config = Config()
+    config.run.steps, config.lr.warmup, config.lr.peak, config.optimizer.clip_norm = 10, 2, 1e-2, 0.5
+    for path, value in changes.items():
+        target = config
+        *parents, last = path.split("__")
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, last, value)
+    return config
+
+
+def run(config: Config, spec, world, plan, accumulation: int, documents: bool) -> Trajectory:
+    model = build_model(config, spec, plan, world)
+    initialize(model, spec, config.run.seed, world.device)
+    optimizer = Recorder(dict(model.named_parameters()),
+                         parameter_policies(parameter_infos(model), config.precision.types, config.optimizer), config.optimizer)
+    state = TrainState(config, plan, world, model, optimizer, GradScaler(config.precision, world.device))
+    seen, micro = Trajectory(), SEQUENCES // world.size // accumulation
+    for step in range(STEPS):
+        batch = random_batch(step, SEQUENCES, LENGTH, spec.vocab_size, documents)
+        start = world.data.get_local_rank() * micro * accumulation
+        rows = [slice(start + i * micro, start + (i + 1) * micro) for i in range(accumulation)]
+        optimizer.scale = state.scaler.value.item()
+        scalars = train_step(state, [SimpleNamespace(tokens=batch.tokens[r], targets=batch.targets[r],
+                                                     documents=None if batch.documents is None else batch.documents[r]) for r in rows], False)
+        assert scalars["found_inf"] == 0
+        seen.losses.append(scalars["loss"].item())
+        seen.norms.append(scalars["grad_norm"].item())
+    seen.gradients = optimizer.seen
+    seen.parameters = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    return seen
+
+
+def error(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """Worst error over parameters, relative to the parameter's own norm (or a thousandth of the global one), and where."""
+    assert a.keys() == b.keys()
+    floor = 1e-3 * torch.stack([value.norm() for value in b.values()]).norm()
+    return max((((a[name] - b[name]).norm() / torch.maximum(b[name].norm(), floor)).item(), name) for name in b)
+
+
+def cases(world: int):
+    """stage x shard size x accumulation in fp32, then each of the other features under every stage."""
+    for stage, shard, accumulation in itertools.product((0, 1, 2, 3), (-1, 2), (1, 2)):
+        if (stage == 0 or world <= 2) and shard == 2:
+            continue
+        yield dict(parallel__zero__stage=stage, parallel__shard=shard), accumulation, {}
+    features = [
+        (dict(activation__mode="full"), {}), (dict(activation__mode="full", activation__every=2), {}),
+        (dict(activation__mode="selective"), {}), (dict(activation__mode="selective", activation__modules=["*.feed_forward"]), {}),
+        (dict(precision__compute="bf16"), {}), (dict(precision__compute="fp16"), {}), (dict(loss__chunk=5), {}),
+        ({}, dict(tied=True)), ({}, dict(documents=True)), (dict(precision__compute="bf16", activation__mode="full"), {})]
+    for stage, (changes, extra) in itertools.product((0, 1, 2, 3), features):
+        yield dict(parallel__zero__stage=stage, **changes), 2, extra
+    yield dict(parallel__zero__stage=3, parallel__zero__offload=True), 2, {}
+    yield dict(parallel__zero__stage=2, precision__reduce="bf16", precision__compute="bf16"), 1, {}
+
+
+def main(out: str) -> None:
+    world_size = int(os.environ["WORLD_SIZE"])
+    results, references, bases, world = [], {}, {}, None
+    for changes, accumulation, extra in cases(world_size):
+        config = settings(world_size, **changes)
+        documents, spec = extra.get("documents", False), tiny_spec(tied=extra.get("tied", False))
+        plan = resolve_plan(config.parallel, world_size)
+        world = join(plan, torch.device("cpu"))
+        key = str(extra)
+        if key not in references:
+            references[key] = reference(settings(world_size), spec, STEPS, SEQUENCES, LENGTH, documents)
+        expected, seen = references[key], run(config, spec, world, plan, accumulation, documents)
+        worst, where = max(error(a, b) for a, b in zip(seen.gradients, expected.gradients))
+        base = bases.setdefault((changes["parallel__zero__stage"], plan.shard, accumulation), seen)
+        results.append({"case": f"{changes} accumulation {accumulation} {extra}", "compute": config.precision.compute,
+                        "loss": max(abs(a - b) / b for a, b in zip(seen.losses, expected.losses)),
+                        "norm": max(abs(a - b) / b for a, b in zip(seen.norms, expected.norms)), "gradient": worst, "where": where,
+                        "parameters": error(seen.parameters, expected.parameters)[0],
+                        "recompute": config.activation.mode,
+                        "bitwise": all(torch.equal(a[n], b[n]) for a, b in zip(seen.gradients, base.gradients) for n in b)})
+    if world.rank == 0:
+        Path(out).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    sys.stdout.flush()
+    os._exit(0)

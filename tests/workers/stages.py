@@ -1,0 +1,101 @@
+"""What the ZeRO stages hold on each rank and which collectives they run."""
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plans import settings
+from reference import random_batch, tiny_spec
+from trainer.build import build_model
+from trainer.model.axes import parameter_infos
+from trainer.model.init import initialize
+from trainer.optim.optimizer import Optimizer, local
+from trainer.parallel.mesh import join
+from trainer.parallel.plan import resolve_plan
+from trainer.precision.policy import parameter_policies
+from trainer.precision.scaler import GradScaler
+from trainer.step import TrainState, train_step
+
+ACCUMULATION = 3
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives on tensors of more than 64 elements, so not the scalars of a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        name = str(function)
+        if name.startswith("c10d.") and any(kind in name for kind in ("allgather", "reduce_scatter", "allreduce")):
+            tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+            if max(tensor.numel() for tensor in tensors) > 64:
+                self.counts["gather" if "gather" in name else "scatter" if "scatter" in name else "reduce"] += 1
+        return function(*arguments, **(keywords or {}))
+
+
+class Holder(Optimizer):
+    """Notes the bytes of gradients held when the update starts."""
+
+    def step(self, *arguments):
+        self.gradient_bytes = sum(local(p.grad).nbytes for p in self.parameters.values())
+        super().step(*arguments)
+
+
+def main(out: str) -> None:
+    results, world_size = [], int(os.environ["WORLD_SIZE"])
+    spec = tiny_spec()
+    for stage, shard in ((0, -1), (1, -1), (2, -1), (3, -1), (1, 2), (3, 2)):
+        config = settings(world_size, parallel__zero__stage=stage, parallel__shard=shard)
+        plan = resolve_plan(config.parallel, world_size)
+        world = join(plan, torch.device("cpu"))
+        model = build_model(config, spec, plan, world)
+        initialize(model, spec, 0, world.device)
+        infos = parameter_infos(model)
+        optimizer = Holder(dict(model.named_parameters()), parameter_policies(infos, config.precision.types, config.optimizer),
+                           config.optimizer)
+        state = TrainState(config, plan, world, model, optimizer, GradScaler(config.precision, world.device))
+        for step in range(2):
+            data = random_batch(step, world_size * ACCUMULATION, 16, spec.vocab_size, False)
+            rows = [world.rank * ACCUMULATION + i for i in range(ACCUMULATION)]
+            batches = [SimpleNamespace(tokens=data.tokens[r:r + 1], targets=data.targets[r:r + 1], documents=None) for r in rows]
+            # Gradients that are kept between micro-batches: looked at when the last micro-batch's forward starts.
+            kept = []
+            handle = model.register_forward_pre_hook(lambda *_: kept.append(accumulated_bytes(model)))
+            with Collectives() as collectives:
+                train_step(state, batches, False)
+            handle.remove()
+        results.append({"stage": stage, "shard": plan.shard, "units": len(model.layers) + 1, "total": sum(i.size for i in infos.values()) * 4,
+                        "parameters": sum(local(p).nbytes for p in model.parameters()), "accumulated": kept[-1],
+                        "gradients": optimizer.gradient_bytes, "optimizer": sum(t.nbytes for t in optimizer.state.values()),
+                        "collectives": collectives.counts})
+    if world.rank == 0:
+        Path(out).write_text(json.dumps(results))
+
+
+def accumulated_bytes(model: torch.nn.Module) -> int:
+    """Bytes of gradients that wait on this rank, whole or sharded, for the step's last micro-batch."""
+    total = 0
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if hasattr(module, "_get_fsdp_state") else None
+        for parameter in group.fsdp_params if group else []:
+            whole = getattr(parameter, "_unsharded_param", None)
+            waiting = [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad, parameter.sharded_param.grad]
+            total += sum(local(gradient).nbytes for gradient in waiting if gradient is not None)
+        if group is not None and group._partial_reduce_output is not None:
+            total += group._partial_reduce_output.nbytes
+    return total
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    sys.stdout.flush()
+    os._exit(0)
