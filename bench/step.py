@@ -1,0 +1,140 @@
+"""Speed of the training step alone, on random tokens: tokens/s, MFU, memory, and where a step's time goes.
+
+    torchrun --nproc-per-node N bench/step.py case=NAME model=configs/model/llama3_8b.yaml length=8192 micro=1 [out=FILE] \
+        [parallel.zero.stage=3 activation.mode=selective compile=true ...]
+
+Everything after the first few keys is a setting of the configuration schema. Needs no corpus and no Hydra.
+"""
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from trainer.build import build_model
+from trainer.config import Config
+from trainer.model.attention import kernel_priority
+from trainer.model.axes import parameter_infos
+from trainer.model.init import initialize
+from trainer.model.spec import ModelSpec
+from trainer.optim.optimizer import Optimizer
+from trainer.parallel.mesh import join, local_device
+from trainer.parallel.plan import resolve_plan
+from trainer.precision.policy import parameter_policies
+from trainer.precision.scaler import GradScaler
+from trainer.step import TrainState, train_step
+
+KERNELS = {"attention": "flash|fmha|cudnn.*sdpa|cudnn_generated|flex", "communication": "nccl", "matmul": "gemm|nvjet|cutlass|sm90_xmma|cublas",
+           "optimizer": "adam|multi_tensor", "copy": "memcpy|memset|copy|chunk_cat|split_with_sizes"}
+
+
+def main() -> None:
+    own = {"case": "step", "model": "configs/model/tiny.yaml", "length": "256", "micro": "1", "accumulation": "1", "steps": "12",
+           "trace": "", "out": ""}
+    config, changes = Config(), dict(argument.split("=", 1) for argument in sys.argv[1:])
+    for name, value in changes.items():
+        if name in own:
+            own[name] = value
+            continue
+        target, (*parents, last) = config, name.split(".")
+        for parent in parents:
+            target = getattr(target, parent)
+        assert hasattr(target, last), name
+        setattr(target, last, yaml.safe_load(value))
+    with open(own["model"]) as file:
+        spec = ModelSpec.from_dict({k: v for k, v in yaml.safe_load(file).items() if k != "defaults"})
+    length, micro, accumulation, steps = (int(own[name]) for name in ("length", "micro", "accumulation", "steps"))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    plan, device = resolve_plan(config.parallel, world_size), local_device(config.run)
+    torch.set_float32_matmul_precision(config.precision.matmul)
+    world, started = join(plan, device), time.perf_counter()
+    model = build_model(config, spec, plan, world)
+    initialize(model, spec, 0, device)
+    policies = parameter_policies(parameter_infos(model), config.precision.types, config.optimizer)
+    state = TrainState(config, plan, world, model, Optimizer(dict(model.named_parameters()), policies, config.optimizer),
+                       GradScaler(config.precision, device))
+    built = time.perf_counter() - started
+    generator = torch.Generator(device).manual_seed(world.rank)
+    batches = [SimpleNamespace(tokens=torch.randint(spec.vocab_size, (micro, length), device=device, generator=generator),
+                               targets=torch.randint(spec.vocab_size, (micro, length), device=device, generator=generator),
+                               documents=None) for _ in range(accumulation)]
+
+    def step() -> float:
+        begun = time.perf_counter()
+        scalars = train_step(state, batches, False)
+        loss = scalars["loss"].item()
+        assert loss == loss and scalars["found_inf"].item() == 0, scalars
+        return time.perf_counter() - begun
+
+    with kernel_priority(config.run.deterministic):
+        warm = [step() for _ in range(4)]
+        seconds = [step() for _ in range(steps)]
+        shares = profile(step, own["trace"] if world.rank == 0 else "") if device.type == "cuda" else {}
+    median = statistics.median(seconds)
+    speed = micro * accumulation * length / median
+    matmul = sum(info.size for name, info in parameter_infos(model).items() if info.role != "embedding" or (spec.tied and "positions" not in name))
+    heads = [spec.layer(i).attention for i in range(spec.depth)]
+    full = 6 * matmul + sum(12 * a.heads * a.head_dim * length for a in heads)
+    causal = 6 * matmul + sum(12 * a.heads * a.head_dim * (length + 1) / 2 for a in heads)
+    result: dict[str, Any] = {
+        "case": own["case"], "ranks": world_size, "plan": plan.describe(), "tokens_per_second_per_gpu": round(speed, 1),
+        "seconds": round(median, 4), "spread": [round(min(seconds), 4), round(max(seconds), 4)], "first_step": round(warm[0], 1),
+        "built": round(built, 1), "settings": changes}
+    if device.type == "cuda":
+        from trainer.observe.devices import peak_flops
+        peak = peak_flops(torch.cuda.get_device_name(), config.precision.compute)
+        result |= {"mfu": round(causal * speed / peak, 4), "mfu_full": round(full * speed / peak, 4),
+                   "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+                   "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2), "shares": shares,
+                   "device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    if world.rank == 0:
+        print(json.dumps(result), flush=True)
+        if own["out"]:
+            with open(own["out"], "a") as file:
+                file.write(json.dumps(result) + "\n")
+
+
+def profile(step: Any, trace: str) -> dict[str, Any]:
+    """Share of one step's wall time: kernels by kind, communication that nothing overlaps, and idle."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profiler:
+        wall = step()
+    if trace:
+        profiler.export_chrome_trace(trace)
+    spans: dict[str, list[tuple[float, float]]] = {}
+    kernels: Counter = Counter()
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.device_time_total > 0 and not event.is_user_annotation:
+            kind = next((k for k, pattern in KERNELS.items() if re.search(pattern, event.name, re.I)), "pointwise")
+            spans.setdefault(kind, []).append((event.time_range.start, event.time_range.end))
+            kernels[event.name[:90]] += event.time_range.elapsed_us() / wall / 1e6
+    covered = {kind: union(values) for kind, values in spans.items()}
+    compute = union([s for kind, values in spans.items() if kind != "communication" for s in values])
+    everything = union([s for values in spans.values() for s in values])
+    return {kind: round(total / wall / 1e6, 4) for kind, total in covered.items()} | {
+        "exposed_communication": round((everything - compute) / wall / 1e6, 4), "idle": round(1 - everything / wall / 1e6, 4),
+        "longest_kernels": {name: round(share, 4) for name, share in kernels.most_common(24)}}
+
+
+def union(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, last = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)

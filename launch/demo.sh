@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Installs the project, then trains the recipe `demo` on 4 processes (on every GPU, up to 4, where there are GPUs).
+# Run again, it resumes or says that it is done. Arguments are overrides: launch/demo.sh run.steps=200
+set -euo pipefail
+bash "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+gpus=$(.venv/bin/python -c 'import torch; print(min(torch.cuda.device_count(), 4))')
+processes=$((gpus > 0 ? gpus : 4))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+.venv/bin/torchrun --standalone --nproc-per-node "$processes" -m trainer +config=demo "$@"
+cat <<TEXT
+
+What to try next:
+  .venv/bin/python -m trainer.plot runs/demo                                     # the curves, as a picture
+  .venv/bin/python -m trainer.sample checkpoint=runs/demo prompt="def "          # text from the trained model
+  .venv/bin/torchrun --nproc-per-node 2 -m trainer +config=demo run.name=other parallel=zero1   # the same run under another plan
+TEXT

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Installs the project, then runs the whole test suite. Arguments go to pytest: launch/test.sh -k checkpoint
+set -euo pipefail
+bash "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export OMP_NUM_THREADS=1
+exec .venv/bin/python -m pytest -q --durations=10 "$@" tests
