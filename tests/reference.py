@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer.config import Config
 from trainer.model.axes import parameter_infos
 from trainer.model.init import initialize
-from trainer.model.spec import ModelSpec
+from trainer.model.spec import ModelSpec, assign
 from trainer.model.transformer import Transformer
 from trainer.optim.schedule import learning_rate
 from trainer.precision.policy import parameter_policies
@@ -31,12 +31,11 @@ def tiny_spec(**changes) -> ModelSpec:
     spec = ModelSpec(vocab_size=61, width=24, depth=3, max_length=32)
     spec.attention.heads, spec.attention.kv_heads, spec.attention.bias, spec.attention.qk_norm = 4, 2, True, "head"
     spec.feed_forward.width = 38
-    for name, value in changes.items():
-        setattr(spec, name, value)
+    assign(spec, changes, "model")
     return spec
 
 
-def random_batch(step: int, sequences: int, length: int, vocab: int, documents: bool) -> SimpleNamespace:
+def random_batch(step: int, sequences: int, length: int, vocab: int, documents: bool, device: str = "cpu") -> SimpleNamespace:
     """The global batch of a step; rows have different numbers of valid targets."""
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, vocab, (sequences, length), generator=generator)
@@ -44,13 +43,14 @@ def random_batch(step: int, sequences: int, length: int, vocab: int, documents: 
     for row in range(sequences):
         targets[row, :row * 3 % length] = -100
     index = (torch.arange(length) // 7).expand(sequences, length).int()
-    return SimpleNamespace(tokens=tokens, targets=targets, documents=index if documents else None)
+    return SimpleNamespace(tokens=tokens.to(device), targets=targets.to(device), documents=index.to(device) if documents else None)
 
 
-def reference(config: Config, spec: ModelSpec, steps: int, sequences: int, length: int, documents: bool = False) -> Trajectory:
+def reference(config: Config, spec: ModelSpec, steps: int, sequences: int, length: int, documents: bool = False,
+              device: str = "cpu") -> Trajectory:
     """Trains in this process with none of the project's parallel, optimizer or loss code."""
-    model = Transformer(spec)
-    initialize(model, spec, config.run.seed, torch.device("cpu"))
+    model = Transformer(spec).to(device)
+    initialize(model, spec, config.run.seed, torch.device(device))
     policies = parameter_policies(parameter_infos(model), config.precision.types, config.optimizer)
     groups: dict = {}
     for name, parameter in model.named_parameters():
@@ -59,7 +59,7 @@ def reference(config: Config, spec: ModelSpec, steps: int, sequences: int, lengt
                                   betas=(config.optimizer.beta1, config.optimizer.beta2), eps=config.optimizer.eps)
     seen = Trajectory()
     for step in range(steps):
-        batch = random_batch(step, sequences, length, spec.vocab_size, documents)
+        batch = random_batch(step, sequences, length, spec.vocab_size, documents, device)
         logits = model(batch.tokens, documents=batch.documents)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=-100)
         loss.backward()

@@ -98,12 +98,6 @@ class TypePolicy:
 
 
 @dataclass
-class TypeRule(TypePolicy):
-    """A policy for parameters whose name matches `pattern`; fields left at null or default fall back to the type's."""
-    pattern: str = option("*", "shell pattern on the parameter's global name, such as 'layers.0.*'")
-
-
-@dataclass
 class ParameterTypes:
     """The parameter-type map: by role of the parameter, refined by rules on names (the last match wins)."""
     embedding: TypePolicy = option(TypePolicy(weight_decay=0.0), "token and position embeddings")
@@ -111,7 +105,7 @@ class ParameterTypes:
     bias: TypePolicy = option(TypePolicy(weight_decay=0.0), "biases of projections")
     head: TypePolicy = option(TypePolicy(), "output projection to the vocabulary")
     matrix: TypePolicy = option(TypePolicy(), "all other projections")
-    rules: dict[str, Any] = option({}, "by name pattern: {'layers.0.*': {lr_scale: 0.1}}")
+    rules: dict[str, Any] = option({}, "by shell pattern on the parameter's global name: {'layers.0.*': {lr_scale: 0.1}}")
 
 
 @dataclass

@@ -69,12 +69,14 @@ def run(config: Config) -> Result:
     torch.use_deterministic_algorithms(config.run.deterministic)
     torch.set_float32_matmul_precision(config.precision.matmul)
 
+    joined_before = dist.is_initialized()
     world = join(plan, device)
     try:
         with kernel_priority(config.run.deterministic):
             code = Training(config, spec, plan, batch, corpus, world).train()
     finally:
-        dist.destroy_process_group()
+        if not joined_before:
+            dist.destroy_process_group()
     folder = Path(config.run.dir)
     return Result(folder, metrics.read(folder) if world.rank == 0 else [], code)
 
@@ -94,6 +96,12 @@ def model_spec(config: Config) -> ModelSpec:
         from trainer.model.hf import spec_from_hf
         return spec_from_hf(config.model.from_hf)
     return ModelSpec.from_dict({f.name: getattr(config.model, f.name) for f in dataclasses.fields(ModelSpec)})
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{'a': {'b': 1}} -> {'a.b': 1}."""
+    return {name: leaf for key, value in values.items()
+            for name, leaf in (flat(value, f"{prefix}{key}.").items() if isinstance(value, dict) else [(prefix + key, value)])}
 
 
 class Training:
@@ -131,7 +139,8 @@ class Training:
         self.losses: list[float] = []  # first and latest
         self.meter = step_meter(config, spec, world, self.batch.sequence_length)
         if world.rank == 0:
-            print_start(config, spec, plan, batch, infos, self.policies, corpus, world)
+            if config.logging.console != "none":
+                print_start(config, spec, plan, batch, infos, self.policies, corpus, world)
             corpus.tokenizer.save(self.folder / "tokenizer")
             (self.folder / "config.yaml").write_text(to_yaml(config))
         self.log = Logger(self.folder, config.logging, config.run, self.state.step, dataclasses.asdict(config), world.rank == 0)
@@ -154,8 +163,8 @@ class Training:
     def check_manifest(self, manifest: dict[str, Any]) -> dict[str, Any]:
         """Refuses to resume another model, or other data under the old position."""
         problems = []
-        saved, mine = manifest["spec"], self.spec.to_dict()
-        differing = [name for name in mine if name not in ("name", "init", "max_length") and saved.get(name) != mine[name]]
+        saved, mine = flat(manifest["spec"]), flat(self.spec.to_dict())
+        differing = [name for name in mine if name.partition(".")[0] not in ("name", "init") and saved.get(name) != mine[name]]
         if differing:
             problems.append("; ".join(f"model.{name}={mine[name]} but the checkpoint has {saved.get(name)}" for name in differing[:3])
                             + ": set checkpoint.resume=none or another run.dir to start anew")

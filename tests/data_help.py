@@ -1,0 +1,62 @@
+"""Small corpora for the tests of the data layer."""
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from trainer.config import Config, SourceConfig
+from trainer.data.documents import TextFiles
+
+
+def config(folder: Path, length: int = 16, tokenizer: str = "bytes", **sources: SourceConfig) -> Config:
+    """A configuration on `sources`, with its cache in `folder`."""
+    made = Config()
+    made.model.vocab_size = 512
+    made.batch.sequence_length = length
+    made.data.sources, made.data.tokenizer, made.data.cache = sources, tokenizer, str(folder / "cache")
+    made.data.eval_fraction, made.data.workers = 0.2, 1
+    return made
+
+
+def texts(count: int, kind: str = "document") -> list[str]:
+    return [f"{kind} {number}: " + f"{number * 7919 % 1000} " * (3 + number % 5) for number in range(count)]
+
+
+def write_jsonl(path: Path, rows: list[str], column: str = "text") -> Path:
+    path.write_text("".join(json.dumps({column: row, "id": number}) + "\n" for number, row in enumerate(rows)))
+    return path
+
+
+def write_texts(folder: Path, rows: list[str]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, row in enumerate(rows):
+        (folder / f"{number:04d}.txt").write_text(row)
+    return folder
+
+
+def stream(samples, tokenizer) -> list[str]:
+    """The documents of all sequences of map-style samples, joined again (the last one may be cut)."""
+    ids = [token for index in range(len(samples)) for token in samples.get(index)[0][:-1].tolist()]
+    pieces, current = [], []
+    for token in ids:
+        if token == tokenizer.end_id:
+            pieces.append(tokenizer.decode(current))
+            current = []
+        else:
+            current.append(token)
+    return pieces
+
+
+class DyingFiles(TextFiles):
+    """Kills the process that reads its second shard, and only a worker has such a process."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.maker = os.getpid()
+
+    def read(self, first: int, last: int):
+        if first and os.getpid() != self.maker:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(first, last)

@@ -1,0 +1,146 @@
+"""What comes after training: a checkpoint becomes a transformers folder, and text."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer import export, sample
+from trainer.checkpointing.state import Checkpointer
+from trainer.config import CheckpointConfig
+from trainer.data.tokenizer import byte_tokenizer
+from trainer.model.init import initialize
+from trainer.model.spec import ModelSpec
+from trainer.model.transformer import Transformer
+from trainer.saved import open_saved
+
+transformers = pytest.importorskip("transformers")
+
+PROMPT = "def first(values):\n    return values[0]\n\n\ndef last(values):\n    return "
+
+
+def mistral() -> ModelSpec:
+    spec = ModelSpec(name="m", family="mistral", vocab_size=257, width=32, depth=2, max_length=256)
+    spec.attention.kv_heads, spec.attention.window, spec.feed_forward.width = 4, 16, 48
+    return spec
+
+
+def gpt2() -> ModelSpec:
+    spec = ModelSpec(name="g", family="gpt2", vocab_size=257, width=32, depth=2, max_length=120, tied=True,
+                     learned_positions=True)
+    a, f = spec.attention, spec.feed_forward
+    a.bias = a.output_bias = f.bias = True
+    a.positions, f.kind, f.width, f.activation, spec.norm.kind = "none", "plain", 64, "gelu_tanh", "layer"
+    return spec
+
+
+def make_run(folder: Path, spec: ModelSpec, steps: tuple[int, ...] = (1,)) -> dict[int, Transformer]:
+    """A run's folder as training leaves it, and the models in its checkpoints."""
+    byte_tokenizer().save(folder / "tokenizer")
+    checkpointer, models = Checkpointer(folder / "checkpoints", CheckpointConfig(keep_last=0)), {}
+    spec.init.std = 0.3  # so that the next token is far from a tie
+    for step in steps:
+        models[step] = Transformer(spec)
+        initialize(models[step], spec, step, torch.device("cpu"))
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in models[step].named_parameters()}
+        checkpointer.save(step, {**tensors, "optimizer.extra": torch.ones(3)}, {"spec": spec.to_dict()}, wait=True)
+        assert checkpointer.saved_step == step, checkpointer.poll()
+    checkpointer.close()
+    return models
+
+
+@pytest.mark.parametrize("spec", [mistral(), gpt2()], ids=["mistral", "gpt2"])
+def test_exported_run_opens_and_generates_the_same(tmp_path: Path, spec: ModelSpec, capsys) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    models = make_run(run, spec, (1, 2))
+    assert export.main([f"checkpoint={run}", f"out={out}", "dtype=fp32"]) == 0
+    opened = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert opened.generation_config.eos_token_id == tokenizer.eos_token_id == 256
+
+    tokens = tokenizer(PROMPT, return_tensors="pt").input_ids
+    assert tokens.shape[1] > sample.PAD > 16
+    with torch.no_grad():
+        torch.testing.assert_close(models[2](tokens), opened(tokens, use_cache=False).logits, rtol=1e-5, atol=1e-5)
+    expected = opened.generate(tokens, max_new_tokens=30, do_sample=False)[0].tolist()
+    capsys.readouterr()
+    assert sample.main([f"checkpoint={run}", f"prompt={PROMPT}", "tokens=30", "temperature=0", "device=cpu"]) == 0
+    assert capsys.readouterr().out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+
+
+def test_a_checkpoint_folder_names_its_own_step(tmp_path: Path) -> None:
+    models = make_run(tmp_path, mistral(), (1, 2))
+    for where, step in ((tmp_path / "checkpoints/step-00000001", 1), (tmp_path / "checkpoints", 2), (tmp_path, 2)):
+        saved = open_saved(str(where))
+        assert saved.tokenizer == tmp_path / "tokenizer" and saved.spec == models[step].spec
+        for name, parameter in models[step].named_parameters():
+            assert torch.equal(saved.tensor(name), parameter), name
+
+
+def test_damage_is_passed_over_or_refused(tmp_path: Path, capsys) -> None:
+    make_run(tmp_path, mistral(), (1, 2))
+    newest = tmp_path / "checkpoints/step-00000002"
+    file = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert open_saved(str(tmp_path)).path.name == "step-00000001"
+    assert file.name in capsys.readouterr().err
+    assert export.main([f"checkpoint={newest}", f"out={tmp_path / 'out'}"]) == 2
+    error = capsys.readouterr().err
+    assert f"checkpoint={newest}" in error and file.name in error and not (tmp_path / "out").exists()
+
+
+def test_sampling(tmp_path: Path) -> None:
+    model = make_run(tmp_path, gpt2())[1]
+    prompt = list(PROMPT.encode())
+
+    def draw(**options) -> list[int]:
+        return list(sample.continuation(model, prompt, 40, **options))
+
+    assert draw(temperature=1.0, seed=1) == draw(temperature=1.0, seed=1) != draw(temperature=1.0, seed=2)
+    assert draw(temperature=2.0, top_k=1) == draw() and draw(temperature=1e-4) == draw()
+    with torch.no_grad():  # beyond the longest sequence the context slides: every token is the best after its last 120
+        tokens = prompt + list(sample.continuation(model, prompt, 80))
+        assert len(tokens) > model.spec.max_length
+        best = [model(torch.tensor([tokens[max(0, i - 120):i]]))[0, -1].argmax().item()
+                for i in range(len(prompt), len(tokens))]
+    assert tokens[len(prompt):] == best
+    stop = best[3]
+    assert list(sample.continuation(model, prompt, 80, stop=stop)) == best[:best.index(stop)]
+
+
+def test_top_k_and_temperature_shape_the_distribution() -> None:
+    logits, generator = torch.tensor([0.0, 3.0, 1.0, 2.0]), torch.Generator().manual_seed(0)
+    drawn = torch.tensor([sample.choose(logits, 2.0, 2, generator) for _ in range(2000)])
+    assert set(drawn.tolist()) == {1, 3}
+    assert abs((drawn == 1).float().mean().item() - torch.sigmoid(torch.tensor(0.5)).item()) < 0.04
+    assert {sample.choose(logits, 5.0, 0, generator) for _ in range(200)} == {0, 1, 2, 3}
+
+
+def test_command_line(tmp_path: Path, capsys) -> None:
+    assert sample.main(["checkpont=x", "tokens=many", "device=gpu"]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in ("did you mean 'checkpoint'?", "tokens=many must be a whole number",
+                                          "device=gpu", "cpu", "checkpoint=... is needed"))
+    assert sample.main(["checkpoint=x", "temperature=-1", "tokens=0"]) == 2
+    error = capsys.readouterr().err
+    assert "temperature=-1" in error and "tokens=0" in error
+    assert sample.main([f"checkpoint={tmp_path}"]) == 2
+    assert "holds no whole checkpoint" in capsys.readouterr().err
+    assert export.main(["--help"]) == 0
+    assert "AutoModelForCausalLM" in capsys.readouterr().out
+
+    make_run(tmp_path, mistral())
+    command = [sys.executable, "-m", "trainer.sample", f"checkpoint={tmp_path}", "prompt=a = ", "tokens=5", "seed=3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent.parent,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("a = ") and len(done.stdout) > len("a = \n")
+    (tmp_path / "tokenizer").rename(tmp_path / "elsewhere")
+    assert sample.main([f"checkpoint={tmp_path}"]) == 2
+    assert "tokenizer" in capsys.readouterr().err

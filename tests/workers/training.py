@@ -1,0 +1,113 @@
+"""Whole runs in one launch: undisturbed, stopped and resumed under other plans, with overflows and with broken numbers."""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import trainer
+import trainer.train
+from trainer.config import ConfigError
+from trainer.parallel.mesh import join
+from trainer.parallel.plan import resolve_plan
+
+train_step = trainer.train.train_step
+
+
+class Watched:
+    """Wraps the optimizer step: notes sample ids and a random draw, and can stop the run or break a gradient."""
+
+    def __init__(self, stop_after: int | None = None, break_at: range = range(0), value: float = float("nan")):
+        self.stop_after, self.break_at, self.value = stop_after, break_at, value
+        self.ids: list[list[str]] = []
+        self.draws: list[float] = []
+        self.updates: list[int] = []
+
+    def __call__(self, state, batches, stop):
+        mine: list = [None] * state.world.size
+        dist.all_gather_object(mine, [sample for batch in batches for sample in batch.ids])
+        self.ids.append(sorted(sample for some in mine for sample in some))
+        self.draws.append(torch.rand(()).item())
+        broken = state.step + 1 in self.break_at and state.world.rank == state.world.size - 1
+        handle = None
+        if broken:  # one rank's gradient of one parameter, before any reduction
+            handle = state.model.layers["1"].attention.o.register_full_backward_hook(lambda *_: (torch.full_like(_[1][0], self.value),))
+        scalars = train_step(state, batches, stop)
+        if handle:
+            handle.remove()
+        self.updates.append(int(state.optimizer.updates))
+        if self.stop_after == state.step and state.world.rank == min(1, state.world.size - 1):
+            signal.raise_signal(signal.SIGTERM)  # one rank only: all must stop at the same step
+        return scalars
+
+
+def settings(folder: Path, **overrides: object):
+    values = {"model": "tiny", "data.tokenizer": "bytes", "data.cache": folder.parent / "cache", "data.sources.stdlib.limit": 40,
+              "batch.sequence_length": 32, "batch.global_size": 8, "batch.micro_size": 1, "model.width": 32, "model.depth": 2, "run.steps": 20,
+              "lr.warmup": 3, "lr.peak": 3e-3, "run.dir": folder, "run.device": "cpu", "logging.console": "none", **overrides}
+    return trainer.compose([f"{name}={value}" for name, value in values.items()])
+
+
+def run(folder: Path, watched: Watched | None = None, **overrides: object) -> dict:
+    watched = watched or Watched()
+    trainer.train.train_step = watched
+    answer: dict = {"error": None, "code": None}
+    try:
+        answer["code"] = trainer.run(settings(folder, **overrides)).code
+    except (ConfigError, trainer.train.NonFinite) as error:
+        answer["error"] = str(error)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] if (folder / "metrics.jsonl").exists() else []
+    steps = [line for line in lines if "loss" in line]
+    return answer | {"ids": watched.ids, "draws": watched.draws, "updates": watched.updates, "steps": [line["step"] for line in steps],
+                     "losses": [line["loss"] for line in steps], "norms": [line["grad_norm"] for line in steps],
+                     "skipped": [line["skipped"] for line in steps], "scales": [line["loss_scale"] for line in steps],
+                     "lr": [line["lr"] for line in steps], "eval": [line["eval_loss"] for line in lines if "eval_loss" in line]}
+
+
+def scenarios(root: Path, world_size: int):
+    """Name -> result. With fewer processes only the resumes of what four left behind."""
+    plans = {"zero3": {"parallel": "zero3"}, "zero0": {"parallel": "ddp"}, "zero1_hsdp": {"parallel": "zero1", "parallel.shard": 2},
+             "zero2_accumulate": {"parallel": "zero2", "batch.accumulation": 8 // world_size}, "zero3_micro2": {"parallel": "zero3", "batch.micro_size": 2}}
+    if world_size == 1:
+        del plans["zero1_hsdp"]
+    common = {"run.deterministic": True, "eval.every": 10, "eval.sequences": 5, "checkpoint.every": 10}
+    if world_size == 4:
+        yield "whole", run(root / "whole", **common, parallel="zero3")
+        yield "again", run(root / "again", **common, parallel="zero3")
+        yield "stopped", run(root / "stopped", Watched(stop_after=10), **common, parallel="zero3")
+        dist.barrier()
+    for name, plan in plans.items():
+        if dist.get_rank() == 0:
+            shutil.copytree(root / "stopped", root / f"{name}_{world_size}")
+        dist.barrier()
+        yield f"resumed_{name}_{world_size}", run(root / f"{name}_{world_size}", **common, **plan)
+    if world_size == 4:
+        yield "done", run(root / "zero3_4", **common, parallel="zero3")
+        short = {"run.steps": 8, "parallel": "zero2"}
+        yield "undisturbed", run(root / "undisturbed", **short)
+        yield "broken", run(root / "broken", Watched(break_at=range(4, 6)), **short)
+        yield "hopeless", run(root / "hopeless", Watched(break_at=range(4, 99)), **short, **{"guard.max_skipped": 3})
+        yield "overflow", run(root / "overflow", Watched(break_at=range(3, 5), value=float("inf")), **short, precision="fp16", **{"precision.loss_scale": 1024})
+        yield "other_model", run(root / "whole", **common, parallel="zero3", **{"model.feed_forward.width": 64, "run.steps": 25})
+        yield "other_data", run(root / "whole", **common, parallel="zero3", **{"data.sources.stdlib.limit": 30, "run.steps": 25})
+        yield "other_data_restart", run(root / "whole", **common, parallel="zero3", **{"data.sources.stdlib.limit": 30, "run.steps": 22, "checkpoint.data": "restart"})
+
+
+def main(root: str) -> None:
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    join(resolve_plan(trainer.Config().parallel, world_size), torch.device("cpu"))
+    results = dict(scenarios(Path(root), world_size))
+    if dist.get_rank() == 0:
+        (Path(root) / f"results_{world_size}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,105 @@
+"""Which checkpoints stay, and which one a run resumes from.
+
+Everything here runs on rank 0 alone. A checkpoint leaves by being renamed to `.tmp` first, so that a crash while
+deleting never leaves half a checkpoint that looks whole.
+"""
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from trainer.checkpointing.manifest import DamagedCheckpoint, list_checkpoints, verify
+from trainer.config import CheckpointConfig, ConfigError
+
+
+def kept(steps: Collection[int], saved: int, keep_last: int, keep_every: int) -> set[int]:
+    """Steps whose checkpoints stay: the `keep_last` newest (0: all) and multiples of `keep_every` (0: none).
+
+    `saved`, the one just written, stays too: it is known to be valid, and not the newest where a run was resumed from
+    an early checkpoint.
+    """
+    newest = sorted(steps)[-keep_last:]
+    milestones = {step for step in steps if keep_every and step % keep_every == 0}
+    return {saved, *newest} | milestones
+
+
+def prune(folder: Path, saved: int, config: CheckpointConfig) -> None:
+    """Deletes the checkpoints in `folder` that `config` does not keep, after that of step `saved` was written."""
+    checkpoints = list_checkpoints(folder)
+    for step in checkpoints.keys() - kept(checkpoints, saved, config.keep_last, config.keep_every):
+        leaving = checkpoints[step].with_suffix(".tmp")
+        shutil.rmtree(leaving, ignore_errors=True)
+        checkpoints[step].rename(leaving)
+        shutil.rmtree(leaving)
+
+
+def publish(written: Path, path: Path) -> None:
+    """Gives the complete folder `written` its final name `path`.
+
+    An older checkpoint of that name is set aside, where it still counts, until the new one stands: a crash between the
+    two renames loses neither.
+    """
+    aside = path.with_suffix(".replaced")
+    if path.exists():
+        path.rename(aside)
+    written.rename(path)
+    sync_folder(path.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def tidy(folder: Path) -> None:
+    """Clears `folder` of what a crash left: folders that were being written, deleted or replaced."""
+    replaced = [path for path in folder.glob("step-*.replaced") if path.with_suffix("").exists()]
+    for leftover in [*folder.glob("step-*.tmp"), *replaced]:
+        shutil.rmtree(leftover)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes created and renamed entries of `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def find_newest(folder: Path, verify_files: bool) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint in `folder` that is whole, and a warning for each damaged one that was passed over."""
+    warnings = []
+    for path in list_checkpoints(folder).values():
+        try:
+            verify(path, verify_files)
+            return path, warnings
+        except DamagedCheckpoint as damage:
+            warnings.append(f"passing over the damaged checkpoint {path}: {damage}")
+    return None, warnings
+
+
+def find_resume(setting: str, folder: Path, verify_files: bool) -> tuple[Path | None, list[str]]:
+    """What `checkpoint.resume` means for a run whose checkpoints lie in `folder`, with warnings to print.
+
+    `auto`: the newest whole checkpoint, or None; `none`: None; else a path, and ConfigError if that is not whole.
+    """
+    if setting == "none":
+        return None, []
+    if setting == "auto":
+        return find_newest(folder, verify_files)
+    path = Path(setting).expanduser()
+    try:
+        if not path.is_dir():
+            raise DamagedCheckpoint("there is no such folder")
+        verify(path, verify_files)
+    except DamagedCheckpoint as damage:
+        choices = (find_newest(place, verify_files)[0] for place in dict.fromkeys((path.parent, folder)))
+        newest = next(filter(None, choices), None)
+        way_out = (f"the newest whole checkpoint is {newest}: set checkpoint.resume={newest}" if newest else
+                   "no other whole checkpoint was found: set checkpoint.resume=none to start afresh")
+        raise ConfigError(f"checkpoint.resume={setting}: {damage}; {way_out}") from None
+    if path.resolve().parent == folder.resolve():
+        later = [other for other in list_checkpoints(folder).values() if other.name > path.name]
+        if later:
+            return path, [f"{later[0]} is later than the checkpoint asked for, and checkpoint.resume=auto would take "
+                          "it: move it away, or give this run another run.dir"]
+    return path, []

@@ -1,0 +1,146 @@
+"""Batches of one rank: the training loader, which reads ahead in a thread, and the batches of an evaluation."""
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.batch import BatchPlan
+from trainer.data.corpus import Samples
+from trainer.data.order import Order
+from trainer.model.loss import IGNORE
+
+
+@dataclass
+class Batch:
+    """One micro-batch.
+
+    tokens, targets: int64 [micro, length]; a target is `IGNORE` where there is none. documents: int32 [micro, length], the
+    number within its sequence of each token's document, or None where attention is not to be masked. ids: "source:index".
+    """
+    tokens: Tensor
+    targets: Tensor
+    documents: Tensor | None
+    ids: list[str]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin(self) -> "Batch":
+        """In page-locked memory, from which copies to a GPU need not block."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        documents = None if self.documents is None else change(self.documents)
+        return Batch(change(self.tokens), change(self.targets), documents, self.ids)
+
+
+class Loader:
+    """Iterates over optimizer steps: each item is this rank's list of `batch.accumulation` micro-batches, on `device`.
+
+    The step at position p consumes samples p to p + batch.global_size of the run, whatever the ranks and the
+    accumulation; `position` is all that has to be saved to go on, with any other number of ranks or global size.
+    position: samples consumed by the steps handed out, over all ranks. wait_seconds: how long the last `next` blocked.
+    prefetch: steps that a thread prepares ahead. What goes wrong in it is raised by `next`, which may be tried again.
+    """
+
+    def __init__(self, samples: Samples, batch: BatchPlan, dp_rank: int, dp_size: int, *, seed: int, position: int = 0,
+                 mask_documents: bool = False, prefetch: int = 2, device: torch.device | str = "cpu"):
+        assert batch.global_size == batch.micro_size * batch.accumulation * dp_size
+        self.samples, self.batch, self.position, self.wait_seconds = samples, batch, position, 0.0
+        self.mask_documents, self.prefetch, self.device = mask_documents, prefetch, torch.device(device)
+        self._order = Order(samples.names, [source.length for source in samples.sources], samples.weights, seed)
+        # [accumulation, micro]: micro-batch m of all ranks together is contiguous in the order
+        first = (np.arange(batch.accumulation)[:, None] * dp_size + dp_rank) * batch.micro_size
+        self._mine = first + np.arange(batch.micro_size)
+        self._ahead: deque[Future] = deque()
+        self._thread = ThreadPoolExecutor(1, "data", self._enter_thread)
+
+    @property
+    def epoch(self) -> float | None:
+        """Epochs consumed; None with a stream, whose length nobody knows."""
+        return None if self.samples.endless else self.position / len(self.samples)
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        start = time.perf_counter()
+        self._fill(max(1, self.prefetch))
+        try:
+            step = self._ahead.popleft().result()
+        except BaseException:
+            self._drop()
+            raise
+        self.position += self.batch.global_size
+        self._fill(self.prefetch)
+        step = [batch.to(self.device, non_blocking=True) for batch in step]
+        self.wait_seconds = time.perf_counter() - start
+        return step
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._drop()
+        self._thread.shutdown()
+
+    def _fill(self, depth: int) -> None:
+        for ahead in range(len(self._ahead), depth):
+            self._ahead.append(self._thread.submit(self._step, self.position + ahead * self.batch.global_size))
+
+    def _drop(self) -> None:
+        for future in self._ahead:
+            future.cancel()
+        self._ahead.clear()
+
+    def _enter_thread(self) -> None:
+        if self.device.type == "cuda":  # pinning in a new thread would otherwise open a context on the first GPU
+            torch.cuda.set_device(self.device)
+
+    def _step(self, position: int) -> list[Batch]:
+        sources, indices = self._order(position + self._mine.ravel())
+        rows = [_row(self.samples, source, index) for source, index in zip(sources.tolist(), indices.tolist())]
+        size = self.batch.micro_size
+        batches = [_collate(rows[start:start + size], self.mask_documents) for start in range(0, len(rows), size)]
+        return [batch.pin() for batch in batches] if self.device.type == "cuda" else batches
+
+
+def eval_batches(samples: Samples, sequences: int, micro_size: int, dp_rank: int, dp_size: int, *,
+                 mask_documents: bool = False, device: torch.device | str = "cpu") -> Iterator[Batch]:
+    """The held-out batches of one rank: together the same `sequences`, spread evenly over all that are held out.
+
+    Every rank gets as many batches; rows that are left over hold no valid target.
+    """
+    count = min(sequences, len(samples))
+    for start in range(0, count, micro_size * dp_size):
+        numbers = range(start + dp_rank * micro_size, start + (dp_rank + 1) * micro_size)
+        rows = [_row(samples, *samples.locate(number * len(samples) // count)) for number in numbers if number < count]
+        yield _collate(rows + [_padding(samples)] * (micro_size - len(rows)), mask_documents).to(device)
+
+
+Row = tuple[np.ndarray, np.ndarray, str]
+"""Tokens, document numbers, sample id."""
+
+
+def _row(samples: Samples, source: int, index: int) -> Row:
+    return *samples.sources[source].get(index), f"{samples.names[source]}:{index}"
+
+
+def _padding(samples: Samples) -> Row:
+    tokens, documents = samples.get(0)
+    return np.full_like(tokens, IGNORE), np.zeros_like(documents), "padding"
+
+
+def _collate(rows: list[Row], mask_documents: bool) -> Batch:
+    tokens = torch.from_numpy(np.stack([row[0] for row in rows]))
+    inputs, targets = tokens[:, :-1].clamp(min=0), tokens[:, 1:].contiguous()  # no embedding has padding's IGNORE
+    if not mask_documents:
+        return Batch(inputs, targets, None, [row[2] for row in rows])
+    documents = torch.from_numpy(np.stack([row[1] for row in rows]))
+    targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
+    return Batch(inputs, targets, documents[:, :-1].contiguous(), [row[2] for row in rows])

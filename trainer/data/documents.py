@@ -1,0 +1,244 @@
+"""The documents of one source: files as text, tables and streams through `datasets`; and which are held out."""
+from __future__ import annotations
+
+import glob
+import hashlib
+import math
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer.config import ConfigError, SourceConfig
+from trainer.data.progress import on_terminal
+from trainer.data.tokens import DataError
+from trainer.model.spec import nearest
+
+PIECE_BYTES = 64 << 10
+"""Longer files are cut at line ends, so that a part of a single file can be held out and tokenised by itself."""
+
+COUNTED = 10_000
+"""Up to this many documents the held-out share is counted out; above, a threshold on the hash is close enough."""
+
+SUFFIXES = {"text": None, "jsonl": (".jsonl", ".json", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parquet",),
+            "tokens": (".bin", ".npy")}
+"""What a folder of each kind is searched for; None means every file."""
+
+NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+"""Folders beside or inside the standard library that are not it; some systems ship its tests and some do not."""
+
+
+class Document(NamedTuple):
+    """Text, and whether a document ends with it."""
+    text: str
+    final: bool = True
+
+
+class TextFiles:
+    """Text files, one document each; `len` and `read` count pieces of at most about `PIECE_BYTES`."""
+
+    def __init__(self, name: str, paths: list[str], strict: bool):
+        self.name, self.paths, self.strict = name, paths, strict
+        self.sizes = [os.path.getsize(path) for path in paths]
+        self.bytes = sum(self.sizes)
+        self._ends = np.cumsum([max(1, math.ceil(size / PIECE_BYTES)) for size in self.sizes])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, first: int, last: int) -> Iterator[Document]:
+        for piece in range(first, last):
+            file = int(np.searchsorted(self._ends, piece, "right"))
+            document = self._piece(file, piece - (int(self._ends[file - 1]) if file else 0))
+            if document.text:
+                yield document
+
+    def _piece(self, file: int, number: int) -> Document:
+        """The lines that start within the piece's bytes: cuts never fall into a line, and so never into a character."""
+        path, start, end = self.paths[file], number * PIECE_BYTES, (number + 1) * PIECE_BYTES
+        try:
+            with open(path, "rb") as handle:
+                if start:
+                    handle.seek(start - 1)
+                    handle.readline()
+                data = handle.read(max(0, end - handle.tell()))
+                if data and not data.endswith(b"\n"):
+                    data += handle.readline()
+                text = data.decode("utf-8", "strict" if self.strict else "replace")
+                return Document(text, handle.tell() >= self.sizes[file])
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"data.sources.{self.name}.path: {path} is not UTF-8 text ({error}); convert it, or leave it "
+                              "out with a glob such as 'folder/**/*.txt'") from error
+        except OSError as error:
+            raise ConfigError(f"data.sources.{self.name}.path: {path} cannot be read: {error.strerror}") from error
+
+
+class Table:
+    """Rows of a `datasets.Dataset`, one document each."""
+
+    def __init__(self, name: str, dataset: Any, source: SourceConfig):
+        check_column(name, source, dataset.column_names, dataset.features)
+        self.rows = dataset.select_columns([source.field])
+        self.field, self.length = source.field, min(len(dataset), source.limit or len(dataset))
+        self.bytes = dataset.data.nbytes * self.length // max(1, len(dataset))
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, first: int, last: int) -> Iterator[Document]:
+        for start in range(first, last, 256):
+            for text in self.rows[start:min(start + 256, last)][self.field]:
+                if text:
+                    yield Document(text)
+
+
+class Stream:
+    """Documents of a hub data set in the order in which they arrive."""
+
+    def __init__(self, name: str, source: SourceConfig, cache: Path):
+        self.name, self.source, self.cache = name, source, cache
+
+    def open(self) -> Any:
+        """A fresh `datasets.IterableDataset` at its first document."""
+        dataset = load_table(self.name, self.source, [], self.cache, streaming=True)
+        if dataset.column_names is not None:
+            check_column(self.name, self.source, dataset.column_names, dataset.features)
+        return dataset.take(self.source.limit) if self.source.limit else dataset
+
+    def rows(self, dataset: Any) -> Iterator[dict]:
+        """The rows of an opened data set. Raises `DataError` when it breaks off."""
+        try:
+            yield from dataset
+        except Exception as error:  # the network, or a reader of datasets, gave up
+            raise DataError(f"data.sources.{self.name}: the stream {self.source.path} broke off: {error}; start the run "
+                            "again, it resumes there") from error
+
+    def texts(self, rows: Iterable[dict]) -> Iterator[str]:
+        for row in rows:
+            if self.source.field not in row:
+                check_column(self.name, self.source, list(row), None)
+            if row[self.source.field]:
+                yield row[self.source.field]
+
+
+class Source:
+    """One entry of data.sources: what identifies its content, and its documents, opened when they are needed.
+
+    Raises `ConfigError` at once where files are missing, empty or not readable.
+    """
+
+    def __init__(self, name: str, config: SourceConfig, cache: Path):
+        self.name, self.config, self.cache = name, config, cache
+        self.streams = config.kind == "hub" and config.streaming
+        self.paths = [] if config.kind == "hub" else find_files(name, config)
+        if config.limit and config.kind in ("stdlib", "text"):
+            self.paths = self.paths[:config.limit]
+
+    @cached_property
+    def identity(self) -> list[Any]:
+        """Changes with the content: names, sizes and times of files, or what the hub says of a data set."""
+        config = self.config
+        reading = [config.kind, config.field, config.limit]
+        if config.kind == "hub":
+            files = [] if self.streams else [entry["filename"] for entry in self.documents.rows.cache_files]
+            return [*reading, config.path, config.subset, config.split, files]
+        states = [(path, os.stat(path)) for path in self.paths]
+        return [*reading, [(path, state.st_size, state.st_mtime_ns) for path, state in states]]
+
+    @cached_property
+    def documents(self) -> TextFiles | Table | Stream:
+        if self.config.kind in ("stdlib", "text"):
+            return TextFiles(self.name, self.paths, strict=self.config.kind == "text")
+        if self.streams:
+            return Stream(self.name, self.config, self.cache)
+        dataset = load_table(self.name, self.config, self.paths, self.cache, streaming=False)
+        return Table(self.name, dataset, self.config)
+
+    def sample_texts(self, size: int) -> Iterator[str]:
+        """About `size` bytes of text, spread over the documents (a stream's first ones), to train a tokenizer on."""
+        if self.streams:
+            for text in self.documents.texts(self.documents.rows(self.documents.open())):
+                yield text
+                size -= len(text)
+                if size <= 0:
+                    return
+        else:
+            stride = max(1, math.ceil(self.documents.bytes / size))
+            for number in range(0, len(self.documents), stride):
+                yield from (document.text for document in self.documents.read(number, number + 1))
+
+
+def find_files(name: str, source: SourceConfig) -> list[str]:
+    """The files of a source, sorted. Raises `ConfigError` if there is none or one cannot be read."""
+    if source.kind == "stdlib":
+        library = Path(sysconfig.get_paths()["stdlib"])
+        paths = [str(path) for path in library.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(library).parts)]
+        named = f"data.sources.{name}: the standard library in {library}"
+        hint = "this interpreter ships no sources; use data=text"
+    else:
+        path, suffixes = os.path.expanduser(source.path or ""), SUFFIXES[source.kind]
+        named, hint = f"data.sources.{name}.path={source.path}", "name an existing file, folder or glob"
+        if os.path.isdir(path):
+            paths = [str(entry) for entry in Path(path).rglob("*")
+                     if entry.is_file() and (suffixes is None or entry.name.endswith(suffixes))
+                     and not any(part.startswith(".") for part in entry.relative_to(path).parts)]
+            hint = f"the folder holds no file{f' that ends in ' + ', '.join(suffixes) if suffixes else ''}"
+        else:
+            found = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
+            paths = [entry for entry in found if os.path.isfile(entry)]
+    if not paths:
+        raise ConfigError(f"{named} finds no file; {hint}")
+    refused = [path for path in paths if not os.access(path, os.R_OK)]
+    if refused:
+        more = " and more" if len(refused) > 3 else ""
+        raise ConfigError(f"{named}: no permission to read {', '.join(refused[:3])}{more}")
+    if not any(os.path.getsize(path) for path in paths):
+        raise ConfigError(f"{named} is empty: {len(paths)} file{'s' * (len(paths) > 1)} of no bytes")
+    return sorted(os.path.abspath(path) for path in paths)
+
+
+def load_table(name: str, source: SourceConfig, paths: list[str], cache: Path, streaming: bool) -> Any:
+    """A JSONL, Parquet or hub source opened by `datasets`; its own errors become `ConfigError`."""
+    import datasets
+    if not on_terminal():
+        datasets.disable_progress_bars()
+    if source.kind == "hub":
+        what = {"path": source.path, "name": source.subset, "split": source.split}
+        way_out = "check path, subset and split, or the network"
+    else:
+        what = {"path": {"jsonl": "json", "parquet": "parquet"}[source.kind], "data_files": paths, "split": "train"}
+        way_out = f"each file must be valid {'JSON, one object a line' if source.kind == 'jsonl' else 'Parquet'}"
+    try:
+        return datasets.load_dataset(**what, streaming=streaming, cache_dir=str(cache / "datasets"))
+    except Exception as error:  # datasets passes on whatever its readers and its network layer raise
+        cause = error.__cause__ or error
+        raise ConfigError(f"data.sources.{name}.path={source.path} cannot be opened: {cause}; {way_out}") from error
+
+
+def check_column(name: str, source: SourceConfig, columns: list[str], features: Any) -> None:
+    """Raises `ConfigError` unless the source's column exists and holds text."""
+    named = f"data.sources.{name}.field={source.field}"
+    if source.field not in columns:
+        raise ConfigError(f"{named} is no column of {source.path}; {nearest(source.field, columns)}")
+    kind = getattr(features[source.field], "dtype", None) if features else "string"
+    if kind not in ("string", "large_string", "null"):
+        held = kind or features[source.field]
+        raise ConfigError(f"{named} holds {held} instead of text; columns: {', '.join(columns)}")
+
+
+def digest(text: str) -> int:
+    """A 64-bit hash of a document's content: equal documents fall on the same side of the held-out split."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def held_out_threshold(documents: TextFiles | Table | Stream, fraction: float) -> int:
+    """Documents whose `digest` is below this are held out: at least one, never all, where documents can be counted."""
+    if not fraction or isinstance(documents, Stream) or len(documents) > COUNTED:
+        return int(fraction * 2**64)
+    digests = sorted({digest(document.text) for document in documents.read(0, len(documents))})
+    count = min(math.ceil(fraction * len(digests)), len(digests) - 1)
+    return digests[count] if digests else 0

@@ -1,0 +1,44 @@
+"""How preparation shows itself: a bar on the terminal of a machine's first process, elsewhere a line now and then."""
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+EVERY = 10.0
+"""Seconds between plain lines."""
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def on_terminal() -> bool:
+    """Whether bars may be drawn: only one process of a machine may, and only for a person."""
+    return sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Gives a function that is told of each amount done, up to `total`."""
+    if on_terminal():
+        from rich.console import Console
+        from rich.progress import Progress
+        with Progress(console=Console(stderr=True)) as bar:
+            task = bar.add_task(label, total=total)
+            yield lambda amount: bar.advance(task, amount)
+        return
+    done, start = 0, time.monotonic()
+    last = start
+    say(f"{label} ...")
+
+    def advance(amount: int) -> None:
+        nonlocal done, last
+        done += amount
+        if time.monotonic() - last > EVERY:
+            last = time.monotonic()
+            say(f"{label}: {100 * done // max(1, total)}%")
+    yield advance
+    say(f"{label}: done in {time.monotonic() - start:.1f} s")

@@ -1,0 +1,97 @@
+"""A hub data set read while training: packed in the order in which its documents arrive.
+
+What holds: sequence i of a stream depends on the stream, the tokenizer and the sequence length alone, not on ranks; so the
+position in samples is enough to resume under any plan. What does not: there is no shuffling beyond the hub's own order,
+every rank reads and tokenises the whole stream, and an epoch has no known length; when the stream ends, it starts again.
+
+Skipping to a position would mean to read up to it. Therefore the state of the reader is noted in the cache now and then,
+and a reader starts from the last note before its position; without notes (another machine) it reads from the start.
+"""
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from trainer.data.documents import Stream, digest
+from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokens import DataError, TokenWriter, number_documents, replacing
+
+GROUP = 64
+"""Documents tokenised together."""
+
+NOTE_EVERY = 1024
+"""Sequences between notes of the reader's state."""
+
+
+class StreamedSequences:
+    """Sequences of a stream; quick in rising order, and otherwise a matter of starting again. See `tokens.Sequences`."""
+
+    length = None
+
+    def __init__(self, documents: Stream, tokenizer: Tokenizer, threshold: int, sequence_length: int, notes: Path):
+        self.name, self.documents, self.tokenizer = documents.name, documents, tokenizer
+        self.threshold, self.size, self.notes = threshold, sequence_length, notes
+        self._rows: Iterator[dict] | None = None
+
+    def get(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `Sequences`. Raises `DataError` when the stream breaks off or holds no text."""
+        if self._rows is None or index < self._next:
+            self._start(index)
+        while True:
+            while len(self._buffer) <= self.size:
+                self._pull()
+            tokens = self._buffer[:self.size + 1]
+            self._buffer, self._next = self._buffer[self.size:], self._next + 1
+            if self._next > index:
+                return tokens, number_documents(tokens, self.tokenizer.end_id)
+
+    def _start(self, index: int) -> None:
+        """Goes to the last noted state at or before sequence `index`, else to the start."""
+        noted = [int(path.stem) for path in self.notes.glob("*.json") if int(path.stem) <= index]
+        self._dataset, self._next, self._buffer, self._kept = self.documents.open(), 0, np.empty(0, np.int64), False
+        if noted:
+            note = json.loads((self.notes / f"{max(noted):012d}.json").read_text())
+            self._dataset.load_state_dict(note["state"])
+            self._next, self._buffer, self._kept = max(noted), np.asarray(note["tokens"], np.int64), True
+        self._noted, self._rows = self._next, self.documents.rows(self._dataset)
+
+    def _pull(self) -> None:
+        """Tokenises the next group of documents; at the end of the stream, opens it again."""
+        if self._next - self._noted >= NOTE_EVERY and os.environ.get("LOCAL_RANK", "0") == "0":
+            self._note()
+        try:
+            rows = list(islice(self._rows, GROUP))
+        except DataError:
+            self._rows = None  # a reader that failed looks like one at its end
+            raise
+        texts = [text for text in self.documents.texts(rows) if digest(text) >= self.threshold]
+        if texts:
+            self._kept = True
+            encoded = self.tokenizer.encode_batch(texts)
+            self._buffer = np.concatenate([self._buffer, *([*ids, self.tokenizer.end_id] for ids in encoded)])
+        if len(rows) < GROUP:
+            if not self._kept:
+                raise DataError(f"data.sources.{self.name}: the stream {self.documents.source.path} holds no text to "
+                                "train on")
+            self._dataset = self.documents.open()
+            self._rows = self.documents.rows(self._dataset)
+
+    def _note(self) -> None:
+        self._noted = self._next
+        self.notes.mkdir(parents=True, exist_ok=True)
+        with replacing(self.notes / f"{self._next:012d}.json") as part:
+            Path(part).write_text(json.dumps({"state": self._dataset.state_dict(), "tokens": self._buffer.tolist()}))
+
+
+def hold_out(documents: Stream, tokenizer: Tokenizer, threshold: int, tokens: int, writer: TokenWriter) -> None:
+    """Writes at least `tokens` tokens of the stream's first held-out documents, or all there are."""
+    for text in documents.texts(documents.rows(documents.open())):
+        if writer.count >= tokens:
+            return
+        if digest(text) < threshold:
+            writer.append([*tokenizer.encode(text), tokenizer.end_id])

@@ -1,0 +1,131 @@
+"""Text to token ids and back: trained byte-level BPE, plain bytes, or a tokenizer from a file or folder."""
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers, trainers
+
+from trainer.config import ConfigError
+
+END = "<|endoftext|>"
+"""The end mark of tokenizers made here."""
+
+KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|endofdocument|>", "<|im_end|>", "[EOS]", "[SEP]")
+"""Names under which a bare tokenizer.json, which has no field for it, may hold its end mark."""
+
+
+class Tokenizer:
+    """A `tokenizers` tokenizer with an end mark, which closes every document.
+
+    `digest` identifies what it does to text. Text never makes special tokens: a document that spells out the end mark's
+    name keeps it as text.
+    `original` is the transformers tokenizer it came from, if it did; saving then keeps all of that one's settings.
+    """
+
+    def __init__(self, backend: Backend, end_id: int, original: Any = None):
+        self.backend, self.end_id, self._original = backend, end_id, original
+        backend.encode_special_tokens = True
+        backend.no_truncation()
+        backend.no_padding()
+        self.vocab_size = max(backend.get_vocab().values()) + 1
+        state = json.loads(backend.to_str())
+        del state["post_processor"]  # it only adds marks
+        self.digest = hashlib.blake2b(json.dumps([end_id, state], sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.backend, self.end_id)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without any mark added at its start or end."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text, by as many threads as `tokenizers` is allowed to use (TOKENIZERS_PARALLELISM)."""
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; the end mark is left out, and bytes that are no UTF-8 become replacement characters."""
+        return self.backend.decode([int(token) for token in ids if token != self.end_id], skip_special_tokens=False)
+
+    def save(self, folder: str | Path) -> None:
+        """Writes a folder that `transformers.AutoTokenizer.from_pretrained` opens."""
+        from transformers import PreTrainedTokenizerFast
+        end = self.backend.id_to_token(self.end_id)
+        original = self._original or PreTrainedTokenizerFast(tokenizer_object=self.backend, eos_token=end)
+        original.save_pretrained(str(folder))
+
+
+class ByteTokenizer(Tokenizer):
+    """Token i is byte i, which needs no search for merges."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+
+def byte_tokenizer() -> ByteTokenizer:
+    """The 256 bytes and an end mark, 256. Its file is a byte-level BPE without merges, so everything opens it."""
+    backend = Backend(models.BPE(vocab={character: byte for byte, character in enumerate(_byte_characters())}, merges=[]))
+    _byte_level(backend)
+    backend.add_special_tokens([AddedToken(END, special=True)])
+    return ByteTokenizer(backend, 256)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE (Radford et al., GPT-2) of at most `vocab_size` tokens, at least the 256 bytes and the end mark."""
+    backend = Backend(models.BPE())
+    _byte_level(backend)
+    backend.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    return Tokenizer(backend, backend.token_to_id(END))
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """A tokenizer from a tokenizer.json or a transformers tokenizer folder. Raises `ConfigError`."""
+    path = Path(path).expanduser()
+    named = f"data.tokenizer={path}"
+    if path.is_dir():
+        return _from_folder(path, named)
+    if not path.is_file():
+        raise ConfigError(f"{named} does not exist; legal: bpe, bytes, a tokenizer.json, or a transformers tokenizer folder")
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ConfigError(f"{named} is not a tokenizer.json: {error}") from error
+    ends = [end for end in map(backend.token_to_id, KNOWN_ENDS) if end is not None]
+    if not ends:
+        raise ConfigError(f"{named} has none of the end marks {', '.join(KNOWN_ENDS)}; name a transformers tokenizer folder whose "
+                          "tokenizer_config.json has an eos_token")
+    return Tokenizer(backend, ends[0])
+
+
+def _from_folder(path: Path, named: str) -> Tokenizer:
+    from transformers import AutoTokenizer
+    try:
+        original = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # whatever the tokenizer's own class raises on files it cannot read
+        raise ConfigError(f"{named} is not a transformers tokenizer folder: {error}") from error
+    backend = getattr(original, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(f"{named} is a {type(original).__name__} without a tokenizer.json; save it as a fast tokenizer first")
+    if original.eos_token_id is None:
+        raise ConfigError(f"{named} has no end mark; set eos_token in its tokenizer_config.json")
+    return Tokenizer(backend, original.eos_token_id, original)
+
+
+def _byte_level(backend: Backend) -> None:
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that byte-level tokenizers (GPT-2's bytes_to_unicode) write for each of the 256 bytes."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

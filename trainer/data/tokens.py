@@ -1,0 +1,200 @@
+"""Token files, and the sequences packed out of them."""
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from trainer.config import ConfigError, SourceConfig
+
+SCAN = 1 << 20
+"""Tokens looked at together in search of an end mark."""
+
+
+class DataError(RuntimeError):
+    """A corpus cannot be read any more, although it could when the run started."""
+
+
+class Sequences(Protocol):
+    """Sequences of one source; `length` is None for a stream, whose end nobody knows."""
+    name: str
+    length: int | None
+
+    def get(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens (int64) and the number within the sequence of each one's document (int32), [sequence_length + 1] each."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of `length` tokens that starts `offset` bytes into a file; another document starts with it."""
+    path: str
+    dtype: str
+    offset: int
+    length: int
+
+    def cut(self, at: int) -> tuple["Piece", "Piece"]:
+        """The first `at` tokens, and the rest."""
+        rest = self.offset + at * np.dtype(self.dtype).itemsize
+        return Piece(self.path, self.dtype, self.offset, at), Piece(self.path, self.dtype, rest, self.length - at)
+
+    def map(self) -> np.ndarray:
+        """The tokens, memory-mapped. Raises `DataError` if the file vanished or shrank."""
+        try:
+            return np.memmap(self.path, self.dtype, "r", self.offset, (self.length,))
+        except (OSError, ValueError) as error:
+            raise DataError(f"token file {self.path} vanished or changed since the run started ({error}); start the run again, "
+                            "it resumes and prepares what is missing") from error
+
+
+class Packed:
+    """The tokens of several pieces one after the other, cut into sequences with random access.
+
+    Sequence i is tokens [i x length, (i + 1) x length], ends included: the last token, which only serves as a target, is
+    the first of the next sequence.
+    """
+
+    def __init__(self, name: str, pieces: list[Piece], end_id: int, vocab_size: int, sequence_length: int):
+        self.name, self.pieces, self.end_id = name, pieces, end_id
+        self.vocab_size, self.size = vocab_size, sequence_length
+        self._ends = np.cumsum([piece.length for piece in pieces], dtype=np.int64)
+        self._maps: dict[int, np.ndarray] = {}
+        self.tokens = sum(piece.length for piece in pieces)
+        self.length = max(0, self.tokens - 1) // sequence_length
+
+    def get(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `Sequences`. Raises `DataError` for a file that vanished or holds ids beyond the vocabulary."""
+        if not 0 <= index < self.length:
+            raise IndexError(f"{self.name} has {self.length} sequences, not {index}")
+        tokens, starts, filled = np.empty(self.size + 1, np.int64), np.zeros(self.size + 1, bool), 0
+        number = int(np.searchsorted(self._ends, index * self.size, "right"))
+        while filled <= self.size:
+            first = index * self.size + filled - int(self._ends[number]) + self.pieces[number].length
+            run = self._map(number)[first:first + self.size + 1 - filled]
+            starts[filled] = True
+            tokens[filled:filled + len(run)] = run
+            filled, number = filled + len(run), number + 1
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            raise DataError(f"{self.name}:{index} in {self.pieces[number - 1].path} holds token {tokens.max()}, beyond the "
+                            f"tokenizer's {self.vocab_size}; data.tokenizer is not the one the file was made with, or "
+                            f"data.sources.{self.name}.dtype is wrong")
+        return tokens, number_documents(tokens, self.end_id, starts)
+
+    def _map(self, number: int) -> np.ndarray:
+        if number not in self._maps:
+            self._maps[number] = self.pieces[number].map()
+        return self._maps[number]
+
+
+def number_documents(tokens: np.ndarray, end_id: int, starts: np.ndarray | None = None) -> np.ndarray:
+    """The number of each token's document, from 0, int32; an end mark belongs to the document that it ends.
+
+    starts: bool as `tokens`, further places where a document is known to start.
+    """
+    first = np.zeros(len(tokens), bool) if starts is None else starts
+    first[1:] |= tokens[:-1] == end_id
+    first[0] = False
+    return np.cumsum(first, dtype=np.int32)
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The smallest type of token files that holds all ids, little-endian."""
+    return "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+
+def open_token_file(name: str, source: SourceConfig, path: str, vocab_size: int) -> Piece:
+    """A ready-made file as one piece: raw little-endian (.bin), or .npy with integers. Raises `ConfigError`."""
+    named = f"data.sources.{name}.path: {path}"
+    if path.endswith(".npy"):
+        try:
+            array = np.load(path, mmap_mode="r")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{named} is no .npy array: {error}") from error
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ConfigError(f"{named} holds {array.dtype} of shape {array.shape}; legal: one dimension of whole numbers")
+        return Piece(path, array.dtype.str, array.offset, len(array))
+    dtype = np.dtype(token_dtype(vocab_size) if source.dtype == "auto" else source.dtype).newbyteorder("<")
+    size = os.path.getsize(path)
+    if size % dtype.itemsize:
+        raise ConfigError(f"{named} has {size} bytes, no multiple of {dtype.name}'s {dtype.itemsize}; set data.sources.{name}.dtype")
+    return Piece(path, dtype.str, 0, size // dtype.itemsize)
+
+
+def hold_out_tail(piece: Piece, fraction: float, end_id: int) -> tuple[Piece, Piece]:
+    """Training and held-out part of a ready-made file: cut at a document's start, next to the last `fraction` of tokens.
+
+    A file that is all one document is trained on whole.
+    """
+    if not fraction or not piece.length:
+        return piece.cut(piece.length)
+    tokens, wish = piece.map(), piece.length - round(piece.length * fraction)
+    for start in range(max(0, wish - 1), piece.length, SCAN):
+        found = np.flatnonzero(tokens[start:min(start + SCAN, piece.length - 1)] == end_id)
+        if len(found):
+            return piece.cut(start + int(found[0]) + 1)
+    for stop in range(min(wish, piece.length - 1), 0, -SCAN):
+        start = max(0, stop - SCAN)
+        found = np.flatnonzero(tokens[start:stop] == end_id)
+        if len(found):
+            return piece.cut(start + int(found[-1]) + 1)
+    return piece.cut(piece.length)
+
+
+def file_digest(piece: Piece) -> str:
+    """Identifies a ready-made file by its length and 64 samples of it, so that a terabyte costs no more than a megabyte."""
+    tokens = piece.map() if piece.length else np.empty(0)
+    seen = hashlib.blake2b(str(piece.length).encode(), digest_size=16)
+    for start in np.linspace(0, max(0, piece.length - 4096), 64, dtype=np.int64):
+        seen.update(np.ascontiguousarray(tokens[start:start + 4096]).tobytes())
+    return seen.hexdigest()
+
+
+class TokenWriter:
+    """Appends tokens to a file that appears under its name only when it is complete and on disk."""
+
+    def __init__(self, path: str, dtype: str):
+        self.path, self.dtype, self.count, self._digest = path, dtype, 0, hashlib.blake2b(digest_size=16)
+        self._part = part_name(path)
+        self._handle = open(self._part, "wb")
+
+    def append(self, ids: list[int]) -> None:
+        data = np.asarray(ids, self.dtype).tobytes()
+        self._digest.update(data)
+        self._handle.write(data)
+        self.count += len(ids)
+
+    def finish(self) -> dict[str, object]:
+        """Renames the file into place and describes it: file name, tokens, digest."""
+        with self._handle:
+            self._handle.flush()
+            os.fsync(self._handle.fileno())
+        os.replace(self._part, self.path)
+        return {"file": os.path.basename(self.path), "tokens": self.count, "digest": self._digest.hexdigest()}
+
+    def discard(self) -> None:
+        """Leaves nothing behind; harmless after `finish`."""
+        self._handle.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._part)
+
+
+def part_name(path: str | os.PathLike) -> str:
+    """A temporary name beside `path` that no other thread, process or machine uses."""
+    return f"{path}.{secrets.token_hex(4)}.part"
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[str]:
+    """A temporary path beside `path` that takes its place when the block ends well, and vanishes when not."""
+    part = part_name(path)
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part)

@@ -1,0 +1,32 @@
+"""A checkpoint as a transformers folder: `python -m trainer.export checkpoint=runs/NAME out=DIR [dtype=bf16]`."""
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from trainer.command import run_command
+from trainer.model.hf import export
+from trainer.model.spec import option
+from trainer.precision.policy import DTYPES
+from trainer.saved import open_saved
+
+
+@dataclass
+class ExportOptions:
+    checkpoint: str = option(None, "run folder (its newest checkpoint is taken) or checkpoint folder")
+    out: str = option(None, "new folder, which AutoModelForCausalLM and AutoTokenizer open with from_pretrained")
+    dtype: str = option("bf16", "type of the exported weights", tuple(DTYPES))
+
+
+def run(options: ExportOptions) -> None:
+    saved = open_saved(options.checkpoint)
+    export(saved.spec, saved.tensor, options.out, DTYPES[options.dtype], saved.tokenizer)
+    print(options.out)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_command(ExportOptions, run, "trainer.export", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""What a model costs: parameters, floating-point operations, bytes of state. Pure functions of the spec."""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer.model.axes import ROLES
+from trainer.model.spec import ModelSpec
+from trainer.model.transformer import declarations
+
+if TYPE_CHECKING:
+    from trainer.parallel.plan import Plan
+
+MASTER_BYTES, MOMENT_BYTES = 4, 8  # an fp32 parameter or gradient; AdamW's two fp32 moments
+
+
+def parameter_counts(spec: ModelSpec) -> dict[str, int]:
+    """Numbers of parameters: `total`; `embedding` (token and position tables); `matmul`, those that every token is
+    multiplied with. A tied head is counted once in `total`, and in `matmul` as well as in `embedding`."""
+    infos = declarations(spec)
+    sizes = dict.fromkeys(ROLES, 0)
+    for info in infos.values():
+        sizes[info.role] += info.size
+    head = infos["embedding.weight"].size if spec.tied else sizes["head"]
+    return {"total": sum(sizes.values()), "embedding": sizes["embedding"], "matmul": sizes["matrix"] + head}
+
+
+def flops_per_token(spec: ModelSpec, length: int, causal: bool) -> float:
+    """Floating-point operations of one training step per token of a sequence of `length`: the forward pass and twice as
+    much for the backward pass, matrix products only, recompute not counted (PaLM, arXiv 2204.02311, appendix B).
+
+    causal: whether attention counts the keys that a token sees, averaged over the positions and within the window, or
+    all `length` keys (as published MFU figures often do).
+    """
+    flops = 6.0 * parameter_counts(spec)["matmul"]
+    for index in range(spec.depth):
+        a = spec.layer(index).attention
+        flops += 12.0 * a.heads * a.head_dim * (seen_keys(length, a.window) if causal else length)
+    return flops
+
+
+def seen_keys(length: int, window: int = 0) -> float:
+    """Keys that a token sees under causal attention, on average over the positions of a sequence."""
+    window = min(window or length, length)
+    # The first `window` positions see 1, 2, ... window keys; the others see `window`.
+    return window * (length - (window - 1) / 2) / length
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that one rank holds for the model's states. An estimate: activations, buffers of communication and the
+    allocator's fragmentation come on top.
+
+    parameters, gradients, optimizer: what is kept from step to step or micro-batch to micro-batch, in fp32.
+    gathered: copies of parameters in the compute type; unreduced: gradients of a unit before they are reduced.
+    offloaded: whether what is kept lies in host memory.
+    """
+    parameters: int
+    gathered: int
+    gradients: int
+    unreduced: int
+    optimizer: int
+    offloaded: bool
+
+    @property
+    def host(self) -> int:
+        return self.parameters + self.gradients + self.optimizer if self.offloaded else 0
+
+    @property
+    def device(self) -> int:
+        return self.total - self.host
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gathered + self.gradients + self.unreduced + self.optimizer
+
+    def rows(self) -> list[tuple[str, int]]:
+        """Labels and bytes for a table; terms of zero are left out."""
+        rows = [("parameters", self.parameters), ("gathered copies", self.gathered), ("gradients", self.gradients),
+                ("unreduced gradients", self.unreduced), ("optimizer", self.optimizer)]
+        if self.offloaded:
+            rows += [("sum on the device", self.device), ("sum in host memory", self.host)]
+        else:
+            rows += [("sum", self.total)]
+        return [(label, size) for label, size in rows if size]
+
+
+def state_bytes(spec: ModelSpec, plan: Plan, compute_bytes: int) -> StateBytes:
+    """The states on one rank under a plan (ZeRO, arXiv 1910.02054), with AdamW.
+
+    compute_bytes: size of an element of the compute type, 4 for fp32, 2 for bf16 and fp16.
+    """
+    total, unit = parameter_counts(spec)["total"], largest_units(spec)
+    shard = plan.shard if plan.stage >= 1 else 1
+    kept, whole = -(-total // shard), plan.stage <= 1
+    return StateBytes(
+        parameters=MASTER_BYTES * kept,
+        gathered=compute_bytes * (unit if plan.stage == 3 else total),
+        gradients=MASTER_BYTES * (total if whole else kept),
+        unreduced=0 if whole else compute_bytes * unit,
+        optimizer=MOMENT_BYTES * kept,
+        offloaded=plan.offload)
+
+
+def largest_units(spec: ModelSpec) -> int:
+    """Parameters that are gathered at a time where layers are gathered one by one: the embedding, final norm and head,
+    which are one unit, and the largest layer."""
+    units: dict[str, int] = {}
+    for name, info in declarations(spec).items():
+        layer = re.match(r"layers\.\d+\.", name)
+        unit = layer[0] if layer else "outer"
+        units[unit] = units.get(unit, 0) + info.size
+    return units.pop("outer") + max(units.values())
