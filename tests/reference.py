@@ -64,11 +64,11 @@ def reference(config: Config, spec: ModelSpec, steps: int, sequences: int, lengt
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=-100)
         loss.backward()
         seen.losses.append(loss.item())
-        seen.gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        seen.gradients.append({name: p.grad.cpu().clone() for name, p in model.named_parameters()})
         seen.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or float("inf")).item())
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config.lr, config.run.steps, torch.tensor(float(step))).item()
         optimizer.step()
         optimizer.zero_grad()
-    seen.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    seen.parameters = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     return seen

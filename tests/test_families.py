@@ -27,7 +27,7 @@ DECODER = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_
 GROUPED = {**DECODER, "num_key_value_heads": 2}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, **MARKS}
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # wavelengths are kept, blended and stretched
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # kept, blended, stretched
 CASES = {
     "llama": ("llama", GROUPED),
     "llama tied, biases, wide heads": ("llama", {**GROUPED, "tie_word_embeddings": True, "attention_bias": True,
@@ -176,7 +176,7 @@ def test_either_generation_of_rope_options_is_enough(family: str, rope: RopeSpec
     spec = spec_from_hf(tmp_path)
     spec.attention.rope = rope
     config = config_from_spec(spec)
-    dropped = ["rope_parameters", *(["partial_rotary_factor", "rope_theta"] if family == "gpt_neox" else [])]  # its own names
+    dropped = ["rope_parameters"] + (["partial_rotary_factor", "rope_theta"] if family == "gpt_neox" else [])
     old = {key: value for key, value in config.items() if key not in dropped}
     replaced = ("rope_theta", "rope_scaling", "rotary", "partial")
     new = {key: value for key, value in config.items() if not key.startswith(replaced)}

@@ -171,28 +171,38 @@ def test_each_device_is_listed_once_with_plausible_peaks():
 # From device to host
 
 def test_scalars_and_vectors_come_back_as_they_were():
-    deferred = DeferredScalars()
+    deferred = DeferredScalars(torch.device("cpu"))
     deferred.push(5, {"loss": torch.tensor(2.5, dtype=torch.bfloat16, requires_grad=True), "tokens": torch.tensor(2**40),
                       "norms": torch.tensor([1.0, math.inf, 3.0])}, {"lr": 3e-4})
     deferred.push(6, {"loss": torch.tensor(1.0)})
-    assert len(deferred) == 2
     (step, values, host), (next_step, *_) = deferred.pop_ready()
     assert (step, next_step) == (5, 6) and host == {"lr": 3e-4}
     assert values["loss"] == 2.5 and type(values["loss"]) is float and values["tokens"] == 2**40
     assert values["norms"].tolist() == [1.0, math.inf, 3.0]
-    assert len(deferred) == 0 and deferred.pop_ready(block=True) == []
+    assert deferred.pop_ready(block=True) == []
 
 
 def test_values_are_those_of_the_push_even_if_the_tensor_changes():
-    deferred, loss = DeferredScalars(), torch.tensor(1.0)
+    deferred, loss = DeferredScalars(torch.device("cpu")), torch.tensor(1.0)
     deferred.push(1, {"loss": loss})
     loss.fill_(9.0)
-    assert deferred.pop_ready()[0][1] == {"loss": 1.0}
+    assert deferred.pop_ready()[0][1]["loss"] == 1.0
+
+
+def test_each_step_carries_its_own_duration():
+    deferred = DeferredScalars(torch.device("cpu"))
+    for step, seconds in ((1, 0.03), (2, 0.06)):
+        deferred.begin()
+        time.sleep(seconds)
+        deferred.push(step, {"loss": torch.tensor(1.0)})
+        (_, values, _), = deferred.pop_ready()
+        assert seconds <= values["seconds"] < seconds + 0.5
+        time.sleep(0.6)  # an evaluation or a checkpoint between steps is not part of the next
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_cuda_a_step_is_read_one_push_later_without_waiting_for_the_newest():
-    deferred, work = DeferredScalars(), torch.randn(4096, 4096, device="cuda")
+    deferred, work = DeferredScalars(torch.device("cuda")), torch.randn(4096, 4096, device="cuda")
     numbers = {"loss": torch.tensor(1.0, device="cuda"), "norms": torch.arange(3.0, device="cuda")}
     for step in (1, 2):
         deferred.push(step, numbers)

@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import threading
-import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -25,9 +25,10 @@ from trainer.checkpointing.state import Checkpointer, load
 from trainer.config import Config, ConfigError
 from trainer.data.batches import Loader, eval_batches
 from trainer.data.corpus import Corpus, open_corpus
+from trainer.data.tokens import DataError
 from trainer.model.attention import kernel_priority
 from trainer.model.axes import parameter_infos
-from trainer.model.init import fill, initialize, name_seed
+from trainer.model.init import Weights, fill, initial_value, name_seed
 from trainer.model.spec import ModelSpec
 from trainer.observe import metrics
 from trainer.observe.deferred import DeferredScalars
@@ -62,7 +63,7 @@ def run(config: Config) -> Result:
     plan = resolve_plan(config.parallel, world_size)
     batch = resolve_batch(config.batch, plan.dp)
     device = local_device(config.run)
-    spec = model_spec(config)
+    spec, weights = starting_point(config)
     corpus = open_corpus(config)
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -73,7 +74,7 @@ def run(config: Config) -> Result:
     world = join(plan, device)
     try:
         with kernel_priority(config.run.deterministic):
-            code = Training(config, spec, plan, batch, corpus, world).train()
+            code = Training(config, spec, weights, plan, batch, corpus, world).train()
     finally:
         if not joined_before:
             dist.destroy_process_group()
@@ -85,17 +86,21 @@ def main(config: Config) -> int:
     """The command line's run: returns the exit code."""
     try:
         return run(config).code
-    except NonFinite as error:
+    except (NonFinite, DataError) as error:
         print(f"training stopped: {error}", file=sys.stderr, flush=True)
         return 1
 
 
-def model_spec(config: Config) -> ModelSpec:
-    """The spec that the run trains: from a transformers folder if one is named, else from the model group."""
-    if config.model.from_hf:
-        from trainer.model.hf import spec_from_hf
-        return spec_from_hf(config.model.from_hf)
-    return ModelSpec.from_dict({f.name: getattr(config.model, f.name) for f in dataclasses.fields(ModelSpec)})
+def starting_point(config: Config) -> tuple[ModelSpec, Weights | None]:
+    """The spec that the run trains and, from a transformers folder if one is named, its weights; nothing big is read yet."""
+    if not config.model.from_hf:
+        return ModelSpec.from_dict({f.name: getattr(config.model, f.name) for f in dataclasses.fields(ModelSpec)}), None
+    from trainer.model.hf import HFWeights, spec_from_hf
+    spec = spec_from_hf(config.model.from_hf)
+    if spec.learned_positions and config.batch.sequence_length > spec.max_length:
+        raise ConfigError(f"batch.sequence_length={config.batch.sequence_length} exceeds the {spec.max_length} learned positions of "
+                          f"model.from_hf={config.model.from_hf}")
+    return spec, HFWeights(config.model.from_hf, spec)
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -107,11 +112,12 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 class Training:
     """A run in progress: the state, the position in the data, and everything that is told about each step."""
 
-    def __init__(self, config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan, corpus: Corpus, world: World):
+    def __init__(self, config: Config, spec: ModelSpec, weights: Weights | None, plan: Plan, batch: BatchPlan, corpus: Corpus,
+                 world: World):
         self.config, self.spec, self.batch, self.corpus, self.world = config, spec, batch, corpus, world
         self.folder = Path(config.run.dir)
         self.tokens, self.skipped, self.skipped_in_row = 0, 0, 0
-        self.stop_wanted, self.stop, self.mark = False, False, time.perf_counter()
+        self.stop_wanted, self.stop = False, False
         resume, warnings = self.agree(lambda: find_resume(config.checkpoint.resume, self.folder / "checkpoints", config.checkpoint.verify))
         manifest = self.agree(lambda: self.check_manifest(read_manifest(resume))) if resume else {}
 
@@ -120,11 +126,7 @@ class Training:
         self.policies = parameter_policies(infos, config.precision.types, config.optimizer)
         optimizer = Optimizer(dict(model.named_parameters()), self.policies, config.optimizer)
         self.state = TrainState(config, plan, world, model, optimizer, GradScaler(config.precision, world.device))
-        if not resume and config.model.from_hf:
-            from trainer.model.hf import HFWeights
-            fill(model, HFWeights(config.model.from_hf, spec))
-        else:
-            initialize(model, spec, config.run.seed, world.device)
+        fill(model, weights or partial(initial_value, spec, config.run.seed, device=world.device))
         position = 0
         if resume:
             load(resume, self.state.tensors())
@@ -135,7 +137,7 @@ class Training:
         self.loader = Loader(corpus.train, batch, world.data.get_local_rank(), plan.dp, seed=config.run.seed, position=position,
                              mask_documents=config.data.mask_documents, prefetch=config.data.prefetch, device=world.device)
         self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
-        self.deferred = DeferredScalars()
+        self.deferred = DeferredScalars(world.device)
         self.losses: list[float] = []  # first and latest
         self.meter = step_meter(config, spec, world, self.batch.sequence_length)
         if world.rank == 0:
@@ -225,13 +227,12 @@ class Training:
     def one_step(self) -> None:
         """Fetches the batch, trains on it, and queues what is to be known of the step."""
         state = self.state
-        if not len(self.deferred):  # nothing on its way: the clock of this step starts here
-            self.mark = time.perf_counter()
+        self.deferred.begin()
         batches = next(self.loader)
         torch.manual_seed(name_seed(self.config.run.seed, f"step {state.step} rank {self.world.data.get_local_rank()}"))
         with self.trace():
             scalars = train_step(state, batches, self.stop_wanted)
-        self.tokens += self.batch.global_size * self.batch.sequence_length
+        self.tokens += self.batch.tokens
         memory = torch.full((), peak_memory_gib(self.world.device), device=self.world.device)
         if self.world.size > 1:
             dist.all_reduce(memory, dist.ReduceOp.MAX)
@@ -242,9 +243,7 @@ class Training:
     def read_back(self, everything: bool = False) -> None:
         """Logs the steps whose numbers have arrived, and acts on them; every rank sees a step at the same point."""
         for step, numbers, host in self.deferred.pop_ready(block=everything):
-            # On a GPU this is the wait for a step that ran while the next was queued: in steady state, the step's own time.
-            elapsed, self.mark = time.perf_counter() - self.mark, time.perf_counter()
-            self.meter.finished(step, elapsed, host["data_seconds"], self.batch.global_size * self.batch.sequence_length)
+            self.meter.finished(step, numbers["seconds"], host["data_seconds"], self.batch.tokens)
             bad = numbers["found_inf"] > 0
             self.losses = [*self.losses[:1], numbers["loss"]]
             self.skipped += bad

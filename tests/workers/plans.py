@@ -47,7 +47,7 @@ class Recorder(Optimizer):
 
 def settings(world: int, **changes) -> Config:
     config = Config()
-    config.run.steps, config.lr.warmup, config.lr.peak, config.optimizer.clip_norm = 10, 2, 1e-2, 0.5
+    config.run.steps, config.lr.warmup, config.lr.peak, config.optimizer.clip_norm = 10, 2, 1e-3, 0.5
     for path, value in changes.items():
         target = config
         *parents, last = path.split("__")
@@ -75,7 +75,7 @@ def run(config: Config, spec, world, plan, accumulation: int, documents: bool) -
         seen.losses.append(scalars["loss"].item())
         seen.norms.append(scalars["grad_norm"].item())
     seen.gradients = optimizer.seen
-    seen.parameters = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    seen.parameters = {name: whole(p.detach()).cpu().clone() for name, p in model.named_parameters()}
     return seen
 
 
@@ -102,6 +102,12 @@ def cases(world: int):
         yield dict(parallel__zero__stage=stage, **changes), 2, extra
     yield dict(parallel__zero__stage=3, parallel__zero__offload=True), 2, {}
     yield dict(parallel__zero__stage=2, precision__reduce="bf16", precision__compute="bf16"), 1, {}
+    if world == 2:
+        for changes, extra in [(dict(activation__mode="full"), {}), (dict(activation__mode="selective"), dict(documents=True)),
+                               (dict(activation__mode="selective", activation__modules=["*.feed_forward"]), {}),
+                               (dict(activation__mode="budget", parallel__zero__offload=True), {}), (dict(precision__compute="fp16"), dict(tied=True))]:
+            yield dict(parallel__zero__stage=3, compile=True, **changes), 2, extra
+        yield dict(parallel__zero__stage=0, compile=True), 2, {}
 
 
 def main(out: str) -> None:
@@ -124,7 +130,7 @@ def main(out: str) -> None:
                         "loss": max(abs(a - b) / b for a, b in zip(seen.losses, expected.losses)),
                         "norm": max(abs(a - b) / b for a, b in zip(seen.norms, expected.norms)), "gradient": worst, "where": where,
                         "parameters": error(seen.parameters, expected.parameters)[0],
-                        "recompute": config.activation.mode,
+                        "recompute": "none" if config.compile else config.activation.mode,
                         "bitwise": all(torch.equal(a[n], b[n]) for a, b in zip(seen.gradients, base.gradients) for n in b)})
     if world.rank == 0:
         Path(out).write_text(json.dumps(results))

@@ -6,6 +6,7 @@ starts from the same bits (on the same kind of device).
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import Callable
 
 import torch
@@ -14,6 +15,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.model.axes import ParameterInfo, parameter_infos
 from trainer.model.spec import ModelSpec
+
+
+Weights = Callable[[str, ParameterInfo], Tensor]
+"""Global name and declaration of a parameter -> its whole value."""
 
 
 def name_seed(seed: int, name: str) -> int:
@@ -46,7 +51,7 @@ def initial_value(spec: ModelSpec, seed: int, name: str, info: ParameterInfo, de
 
 
 @torch.no_grad()
-def fill(model: nn.Module, value: Callable[[str, ParameterInfo], Tensor]) -> None:
+def fill(model: nn.Module, value: Weights) -> None:
     """Sets every parameter, sharded or not, from whole tensors; also fills the buffers. Every rank passes the same values."""
     infos = parameter_infos(model)
     for name, parameter in model.named_parameters():
@@ -65,4 +70,4 @@ def fill(model: nn.Module, value: Callable[[str, ParameterInfo], Tensor]) -> Non
 
 def initialize(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device) -> None:
     """Draws all weights of a (sharded, materialised) model."""
-    fill(model, lambda name, info: initial_value(spec, seed, name, info, device))
+    fill(model, partial(initial_value, spec, seed, device=device))

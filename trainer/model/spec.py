@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import difflib
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 
 def option(default: Any, doc: str, choices: tuple | None = None, unit: str | None = None) -> Any:

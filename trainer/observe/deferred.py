@@ -1,6 +1,7 @@
 """Brings a step's scalars from the device to the host without making the device wait."""
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -9,23 +10,42 @@ import numpy
 import torch
 from torch import Tensor
 
+Ready = tuple[int, dict[str, float | numpy.ndarray], dict[str, Any]]
+"""Step, its numbers, what the host said of it."""
+
 
 @dataclass
 class _Pending:
     step: int
     shapes: dict[str, torch.Size]
     values: Tensor  # [all numbers of the step], float64, on the host
-    copied: torch.cuda.Event | None
+    began: Moment
+    ended: Moment
     host: dict[str, Any]
 
-    def unpack(self) -> tuple[int, dict[str, float | numpy.ndarray], dict[str, Any]]:
-        if self.copied is not None:
-            self.copied.synchronize()
-        numbers = self.values.numpy().copy()  # the pinned buffer goes back to its pool
-        parts = numpy.split(numbers, numpy.cumsum([shape.numel() for shape in self.shapes.values()])[:-1])
-        values = {name: part if len(shape) else float(part[0])
-                  for (name, shape), part in zip(self.shapes.items(), parts)}
-        return self.step, values, self.host
+    def unpack(self) -> Ready:
+        self.ended.wait()
+        parts = self.values.numpy().copy()  # the pinned buffer goes back to its pool
+        parts = numpy.split(parts, numpy.cumsum([shape.numel() for shape in self.shapes.values()])[:-1])
+        values = {name: part if len(shape) else float(part[0]) for (name, shape), part in zip(self.shapes.items(), parts)}
+        return self.step, values | {"seconds": self.began.seconds_to(self.ended)}, self.host
+
+
+class Moment:
+    """A point in time on the device's own clock (an event in its queue of work), or on the host's where there is no GPU."""
+
+    def __init__(self, device: torch.device):
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self.time = time.perf_counter()
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def seconds_to(self, later: Moment) -> float:
+        return later.time - self.time if self.event is None else self.event.elapsed_time(later.event) / 1000
 
 
 class DeferredScalars:
@@ -34,36 +54,40 @@ class DeferredScalars:
     On CUDA one asynchronous copy into pinned memory carries all of a step's numbers, and the step is handed out one
     `push` later: by then the device has the next step's work queued, so waiting for the copy costs it nothing. How many
     steps come out of a call depends on the calls alone, never on timing, so all ranks see a step at the same point and
-    may act on it together. Without CUDA tensors a step is handed out at once.
+    may act on it together. On a CPU a step is handed out at once.
+
+    Each step also carries its own duration as `seconds`: from `begin`, or from the end of the step before it where that
+    was still in the queue, to its end, on the device's clock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._pending: deque[_Pending] = deque()
+        self._last: Moment | None = None
 
-    def __len__(self) -> int:
-        """Steps that were pushed and not yet handed out."""
-        return len(self._pending)
+    def begin(self) -> None:
+        """Marks the start of a step, unless the one before it is still running on the device."""
+        if not self._pending:
+            self._last = Moment(self.device)
 
     def push(self, step: int, tensors: dict[str, Tensor], host: dict[str, Any] | None = None) -> None:
-        """Takes a step's tensors (0-d or 1-D, on one device, already reduced over ranks) and what the host knows."""
+        """Takes a step's tensors (0-d, or 1-D vectors, on the device, already reduced over ranks) and what the host knows."""
         values = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors.values()])
-        copied = None
         if values.is_cuda:
             pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             pinned.copy_(values, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
             values = pinned
+        began, self._last = self._last, Moment(self.device)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        self._pending.append(_Pending(step, shapes, values, copied, dict(host or {})))
+        self._pending.append(_Pending(step, shapes, values, began or self._last, self._last, dict(host or {})))
 
-    def pop_ready(self, block: bool = False) -> list[tuple[int, dict[str, float | numpy.ndarray], dict[str, Any]]]:
+    def pop_ready(self, block: bool = False) -> list[Ready]:
         """Steps that can be read, oldest first, as (step, numbers, host): all but the newest on CUDA, all elsewhere.
 
         `block` hands out the newest too: before a checkpoint, an evaluation, or the end. 0-d tensors come as float,
         vectors as float64 arrays.
         """
         ready = []
-        while self._pending and (block or len(self._pending) > 1 or self._pending[0].copied is None):
+        while self._pending and (block or len(self._pending) > 1 or self.device.type != "cuda"):
             ready.append(self._pending.popleft().unpack())
         return ready

@@ -56,7 +56,8 @@ def print_start(config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan, i
         batch=[("sequence", f"{batch.sequence_length} tokens"),
                ("global batch", f"{batch.global_size} sequences = {tables.count(batch.global_size * batch.sequence_length)} tokens"),
                ("arithmetic", f"{batch.micro_size} a micro-batch x {batch.accumulation} micro-batches x {plan.dp} ranks"),
-               ("corpus", f"{tables.count(len(corpus.train))} sequences an epoch, {tables.count(len(corpus.eval))} held out")],
+               ("corpus", ("a stream" if corpus.train.endless else f"{tables.count(len(corpus.train))} sequences an epoch") +
+                f", {tables.count(len(corpus.eval))} held out")],
         memory=[(name, tables.size(value)) for name, value in states.rows()])
     if config.logging.types:
         tables.parameter_types([
