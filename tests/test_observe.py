@@ -204,6 +204,7 @@ def test_each_step_carries_its_own_duration():
 def test_on_cuda_a_step_is_read_one_push_later_without_waiting_for_the_newest():
     deferred, work = DeferredScalars(torch.device("cuda")), torch.randn(4096, 4096, device="cuda")
     numbers = {"loss": torch.tensor(1.0, device="cuda"), "norms": torch.arange(3.0, device="cuda")}
+    (work @ work).clamp(-1, 1)  # loads the kernels
     for step in (1, 2):
         deferred.push(step, numbers)
     assert len(deferred.pop_ready()) == len(deferred.pop_ready(block=True)) == 1  # and the pinned pool is warm

@@ -52,6 +52,13 @@ def test_a_resume_under_any_plan_goes_on_as_if_nothing_had_happened(results):
     assert same["draws"] == whole["draws"][done:]
 
 
+def test_mixed_precision_resumes_bit_by_bit(results):
+    for stage in range(4):
+        first, again = results[f"bf16_zero{stage}"], results[f"bf16_again{stage}"]
+        assert again["ids"] == first["ids"][4:] and len(first["eval"]) == 2
+        assert again["losses"] == first["losses"] and again["norms"] == first["norms"] and again["eval"] == first["eval"]
+
+
 def test_a_finished_run_says_so_and_trains_no_more(results):
     assert results["done"]["code"] == 0 and results["done"]["ids"] == []
 

@@ -1,6 +1,7 @@
 """One optimizer step: forward and backward over the micro-batches, one gradient norm, one update."""
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from trainer.optim.optimizer import Optimizer, local
 from trainer.optim.schedule import learning_rate
 from trainer.parallel.mesh import World
 from trainer.parallel.plan import Plan
-from trainer.parallel.zero import prepare_micro_batch
+from trainer.parallel.zero import drop_gathered, prepare_micro_batch
 from trainer.precision.scaler import GradScaler
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ class TrainState:
     step: int = 0
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything sharded, by plan-independent name."""
-        return {f"model.{name}": p for name, p in self.model.named_parameters()} | self.optimizer.tensors()
+        """Everything sharded, by plan-independent name. The weights are the optimizer's fp32 ones: between forward and
+        backward the model's own attributes are gathered copies in the compute type."""
+        return {f"model.{name}": parameter for name, parameter in self.optimizer.parameters.items()} | self.optimizer.tensors()
 
 
 def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str, Tensor]:
@@ -89,13 +91,17 @@ def gradient_squares(parameters: dict[str, nn.Parameter], world: World) -> Tenso
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: list[Batch], world: World) -> Tensor:
-    """Mean loss per valid token over all ranks' `batches` (each rank has as many); a scalar, equal on all ranks."""
+def evaluate(model: nn.Module, batches: Iterable[Batch], world: World) -> Tensor:
+    """Mean loss per valid token over all ranks' `batches` (each rank has as many); a scalar, equal on all ranks.
+
+    No backward pass follows that would drop the gathered parameters, so they are dropped here.
+    """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=world.device)
     for batch in batches:
         _, entropy = model(batch.tokens, batch.targets, batch.documents)
         sums += torch.stack([entropy.double(), (batch.targets != IGNORE).sum().double()])
     model.train()
+    drop_gathered(model)
     total, valid = world.sum_data(sums).unbind()
     return total / valid

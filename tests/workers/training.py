@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import trainer
 import trainer.train
+from trainer.checkpointing.state import read_tensors
 from trainer.config import ConfigError
 from trainer.parallel.mesh import join
 from trainer.parallel.plan import resolve_plan
@@ -89,6 +90,17 @@ def scenarios(root: Path, world_size: int):
         yield f"resumed_{name}_{world_size}", run(root / f"{name}_{world_size}", **common, **plan)
     if world_size == 4:
         yield "done", run(root / "zero3_4", **common, parallel="zero3")
+        mixed = {**common, "precision": "bf16", "run.steps": 8, "checkpoint.every": 4, "eval.every": 4, "checkpoint.keep_last": 0}
+        for stage in range(4):  # a save that follows an evaluation, when whole copies in bf16 are around
+            folder = root / f"bf16_zero{stage}"
+            yield f"bf16_zero{stage}", run(folder, **mixed, **{"parallel.zero.stage": stage})
+            saved = read_tensors(folder / "checkpoints" / "step-00000008")
+            assert {str(value.dtype) for value in saved.values()} == {"torch.float32"}, {n: v.dtype for n, v in saved.items()}
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder / "checkpoints" / "step-00000008")
+            dist.barrier()
+            yield f"bf16_again{stage}", run(folder, **mixed, **{"parallel.zero.stage": stage})
         short = {"run.steps": 8, "parallel": "zero2"}
         yield "undisturbed", run(root / "undisturbed", **short)
         yield "broken", run(root / "broken", Watched(break_at=range(4, 6)), **short)

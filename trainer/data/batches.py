@@ -99,7 +99,7 @@ class Loader:
         self._ahead.clear()
 
     def _enter_thread(self) -> None:
-        if self.device.type == "cuda":  # pinning in a new thread would otherwise open a context on the first GPU
+        if self.device.index is not None:  # pinning in a new thread would otherwise open a context on the first GPU
             torch.cuda.set_device(self.device)
 
     def _step(self, position: int) -> list[Batch]:

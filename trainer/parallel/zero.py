@@ -45,3 +45,10 @@ def prepare_micro_batch(model: FSDPModule, plan: Plan, last: bool) -> None:
     model.set_requires_gradient_sync(last or plan.stage >= 2)
     model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or plan.stage == 3)
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Frees gathered parameters; the next forward pass gathers again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
