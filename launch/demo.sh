@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Installs the project, then trains the recipe `demo` on 4 processes (on every GPU, up to 4, where there are GPUs).
+# Installs the project, then trains the recipe `demo` on 4 processes (on 1, 2 or 4 GPUs where there are GPUs).
 # Run again, it resumes or says that it is done. Arguments are overrides: launch/demo.sh run.steps=200
 set -euo pipefail
 bash "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-gpus=$(.venv/bin/python -c 'import torch; print(min(torch.cuda.device_count(), 4))')
-processes=$((gpus > 0 ? gpus : 4))
+gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
+processes=$((gpus == 1 ? 1 : gpus == 2 || gpus == 3 ? 2 : 4))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 .venv/bin/torchrun --standalone --nproc-per-node "$processes" -m trainer +config=demo "$@"
 cat <<TEXT

@@ -27,9 +27,9 @@ class Operations(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def backward(compile: bool = False, **settings):
+def backward(compile: bool = False, depth: int = 3, **settings):
     """Gradients of a tiny model, and the operators that its backward pass ran."""
-    spec = tiny_spec()
+    spec = tiny_spec(depth=depth)
     spec.attention.bias = False
     model = Transformer(spec)
     initialize(model, spec, 0, torch.device("cpu"))
@@ -75,6 +75,14 @@ def test_compiled_budget_and_recompute_keep_gradients():
         gradients, _ = backward(compile=True, **settings)
         for name in reference:
             torch.testing.assert_close(gradients[name], reference[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [dict(mode="none"), dict(mode="full"), dict(mode="selective", modules=["*.feed_forward"])])
+def test_layers_of_one_kind_share_one_compiled_graph(settings):
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    backward(compile=True, depth=10, **settings)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 2
 
 
 @pytest.mark.parametrize("settings, words", [

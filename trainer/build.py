@@ -1,6 +1,8 @@
 """A spec and a plan become a parallel model."""
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from trainer.checkpointing.activation import apply_recompute
@@ -20,6 +22,11 @@ def build_model(config: Config, spec: ModelSpec, plan: Plan, world: World) -> Tr
     model.head.z_loss, model.head.chunk, model.head.compiled = config.loss.z_loss, config.loss.chunk, config.compile
     apply_recompute(model, config.activation)
     if config.compile:
+        # Layers of one kind share a graph. Kinds differ by mask, window and recompute, and again in evaluation; running
+        # out of graphs would leave layers uncompiled without a word.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        logging.getLogger("torch._dynamo.variables.higher_order_ops").setLevel(logging.ERROR)  # selective recompute is experimental there
         for layer in model.layers.values():
             layer.run = torch.compile(layer.run, dynamic=False)
     shard(model, plan, world, DTYPES[config.precision.compute], DTYPES[config.precision.reduce])

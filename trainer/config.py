@@ -53,8 +53,8 @@ class SourceConfig:
 @dataclass
 class DataConfig:
     sources: dict[str, SourceConfig] = option({"stdlib": SourceConfig()}, "corpora by name, mixed by weight")
-    tokenizer: str = option("bpe", "bpe (trained once on the sources), bytes (256 bytes and an end mark), or the path of a "
-                            "tokenizer.json or of a transformers tokenizer folder")
+    tokenizer: str = option("bpe", "bpe (trained once on the sources; with model.from_hf, the tokenizer in that folder), bytes "
+                            "(256 bytes and an end mark), or the path of a tokenizer.json or of a transformers tokenizer folder")
     vocab_size: int = option(4096, "size of a trained bpe tokenizer", unit="tokens")
     cache: str = option("~/.cache/trainer", "folder of trained tokenizers and tokenised corpora")
     eval_fraction: float = option(0.01, "share of the documents held out for evaluation")

@@ -51,12 +51,13 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
     counts = torch.stack([sum((batch.targets != IGNORE).sum() for batch in batches).double(),
                           torch.full((), float(stop), dtype=torch.float64, device=world.device)])
     valid, stopping = world.sum_data(counts).unbind()
+    valid = valid.clamp(min=1)  # a step without any target has loss and gradients of zero
 
     losses = []
     for number, batch in enumerate(batches):
         prepare_micro_batch(state.model, state.plan, last=number == len(batches) - 1)
         objective, entropy = state.model(batch.tokens, batch.targets, batch.documents)
-        scaler.scale(objective / valid.clamp(min=1).to(objective.dtype)).backward()
+        scaler.scale(objective / valid.to(objective.dtype)).backward()
         losses.append(entropy.detach())
     losses = torch.stack(losses)
     loss = world.sum_data(losses.sum().double()) / valid

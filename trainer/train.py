@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import gc
 import os
 import signal
@@ -11,7 +12,7 @@ import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ from trainer.precision.scaler import GradScaler
 from trainer.step import TrainState, evaluate, train_step
 from trainer.typed import to_yaml
 
-DONE, STOPPED = 0, 75
+DONE, FAILED, STOPPED = 0, 1, 75
 
 
 class NonFinite(RuntimeError):
@@ -51,10 +52,14 @@ class NonFinite(RuntimeError):
 
 @dataclass
 class Result:
-    """What a run leaves: its folder, all logged lines, and how it ended (exit code of the command line)."""
+    """What a run leaves: its folder, and how it ended (exit code of the command line)."""
     folder: Path
-    metrics: list[dict[str, Any]]
     code: int
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """All lines of metrics.jsonl, oldest first."""
+        return metrics.read(self.folder)
 
 
 def run(config: Config) -> Result:
@@ -65,21 +70,58 @@ def run(config: Config) -> Result:
     device = local_device(config.run)
     spec, weights = starting_point(config)
     corpus = open_corpus(config)
+    joined_before = dist.is_initialized()
+    world = join(plan, device)
+    with numeric_mode(config), claimed(Path(config.run.dir), world):
+        code = Training(config, spec, weights, plan, batch, corpus, world).train()
+    if not joined_before:  # not after a failure: other ranks may still wait in a collective
+        dist.destroy_process_group()
+    return Result(Path(config.run.dir), code)
+
+
+@contextlib.contextmanager
+def numeric_mode(config: Config) -> Iterator[None]:
+    """Torch's global switches for a run, set back afterwards."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.run.deterministic)
     torch.set_float32_matmul_precision(config.precision.matmul)
-
-    joined_before = dist.is_initialized()
-    world = join(plan, device)
     try:
         with kernel_priority(config.run.deterministic):
-            code = Training(config, spec, weights, plan, batch, corpus, world).train()
+            yield
     finally:
-        if not joined_before:
-            dist.destroy_process_group()
-    folder = Path(config.run.dir)
-    return Result(folder, metrics.read(folder) if world.rank == 0 else [], code)
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_float32_matmul_precision(before[1])
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, world: World) -> Iterator[None]:
+    """Makes the run folder, and keeps other runs out of it meanwhile. Raises `ConfigError` on every rank."""
+
+    def claim() -> int:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY)
+        except OSError as error:
+            raise ConfigError(f"run.dir={folder} cannot be made a folder ({error.strerror}); set another run.dir") from None
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"run.dir={folder} cannot be written; set another run.dir")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigError(f"run.dir={folder} is in use by another run; wait for it, or set another run.name or run.dir") from None
+        except OSError:
+            pass  # a file system without locks: the run goes on unguarded
+        return descriptor
+
+    descriptor = world.agree(claim)
+    try:
+        yield
+    finally:
+        if world.rank == 0:
+            os.close(descriptor)
 
 
 def main(config: Config) -> int:
@@ -118,8 +160,9 @@ class Training:
         self.folder = Path(config.run.dir)
         self.tokens, self.skipped, self.skipped_in_row = 0, 0, 0
         self.stop_wanted, self.stop = False, False
-        resume, warnings = self.agree(lambda: find_resume(config.checkpoint.resume, self.folder / "checkpoints", config.checkpoint.verify))
-        manifest = self.agree(lambda: self.check_manifest(read_manifest(resume))) if resume else {}
+        self.compare_ranks()
+        resume, warnings = world.agree(lambda: find_resume(config.checkpoint.resume, self.folder / "checkpoints", config.checkpoint.verify))
+        manifest = world.agree(lambda: self.check_manifest(read_manifest(resume))) if resume else {}
 
         model = build_model(config, spec, plan, world)
         infos = parameter_infos(model)
@@ -149,18 +192,19 @@ class Training:
         for text in [*warnings, *([f"resumed from {resume} at step {self.state.step}"] if resume else [])]:
             self.log.event(text)
 
-    def agree(self, decide: Any) -> Any:
-        """What rank 0 decides, on every rank; its `ConfigError` is everybody's."""
-        answer: list[Any] = [None]
-        if self.world.rank == 0:
-            try:
-                answer = [decide()]
-            except ConfigError as error:
-                answer = [error]
-        dist.broadcast_object_list(answer, src=0)
-        if isinstance(answer[0], ConfigError):
-            raise answer[0]
-        return answer[0]
+    def compare_ranks(self) -> None:
+        """Refuses processes that were started with different settings or found different data, as happens on several nodes,
+        with a command line and a cache each. Folders may differ."""
+        folders = ("run.dir", "data.cache", "model.from_hf", "checkpoint.resume")
+        mine = {name: value for name, value in flat(dataclasses.asdict(self.config)).items()
+                if name not in folders and not (name.startswith("data.sources.") and name.endswith(".path"))}
+        mine |= {"the content of data.sources and data.tokenizer": self.corpus.fingerprint, "model": self.spec.to_dict()}
+        everyone: list[Any] = [None] * self.world.size
+        dist.all_gather_object(everyone, mine)
+        problems = [f"{name}={everyone[0].get(name)} on rank 0, but {other.get(name)} on rank {rank}; start every process with the same settings"
+                    for rank, other in enumerate(everyone) for name in everyone[0] if everyone[0].get(name) != other.get(name)]
+        if problems:
+            raise ConfigError(problems[:5])
 
     def check_manifest(self, manifest: dict[str, Any]) -> dict[str, Any]:
         """Refuses to resume another model, or other data under the old position."""
@@ -186,7 +230,7 @@ class Training:
     def train(self) -> int:
         """The loop. Returns the exit code."""
         config, state = self.config, self.state
-        first, status = state.step, "failed"
+        first, status, code = state.step, "failed", FAILED
         try:
             with self.signals():
                 gc.collect()
@@ -194,33 +238,46 @@ class Training:
                 while state.step < config.run.steps and not self.stop:
                     self.one_step()
                     self.read_back()
-                    if config.eval.every and (state.step % config.eval.every == 0 or state.step == config.run.steps):
+                    last = state.step == config.run.steps
+                    if config.eval.every and (state.step % config.eval.every == 0 or last) and not self.stop:
                         self.evaluate()
-                    if config.checkpoint.every and state.step % config.checkpoint.every == 0 and state.step < config.run.steps:
+                    if config.checkpoint.every and state.step % config.checkpoint.every == 0 and not last and not self.stop:
                         self.save()
-                    for text in self.checkpointer.poll():
-                        self.log.event(text)
+                    self.tell()
                 self.read_back(everything=True)
-                if state.step > first and (self.stop or config.checkpoint.at_end):
-                    self.save(wait=True)
-                for text in self.checkpointer.poll():
-                    self.log.event(text)
-            status = "stopped" if self.stop else "done"
-            self.log.event(self.farewell(first))
+                if state.step > first and (self.stop or config.checkpoint.at_end) and not self.save_last():
+                    print(f"{self.folder}: the last checkpoint, of step {state.step}, could not be written", file=sys.stderr, flush=True)
+                else:
+                    code = DONE if state.step == config.run.steps else STOPPED
+                    status = "stopped" if code == STOPPED else "done"
+                    self.log.event(self.farewell(first, code))
+            self.checkpointer.close()
         finally:
             gc.unfreeze()
             self.loader.close()
-            self.checkpointer.close()
             self.log.close(status)
-        return STOPPED if self.stop else DONE
+        return code
 
-    def farewell(self, first: int) -> str:
+    def save_last(self) -> bool:
+        """Saves what no save holds yet, and says whether the newest checkpoint is this step's."""
+        self.checkpointer.wait()
+        if self.checkpointer.saved_step != self.state.step:
+            self.save(wait=True)
+        self.tell()
+        return self.checkpointer.saved_step == self.state.step
+
+    def tell(self) -> None:
+        """Prints what became of saves."""
+        for text in self.checkpointer.poll():
+            self.log.event(text)
+
+    def farewell(self, first: int, code: int) -> str:
         """How the run ended, for people."""
         step, steps = self.state.step, self.config.run.steps
         if step == first:
             return f"{self.folder} is done: step {step} of {steps}. Raise run.steps to train on, or set another run.name"
         fell = f"loss {self.losses[0]:.3f} -> {self.losses[-1]:.3f}" if self.losses else "no step was logged"
-        if self.stop:
+        if code == STOPPED:
             return f"stopped by a signal after step {step} of {steps} ({fell}); the same command resumes {self.folder}"
         return f"done: {fell} in steps {first + 1} to {step}; everything is in {self.folder}"
 
@@ -251,7 +308,7 @@ class Training:
             strike = bad and not (self.state.scaler.enabled and numbers["loss_scale"] > 1)
             self.skipped_in_row = self.skipped_in_row + 1 if strike else 0
             self.stop = self.stop or numbers["stop"] > 0
-            if step % self.config.logging.every == 0 or step == self.config.run.steps or bad:
+            if step % self.config.logging.every == 0 or step == self.config.run.steps or bad or self.stop:
                 self.log.step({"step": step, "tokens": host["tokens"], "epoch": host["epoch"], "skipped": self.skipped,
                                **{name: numbers[name] for name in ("loss", "grad_norm", "lr", "loss_scale", "memory_gib")},
                                **self.meter.read()})

@@ -106,6 +106,8 @@ def scenarios(root: Path, world_size: int):
         yield "broken", run(root / "broken", Watched(break_at=range(4, 6)), **short)
         yield "hopeless", run(root / "hopeless", Watched(break_at=range(4, 99)), **short, **{"guard.max_skipped": 3})
         yield "overflow", run(root / "overflow", Watched(break_at=range(3, 5), value=float("inf")), **short, precision="fp16", **{"precision.loss_scale": 1024})
+        mine = {"lr.peak": 1e-3 if dist.get_rank() == 0 else 1e-2}
+        yield "different", run(root / "different", **short, **mine)
         yield "other_model", run(root / "whole", **common, parallel="zero3", **{"model.feed_forward.width": 64, "run.steps": 25})
         yield "other_data", run(root / "whole", **common, parallel="zero3", **{"data.sources.stdlib.limit": 30, "run.steps": 25})
         yield "other_data_restart", run(root / "whole", **common, parallel="zero3", **{"data.sources.stdlib.limit": 30, "run.steps": 22, "checkpoint.data": "restart"})

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any, Callable
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch
@@ -53,7 +53,18 @@ def recompute_modules(model: nn.Module, layers: list[nn.Module], patterns: list[
         raise ConfigError(f"activation.modules={unmatched} match no submodule; names look like: {', '.join(list(inside)[:8])}")
     for name, module in inside.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
-            module.forward = partial(recompute_all, module.forward)
+            module.__class__ = recomputed(type(module))
+
+
+@cache
+def recomputed(kind: type[nn.Module]) -> type[nn.Module]:
+    """`kind` with its forward recomputed. One class for all modules of a kind, so that the compiler makes one graph of them."""
+
+    class Recomputed(kind):
+        def forward(self, *arguments: Any) -> Any:
+            return recompute_all(super().forward, *arguments)
+
+    return Recomputed
 
 
 def saved_operations(names: list[str]) -> dict[Any, tuple[str, int]]:

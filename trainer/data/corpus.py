@@ -134,6 +134,11 @@ def _tokenizer(config: Config, sources: list[Source]) -> Tokenizer:
         return byte_tokenizer()
     if data.tokenizer != "bpe":
         return load_tokenizer(data.tokenizer)
+    if config.model.from_hf:  # pretrained weights know one tokenizer: their own
+        folder = Path(config.model.from_hf).expanduser()
+        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            raise ConfigError(f"model.from_hf={folder} holds no tokenizer; set data.tokenizer to the one that its weights were trained with")
+        return load_tokenizer(folder)
     texts = [source for source in sources if source.config.kind != "tokens"]
     if not texts:
         raise ConfigError("data.tokenizer=bpe is trained on text, and all of data.sources are token files; name the "

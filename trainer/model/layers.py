@@ -42,9 +42,14 @@ class Norm(Declared):
             self.declare("bias", (width,), (axis,), "norm")
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight + self.offset if self.offset else self.weight
+        if self.offset:  # in fp32: a small weight beside the offset would be lost in bf16
+            wide = torch.promote_types(x.dtype, torch.float32)
+            return self.normalise(x.to(wide), self.weight.to(wide) + self.offset).to(x.dtype)
+        return self.normalise(x, self.weight)
+
+    def normalise(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.kind == "layer":
-            return F.layer_norm(x, (self.width,), weight, self.bias, self.eps)
+            return F.layer_norm(x, (self.width,), weight, self.bias.to(weight.dtype), self.eps)
         return F.rms_norm(x, (self.width,), weight, self.eps)
 
 

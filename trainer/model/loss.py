@@ -44,9 +44,10 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor, _: Any) -> tuple:
         hidden, weight, gradient = ctx.saved_tensors
-        # The scalar goes to the small factor of each product: under fp16 the products then stay in range.
-        to_hidden = (gradient @ weight).mul_(scale.to(hidden.dtype)) if ctx.needs_input_grad[0] else None
-        to_weight = gradient.t() @ (hidden * scale).to(hidden.dtype) if ctx.needs_input_grad[1] else None
+        # The scalar (1 / valid tokens) is applied in fp32, or its rounding would be a factor on every gradient; and to the
+        # small factor of the second product, which under fp16 then stays in range.
+        to_hidden = ((gradient @ weight).to(scale.dtype) * scale).to(hidden.dtype) if ctx.needs_input_grad[0] else None
+        to_weight = gradient.t() @ (hidden.to(scale.dtype) * scale).to(hidden.dtype) if ctx.needs_input_grad[1] else None
         return to_hidden, to_weight, None, None, None, None, None
 
 

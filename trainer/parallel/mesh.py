@@ -4,6 +4,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
+from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,19 @@ class World:
         """Sums `values` in place over the ranks that see different data."""
         return self._sum(values, self.data)
 
+    def agree(self, decide: Callable[[], Any]) -> Any:
+        """What rank 0 decides (a picklable value), on every rank; an error of it is raised on every rank."""
+        answer: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                answer = [decide()]
+            except Exception as error:
+                answer = [error]
+        dist.broadcast_object_list(answer, src=0)
+        if isinstance(answer[0], Exception):
+            raise answer[0]
+        return answer[0]
+
     def _sum(self, values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         if mesh.size() > 1:
             dist.all_reduce(values, group=mesh.get_group())
@@ -59,7 +73,7 @@ def join(plan: Plan, device: torch.device) -> World:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
-        rendezvous = {} if "MASTER_ADDR" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        rendezvous = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, timeout=datetime.timedelta(minutes=20), **rendezvous,
                                 device_id=device if device.type == "cuda" else None)
     mesh = init_device_mesh(device.type, (plan.pp, plan.replicate, plan.shard, plan.tp), mesh_dim_names=DIMENSIONS)

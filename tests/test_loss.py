@@ -1,0 +1,55 @@
+"""The fused projection and cross-entropy against plain autograd."""
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.model.loss import IGNORE, LinearCrossEntropy
+
+
+def problem(tokens: int, vocab: int, dtype: torch.dtype = torch.float64, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, 8, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, 8, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,), generator=generator)
+    targets[::3] = IGNORE
+    return hidden, weight, targets
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(2, 17), st.integers(2, 30), st.sampled_from([0.0, 3.0]), st.sampled_from([0.0, 1e-2]), st.integers(0, 20))
+def test_value_and_gradients_equal_autograd(tokens, vocab, soft_cap, z_loss, chunk):
+    hidden, weight, targets = problem(tokens, vocab)
+    logits = hidden @ weight.t()
+    logits = soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
+    entropy = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    objective = entropy + z_loss * logits.logsumexp(-1).square()[targets != IGNORE].sum()
+    expected = torch.autograd.grad(objective / 7, (hidden, weight))
+    ours, reported = LinearCrossEntropy.apply(hidden, weight, targets, soft_cap, z_loss, chunk, False)
+    torch.testing.assert_close((ours, reported), (objective, entropy))
+    torch.testing.assert_close(torch.autograd.grad(ours / 7, (hidden, weight)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_gradients_have_no_common_factor(dtype):
+    """1 / valid tokens is no number of the compute type: rounding it would scale every gradient alike."""
+    hidden, weight, targets = problem(3000, 40, dtype)
+    exact_hidden, exact_weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    for valid in (190_001, 777):
+        ours, _ = LinearCrossEntropy.apply(hidden, weight, targets, 0.0, 0.0, 512, False)
+        exact, _ = LinearCrossEntropy.apply(exact_hidden, exact_weight, targets, 0.0, 0.0, 0, False)
+        scale = 4096.0 if dtype is torch.float16 else 1.0  # as the loss scaler does
+        for mine, reference in zip(torch.autograd.grad(ours * scale / valid, (hidden, weight)),
+                                   torch.autograd.grad(exact * scale / valid, (exact_hidden, exact_weight))):
+            factor = (mine.double() * reference).sum() / reference.square().sum()
+            assert factor == pytest.approx(1, abs=4e-4)
+
+
+def test_without_targets_there_is_neither_loss_nor_gradient():
+    hidden, weight, targets = problem(5, 4)
+    ours, reported = LinearCrossEntropy.apply(hidden, weight, torch.full_like(targets, IGNORE), 0.0, 1e-4, 2, False)
+    assert ours == reported == 0
+    assert all((gradient == 0).all() for gradient in torch.autograd.grad(ours, (hidden, weight)))
