@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +24,12 @@ import yaml
 
 from trainer.build import build_model
 from trainer.config import Config
+from trainer.model import cost
 from trainer.model.attention import kernel_priority
 from trainer.model.axes import parameter_infos
 from trainer.model.init import initialize
 from trainer.model.spec import ModelSpec
+from trainer.observe.devices import peak_flops
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.mesh import join, local_device
 from trainer.parallel.plan import resolve_plan
@@ -46,9 +49,8 @@ def main() -> None:
         if name in own:
             own[name] = value
             continue
-        target, (*parents, last) = config, name.split(".")
-        for parent in parents:
-            target = getattr(target, parent)
+        *blocks, last = name.split(".")
+        target = attrgetter(".".join(blocks))(config) if blocks else config
         assert hasattr(target, last), name
         setattr(target, last, yaml.safe_load(value))
     with open(own["model"]) as file:
@@ -82,16 +84,12 @@ def main() -> None:
         shares = profile(step, own["trace"] if world.rank == 0 else "") if device.type == "cuda" else {}
     median = statistics.median(seconds)
     speed = micro * accumulation * length / median
-    matmul = sum(info.size for name, info in parameter_infos(model).items() if info.role != "embedding" or (spec.tied and "positions" not in name))
-    heads = [spec.layer(i).attention for i in range(spec.depth)]
-    full = 6 * matmul + sum(12 * a.heads * a.head_dim * length for a in heads)
-    causal = 6 * matmul + sum(12 * a.heads * a.head_dim * (length + 1) / 2 for a in heads)
+    causal, full = (cost.flops_per_token(spec, length, causal) for causal in (True, False))
     result: dict[str, Any] = {
         "case": own["case"], "ranks": world_size, "plan": plan.describe(), "tokens_per_second_per_gpu": round(speed, 1),
         "seconds": round(median, 4), "spread": [round(min(seconds), 4), round(max(seconds), 4)], "first_step": round(warm[0], 1),
         "built": round(built, 1), "settings": changes}
     if device.type == "cuda":
-        from trainer.observe.devices import peak_flops
         peak = peak_flops(torch.cuda.get_device_name(), config.precision.compute)
         result |= {"mfu": round(causal * speed / peak, 4), "mfu_full": round(full * speed / peak, 4),
                    "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),

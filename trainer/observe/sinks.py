@@ -163,7 +163,7 @@ def _summary(record: Record) -> list[str]:
         f"MFU {percent(record['mfu']):>5}" if record["mfu"] is not None else None,
         f"{size(record['memory_gib'] * 2**30):>9}" if record["memory_gib"] is not None else None,
         f"skipped {record['skipped']}" if record["skipped"] else None,
-        f"ETA {duration(record['eta_seconds'])}" if record["eta_seconds"] is not None else None,
+        f"ETA {duration(record['eta_seconds'])}" if record["eta_seconds"] else None,
     ]
     return [part for part in parts if part]
 
@@ -225,7 +225,7 @@ class RichConsole:
         if "eval_loss" in record:
             return self.event(_evaluation(record, self.total))
         self.bar.update(self.task, completed=record["step"],
-                        eta="" if record["eta_seconds"] is None else f"ETA {duration(record['eta_seconds'])}")
+                        eta="" if not record["eta_seconds"] else f"ETA {duration(record['eta_seconds'])}")
         parts = [" ".join(part.split()) for part in _summary(record | {"eta_seconds": None})]
         self.bar.numbers = Text("  ".join(parts), no_wrap=True, overflow="ellipsis")
         if time.monotonic() - self.drawn >= self.REFRESH:
