@@ -147,7 +147,7 @@ class ModelSpec:
                 found.append(f"model.attention.heads={a.heads} must be positive")
             elif a.head_dim * a.heads != self.width and self.attention.head_dim == 0:
                 found.append(f"model.attention.heads={a.heads} does not divide model.width={self.width}; "
-                             f"legal: {', '.join(str(h) for h in divisors(self.width) if h <= 128)} (or set model.attention.head_dim)")
+                             f"legal: {', '.join(str(h) for h in divisors(self.width) if h <= 128 and (self.width // h) % 2 == 0)} (or set model.attention.head_dim)")
             elif a.kv_heads < 1 or a.heads % a.kv_heads:
                 found.append(f"model.attention.kv_heads={a.kv_heads} does not divide model.attention.heads={a.heads}; "
                              f"legal: {', '.join(map(str, divisors(a.heads)))}")
