@@ -8,6 +8,7 @@ gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
 processes=$((gpus == 1 ? 1 : gpus == 2 || gpus == 3 ? 2 : 4))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 .venv/bin/torchrun --standalone --nproc-per-node "$processes" -m trainer +config=demo "$@"
+[ $# -gt 0 ] && exit 0
 cat <<TEXT
 
 What to try next:

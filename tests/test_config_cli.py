@@ -144,3 +144,14 @@ def test_wheel_ships_the_configurations(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     done = python("-m", "trainer", "+config=debug", "--cfg", "job", cwd=tmp_path / "elsewhere", path=site)
     assert done.returncode == 0 and "name: debug" in done.stdout, done.stderr
+
+
+def test_help_into_a_closed_pipe_is_quiet():
+    done = subprocess.run(f"{sys.executable} -m trainer --help model | head -1", shell=True, capture_output=True, text=True, timeout=60,
+                          cwd=Path(__file__).parent.parent)
+    assert done.stdout.strip() and "Traceback" not in done.stderr
+
+
+def test_a_recipe_given_as_a_path_points_at_config_dir():
+    with pytest.raises(ConfigError, match="--config-dir FOLDER \\+config=mine"):
+        trainer.compose(["+config=/somewhere/mine.yaml"])

@@ -220,6 +220,11 @@ def test_a_run_folder_that_is_a_file_is_refused(tmp_path):
     assert process.returncode == 2 and "run.dir=" in output and "Traceback" not in output, output
 
 
+def test_a_run_folder_stands_for_its_newest_checkpoint(undisturbed, tmp_path):
+    output = start(tmp_path / "run", f"checkpoint.resume={undisturbed[0]}", "run.steps=31").communicate(timeout=200)[0]
+    assert f"resumed from {undisturbed[0]}/checkpoints/step-00000030 at step 30" in output, output
+
+
 def test_a_damaged_checkpoint_is_passed_over(undisturbed, tmp_path):
     import shutil
     folder = tmp_path / "run"

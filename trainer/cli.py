@@ -128,7 +128,8 @@ def _accept(override: str, loader: ConfigLoader, problems: typed.Problems) -> st
         parsed = OverridesParser.create().parse_override(override)
     except HydraException as error:
         problems[override] = (f"'{override}' is not SETTING=VALUE, GROUP=OPTION or +config=RECIPE "
-                              f"({_sentence(error)}); quote values with special characters: 'run.name=\"a=b\"'")
+                              f"({_sentence(error)}); quote values with special characters ('run.name=\"a=b\"'), but not keys within braces, "
+                              "where a colon is written as \\:")
         return None
     key = parsed.key_or_group
     if parsed.is_sweep_override():
@@ -160,6 +161,9 @@ def _choose(group: str, chosen: Any, override: str, loader: ConfigLoader, proble
             kind = "recipe" if group == "config" else "option"
             single = f" (one setting: {group}.NAME=VALUE)" if typed.is_setting(group) else ""
             problems[group] = f"{group}={option}: there is no such {kind}; {nearest(str(option), options)}{single}"
+        elif group == "config" and str(option).endswith((".yaml", ".yml")):
+            problems[group] = (f"config={option}: a recipe is named, not given as a path; for a recipe of your own put it in FOLDER/config/ and "
+                               f"say --config-dir FOLDER +config={Path(str(option)).stem}")
     if group in problems:
         return None
     defaults = OmegaConf.load(CONFIGS / "config.yaml").defaults
@@ -265,7 +269,10 @@ def _train(config: Config) -> int:
 
 def _print(text: str) -> int:
     if _rank() == 0:
-        print(text)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:  # `--help | head`
+            sys.stdout = open(os.devnull, "w")
     return 0
 
 

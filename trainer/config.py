@@ -105,7 +105,7 @@ class ParameterTypes:
     bias: TypePolicy = option(TypePolicy(weight_decay=0.0), "biases of projections")
     head: TypePolicy = option(TypePolicy(), "output projection to the vocabulary")
     matrix: TypePolicy = option(TypePolicy(), "all other projections")
-    rules: dict[str, Any] = option({}, "by shell pattern on the parameter's global name: {'layers.0.*': {lr_scale: 0.1}}")
+    rules: dict[str, Any] = option({}, "by shell pattern on the parameter's global name: {layers.0.*: {lr_scale: 0.1}}")
 
 
 @dataclass
@@ -165,7 +165,7 @@ class CheckpointConfig:
     asynchronous: bool = option(True, "train on while the checkpoint is written")
     keep_last: int = option(2, "newest checkpoints kept; 0 keeps all")
     keep_every: int = option(0, "checkpoints at multiples of this many steps are kept for good; 0 means none", unit="steps")
-    resume: str = option("auto", "auto (newest valid one of the run, if any), none, or the path of a checkpoint")
+    resume: str = option("auto", "auto (newest valid one of the run, if any), none, or the path of a checkpoint or of a run")
     verify: bool = option(True, "compare checksums before loading")
     data: str = option("continue", "on resume: continue where the data stopped, or restart at the first sample (for other data)",
                        ("continue", "restart"))

@@ -224,7 +224,7 @@ class Training:
 
     def data_identity(self) -> dict[str, Any]:
         """What the position in the data depends on."""
-        return {"corpus": self.corpus.fingerprint, "run.seed": self.config.run.seed,
+        return {"corpus (as cut into sequences)": self.corpus.fingerprint, "run.seed": self.config.run.seed,
                 "batch.sequence_length": self.batch.sequence_length}
 
     def train(self) -> int:

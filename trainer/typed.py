@@ -68,7 +68,7 @@ def plain(value: Any) -> Any:
 def complete(section: Any, given: dict) -> dict:
     """`given` over the defaults of a dataclass instance, in the schema's order.
 
-    Open mappings (`data.sources`) are taken whole: naming one corpus does not add it to the default one.
+    Open mappings (`data.sources`) have no defaults here: what Hydra composed is all there is.
     """
     known = {}
     for field in dataclasses.fields(section):

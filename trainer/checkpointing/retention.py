@@ -80,13 +80,18 @@ def find_newest(folder: Path, verify_files: bool) -> tuple[Path | None, list[str
 def find_resume(setting: str, folder: Path, verify_files: bool) -> tuple[Path | None, list[str]]:
     """What `checkpoint.resume` means for a run whose checkpoints lie in `folder`, with warnings to print.
 
-    `auto`: the newest whole checkpoint, or None; `none`: None; else a path, and ConfigError if that is not whole.
+    `auto`: the newest whole checkpoint, or None; `none`: None; else the path of a checkpoint or of a run's folder, and
+    ConfigError if there is no whole one.
     """
     if setting == "none":
         return None, []
     if setting == "auto":
         return find_newest(folder, verify_files)
     path = Path(setting).expanduser()
+    if (path / "checkpoints").is_dir():  # a run's folder stands for its newest whole checkpoint
+        newest, warnings = find_newest(path / "checkpoints", verify_files)
+        if newest is not None:
+            return newest, warnings
     try:
         if not path.is_dir():
             raise DamagedCheckpoint("there is no such folder")

@@ -115,7 +115,7 @@ class ModelSpec:
     init: InitSpec = option(InitSpec(), "initial weights")
     pattern: list[Any] = option([], "partial overrides of attention, feed_forward or norm, repeated cyclically over the depth; "
                                 "`repeat: n` in an entry stands for n layers")
-    overrides: dict[str, Any] = option({}, "partial overrides by layer: '0', '-1' or a range 'first:last' (last not included)")
+    overrides: dict[str, Any] = option({}, "partial overrides by layer: 0, -1 or a range first:last (last not included), such as {0: {feed_forward: {width: 704}}}")
 
     def layer(self, index: int) -> LayerSpec:
         """The resolved blocks of layer `index` (0-based): common fields, then pattern, then overrides."""

@@ -21,6 +21,8 @@ def local_device(run: RunConfig) -> torch.device:
     if run.device == "cpu" or (run.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+    if count == 0:
+        raise ConfigError("run.device=cuda: this machine has no GPU that torch can use; set run.device=cpu, or auto")
     if local >= count:
         raise ConfigError(f"run.device={run.device}: this machine has {count} GPUs, but runs at least {local + 1} processes; "
                           f"start at most {count} with --nproc-per-node, or set run.device=cpu")
