@@ -2,9 +2,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+CAN_COMPILE = bool(shutil.which("g++") or shutil.which("clang++"))
+"""Whether torch.compile can build for the CPU here."""
 
 WORKERS = Path(__file__).parent / "workers"
 

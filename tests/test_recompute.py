@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distributed import CAN_COMPILE
 from reference import random_batch, tiny_spec
 from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig, ConfigError
 from trainer.model.init import initialize
 from trainer.model.transformer import Transformer
+
+needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="needs a C++ compiler")
 
 
 class Operations(TorchDispatchMode):
@@ -69,6 +72,7 @@ def test_recomputed_operations(settings, attention, matmuls):
     assert all(torch.equal(gradients[name], reference[name]) for name in reference)
 
 
+@needs_compiler
 def test_compiled_budget_and_recompute_keep_gradients():
     reference, _ = backward(mode="none")
     for settings in (dict(mode="none"), dict(mode="full"), dict(mode="selective"), dict(mode="budget", budget=0.3)):
@@ -77,6 +81,7 @@ def test_compiled_budget_and_recompute_keep_gradients():
             torch.testing.assert_close(gradients[name], reference[name], rtol=1e-4, atol=1e-5)
 
 
+@needs_compiler
 @pytest.mark.parametrize("settings", [dict(mode="none"), dict(mode="full"), dict(mode="selective", modules=["*.feed_forward"])])
 def test_layers_of_one_kind_share_one_compiled_graph(settings):
     torch._dynamo.reset()

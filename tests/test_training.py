@@ -225,6 +225,13 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(undisturbed, tmp_path):
     assert f"resumed from {undisturbed[0]}/checkpoints/step-00000030 at step 30" in output, output
 
 
+def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    process = start(tmp_path / "run", "compile=true")
+    output = process.communicate(timeout=100)[0]
+    assert process.returncode == 2 and "compile=true needs a compiler" in output, output
+
+
 def test_a_damaged_checkpoint_is_passed_over(undisturbed, tmp_path):
     import shutil
     folder = tmp_path / "run"

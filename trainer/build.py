@@ -2,17 +2,27 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 
 import torch
 
 from trainer.checkpointing.activation import apply_recompute
-from trainer.config import Config
+from trainer.config import Config, ConfigError
 from trainer.model.spec import ModelSpec
 from trainer.model.transformer import Transformer
 from trainer.parallel.mesh import World
 from trainer.parallel.plan import Plan
 from trainer.parallel.zero import shard
 from trainer.precision.policy import DTYPES
+
+
+def check_compiler(config: Config, device: torch.device) -> None:
+    """torch.compile builds with the machine's own compiler: C++ for a CPU, C for what launches GPU kernels."""
+    variable, names = ("CC", ("gcc", "clang", "cc")) if device.type == "cuda" else ("CXX", ("g++", "clang++"))
+    if config.compile and not any(shutil.which(name) for name in (os.environ.get(variable, ""), *names)):
+        raise ConfigError(f"compile=true needs a compiler, and this machine has none of {', '.join(names)}; install one, point {variable} "
+                          "at it, or set compile=false")
 
 
 def build_model(config: Config, spec: ModelSpec, plan: Plan, world: World) -> Transformer:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.batch import BatchPlan, resolve_batch
-from trainer.build import build_model
+from trainer.build import build_model, check_compiler
 from trainer.checkpointing.manifest import read_manifest
 from trainer.checkpointing.retention import find_resume
 from trainer.checkpointing.state import Checkpointer, load
@@ -68,6 +68,7 @@ def run(config: Config) -> Result:
     plan = resolve_plan(config.parallel, world_size)
     batch = resolve_batch(config.batch, plan.dp)
     device = local_device(config.run)
+    check_compiler(config, device)
     spec, weights = starting_point(config)
     corpus = open_corpus(config)
     joined_before = dist.is_initialized()

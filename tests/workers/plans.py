@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch.distributed.tensor import DTensor
 
+from distributed import CAN_COMPILE
 from reference import Trajectory, random_batch, reference, tiny_spec
 from trainer.config import Config
 from trainer.model.axes import parameter_infos
@@ -102,7 +103,7 @@ def cases(world: int):
         yield dict(parallel__zero__stage=stage, **changes), 2, extra
     yield dict(parallel__zero__stage=3, parallel__zero__offload=True), 2, {}
     yield dict(parallel__zero__stage=2, precision__reduce="bf16", precision__compute="bf16"), 1, {}
-    if world == 2:
+    if world == 2 and CAN_COMPILE:
         for changes, extra in [(dict(activation__mode="full"), {}), (dict(activation__mode="selective"), dict(documents=True)),
                                (dict(activation__mode="selective", activation__modules=["*.feed_forward"]), {}),
                                (dict(activation__mode="budget", parallel__zero__offload=True), {}), (dict(precision__compute="fp16"), dict(tied=True))]:
