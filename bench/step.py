@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import yaml
 
 from trainer.build import build_model

@@ -225,6 +225,13 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(undisturbed, tmp_path):
     assert f"resumed from {undisturbed[0]}/checkpoints/step-00000030 at step 30" in output, output
 
 
+def test_recompute_of_nothing_is_refused_before_any_process_group(tmp_path):
+    for setting, words in (("activation.save=[atention]", "'atention' names no operation"), ("activation.modules=[nothing]", "match no submodule")):
+        process = start(tmp_path / "run", "activation=selective", setting)
+        output = process.communicate(timeout=100)[0]
+        assert process.returncode == 2 and words in output and "tokenising" not in output and not (tmp_path / "run").exists(), output
+
+
 def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     process = start(tmp_path / "run", "compile=true")

@@ -26,7 +26,12 @@ def check_compiler(config: Config, device: torch.device) -> None:
 
 
 def build_model(config: Config, spec: ModelSpec, plan: Plan, world: World) -> Transformer:
-    """Modules on the meta device, then in this order: recompute, compilation, sharding, storage. Weights are undefined."""
+    """The parallel model, in storage; its weights are undefined."""
+    return place(lay_out(config, spec), config, plan, world)
+
+
+def lay_out(config: Config, spec: ModelSpec) -> Transformer:
+    """Modules on the meta device, then recompute, then compilation: no process group yet. Raises `ConfigError`."""
     with torch.device("meta"):
         model = Transformer(spec)
     model.head.z_loss, model.head.chunk, model.head.compiled = config.loss.z_loss, config.loss.chunk, config.compile
@@ -39,6 +44,11 @@ def build_model(config: Config, spec: ModelSpec, plan: Plan, world: World) -> Tr
         logging.getLogger("torch._dynamo.variables.higher_order_ops").setLevel(logging.ERROR)  # selective recompute is experimental there
         for layer in model.layers.values():
             layer.run = torch.compile(layer.run, dynamic=False)
+    return model
+
+
+def place(model: Transformer, config: Config, plan: Plan, world: World) -> Transformer:
+    """Shards a laid-out model over the mesh and gives it storage."""
     shard(model, plan, world, DTYPES[config.precision.compute], DTYPES[config.precision.reduce])
     model.to_empty(device="cpu" if plan.offload else world.device)
     for rotary in model.rotaries:  # buffers stay with the computation when parameters are offloaded

@@ -12,14 +12,14 @@ import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Iterator
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from trainer.batch import BatchPlan, resolve_batch
-from trainer.build import build_model, check_compiler
+from trainer.build import check_compiler, lay_out, place
 from trainer.checkpointing.manifest import read_manifest
 from trainer.checkpointing.retention import find_resume
 from trainer.checkpointing.state import Checkpointer, load
@@ -31,6 +31,7 @@ from trainer.model.attention import kernel_priority
 from trainer.model.axes import parameter_infos
 from trainer.model.init import Weights, fill, initial_value, name_seed
 from trainer.model.spec import ModelSpec
+from trainer.model.transformer import Transformer
 from trainer.observe import metrics
 from trainer.observe.deferred import DeferredScalars
 from trainer.observe.report import peak_memory_gib, print_start, step_meter
@@ -70,11 +71,12 @@ def run(config: Config) -> Result:
     device = local_device(config.run)
     check_compiler(config, device)
     spec, weights = starting_point(config)
+    model = lay_out(config, spec)
     corpus = open_corpus(config)
     joined_before = dist.is_initialized()
     world = join(plan, device)
     with numeric_mode(config), claimed(Path(config.run.dir), world):
-        code = Training(config, spec, weights, plan, batch, corpus, world).train()
+        code = Training(config, spec, model, weights, plan, batch, corpus, world).train()
     if not joined_before:  # not after a failure: other ranks may still wait in a collective
         dist.destroy_process_group()
     return Result(Path(config.run.dir), code)
@@ -155,8 +157,8 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 class Training:
     """A run in progress: the state, the position in the data, and everything that is told about each step."""
 
-    def __init__(self, config: Config, spec: ModelSpec, weights: Weights | None, plan: Plan, batch: BatchPlan, corpus: Corpus,
-                 world: World):
+    def __init__(self, config: Config, spec: ModelSpec, model: Transformer, weights: Weights | None, plan: Plan, batch: BatchPlan,
+                 corpus: Corpus, world: World):
         self.config, self.spec, self.batch, self.corpus, self.world = config, spec, batch, corpus, world
         self.folder = Path(config.run.dir)
         self.tokens, self.skipped, self.skipped_in_row = 0, 0, 0
@@ -165,10 +167,10 @@ class Training:
         resume, warnings = world.agree(lambda: find_resume(config.checkpoint.resume, self.folder / "checkpoints", config.checkpoint.verify))
         manifest = world.agree(lambda: self.check_manifest(read_manifest(resume))) if resume else {}
 
-        model = build_model(config, spec, plan, world)
+        model = place(model, config, plan, world)
         infos = parameter_infos(model)
-        self.policies = parameter_policies(infos, config.precision.types, config.optimizer)
-        optimizer = Optimizer(dict(model.named_parameters()), self.policies, config.optimizer)
+        policies = parameter_policies(infos, config.precision.types, config.optimizer)
+        optimizer = Optimizer(dict(model.named_parameters()), policies, config.optimizer)
         self.state = TrainState(config, plan, world, model, optimizer, GradScaler(config.precision, world.device))
         fill(model, weights or partial(initial_value, spec, config.run.seed, device=world.device))
         position = 0
@@ -186,7 +188,7 @@ class Training:
         self.meter = step_meter(config, spec, world, self.batch.sequence_length)
         if world.rank == 0:
             if config.logging.console != "none":
-                print_start(config, spec, plan, batch, infos, self.policies, corpus, world)
+                print_start(config, spec, plan, batch, infos, policies, corpus, world)
             corpus.tokenizer.save(self.folder / "tokenizer")
             (self.folder / "config.yaml").write_text(to_yaml(config))
         self.log = Logger(self.folder, config.logging, config.run, self.state.step, dataclasses.asdict(config), world.rank == 0)

@@ -103,8 +103,7 @@ def selective_contexts(operations: dict[Any, tuple[str, int]]) -> Any:
         name, every = operations[operator]
         key = (context.is_recompute, name)
         calls[key] += 1
-        # The first of every n calls is recomputed, the last is saved: with n = 2 the outputs of up and down projections are
-        # treated alike in forward and recomputation.
+        # Of every n calls the last is saved: with matmul/2 a gated layer keeps k, o and up, and recomputes q, v and gate.
         return CheckpointPolicy.MUST_SAVE if calls[key] % every == 0 else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
