@@ -19,22 +19,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
 
-from trainer.build import build_model
+from trainer.batch import BatchPlan
 from trainer.config import Config
 from trainer.model import cost
 from trainer.model.attention import kernel_priority
-from trainer.model.axes import parameter_infos
-from trainer.model.init import initialize
 from trainer.model.spec import ModelSpec
 from trainer.observe.devices import peak_flops
-from trainer.optim.optimizer import Optimizer
 from trainer.parallel.mesh import join, local_device
+from trainer.parallel.pipeline.layout import resolve_pipeline
 from trainer.parallel.plan import resolve_plan
-from trainer.precision.policy import parameter_policies
-from trainer.precision.scaler import GradScaler
-from trainer.step import TrainState, train_step
+from trainer.state import TrainState
+from trainer.step import train_step
 
 KERNELS = {"attention": "flash|fmha|cudnn.*sdpa|cudnn_generated|flex", "communication": "nccl", "matmul": "gemm|nvjet|cutlass|sm90_xmma|cublas",
            "optimizer": "adam|multi_tensor", "copy": "memcpy|memset|copy|chunk_cat|split_with_sizes"}
@@ -56,16 +54,14 @@ def main() -> None:
         spec = ModelSpec.from_dict({k: v for k, v in yaml.safe_load(file).items() if k != "defaults"})
     length, micro, accumulation, steps = (int(own[name]) for name in ("length", "micro", "accumulation", "steps"))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    plan, device = resolve_plan(config.parallel, world_size), local_device(config.run)
+    plan, device = resolve_plan(config.parallel, world_size, spec), local_device(config.run)
+    batch = BatchPlan(length, micro * accumulation * plan.dp, micro, accumulation)
+    pipeline = resolve_pipeline(config, spec, plan, batch)
     torch.set_float32_matmul_precision(config.precision.matmul)
     world, started = join(plan, device), time.perf_counter()
-    model = build_model(config, spec, plan, world)
-    initialize(model, spec, 0, device)
-    policies = parameter_policies(parameter_infos(model), config.precision.types, config.optimizer)
-    state = TrainState(config, plan, world, model, Optimizer(dict(model.named_parameters()), policies, config.optimizer),
-                       GradScaler(config.precision, device))
+    state = TrainState.build(config, spec, plan, pipeline, world)
     built = time.perf_counter() - started
-    generator = torch.Generator(device).manual_seed(world.rank)
+    generator = torch.Generator(device).manual_seed(world.data.get_local_rank())
     batches = [SimpleNamespace(tokens=torch.randint(spec.vocab_size, (micro, length), device=device, generator=generator),
                                targets=torch.randint(spec.vocab_size, (micro, length), device=device, generator=generator),
                                documents=None) for _ in range(accumulation)]
@@ -82,17 +78,24 @@ def main() -> None:
         seconds = [step() for _ in range(steps)]
         shares = profile(step, own["trace"] if world.rank == 0 else "") if device.type == "cuda" else {}
     median = statistics.median(seconds)
-    speed = micro * accumulation * length / median
+    speed = micro * accumulation * length * plan.dp / world_size / median
     causal, full = (cost.flops_per_token(spec, length, causal) for causal in (True, False))
     result: dict[str, Any] = {
         "case": own["case"], "ranks": world_size, "plan": plan.describe(), "tokens_per_second_per_gpu": round(speed, 1),
         "seconds": round(median, 4), "spread": [round(min(seconds), 4), round(max(seconds), 4)], "first_step": round(warm[0], 1),
         "built": round(built, 1), "settings": changes}
+    if plan.pp > 1:
+        finish = [None] * world_size
+        dist.all_gather_object(finish, (state.runtime.busy(), state.runtime.finish()))
+        makespan = max(end for _, end in finish)
+        result |= {"pipeline": pipeline.describe(), "bubble": round(1 - sum(busy for busy, _ in finish) / world_size / makespan, 4),
+                   "bubbles": [round(1 - busy / makespan, 4) for busy, _ in finish]}
     if device.type == "cuda":
+        memory = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], device=device) / 2**30
+        dist.all_reduce(memory, dist.ReduceOp.MAX)
         peak = peak_flops(torch.cuda.get_device_name(), config.precision.compute)
         result |= {"mfu": round(causal * speed / peak, 4), "mfu_full": round(full * speed / peak, 4),
-                   "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-                   "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2), "shares": shares,
+                   "peak_gib": round(memory[0].item(), 2), "reserved_gib": round(memory[1].item(), 2), "shares": shares,
                    "device": torch.cuda.get_device_name(), "torch": torch.__version__}
     if world.rank == 0:
         print(json.dumps(result), flush=True)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.model.loss import IGNORE, LinearCrossEntropy
+from trainer.model.loss import IGNORE, LinearCrossEntropy, LossSettings
 
 
 def problem(tokens: int, vocab: int, dtype: torch.dtype = torch.float64, seed: int = 0):
@@ -28,7 +28,7 @@ def test_value_and_gradients_equal_autograd(tokens, vocab, soft_cap, z_loss, chu
     entropy = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
     objective = entropy + z_loss * logits.logsumexp(-1).square()[targets != IGNORE].sum()
     expected = torch.autograd.grad(objective / 7, (hidden, weight))
-    ours, reported = LinearCrossEntropy.apply(hidden, weight, targets, soft_cap, z_loss, chunk, False)
+    ours, reported = LinearCrossEntropy.apply(hidden, weight, targets, LossSettings(soft_cap, z_loss, chunk), None, 0)
     torch.testing.assert_close((ours, reported), (objective, entropy))
     torch.testing.assert_close(torch.autograd.grad(ours / 7, (hidden, weight)), expected)
 
@@ -39,8 +39,8 @@ def test_low_precision_gradients_have_no_common_factor(dtype):
     hidden, weight, targets = problem(3000, 40, dtype)
     exact_hidden, exact_weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
     for valid in (190_001, 777):
-        ours, _ = LinearCrossEntropy.apply(hidden, weight, targets, 0.0, 0.0, 512, False)
-        exact, _ = LinearCrossEntropy.apply(exact_hidden, exact_weight, targets, 0.0, 0.0, 0, False)
+        ours, _ = LinearCrossEntropy.apply(hidden, weight, targets, LossSettings(chunk=512), None, 0)
+        exact, _ = LinearCrossEntropy.apply(exact_hidden, exact_weight, targets, LossSettings(), None, 0)
         scale = 4096.0 if dtype is torch.float16 else 1.0  # as the loss scaler does
         for mine, reference in zip(torch.autograd.grad(ours * scale / valid, (hidden, weight)),
                                    torch.autograd.grad(exact * scale / valid, (exact_hidden, exact_weight))):
@@ -50,6 +50,6 @@ def test_low_precision_gradients_have_no_common_factor(dtype):
 
 def test_without_targets_there_is_neither_loss_nor_gradient():
     hidden, weight, targets = problem(5, 4)
-    ours, reported = LinearCrossEntropy.apply(hidden, weight, torch.full_like(targets, IGNORE), 0.0, 1e-4, 2, False)
+    ours, reported = LinearCrossEntropy.apply(hidden, weight, torch.full_like(targets, IGNORE), LossSettings(0.0, 1e-4, 2), None, 0)
     assert ours == reported == 0
     assert all((gradient == 0).all() for gradient in torch.autograd.grad(ours, (hidden, weight)))

@@ -20,7 +20,7 @@ from trainer.model.attention import attend, build_mask
 from trainer.model.axes import parameter_infos
 from trainer.model.hf.config import config_from_spec, first_difference, spec_from_config
 from trainer.model.init import initial_std, initialize
-from trainer.model.loss import LinearCrossEntropy
+from trainer.model.loss import LinearCrossEntropy, LossSettings
 from trainer.model.spec import AttentionSpec, ModelSpec, NormSpec
 from trainer.model.transformer import Transformer, declarations
 from trainer.parallel.plan import Plan
@@ -258,7 +258,7 @@ def test_loss_and_its_gradients(cap: float, z_loss: float, chunk: int) -> None:
     entropy = F.cross_entropy(logits, targets, reduction="sum")
     expected = entropy + z_loss * logits[targets >= 0].logsumexp(-1).square().sum()
     gradients = torch.autograd.grad(2 * expected, (hidden, weight))
-    objective, plain = LinearCrossEntropy.apply(hidden, weight, targets, cap, z_loss, chunk, False)
+    objective, plain = LinearCrossEntropy.apply(hidden, weight, targets, LossSettings(cap, z_loss, chunk), None, 0)
     torch.testing.assert_close(objective, expected)
     torch.testing.assert_close(plain, entropy)
     for ours, theirs in zip(torch.autograd.grad(2 * objective, (hidden, weight)), gradients):

@@ -27,8 +27,9 @@ class BatchPlan:
         return self.global_size * self.sequence_length
 
 
-def resolve_batch(batch: BatchConfig, dp: int) -> BatchPlan:
-    """The batch on `dp` data-parallel ranks; sizes that are not given are derived and none is ever rounded.
+def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1) -> BatchPlan:
+    """The batch on `dp` data-parallel ranks; sizes that are not given are derived and none is ever rounded. The `tp`
+    tensor-parallel ranks share the tokens of a micro-batch evenly.
 
     With a global size and one of `micro_size` and `accumulation`, the third follows. A missing `micro_size` is otherwise
     the largest that divides what a rank reads and holds at most `MICRO_TOKENS` tokens (one sequence where a sequence
@@ -37,6 +38,9 @@ def resolve_batch(batch: BatchConfig, dp: int) -> BatchPlan:
     names = ("sequence_length", "global_size", "global_tokens", "micro_size", "accumulation")
     problems = [f"batch.{name}={value} must be at least 1" for name in names
                 if (value := getattr(batch, name)) is not None and value < 1]
+    if batch.sequence_length % tp:
+        problems.append(f"batch.sequence_length={batch.sequence_length} is not a multiple of parallel.tp={tp}, whose ranks share the tokens; "
+                        f"legal: {_either(_multiples(batch.sequence_length, tp))}")
     if problems:
         raise ConfigError(problems)
     length, micro, accumulation = batch.sequence_length, batch.micro_size, batch.accumulation

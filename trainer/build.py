@@ -1,4 +1,4 @@
-"""A spec and a plan become a parallel model."""
+"""A spec and a plan become a parallel model: the pipeline stages of this rank, cut over tensor-parallel ranks, sharded."""
 from __future__ import annotations
 
 import logging
@@ -7,14 +7,20 @@ import shutil
 
 import torch
 
-from trainer.checkpointing.activation import apply_recompute
+from trainer.checkpointing.activation import apply_recompute, check_recompute
 from trainer.config import Config, ConfigError
+from trainer.model.layers import Linear
+from trainer.model.linear import DeferredGrads
 from trainer.model.spec import ModelSpec
 from trainer.model.transformer import Transformer
+from trainer.parallel import tensor
 from trainer.parallel.mesh import World
 from trainer.parallel.plan import Plan
 from trainer.parallel.zero import shard
 from trainer.precision.policy import DTYPES
+
+Stages = dict[int, Transformer]
+"""Number of a pipeline stage -> its part of the model."""
 
 
 def check_compiler(config: Config, device: torch.device) -> None:
@@ -25,16 +31,31 @@ def check_compiler(config: Config, device: torch.device) -> None:
                           "at it, or set compile=false")
 
 
-def build_model(config: Config, spec: ModelSpec, plan: Plan, world: World) -> Transformer:
-    """The parallel model, in storage; its weights are undefined."""
-    return place(lay_out(config, spec), config, plan, world)
-
-
-def lay_out(config: Config, spec: ModelSpec) -> Transformer:
-    """Modules on the meta device, then recompute, then compilation: no process group yet. Raises `ConfigError`."""
+def check_model(config: Config, spec: ModelSpec) -> None:
+    """What only the modules can tell, before any process group. Raises `ConfigError`."""
     with torch.device("meta"):
-        model = Transformer(spec)
-    model.head.z_loss, model.head.chunk, model.head.compiled = config.loss.z_loss, config.loss.chunk, config.compile
+        check_recompute(Transformer(spec), config.activation)
+
+
+def build_stages(config: Config, spec: ModelSpec, layers: dict[int, range], plan: Plan, world: World,
+                 deferred: DeferredGrads | None = None) -> Stages:
+    """The stages of this rank, in storage; their weights are undefined.
+
+    layers: stage -> the layers it holds; deferred: where linear layers leave weight gradients, if the schedule splits
+    backward. The order is: modules on the meta device, recompute, compilation, tensor parallelism, sharding, storage.
+    """
+    return {stage: place(lay_out(config, spec, part, deferred), config, plan, world) for stage, part in layers.items()}
+
+
+def lay_out(config: Config, spec: ModelSpec, layers: range, deferred: DeferredGrads | None) -> Transformer:
+    """Modules of one stage on the meta device, with recompute and compilation."""
+    with torch.device("meta"):
+        model = Transformer(spec, layers)
+    if model.last:
+        model.head.z_loss, model.head.chunk, model.head.compiled = config.loss.z_loss, config.loss.chunk, config.compile
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.deferred = deferred
     apply_recompute(model, config.activation)
     if config.compile:
         # Layers of one kind share a graph. Kinds differ by mask, window and recompute, and again in evaluation; running
@@ -48,7 +69,8 @@ def lay_out(config: Config, spec: ModelSpec) -> Transformer:
 
 
 def place(model: Transformer, config: Config, plan: Plan, world: World) -> Transformer:
-    """Shards a laid-out model over the mesh and gives it storage."""
+    """Cuts and shards a stage over the mesh and gives it storage."""
+    tensor.split(model, world.mesh["tp"])
     shard(model, plan, world, DTYPES[config.precision.compute], DTYPES[config.precision.reduce])
     model.to_empty(device="cpu" if plan.offload else world.device)
     for rotary in model.rotaries:  # buffers stay with the computation when parameters are offloaded

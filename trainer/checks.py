@@ -4,6 +4,7 @@ Pure: needs neither torch nor a process group, so that every refusal comes befor
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -23,6 +24,7 @@ RANGES = {  # as in mathematics: [ includes its bound, ( does not
     "lr.peak": "(0, inf)", "lr.warmup": "[0, inf)", "lr.final": "[0, 1]", "lr.decay": "[0, inf)",
     "checkpoint.every": "[0, inf)", "checkpoint.keep_last": "[0, inf)", "checkpoint.keep_every": "[0, inf)",
     "eval.every": "[0, inf)", "eval.sequences": "[1, inf)",
+    "parallel.pipeline.probe_steps": "[1, inf)",
     "guard.max_skipped": "[1, inf)", "logging.every": "[1, inf)",
 }
 
@@ -63,6 +65,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield f"model.vocab_size={model.vocab_size} has no rows for {size}; set model.vocab_size={tokens}{other}"
     if config.activation.mode == "budget" and not config.compile:
         yield "activation.mode=budget lets the compiler choose and needs compile=true; without it use activation=selective"
+    if config.parallel.pipeline.memory_cap is not None:
+        yield from filter(None, [outside("parallel.pipeline.memory_cap", config.parallel.pipeline.memory_cap, "[1, inf)")])
     if config.eval.every and not data.eval_fraction:
         yield f"eval.every={config.eval.every} needs held-out documents; data.eval_fraction=0 holds out none, 0.01 would do"
     if not data.sources:
@@ -86,12 +90,18 @@ def _contradictions(config: Config) -> Iterator[str]:
 
 
 def _layout(config: Config, world_size: int) -> list[str]:
-    """What is wrong with the plan, and with the batch on the plan's data-parallel ranks."""
+    """What is wrong with the plan, with the batch on the plan's data-parallel ranks, and with the pipeline."""
+    from trainer.parallel.pipeline.layout import check_pipeline
     from trainer.parallel.plan import check_plan, resolve_plan
-    problems = check_plan(config.parallel, world_size)
+    spec = None if config.model.from_hf or config.model.check() else config.model
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    problems = check_plan(config.parallel, world_size, spec, node)
     try:
         # Without a plan the number of ranks is unknown; what cannot be divided on one rank is wrong on any number.
-        resolve_batch(config.batch, 1 if problems else resolve_plan(config.parallel, world_size).dp)
+        plan = None if problems else resolve_plan(config.parallel, world_size, spec, node)
+        batch = resolve_batch(config.batch, plan.dp if plan else 1, plan.tp if plan else 1)
+        if plan and spec:
+            check_pipeline(config, spec.depth, plan, batch)
     except ConfigError as error:
         problems = problems + error.problems
     return problems

@@ -80,11 +80,28 @@ class ZeroConfig:
 
 
 @dataclass
+class PipelineConfig:
+    """How micro-batches go through the stages. Their number is batch.accumulation."""
+    schedule: str = option("1f1b", "gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v, greedy (planned from the "
+                           "layers' costs), auto (measures the layers, then chooses), or the path of a CSV file in torch's notation")
+    chunks: Optional[int] = option(None, "stages on each rank; null means what the schedule wants (2 for interleaved)", unit="stages")
+    group_size: Optional[int] = option(None, "interleaved: micro-batches that pass a stage before the rank turns to its next one; "
+                                       "null means parallel.pp", unit="micro-batches")
+    split: Any = option("balanced", "layers of each stage: balanced (by cost, embedding and head counted), even (by number), or a list "
+                        "such as [9, 8, 8, 7]")
+    memory_cap: Optional[float] = option(None, "greedy, auto: largest number of micro-batches whose activations a rank keeps; null means "
+                                         "parallel.pp for greedy, and what the device holds for auto", unit="micro-batches")
+    probe_steps: int = option(3, "auto: steps that are measured before the choice", unit="steps")
+
+
+@dataclass
 class ParallelConfig:
     dp: int = option(-1, "data-parallel ranks; -1 takes what is left", unit="ranks")
     shard: int = option(-1, "ranks that share one copy of the sharded state (HSDP when below dp); -1 means dp", unit="ranks")
     tp: int = option(1, "tensor-parallel ranks", unit="ranks")
-    pp: int = option(1, "pipeline stages", unit="ranks")
+    tp_across_nodes: bool = option(False, "allow tensor-parallel groups that span nodes, whose links are much slower")
+    pp: int = option(1, "pipeline-parallel ranks", unit="ranks")
+    pipeline: PipelineConfig = option(PipelineConfig(), "how micro-batches go through the pipeline")
     zero: ZeroConfig = option(ZeroConfig(), "what the data-parallel ranks share")
 
 

@@ -1,7 +1,8 @@
-"""Pictures of runs: `python -m trainer.plot RUN... [--out FILE] [--x step|tokens] [--smooth N]`."""
+"""Pictures of runs, `python -m trainer.plot RUN...`, and of pipeline schedules, `python -m trainer.plot --schedule NAME...`."""
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -22,6 +23,11 @@ from matplotlib.ticker import FuncFormatter
 from trainer.config import ConfigError
 from trainer.observe import metrics
 from trainer.observe.tables import count
+from trainer.parallel.pipeline import ir
+from trainer.parallel.pipeline.cost import StageCosts
+from trainer.parallel.pipeline.plot import Timeline, chrome_trace, draw_schedule, read_timeline
+from trainer.parallel.pipeline.simulate import simulate
+from trainer.parallel.pipeline.templates import TEMPLATES, build_schedule
 
 # Okabe and Ito's palette, told apart under every common colour blindness, without its yellow; then other dashes.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -34,6 +40,12 @@ STYLE = {
 }
 HELD_OUT = {"linewidth": 1.0, "marker": "o", "markersize": 4.5, "markerfacecolor": "white"}
 X_LABELS = {"step": "optimizer step", "tokens": "tokens"}
+TIMELINES = ("planned", "measured")
+"""Files RUN/schedule/NAME.json of a run with a pipeline, in the order of the panels."""
+SETTINGS = {"parallel.pipeline.schedule": "--schedule", "parallel.pipeline.chunks": "--chunks", "parallel.pp": "--ranks",
+            "batch.accumulation": "--microbatches"}
+"""What the settings of a run are called on this command line."""
+RUN_OPTIONS, SCHEDULE_OPTIONS = ("x", "smooth"), ("ranks", "microbatches", "chunks", "costs")
 
 
 def curve(records: Sequence[dict[str, Any]], x: str, y: str) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -172,28 +184,144 @@ def load(folders: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
     return runs
 
 
+def schedule_of(given: str, ranks: int | None, microbatches: int | None, chunks: int | None) -> ir.Schedule:
+    """A template by its name, or what a CSV file holds. Raises `ConfigError`, in terms of the command line."""
+    if given in TEMPLATES:
+        if ranks is None or microbatches is None:
+            raise ConfigError(f"--schedule {given} needs --ranks and --microbatches, for instance --ranks 4 --microbatches 8")
+        try:
+            return build_schedule(given, ranks, microbatches, chunks)
+        except ConfigError as error:
+            raise ConfigError([_option_names(problem) for problem in error.problems]) from None
+    if not given.endswith(".csv"):
+        raise ConfigError(f"--schedule {given}: no such template; legal: {', '.join(TEMPLATES)}, or the name of a file that "
+                          "ends in .csv")
+    try:
+        schedule = ir.loads(Path(given).read_text(), name=given)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--schedule {given}: cannot read ({getattr(error, 'strerror', 'no text')})") from None
+    problems = ir.validate(schedule)
+    if problems:
+        raise ConfigError([f"{given}: {problem}" for problem in problems])
+    return schedule
+
+
+def _option_names(text: str) -> str:
+    for setting, option in SETTINGS.items():
+        text = text.replace(setting, option)
+    return text
+
+
+def simulated(schedule: ir.Schedule, costs: Sequence[float]) -> Timeline:
+    """The course of a schedule whose ranks take `costs` (F, I, W) for a micro-batch, in equal parts on their chunks."""
+    return simulate(schedule, StageCosts.uniform(schedule.stages, *(cost / schedule.chunks for cost in costs))).spans
+
+
+def parse_costs(text: str) -> tuple[float, ...]:
+    """Three durations from 'F,I,W'."""
+    try:
+        costs = tuple(map(float, text.split(",")))
+    except ValueError:
+        costs = ()
+    if len(costs) != 3 or not all(0 < cost < math.inf for cost in costs):
+        raise ConfigError(f"--costs {text}: give three positive numbers F,I,W, for instance 1,1.7,0.5")
+    return costs
+
+
+def draw_templates(given: argparse.Namespace) -> list[Path]:
+    """Draws what --schedule names, one panel each; returns the files written."""
+    named = [f"--{option}" for option in ("ranks", "microbatches", "chunks") if getattr(given, option) is not None]
+    if named and all(name.endswith(".csv") for name in given.schedule):
+        raise ConfigError(f"{', '.join(named)}: said by the file {given.schedule[0]}; leave it out")
+    costs = parse_costs(given.costs or "1,1,1")
+    timelines = {}
+    for name in given.schedule:
+        schedule = schedule_of(name, given.ranks, given.microbatches, given.chunks)
+        chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+        timelines[f"{name}: {schedule.ranks} ranks{chunks}, {schedule.microbatches} micro-batches"] = simulated(schedule, costs)
+    out = given.out or Path("schedule.png")
+    save(draw_schedule(timelines, seconds=False), out)
+    return [out, *trace(timelines, given.trace)]
+
+
+def draw_runs(given: argparse.Namespace) -> list[Path]:
+    """Draws the metrics of the runs and, of a single one, its pipeline's timelines; returns the files written."""
+    smooth = 1 if given.smooth is None else given.smooth
+    if smooth < 1:
+        raise ConfigError(f"--smooth {smooth}: give a number of logged steps, 1 or more")
+    run = given.runs[0].parent if given.runs[0].is_file() else given.runs[0]
+    single = len(given.runs) == 1
+    files = {name: run / "schedule" / f"{name}.json" for name in TIMELINES if single}
+    read = {name: read_timeline(path) for name, path in files.items() if path.exists()}
+    if given.trace and not read:
+        raise ConfigError(f"--trace {given.trace}: {run} has no timeline (schedule/measured.json)" if single else
+                          f"--trace {given.trace}: give one run, not {len(given.runs)}")
+    out = given.out or (run if single else Path()) / "metrics.png"
+    save(draw_metrics(load(given.runs), given.x or "step", smooth), out)
+    if not read:
+        return [out]
+    timelines = {name: ranks for name, (ranks, _) in read.items()}
+    beside = out.with_name(f"{out.stem}-schedule{out.suffix}") if given.out else run / "schedule.png"
+    save(draw_schedule(timelines, labels([run])[0], makespans={name: makespan for name, (_, makespan) in read.items()}), beside)
+    return [out, beside, *trace(timelines, given.trace)]
+
+
+def trace(timelines: dict[str, Timeline], path: Path | None) -> list[Path]:
+    """Writes the Chrome trace that --trace asks for."""
+    if path is None:
+        return []
+    try:
+        chrome_trace(timelines, path)
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: cannot write ({error.strerror})") from None
+    return [path]
+
+
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.plot", formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s RUN [RUN ...] [--x step|tokens] [--smooth N] [--out FILE] [--trace FILE]\n"
+              "       %(prog)s --schedule NAME|CSV [...] [--ranks N] [--microbatches N] [--chunks N] [--costs F,I,W]\n"
+              "                              [--out FILE] [--trace FILE]",
+        description="Draw loss, learning rate, gradient norm and throughput of one or more runs, and the pipeline schedule of\n"
+                    "one run, planned above measured; or pipeline schedules without a run.")
+    parser.add_argument("--out", metavar="FILE", type=Path,
+                        help="picture to write, .png, .svg, .pdf, ... (default: RUN/metrics.png, or ./metrics.png for several "
+                        "runs, or ./schedule.png); a run's schedule goes to RUN/schedule.png, or beside FILE as NAME-schedule")
+    parser.add_argument("--trace", metavar="FILE", type=Path,
+                        help="also write the timelines as a trace for ui.perfetto.dev or chrome://tracing (.json)")
+    runs = parser.add_argument_group("runs")
+    runs.add_argument("runs", metavar="RUN", nargs="*", type=Path, help="run folder, or a metrics.jsonl")
+    runs.add_argument("--x", choices=tuple(X_LABELS), help="horizontal axis (default: step)")
+    runs.add_argument("--smooth", metavar="N", type=int, help="running mean over N logged steps (default: 1, none)")
+    schedules = parser.add_argument_group("schedules without a run")
+    schedules.add_argument("--schedule", metavar="NAME|CSV", nargs="+",
+                           help=f"one panel each: a template ({', '.join(TEMPLATES)}), or a file in the CSV format of "
+                           "torch.distributed.pipelining, such as RUN/schedule/schedule.csv")
+    schedules.add_argument("--ranks", metavar="N", type=int, help="pipeline ranks of the templates")
+    schedules.add_argument("--microbatches", metavar="N", type=int, help="micro-batches of the templates")
+    schedules.add_argument("--chunks", metavar="N", type=int, help="stages on a rank (default: the template's)")
+    schedules.add_argument("--costs", metavar="F,I,W",
+                           help="time that a rank takes for one micro-batch's forward, input gradient and weight gradient, "
+                           "shared by its chunks; a full backward takes I + W (default: 1,1,1)")
+    return parser
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit code is 0, or 2 after one message about what cannot be drawn."""
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer.plot",
-        description="Draw loss, learning rate, gradient norm and throughput of one or more runs.")
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run folder, or a metrics.jsonl")
-    parser.add_argument("--out", type=Path,
-                        help="picture to write (default: RUN/metrics.png, or ./metrics.png for several runs)")
-    parser.add_argument("--x", choices=tuple(X_LABELS), default="step", help="horizontal axis (default: step)")
-    parser.add_argument("--smooth", metavar="N", type=int, default=1,
-                        help="running mean over N logged steps (default: 1, none)")
+    parser = command_line()
     given = parser.parse_args(arguments)
+    if bool(given.runs) == bool(given.schedule):
+        parser.error("give a RUN or --schedule, not both" if given.runs else "give a RUN, or --schedule")
+    for option in RUN_OPTIONS if given.schedule else SCHEDULE_OPTIONS:
+        if getattr(given, option) is not None:
+            parser.error(f"--{option} goes with {'a RUN' if given.schedule else '--schedule'}")
     try:
-        if given.smooth < 1:
-            raise ConfigError(f"--smooth {given.smooth}: give a number of logged steps, 1 or more")
-        run = given.runs[0].parent if given.runs[0].is_file() else given.runs[0]
-        out = given.out or (run if len(given.runs) == 1 else Path()) / "metrics.png"
-        save(draw_metrics(load(given.runs), given.x, given.smooth), out)
+        written = (draw_templates if given.schedule else draw_runs)(given)
     except ConfigError as error:
         print(f"trainer.plot: {error}", file=sys.stderr)
         return 2
-    print(out)
+    print(*written, sep="\n")
     return 0
 
 

@@ -2,40 +2,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainer.config import Config
 from trainer.model.loss import IGNORE
-from trainer.optim.optimizer import Optimizer, local
 from trainer.optim.schedule import learning_rate
-from trainer.parallel.mesh import World
-from trainer.parallel.plan import Plan
-from trainer.parallel.zero import drop_gathered, prepare_micro_batch
-from trainer.precision.scaler import GradScaler
+from trainer.parallel.zero import drop_gathered
+from trainer.state import TrainState
 
 if TYPE_CHECKING:
     from trainer.data.batches import Batch
-
-
-@dataclass
-class TrainState:
-    """What a training run consists of, and all that a checkpoint has to hold besides the position in the data."""
-    config: Config
-    plan: Plan
-    world: World
-    model: nn.Module
-    optimizer: Optimizer
-    scaler: GradScaler
-    step: int = 0
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything sharded, by plan-independent name. The weights are the optimizer's fp32 ones: between forward and
-        backward the model's own attributes are gathered copies in the compute type."""
-        return {f"model.{name}": parameter for name, parameter in self.optimizer.parameters.items()} | self.optimizer.tensors()
 
 
 def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str, Tensor]:
@@ -45,26 +23,21 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
     and ranks. A step whose loss or gradient is not finite changes nothing. `stop` is this rank's wish to end the run.
 
     Returns device scalars, equal on all ranks: loss, grad_norm, lr, loss_scale, found_inf, stop (ranks that wish to end);
-    and two vectors: squares (squared gradient norm of each parameter), losses (this rank's own micro-batch losses).
+    and two vectors: squares (squared gradient norm of each parameter of the model, as in `state.names`), losses (of this
+    rank's own micro-batches; zeros but on the last pipeline stage).
     """
     world, scaler, optimizer = state.world, state.scaler, state.optimizer
-    counts = torch.stack([sum((batch.targets != IGNORE).sum() for batch in batches).double(),
+    counts = torch.stack([sum((batch.targets != IGNORE).sum() for batch in batches).double() * speaks_for_data(state),
                           torch.full((), float(stop), dtype=torch.float64, device=world.device)])
-    valid, stopping = world.sum_data(counts).unbind()
+    valid, stopping = world.sum_all(counts).unbind()
     valid = valid.clamp(min=1)  # a step without any target has loss and gradients of zero
 
-    losses = []
-    for number, batch in enumerate(batches):
-        prepare_micro_batch(state.model, state.plan, last=number == len(batches) - 1)
-        objective, entropy = state.model(batch.tokens, batch.targets, batch.documents)
-        scaler.scale(objective / valid.to(objective.dtype)).backward()
-        losses.append(entropy.detach())
-    losses = torch.stack(losses)
-    loss = world.sum_data(losses.sum().double()) / valid
+    losses = state.runtime.train(batches, scaler.value / valid.float())
+    state.shared.sum()
+    total, squares = sum_over_ranks(state, losses.sum(), state.shared.squares())
 
-    squares = gradient_squares(optimizer.parameters, world)
     scale = scaler.value.double()
-    norm = squares.sum().sqrt() / scale
+    loss, norm = total / valid, squares.sum().sqrt() / scale
     found_inf = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
     clip = state.config.optimizer.clip_norm
     coefficient = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
@@ -79,30 +52,37 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
     return result
 
 
-def gradient_squares(parameters: dict[str, nn.Parameter], world: World) -> Tensor:
-    """Squared norm of each parameter's whole gradient in fp64, in the order of `parameters`: [parameters], on every rank.
+def speaks_for_data(state: TrainState) -> bool:
+    """Whether this rank is the one that counts its data-parallel rank's batch, which whole pipelines and tensor groups share."""
+    return state.world.place("tp") == 0 and state.world.place("pp") == 0
 
-    One reduction of one small vector; summing per parameter first makes the global norm independent of the plan.
+
+def sum_over_ranks(state: TrainState, loss: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed loss and the squared gradient norm of every parameter of the model, the same bits on all ranks.
+
+    One reduction of one small vector; summing per parameter first, in a fixed order, makes the global norm independent of
+    the plan.
     """
-    gradients = [local(parameter.grad) for parameter in parameters.values()]
-    norms = iter(torch._foreach_norm([g for g in gradients if g.numel()], 2, torch.float64))
-    zero = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
-    norms = torch.stack([next(norms) if gradient.numel() else zero for gradient in gradients])
-    return world.sum_shards(norms.square().to(world.device))
+    places = {name: index for index, name in enumerate(state.names, start=1)}
+    mine = [places.get(name, 0) for name in state.optimizer.parameters]  # copies are not counted: zeros for place 0
+    vector = torch.zeros(1 + len(state.names), dtype=torch.float64, device=squares.device)
+    vector.index_add_(0, torch.tensor(mine, device=squares.device), squares)
+    if state.world.place("tp") == 0:
+        vector[0] += loss
+    vector = state.world.sum_all(vector)
+    return vector[0], vector[1:]
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], world: World) -> Tensor:
+def evaluate(state: TrainState, batches: Iterable[Batch]) -> Tensor:
     """Mean loss per valid token over all ranks' `batches` (each rank has as many); a scalar, equal on all ranks.
 
     No backward pass follows that would drop the gathered parameters, so they are dropped here.
     """
-    model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=world.device)
-    for batch in batches:
-        _, entropy = model(batch.tokens, batch.targets, batch.documents)
-        sums += torch.stack([entropy.double(), (batch.targets != IGNORE).sum().double()])
-    model.train()
-    drop_gathered(model)
-    total, valid = world.sum_data(sums).unbind()
+    batches = list(batches)
+    valid = sum((batch.targets != IGNORE).sum() for batch in batches) * speaks_for_data(state)
+    losses = state.runtime.evaluate(batches).sum() * (state.world.place("tp") == 0)
+    for model in state.stages.values():
+        drop_gathered(model)
+    total, valid = state.world.sum_all(torch.stack([losses.double(), valid.double()])).unbind()
     return total / valid

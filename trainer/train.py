@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.batch import BatchPlan, resolve_batch
-from trainer.build import check_compiler, lay_out, place
+from trainer.build import check_compiler, check_model
 from trainer.checkpointing.manifest import read_manifest
 from trainer.checkpointing.retention import find_resume
 from trainer.checkpointing.state import Checkpointer, load
@@ -28,20 +27,17 @@ from trainer.data.batches import Loader, eval_batches
 from trainer.data.corpus import Corpus, open_corpus
 from trainer.data.tokens import DataError
 from trainer.model.attention import kernel_priority
-from trainer.model.axes import parameter_infos
-from trainer.model.init import Weights, fill, initial_value, name_seed
+from trainer.model.init import Weights, name_seed
 from trainer.model.spec import ModelSpec
-from trainer.model.transformer import Transformer
 from trainer.observe import metrics
 from trainer.observe.deferred import DeferredScalars
 from trainer.observe.report import peak_memory_gib, print_start, step_meter
 from trainer.observe.sinks import Logger
-from trainer.optim.optimizer import Optimizer
 from trainer.parallel.mesh import World, join, local_device
+from trainer.parallel.pipeline.layout import Pipeline, resolve_pipeline
 from trainer.parallel.plan import Plan, resolve_plan
-from trainer.precision.policy import parameter_policies
-from trainer.precision.scaler import GradScaler
-from trainer.step import TrainState, evaluate, train_step
+from trainer.state import TrainState
+from trainer.step import evaluate, train_step
 from trainer.typed import to_yaml
 
 DONE, FAILED, STOPPED = 0, 1, 75
@@ -66,17 +62,18 @@ class Result:
 def run(config: Config) -> Result:
     """Trains as configured, resuming where the run folder has a checkpoint. Raises `ConfigError` before any step."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    plan = resolve_plan(config.parallel, world_size)
-    batch = resolve_batch(config.batch, plan.dp)
+    spec, weights = starting_point(config)
+    plan = resolve_plan(config.parallel, world_size, spec, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    batch = resolve_batch(config.batch, plan.dp, plan.tp)
+    pipeline = resolve_pipeline(config, spec, plan, batch)
     device = local_device(config.run)
     check_compiler(config, device)
-    spec, weights = starting_point(config)
-    model = lay_out(config, spec)
+    check_model(config, spec)
     corpus = open_corpus(config)
     joined_before = dist.is_initialized()
     world = join(plan, device)
     with numeric_mode(config), claimed(Path(config.run.dir), world):
-        code = Training(config, spec, model, weights, plan, batch, corpus, world).train()
+        code = Training(config, spec, weights, plan, pipeline, batch, corpus, world).train()
     if not joined_before:  # not after a failure: other ranks may still wait in a collective
         dist.destroy_process_group()
     return Result(Path(config.run.dir), code)
@@ -157,7 +154,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 class Training:
     """A run in progress: the state, the position in the data, and everything that is told about each step."""
 
-    def __init__(self, config: Config, spec: ModelSpec, model: Transformer, weights: Weights | None, plan: Plan, batch: BatchPlan,
+    def __init__(self, config: Config, spec: ModelSpec, weights: Weights | None, plan: Plan, pipeline: Pipeline, batch: BatchPlan,
                  corpus: Corpus, world: World):
         self.config, self.spec, self.batch, self.corpus, self.world = config, spec, batch, corpus, world
         self.folder = Path(config.run.dir)
@@ -167,15 +164,11 @@ class Training:
         resume, warnings = world.agree(lambda: find_resume(config.checkpoint.resume, self.folder / "checkpoints", config.checkpoint.verify))
         manifest = world.agree(lambda: self.check_manifest(read_manifest(resume))) if resume else {}
 
-        model = place(model, config, plan, world)
-        infos = parameter_infos(model)
-        policies = parameter_policies(infos, config.precision.types, config.optimizer)
-        optimizer = Optimizer(dict(model.named_parameters()), policies, config.optimizer)
-        self.state = TrainState(config, plan, world, model, optimizer, GradScaler(config.precision, world.device))
-        fill(model, weights or partial(initial_value, spec, config.run.seed, device=world.device))
+        self.state = TrainState.build(config, spec, plan, pipeline, world, weights)
         position = 0
         if resume:
             load(resume, self.state.tensors())
+            self.state.loaded()
             self.state.step, self.tokens, self.skipped = manifest["step"], manifest["tokens"], manifest["skipped"]
             self.state.scaler.load_state_dict(manifest["scaler"])
             position = manifest["samples"] if config.checkpoint.data == "continue" else 0
@@ -188,7 +181,7 @@ class Training:
         self.meter = step_meter(config, spec, world, self.batch.sequence_length)
         if world.rank == 0:
             if config.logging.console != "none":
-                print_start(config, spec, plan, batch, infos, policies, corpus, world)
+                print_start(config, spec, plan, pipeline, batch, corpus, world)
             corpus.tokenizer.save(self.folder / "tokenizer")
             (self.folder / "config.yaml").write_text(to_yaml(config))
         self.log = Logger(self.folder, config.logging, config.run, self.state.step, dataclasses.asdict(config), world.rank == 0)
@@ -325,7 +318,7 @@ class Training:
         self.read_back(everything=True)
         batches = eval_batches(self.corpus.eval, self.config.eval.sequences, self.batch.micro_size, self.world.data.get_local_rank(),
                                self.state.plan.dp, mask_documents=self.config.data.mask_documents, device=self.world.device)
-        loss = evaluate(self.state.model, batches, self.world).item()
+        loss = evaluate(self.state, batches).item()
         self.log.evaluation({"step": self.state.step, "tokens": self.tokens, "eval_loss": loss})
 
     def save(self, wait: bool = False) -> None:
@@ -338,7 +331,7 @@ class Training:
 
     def describe_non_finite(self, numbers: dict[str, Any]) -> str:
         """What was not finite in a step: the loss, or the gradients of which parameters."""
-        bad = [name for name, square in zip(self.state.optimizer.parameters, numbers["squares"]) if not np.isfinite(square)]
+        bad = [name for name, square in zip(self.state.names, numbers["squares"]) if not np.isfinite(square)]
         what = [f"loss {numbers['loss']}"] if not np.isfinite(numbers["loss"]) else []
         what += [f"non-finite gradients in {len(bad)} parameters: {', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''}"] if bad else []
         return "; ".join(what) + (f" (loss scale {numbers['loss_scale']:g})" if self.state.scaler.enabled else "")

@@ -9,20 +9,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+
+import trainer.state
 
 from distributed import CAN_COMPILE
 from reference import Trajectory, random_batch, reference, tiny_spec
+from trainer.batch import BatchPlan
 from trainer.config import Config
-from trainer.model.axes import parameter_infos
-from trainer.model.init import initialize
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.mesh import join, local_device
+from trainer.parallel.pipeline.layout import resolve_pipeline
 from trainer.parallel.plan import resolve_plan
-from trainer.precision.policy import parameter_policies
-from trainer.precision.scaler import GradScaler
-from trainer.step import TrainState, train_step
-from trainer.build import build_model
+from trainer.state import COPY, TrainState
+from trainer.step import train_step
 
 STEPS, SEQUENCES, LENGTH = 3, 8, 16
 
@@ -59,12 +60,11 @@ def settings(world: int, **changes) -> Config:
 
 
 def run(config: Config, spec, world, plan, accumulation: int, documents: bool) -> Trajectory:
-    model = build_model(config, spec, plan, world)
-    initialize(model, spec, config.run.seed, world.device)
-    optimizer = Recorder(dict(model.named_parameters()),
-                         parameter_policies(parameter_infos(model), config.precision.types, config.optimizer), config.optimizer)
-    state = TrainState(config, plan, world, model, optimizer, GradScaler(config.precision, world.device))
-    seen, micro = Trajectory(), SEQUENCES // world.size // accumulation
+    micro = SEQUENCES // plan.dp // accumulation
+    pipeline = resolve_pipeline(config, spec, plan, BatchPlan(LENGTH, SEQUENCES, micro, accumulation))
+    trainer.state.Optimizer = Recorder
+    state = TrainState.build(config, spec, plan, pipeline, world)
+    optimizer, seen = state.optimizer, Trajectory()
     for step in range(STEPS):
         batch = random_batch(step, SEQUENCES, LENGTH, spec.vocab_size, documents, str(world.device))
         start = world.data.get_local_rank() * micro * accumulation
@@ -75,9 +75,22 @@ def run(config: Config, spec, world, plan, accumulation: int, documents: bool) -
         assert scalars["found_inf"] == 0
         seen.losses.append(scalars["loss"].item())
         seen.norms.append(scalars["grad_norm"].item())
-    seen.gradients = optimizer.seen
-    seen.parameters = {name: whole(p.detach()).cpu().clone() for name, p in model.named_parameters()}
+    seen.gradients = [gathered(gradients) for gradients in optimizer.seen]
+    seen.parameters = gathered({name: whole(p.detach()).cpu().clone() for name, p in state.parameters.items()})
     return seen
+
+
+def gathered(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters of all pipeline ranks; those that several have must be equal."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, tensors)
+    merged: dict[str, torch.Tensor] = {}
+    for some in everyone:
+        for name, value in some.items():
+            name = name.removesuffix(COPY)
+            assert name not in merged or torch.equal(merged[name], value), f"{name} differs between ranks"
+            merged[name] = value
+    return merged
 
 
 def error(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:

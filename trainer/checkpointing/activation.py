@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config import ActivationConfig, ConfigError
+from trainer.model.transformer import Transformer
 
 # No layer draws random numbers, so there is no generator state to keep for the second forward.
 recompute_all = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -28,14 +29,16 @@ ALIASES = {
 }
 
 
-def apply_recompute(model: nn.Module, config: ActivationConfig) -> None:
-    """Sets the recompute of every layer of `model`. Raises `ConfigError` for names that match nothing."""
+def apply_recompute(model: Transformer, config: ActivationConfig) -> None:
+    """Sets the recompute of every layer of a model or of a stage of it; settings are taken as checked."""
     functorch.activation_memory_budget = config.budget if config.mode == "budget" else 1.0
     if config.mode in ("none", "budget"):
         return
-    layers = [layer for position, layer in enumerate(model.layers.values()) if position % config.every == 0]
+    layers = [layer for index, layer in model.layers.items() if int(index) % config.every == 0]
     if config.mode == "selective" and config.modules:
-        recompute_modules(model, layers, config.modules)
+        for name, module in submodules(model, layers).items():
+            if any(fnmatchcase(name, pattern) for pattern in config.modules):
+                module.__class__ = recomputed(type(module))
         return
     policy = recompute_all
     if config.mode == "selective":
@@ -44,16 +47,23 @@ def apply_recompute(model: nn.Module, config: ActivationConfig) -> None:
         layer.recompute = policy
 
 
-def recompute_modules(model: nn.Module, layers: list[nn.Module], patterns: list[str]) -> None:
-    """Recomputes only the submodules of `layers` whose global name matches a pattern."""
-    names = {module: name for name, module in model.named_modules()}
-    inside = {names[module]: module for layer in layers for module in layer.modules() if module is not layer}
-    unmatched = [p for p in patterns if not any(fnmatchcase(name, p) for name in inside)]
+def check_recompute(model: Transformer, config: ActivationConfig) -> None:
+    """Raises `ConfigError` for names that match nothing in the whole model."""
+    if config.mode != "selective":
+        return
+    if not config.modules:
+        saved_operations(config.save)
+        return
+    inside = submodules(model, list(model.layers.values()))
+    unmatched = [p for p in config.modules if not any(fnmatchcase(name, p) for name in inside)]
     if unmatched:
         raise ConfigError(f"activation.modules={unmatched} match no submodule; names look like: {', '.join(list(inside)[:8])}")
-    for name, module in inside.items():
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
-            module.__class__ = recomputed(type(module))
+
+
+def submodules(model: Transformer, layers: list[nn.Module]) -> dict[str, nn.Module]:
+    """What is inside of `layers`, by global name."""
+    names = {module: name for name, module in model.named_modules()}
+    return {names[module]: module for layer in layers for module in layer.modules() if module is not layer}
 
 
 @cache

@@ -9,37 +9,64 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainer.model.collectives import TensorGroup
+
+TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
+"""Axes that tensor parallelism cuts; parameters without one are whole on each of its ranks."""
 
 ROLES = ("embedding", "norm", "bias", "head", "matrix")
 
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """Facts of one parameter that hold under every plan: its global shape, the axis of each dimension, its role, and
-    whether it writes to the residual stream (which initialisation scales with depth)."""
+    """Facts of one parameter that hold under every plan: its global shape, the axis of each dimension, its role,
+    whether it writes to the residual stream (which initialisation scales with depth), and into how many parts its first
+    dimension can be cut at most (heads, for a dimension that is made of heads)."""
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     role: str
     residual: bool = False
+    units: int = 0
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return int(torch.Size(self.shape).numel())
 
+    def tensor_dimension(self, ranks: int) -> int | None:
+        """The dimension that `ranks` tensor-parallel ranks cut, or None where each holds the whole: there is no such axis,
+        or there are fewer key-value heads than ranks."""
+        dimension = next((dimension for dimension, axis in enumerate(self.axes) if axis in TENSOR_AXES), None)
+        return None if dimension == 0 and self.axes[0] == "kv_heads" and self.units % ranks else dimension
+
 
 class Declared(nn.Module):
-    """A module whose parameters are declared with their axes."""
+    """A module whose parameters are declared with their axes.
+
+    Tensor parallelism sets `group`, where a parameter's axis is split over ranks, and `part`, the rows that this rank
+    uses of parameters that it holds whole.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.declared: dict[str, ParameterInfo] = {}
+        self.group: TensorGroup | None = None
+        self.part: slice | None = None
 
-    def declare(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...], role: str, residual: bool = False) -> None:
+    def declare(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...], role: str, residual: bool = False, units: int = 0) -> None:
         assert len(shape) == len(axes) and role in ROLES, (name, shape, axes, role)
-        self.declared[name] = ParameterInfo(tuple(shape), axes, role, residual)
+        self.declared[name] = ParameterInfo(tuple(shape), axes, role, residual, units or shape[0])
         self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+    def local(self, name: str) -> Tensor:
+        """What this rank computes with of a parameter; gradients find their way back."""
+        parameter = getattr(self, name)
+        if isinstance(parameter, DTensor):
+            return parameter.to_local()
+        return parameter if self.part is None else parameter[self.part]
 
 
 def parameter_infos(model: nn.Module) -> dict[str, ParameterInfo]:

@@ -2,12 +2,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.model.axes import ROLES
+import torch
+
+from trainer.model.axes import ROLES, parameter_infos
 from trainer.model.spec import ModelSpec
-from trainer.model.transformer import declarations
+from trainer.model.transformer import Transformer, declarations
 
 if TYPE_CHECKING:
     from trainer.parallel.plan import Plan
@@ -86,29 +89,34 @@ class StateBytes:
         return [(label, size) for label, size in rows if size]
 
 
-def state_bytes(spec: ModelSpec, plan: Plan, compute_bytes: int) -> StateBytes:
+def state_bytes(spec: ModelSpec, plan: Plan, compute_bytes: int, layers: Iterable[range] | None = None) -> StateBytes:
     """The states on one rank under a plan (ZeRO, arXiv 1910.02054), with AdamW.
 
-    compute_bytes: size of an element of the compute type, 4 for fp32, 2 for bf16 and fp16.
+    compute_bytes: size of an element of the compute type, 4 for fp32, 2 for bf16 and fp16; layers: of each pipeline stage
+    on the rank, all of them in one stage if None.
     """
-    total, unit = parameter_counts(spec)["total"], largest_units(spec)
-    shard = plan.shard if plan.stage >= 1 else 1
+    units = [held_units(spec, plan.tp, part) for part in layers or [range(spec.depth)]]
+    total, shard = sum(map(sum, units)), plan.shard if plan.stage >= 1 else 1
+    # Gathered or unreduced at a time where layers are gathered one by one: each stage's outer unit, and the largest layer.
+    at_once = sum(unit[0] for unit in units) + max(max(unit[1:]) for unit in units)
     kept, whole = -(-total // shard), plan.stage <= 1
     return StateBytes(
         parameters=MASTER_BYTES * kept,
-        gathered=compute_bytes * (unit if plan.stage == 3 else total),
+        gathered=compute_bytes * (at_once if plan.stage == 3 else total),
         gradients=MASTER_BYTES * (total if whole else kept),
-        unreduced=0 if whole else compute_bytes * unit,
+        unreduced=0 if whole else compute_bytes * at_once,
         optimizer=MOMENT_BYTES * kept,
         offloaded=plan.offload)
 
 
-def largest_units(spec: ModelSpec) -> int:
-    """Parameters that are gathered at a time where layers are gathered one by one: the embedding, final norm and head,
-    which are one unit, and the largest layer."""
-    units: dict[str, int] = {}
-    for name, info in declarations(spec).items():
+def held_units(spec: ModelSpec, tp: int, layers: range) -> list[int]:
+    """Parameters that one tensor-parallel rank holds of a stage, by unit of gathering: [outer unit, layer, layer, ...]."""
+    with torch.device("meta"):
+        infos = parameter_infos(Transformer(spec, layers))
+    units: dict[str, int] = {"outer": 0}
+    for name, info in infos.items():
         layer = re.match(r"layers\.\d+\.", name)
         unit = layer[0] if layer else "outer"
-        units[unit] = units.get(unit, 0) + info.size
-    return units.pop("outer") + max(units.values())
+        cut = info.tensor_dimension(tp) is not None
+        units[unit] = units.get(unit, 0) + (-(-info.size // tp) if cut else info.size)
+    return list(units.values())

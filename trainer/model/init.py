@@ -11,7 +11,8 @@ from typing import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.model.axes import ParameterInfo, parameter_infos
 from trainer.model.spec import ModelSpec
@@ -56,11 +57,10 @@ def fill(model: nn.Module, value: Weights) -> None:
     infos = parameter_infos(model)
     for name, parameter in model.named_parameters():
         whole = value(name, infos[name]).to(parameter.device)
-        if isinstance(parameter, DTensor):
-            # src_data_rank=None: each rank slices its own copy, nothing is sent.
-            shard = distribute_tensor(whole.to(parameter.device_mesh.device_type), parameter.device_mesh, parameter.placements,
-                                      src_data_rank=None)
-            parameter.to_local().copy_(shard.to_local())
+        if isinstance(parameter, DTensor):  # each rank slices its own copy, nothing is sent
+            shape, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+            part = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape))]
+            parameter.to_local().copy_(part)
         else:
             parameter.copy_(whole)
     for module in model.modules():

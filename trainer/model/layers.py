@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Callable
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from trainer.model.attention import attend
 from trainer.model.axes import Declared
+from trainer.model.collectives import Sum
+from trainer.model.linear import columns, rows
 from trainer.model.spec import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec, RopeSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -17,40 +20,69 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Linear(Declared):
-    """y = x W^T + b with W: [outputs, inputs]; `axes` names (outputs, inputs)."""
+    """y = x W^T + b with W: [outputs, inputs]; `axes` names (outputs, inputs); outputs can be cut into `units` parts.
 
-    def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], bias: bool = False, residual: bool = False):
+    Column-parallel or row-parallel as tensor parallelism splits the outputs or the inputs (`by_rows`). `deferred` is where
+    weight gradients that are put off go; None where backward is never split.
+    """
+
+    def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], bias: bool = False, residual: bool = False, units: int = 0):
         super().__init__()
-        self.declare("weight", (outputs, inputs), axes, "matrix", residual)
+        self.by_rows, self.deferred = False, None
+        self.declare("weight", (outputs, inputs), axes, "matrix", residual, units)
         self.bias = None
         if bias:
             del self.bias
-            self.declare("bias", (outputs,), axes[:1], "bias")
+            self.declare("bias", (outputs,), axes[:1], "bias", units=units)
+
+    def local_bias(self) -> Tensor | None:
+        return None if self.bias is None else self.local("bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        if self.by_rows:
+            return rows(x, self.local("weight"), self.local_bias(), self.group, self.deferred)
+        return project(x, self)[0]
+
+
+def project(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
+    """The products of one input with several linear layers that split alike; the input is gathered once."""
+    return columns(x, [linear.local("weight") for linear in linears], [linear.local_bias() for linear in linears],
+                   linears[0].group, linears[0].deferred)
 
 
 class Norm(Declared):
     """RMSNorm (Zhang and Sennrich, arXiv 1910.07467) or LayerNorm over the last dimension."""
 
-    def __init__(self, width: int, spec: NormSpec, axis: str = "embed"):
+    def __init__(self, width: int, spec: NormSpec, axis: str = "embed", units: int = 0):
         super().__init__()
         self.kind, self.eps, self.offset, self.width = spec.kind, spec.eps, spec.offset, width
-        self.declare("weight", (width,), (axis,), "norm")
+        self.declare("weight", (width,), (axis,), "norm", units=units)
         if spec.kind == "layer":
-            self.declare("bias", (width,), (axis,), "norm")
+            self.declare("bias", (width,), (axis,), "norm", units=units)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.offset:  # in fp32: a small weight beside the offset would be lost in bf16
+        weight = self.local("weight")
+        if self.offset or self.group is not None:  # in fp32: a small weight beside the offset would be lost in bf16
             wide = torch.promote_types(x.dtype, torch.float32)
-            return self.normalise(x.to(wide), self.weight.to(wide) + self.offset).to(x.dtype)
-        return self.normalise(x, self.weight)
+            return self.normalise(x.to(wide), weight.to(wide) + self.offset).to(x.dtype)
+        return self.normalise(x, weight)
 
     def normalise(self, x: Tensor, weight: Tensor) -> Tensor:
+        bias = self.local("bias").to(weight.dtype) if self.kind == "layer" else None
+        if self.group is not None:
+            return self.normalise_split(x, weight, bias)
         if self.kind == "layer":
-            return F.layer_norm(x, (self.width,), weight, self.bias.to(weight.dtype), self.eps)
+            return F.layer_norm(x, (self.width,), weight, bias, self.eps)
         return F.rms_norm(x, (self.width,), weight, self.eps)
+
+    def normalise_split(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same where each rank holds a part of the normalised dimension; equal parts of several ranks count alike."""
+        elements = x.shape[-1] * self.group.size
+        if self.kind == "layer":
+            x = x - Sum.apply(self.group, x.sum(-1, keepdim=True)) / elements
+        variance = Sum.apply(self.group, x.square().sum(-1, keepdim=True)) / elements
+        x = x * torch.rsqrt(variance + self.eps) * weight
+        return x if bias is None else x + bias
 
 
 class Rotary(nn.Module):
@@ -97,28 +129,30 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim, self.scale, self.soft_cap, self.rotary = spec.head_dim, spec.scale, spec.soft_cap, spec.positions == "rope"
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        self.q = Linear(width, queries, ("heads", "embed"), spec.bias)
-        self.k = Linear(width, keys, ("kv_heads", "embed"), spec.bias)
-        self.v = Linear(width, keys, ("kv_heads", "embed"), spec.bias)
+        self.q = Linear(width, queries, ("heads", "embed"), spec.bias, units=spec.heads)
+        self.k = Linear(width, keys, ("kv_heads", "embed"), spec.bias, units=spec.kv_heads)
+        self.v = Linear(width, keys, ("kv_heads", "embed"), spec.bias, units=spec.kv_heads)
         self.o = Linear(queries, width, ("embed", "heads"), spec.output_bias, residual=True)
         self.qk_norm = spec.qk_norm
         if spec.qk_norm != "none":
             per_head = spec.qk_norm == "head"
-            self.q_norm = Norm(spec.head_dim if per_head else queries, norm, "head_dim" if per_head else "heads")
-            self.k_norm = Norm(spec.head_dim if per_head else keys, norm, "head_dim" if per_head else "kv_heads")
+            self.q_norm = Norm(spec.head_dim, norm, "head_dim") if per_head else Norm(queries, norm, "heads", spec.heads)
+            self.k_norm = Norm(spec.head_dim, norm, "head_dim") if per_head else Norm(keys, norm, "kv_heads", spec.kv_heads)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
-        """x: [batch, length, width]; rotation: cos and sin of the positions (rope); mask: see `attention.build_mask`."""
-        query, key, value = self.q(x), self.k(x), self.v(x)
+    def forward(self, x: Tensor, shape: tuple[int, int], rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
+        """x: [tokens, width], this rank's tokens of a micro-batch of `shape` (batch, length); rotation: cos and sin of the
+        positions (rope); mask: see `attention.build_mask`."""
+        query, key, value = project(x, self.q, self.k, self.v)
         if self.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in (query, key, value))  # [batch, length, heads, head_dim]
+        query, key, value = (y.view(*shape, -1, self.head_dim) for y in (query, key, value))  # [batch, length, heads, head_dim]
         if self.qk_norm == "head":
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (y.transpose(1, 2) for y in (query, key, value))
         if self.rotary:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
-        return self.o(attend(query, key, value, mask, self.scale, self.soft_cap).transpose(1, 2).flatten(2))
+        attended = attend(query, key, value, mask, self.scale, self.soft_cap)
+        return self.o(attended.transpose(1, 2).reshape(shape[0] * shape[1], -1))
 
 
 class FeedForward(nn.Module):
@@ -133,7 +167,10 @@ class FeedForward(nn.Module):
         self.down = Linear(spec.width, width, ("embed", "mlp"), spec.bias, residual=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate(x)) * self.up(x) if self.gated else self.activation(self.up(x)))
+        if not self.gated:
+            return self.down(self.activation(self.up(x)))
+        gate, up = project(x, self.gate, self.up)
+        return self.down(self.activation(gate) * up)
 
 
 class Layer(nn.Module):
@@ -153,15 +190,15 @@ class Layer(nn.Module):
         self.recompute: Callable | None = None
         self.run: Callable = self.run_body
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
-        return self.run(x, rotation, mask)
+    def forward(self, x: Tensor, *context: Any) -> Tensor:
+        return self.run(x, *context)
 
-    def run_body(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
-        return self.body(x, rotation, mask) if self.recompute is None else self.recompute(self.body, x, rotation, mask)
+    def run_body(self, x: Tensor, *context: Any) -> Tensor:
+        return self.body(x, *context) if self.recompute is None else self.recompute(self.body, x, *context)
 
-    def body(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
-        """x: [batch, length, width], as the result."""
-        attended = self.attention_post_norm(self.attention(self.attention_norm(x), rotation, mask))
+    def body(self, x: Tensor, *context: Any) -> Tensor:
+        """x: [tokens, width], as the result; context: what attention takes besides."""
+        attended = self.attention_post_norm(self.attention(self.attention_norm(x), *context))
         if self.parallel_residual:
             return x + attended + self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x)))
         x = x + attended

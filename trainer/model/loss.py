@@ -1,73 +1,104 @@
 """The output projection and the cross-entropy in one step, with gradients of the logits written over the logits.
 
 Plain autograd keeps the logits, their fp32 copy, the log-softmax and its gradient: 14 bytes for each token and vocabulary
-entry. Here the logits exist once, in the compute type, and become their own gradient chunk by chunk.
+entry. Here the logits exist once, in the compute type, and become their own gradient chunk by chunk. Where ranks share the
+vocabulary each computes its own logits, and two numbers a token are exchanged.
 """
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Callable
 
 import torch
 from torch import Tensor
 
+from trainer.model.collectives import TensorGroup
+
 IGNORE = -100
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """soft_cap: of the logits, 0 for none; z_loss: factor of the squared log-normaliser; chunk: tokens whose fp32 logits
+    exist at a time, 0 for all; compiled: whether chunks run compiled."""
+    soft_cap: float = 0.0
+    z_loss: float = 0.0
+    chunk: int = 0
+    compiled: bool = False
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of `hidden @ weight.T` against targets.
 
-    hidden: [tokens, width]; weight: [vocab, width]; targets: int [tokens], IGNORE where there is none.
-    Returns two fp32 scalars, both sums over the tokens that have a target: the objective (with z-loss), which is
-    differentiable, and the cross-entropy alone. The gradients are exact, not recomputed.
+    hidden: [tokens / t, width]; weight: [vocab / t, width], rows from `start` on of the whole; targets: int [tokens],
+    IGNORE where there is none. Returns two fp32 scalars, both sums over the tokens that have a target: the objective (with
+    z-loss), which is differentiable, and the cross-entropy alone; equal on all ranks of `group`. The gradients are exact,
+    not recomputed.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float, z_loss: float, chunk: int,
-                compiled: bool) -> tuple[Tensor, Tensor]:
-        differentiate = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        logits = hidden @ weight.t()
-        step = compiled_chunk() if compiled else loss_chunk
-        sums = torch.zeros(2, device=hidden.device, dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for start in range(0, logits.shape[0], chunk or logits.shape[0]):
-            rows = slice(start, start + (chunk or logits.shape[0]))
-            objective, entropy, gradient = step(logits[rows], targets[rows], soft_cap, z_loss)
-            sums += torch.stack([objective, entropy])
-            if differentiate:
-                logits[rows] = gradient
-        if differentiate:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: LossSettings, group: TensorGroup | None,
+                start: int) -> tuple[Tensor, Tensor]:
+        whole = hidden if group is None else group.wait(group.gather(hidden))
+        logits = whole @ weight.t()
+        size = settings.chunk or max(1, logits.shape[0])
+        chunks = [slice(begin, begin + size) for begin in range(0, logits.shape[0], size)]
+        statistics, gradient = (compiled(loss_statistics), compiled(loss_gradient)) if settings.compiled else (loss_statistics, loss_gradient)
+        index = targets - start
+        normalizer, score = torch.cat([statistics(logits[rows], index[rows], settings.soft_cap) for rows in chunks], 1).unbind()
+        if group is not None:
+            parts = group.wait(group.gather(torch.stack([normalizer, score]))).view(group.size, 2, -1)
+            normalizer, score = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
+        valid = targets != IGNORE
+        entropy = torch.where(valid, normalizer - score, 0).sum()
+        objective = entropy + settings.z_loss * torch.where(valid, normalizer, 0).square().sum()
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            for rows in chunks:
+                logits[rows] = gradient(logits[rows], index[rows], valid[rows], normalizer[rows], settings.soft_cap, settings.z_loss)
+            ctx.group = group
             ctx.save_for_backward(hidden, weight, logits)
-        objective, entropy = sums[0].clone(), sums[1].clone()
         ctx.mark_non_differentiable(entropy)
         return objective, entropy
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor, _: Any) -> tuple:
         hidden, weight, gradient = ctx.saved_tensors
+        group = ctx.group
+        whole = hidden if group is None else group.gather(hidden)
         # The scalar (1 / valid tokens) is applied in fp32, or its rounding would be a factor on every gradient; and to the
         # small factor of the second product, which under fp16 then stays in range.
-        to_hidden = ((gradient @ weight).to(scale.dtype) * scale).to(hidden.dtype) if ctx.needs_input_grad[0] else None
-        to_weight = gradient.t() @ (hidden.to(scale.dtype) * scale).to(hidden.dtype) if ctx.needs_input_grad[1] else None
-        return to_hidden, to_weight, None, None, None, None, None
+        to_hidden = ((gradient @ weight).to(scale.dtype) * scale).to(hidden.dtype)
+        if group is not None:
+            whole, to_hidden = group.wait(whole), group.scatter_sum(to_hidden)
+        to_weight = gradient.t() @ (whole.to(scale.dtype) * scale).to(hidden.dtype) if ctx.needs_input_grad[1] else None
+        return to_hidden if group is None else group.wait(to_hidden), to_weight, None, None, None, None
 
 
-def loss_chunk(logits: Tensor, targets: Tensor, soft_cap: float, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Objective, cross-entropy (sums) and the gradient of the objective with respect to `logits` [tokens, vocab]."""
-    valid = targets != IGNORE
+def capped(logits: Tensor, soft_cap: float) -> Tensor:
+    """The scores of logits, in fp32 or wider."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if soft_cap:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    index = torch.where(valid, targets, 0)[:, None]
-    normalizer = torch.logsumexp(scores, -1)
-    entropy = torch.where(valid, normalizer - scores.gather(1, index)[:, 0], 0).sum()
-    penalty = torch.where(valid, z_loss * normalizer.square(), 0).sum()
+    return soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
+
+
+def loss_statistics(logits: Tensor, index: Tensor, soft_cap: float) -> Tensor:
+    """Of each token the log-normaliser over these logits [tokens, vocab / t], and the score at `index` or 0 where that is
+    not among them: [2, tokens]."""
+    scores = capped(logits, soft_cap)
+    here = torch.arange(logits.shape[1], device=logits.device) == index[:, None]
+    return torch.stack([torch.logsumexp(scores, -1), torch.where(here, scores, 0).sum(-1)])
+
+
+def loss_gradient(logits: Tensor, index: Tensor, valid: Tensor, normalizer: Tensor, soft_cap: float, z_loss: float) -> Tensor:
+    """The gradient of the objective with respect to `logits` [tokens, vocab / t], given the normaliser of all of them."""
+    scores = capped(logits, soft_cap)
     gradient = torch.exp(scores - normalizer[:, None]) * (1 + 2 * z_loss * normalizer[:, None])
-    gradient = torch.where(torch.arange(logits.shape[1], device=logits.device) == index, gradient - 1, gradient)
+    gradient = torch.where(torch.arange(logits.shape[1], device=logits.device) == index[:, None], gradient - 1, gradient)
     if soft_cap:
         gradient = gradient * (1 - (scores / soft_cap).square())
-    return entropy + penalty, entropy, torch.where(valid[:, None], gradient, 0).to(logits.dtype)
+    return torch.where(valid[:, None], gradient, 0).to(logits.dtype)
 
 
 @cache
-def compiled_chunk() -> Callable:
-    return torch.compile(loss_chunk, dynamic=False)
+def compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=False)

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from trainer.model.attention import build_mask, cap_score
 from trainer.model.axes import Declared, ParameterInfo, parameter_infos
+from trainer.model.collectives import ScatterSum, TensorGroup
 from trainer.model.layers import Layer, Norm, Rotary
-from trainer.model.loss import LinearCrossEntropy
+from trainer.model.linear import columns
+from trainer.model.loss import LinearCrossEntropy, LossSettings
 from trainer.model.spec import ModelSpec
 
 
@@ -22,7 +24,14 @@ class Embedding(Declared):
         self.declare("weight", (rows, width), (axis, "embed"), "embedding")
 
     def forward(self, index: Tensor) -> Tensor:
-        return F.embedding(index, self.weight)
+        """index: [tokens]. Returns [tokens, width]; where ranks share the table, this rank's tokens of it."""
+        weight = self.local("weight")
+        if self.group is None:
+            return F.embedding(index, weight)
+        index = index - part_start(self.declared["weight"].shape[0], self.group)
+        mine = (index >= 0) & (index < weight.shape[0])
+        rows = F.embedding(torch.where(mine, index, 0), weight) if weight.shape[0] else weight.new_zeros(*index.shape, weight.shape[1])
+        return ScatterSum.apply(self.group, rows.masked_fill(~mine[:, None], 0))
 
 
 class Head(Declared):
@@ -34,11 +43,21 @@ class Head(Declared):
         self.declare("weight", (spec.vocab_size, spec.width), ("vocab", "embed"), "head")
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        """x: [tokens, width]; targets: [tokens] or None. Logits are [tokens, vocab]; where ranks share the vocabulary, this
+        rank's part of it."""
+        weight = self.local("weight")
         if targets is None:
-            logits = F.linear(x, self.weight)
+            logits, = columns(x, [weight], [None], self.group, None)
             return cap_score(logits, cap=self.soft_cap) if self.soft_cap else logits
-        return LinearCrossEntropy.apply(x.flatten(0, 1), self.weight, targets.flatten(), self.soft_cap, self.z_loss, self.chunk,
-                                        self.compiled)
+        start = 0 if self.group is None else part_start(self.declared["weight"].shape[0], self.group)
+        return LinearCrossEntropy.apply(x, weight, targets, LossSettings(self.soft_cap, self.z_loss, self.chunk, self.compiled),
+                                        self.group, start)
+
+
+def part_start(size: int, group: TensorGroup) -> int:
+    """Where the part of rank `group.rank` begins when `size` rows are cut as DTensors are: into equal parts, the last ones
+    smaller."""
+    return min(size, group.rank * -(-size // group.size))
 
 
 class Transformer(nn.Module):
@@ -52,10 +71,11 @@ class Transformer(nn.Module):
         layers = range(spec.depth) if layers is None else layers
         self.spec, self.first, self.last = spec, layers.start == 0, layers.stop == spec.depth
         specs = {index: spec.layer(index) for index in layers}
-        if self.first:
+        self.group: TensorGroup | None = None
+        if self.first or (self.last and spec.tied):  # a tied head is the embedding's parameter, of which each end has a copy
             self.embedding = Embedding(spec.vocab_size, spec.width, "vocab")
-            if spec.learned_positions:
-                self.positions = Embedding(spec.max_length, spec.width, "seq")
+        if self.first and spec.learned_positions:
+            self.positions = Embedding(spec.max_length, spec.width, "seq")
         self.layers = nn.ModuleDict({str(i): Layer(layer, spec.width, spec.parallel_residual) for i, layer in specs.items()})
         # What layers share within a pass: positions of one kind are rotated once, masks of one kind are built once.
         self.kinds: dict[str, tuple[int | None, tuple[int, float]]] = {}
@@ -74,8 +94,8 @@ class Transformer(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Makes a tied head hold the embedding's parameter itself, where one stage holds both."""
-        if self.spec.tied and self.first and self.last:
+        """Makes a tied head hold the embedding's parameter itself."""
+        if self.spec.tied and self.last:
             self.head.weight = self.embedding.weight
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "Transformer":
@@ -84,27 +104,36 @@ class Transformer(nn.Module):
         self.tie()
         return self
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Any:
-        """x: tokens int [batch, length] on the first stage, else hidden states [batch, length, width].
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None,
+                hidden: Tensor | None = None) -> Any:
+        """tokens: int [batch, length]; hidden: [tokens / t, width], what the stage before returned (None on the first).
 
         documents: int [batch, length], tokens of different numbers do not see each other and positions restart.
         Returns hidden states before the last stage; on it logits [batch, length, vocab], or with targets the pair
         (objective, cross-entropy), both summed over the valid targets.
         """
-        length = x.shape[1]
-        positions = document_positions(documents) if documents is not None else torch.arange(length, device=x.device)
+        shape, length = tuple(tokens.shape), tokens.shape[1]
+        positions = document_positions(documents) if documents is not None else torch.arange(length, device=tokens.device)
         rotations = [rotary(positions) for rotary in self.rotaries]
-        masks = {kind: build_mask(documents, length, *kind, x.device) for kind in dict.fromkeys(k for _, k in self.kinds.values())}
-        if self.first:
-            x = self.embedding(x)
-            if self.spec.embedding_scale != 1.0:
-                x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)  # rounded to x's type, as Gemma was trained
-            if self.spec.learned_positions:
-                x = x + self.positions(positions)
+        masks = {kind: build_mask(documents, length, *kind, tokens.device) for kind in dict.fromkeys(k for _, k in self.kinds.values())}
+        x = self.embed(tokens, positions) if self.first else hidden
         for index, layer in self.layers.items():
             rotary, kind = self.kinds[index]
-            x = layer(x, None if rotary is None else rotations[rotary], masks[kind])
-        return self.head(self.norm(x), targets) if self.last else x
+            x = layer(x, shape, None if rotary is None else rotations[rotary], masks[kind])
+        if not self.last:
+            return x
+        x = self.head(self.norm(x), None if targets is None else targets.flatten())
+        return x if targets is not None else x.view(*shape, -1)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """tokens: [batch, length]; positions: [batch or 1, length]. Returns this rank's [tokens / t, width]."""
+        x = self.embedding(tokens.flatten())
+        if self.spec.embedding_scale != 1.0:
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)  # rounded to x's type, as Gemma was trained
+        if self.spec.learned_positions:
+            positions = positions.expand(tokens.shape).flatten()
+            x = x + self.positions(positions if self.group is None else self.group.own(positions))
+        return x
 
 
 def document_positions(documents: Tensor) -> Tensor:

@@ -10,14 +10,15 @@ import torch
 from trainer.batch import BatchPlan
 from trainer.config import Config
 from trainer.model import cost
-from trainer.model.axes import ParameterInfo
 from trainer.model.spec import ModelSpec
+from trainer.model.transformer import declarations
 from trainer.observe import tables
 from trainer.observe.devices import peak_flops
 from trainer.observe.metrics import Meter
 from trainer.parallel.mesh import World
+from trainer.parallel.pipeline.layout import Pipeline
 from trainer.parallel.plan import Plan
-from trainer.precision.policy import DTYPES, Policy
+from trainer.precision.policy import DTYPES, parameter_policies
 
 
 def device_name(device: torch.device) -> str:
@@ -40,17 +41,18 @@ def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> Me
                  peak, world.size)
 
 
-def print_start(config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan, infos: dict[str, ParameterInfo],
-                policies: dict[str, Policy], corpus: Any, world: World) -> None:
-    """One table: model, plan, batch arithmetic, memory of the states on each rank."""
+def print_start(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, batch: BatchPlan, corpus: Any, world: World) -> None:
+    """One table: model, plan, batch arithmetic, memory of the states on the fullest rank."""
     counts = cost.parameter_counts(spec)
-    states = cost.state_bytes(spec, plan, compute_bytes=DTYPES[config.precision.compute].itemsize)
+    states = max((cost.state_bytes(spec, plan, DTYPES[config.precision.compute].itemsize, pipeline.stages(rank).values())
+                  for rank in range(plan.pp)), key=lambda states: states.total)
     activation = config.activation.mode + (f", every {config.activation.every} blocks" if config.activation.every > 1 else "")
     tables.startup(
         model=[("name", f"{spec.name} ({spec.family})"), ("parameters", tables.count(counts["total"])),
                ("layers x width", f"{spec.depth} x {spec.width}"),
                ("FLOPs per token", tables.flops(cost.flops_per_token(spec, batch.sequence_length, causal=True)))],
         plan=[("processes", f"{world.size} x {device_name(world.device)}"), ("plan", plan.describe()),
+              *([("pipeline", pipeline.describe())] if plan.pp > 1 else []),
               ("precision", config.precision.compute + ("" if config.precision.reduce == "fp32" else f", {config.precision.reduce} reduction")),
               ("recompute", activation), ("compile", "each block" if config.compile else "off")],
         batch=[("sequence", f"{batch.sequence_length} tokens"),
@@ -60,6 +62,8 @@ def print_start(config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan, i
                 f", {tables.count(len(corpus.eval))} held out")],
         memory=[(name, tables.size(value)) for name, value in states.rows()])
     if config.logging.types:
+        infos = declarations(spec)
+        policies = parameter_policies(infos, config.precision.types, config.optimizer)
         tables.parameter_types([
             {"parameter": name, "shape": "x".join(map(str, info.shape)), "type": info.role, "optimizer": policies[name].optimizer,
              "state": str(policies[name].state_dtype).removeprefix("torch."), "weight decay": policies[name].weight_decay,

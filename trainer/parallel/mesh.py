@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainer.config import ConfigError, RunConfig
 from trainer.parallel.plan import Plan
 
-DIMENSIONS = ("pp", "replicate", "shard", "tp")
+DIMENSIONS = ("pp", "replicate", "shard", "cp", "tp")
+"""From the slowest to the fastest; neighbours in the last dimension are neighbours in a node. `cp` has one rank until there
+is context parallelism."""
 
 
 def local_device(run: RunConfig) -> torch.device:
@@ -39,13 +41,22 @@ class World:
     data: DeviceMesh
     """The ranks that see different data: replicate x shard as one dimension."""
 
-    def sum_shards(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums `values` in place over the ranks that share one copy of the sharded state."""
-        return self._sum(values, self.mesh["shard"])
+    @property
+    def pipeline(self) -> list[int]:
+        """The global ranks of this rank's pipeline, in order of their place in it."""
+        return self.mesh["pp"].mesh.flatten().tolist()
+
+    def place(self, name: str) -> int:
+        """This rank's coordinate in a dimension of the mesh."""
+        return self.mesh[name].get_local_rank()
 
     def sum_data(self, values: torch.Tensor) -> torch.Tensor:
         """Sums `values` in place over the ranks that see different data."""
-        return self._sum(values, self.data)
+        return self._sum(values, self.data.get_group())
+
+    def sum_all(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums `values` in place over all ranks; every rank gets the same bits."""
+        return self._sum(values, None)
 
     def agree(self, decide: Callable[[], Any]) -> Any:
         """What rank 0 decides (a picklable value), on every rank; an error of it is raised on every rank."""
@@ -60,9 +71,9 @@ class World:
             raise answer[0]
         return answer[0]
 
-    def _sum(self, values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        if mesh.size() > 1:
-            dist.all_reduce(values, group=mesh.get_group())
+    def _sum(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(values, group=group)
         return values
 
 
@@ -78,5 +89,5 @@ def join(plan: Plan, device: torch.device) -> World:
         rendezvous = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, timeout=datetime.timedelta(minutes=20), **rendezvous,
                                 device_id=device if device.type == "cuda" else None)
-    mesh = init_device_mesh(device.type, (plan.pp, plan.replicate, plan.shard, plan.tp), mesh_dim_names=DIMENSIONS)
+    mesh = init_device_mesh(device.type, (plan.pp, plan.replicate, plan.shard, 1, plan.tp), mesh_dim_names=DIMENSIONS)
     return World(dist.get_rank(), dist.get_world_size(), device, mesh, mesh["replicate", "shard"]._flatten("dp"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.config import ConfigError, ParallelConfig
-from trainer.model.spec import divisors
+from trainer.model.spec import ModelSpec, divisors
 
 
 @dataclass(frozen=True)
@@ -27,31 +27,42 @@ class Plan:
         return self.replicate * self.shard
 
     def describe(self) -> str:
-        parts = [f"{name}{size}" for name, size in (("pp", self.pp), ("tp", self.tp)) if size > 1]
+        parts = [f"{name}{size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1]
         return " x ".join([f"dp{self.dp}", *parts]) + f", ZeRO-{self.stage}" + (
             f" over {self.shard} of {self.dp} ranks" if self.stage and self.shard < self.dp else "") + (
             ", offloaded to host memory" if self.offload else "")
 
 
-def check_plan(parallel: ParallelConfig, world: int) -> list[str]:
-    """Everything that makes the plan impossible on `world` processes, one sentence each."""
-    problems = []
-    for name, reason in (("tp", "tensor"), ("pp", "pipeline")):
-        size = getattr(parallel, name)
-        if size != 1:
-            problems.append(f"parallel.{name}={size}: {reason} parallelism is not part of this version; legal: 1 "
-                            "(parallel.zero.stage=3 spreads a large model over the data-parallel ranks)")
+def check_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = None, node: int | None = None) -> list[str]:
+    """Everything that makes the plan impossible on `world` processes, one sentence each.
+
+    spec: the model, where it is known; node: processes on this machine, all of them if None.
+    """
+    problems = [f"parallel.{name}={size} must be at least 1" for name in ("tp", "pp") if (size := getattr(parallel, name)) < 1]
     if parallel.dp != -1 and parallel.dp < 1:
-        return [*problems, f"parallel.dp={parallel.dp} must be positive, or -1 for all {world} processes"]
-    if parallel.dp not in (-1, world) and not problems:
-        problems.append(f"parallel.dp={parallel.dp} x tp={parallel.tp} x pp={parallel.pp} needs {parallel.dp} processes, but {world} "
-                        f"run; legal: {world}, or -1 for what is left (or start {parallel.dp} with --nproc-per-node)")
-    dp, shard, stage = world if parallel.dp == -1 else parallel.dp, parallel.shard, parallel.zero.stage
-    if shard != -1 and shard not in divisors(dp):
-        problems.append(f"parallel.shard={shard} does not divide the {dp} data-parallel ranks; legal: "
+        problems.append(f"parallel.dp={parallel.dp} must be positive, or -1 for the processes that are left")
+    if problems:
+        return problems
+    problems = _check_tensor(parallel, spec, min(node or world, world)) + _check_depth(parallel, spec)
+    model, dp, stage = parallel.tp * parallel.pp, parallel.dp, parallel.zero.stage
+    degrees = f"parallel.tp={parallel.tp} x parallel.pp={parallel.pp}" + ("" if dp == -1 else f" x parallel.dp={dp}")
+    if world % model or dp not in (-1, world // model):
+        ways = [f"start {model * max(dp, 1)} with --nproc-per-node"]
+        if world % model == 0:
+            ways.append(f"set parallel.dp={world // model}, or -1 for what is left")
+        else:
+            fitting = [(n, parallel.pp) for n in divisors(world) if n < parallel.tp and world % (n * parallel.pp) == 0][-1:]
+            fitting += [(parallel.tp, n) for n in divisors(world) if n < parallel.pp and world % (n * parallel.tp) == 0][-1:]
+            fitting = fitting or [(1, 1)]
+            ways += [f"set parallel.tp={tp} parallel.pp={pp}" for tp, pp in fitting]
+        needs = f"needs {model * dp} processes" if dp != -1 else f"needs a multiple of {model} processes"
+        return [*problems, f"{degrees} {needs}, but {world} run; {', or '.join(ways)}"]
+    dp = world // model
+    if parallel.shard != -1 and parallel.shard not in divisors(dp):
+        problems.append(f"parallel.shard={parallel.shard} does not divide the {dp} data-parallel ranks; legal: "
                         f"{', '.join(map(str, divisors(dp)))}, or -1 for all")
-    if stage == 0 and shard not in (-1, 1):
-        problems.append(f"parallel.shard={shard} has nothing to share at parallel.zero.stage=0; set parallel.zero.stage=1, 2 or 3, "
+    if stage == 0 and parallel.shard not in (-1, 1):
+        problems.append(f"parallel.shard={parallel.shard} has nothing to share at parallel.zero.stage=0; set parallel.zero.stage=1, 2 or 3, "
                         "or parallel.shard=-1")
     if stage == 0 and parallel.zero.offload:
         problems.append("parallel.zero.offload=true keeps sharded state in host memory, and parallel.zero.stage=0 shards none; "
@@ -59,11 +70,39 @@ def check_plan(parallel: ParallelConfig, world: int) -> list[str]:
     return problems
 
 
-def resolve_plan(parallel: ParallelConfig, world: int) -> Plan:
+def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, node: int) -> list[str]:
+    """What keeps the model from being cut into parallel.tp parts, or those from staying inside a node of `node` processes."""
+    tp, problems = parallel.tp, []
+    if spec is not None and tp > 1:
+        shapes = [(a.heads, a.kv_heads) for a in (spec.layer(index).attention for index in range(spec.depth))]
+        wrong = next(((heads, keys) for heads, keys in shapes if not cuts(heads, keys, tp)), None)
+        if wrong is not None:
+            legal = [n for n in divisors(wrong[0]) if all(cuts(heads, keys, n) for heads, keys in shapes)]
+            problems.append(f"parallel.tp={tp} does not divide model.attention.heads={wrong[0]} with kv_heads={wrong[1]}; legal: "
+                            f"{', '.join(map(str, legal))}")
+    if (tp > node or node % tp) and not parallel.tp_across_nodes:
+        problems.append(f"parallel.tp={tp} spans nodes of {node} processes, and tensor parallelism is slow over their links; set "
+                        f"parallel.tp={max(n for n in divisors(node) if n <= tp)} and use parallel.pp, or force it with parallel.tp_across_nodes=true")
+    return problems
+
+
+def cuts(heads: int, kv_heads: int, tp: int) -> bool:
+    """Whether each of `tp` ranks gets as many heads, with the key-value heads that they look at."""
+    return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def _check_depth(parallel: ParallelConfig, spec: ModelSpec | None) -> list[str]:
+    if spec is None or parallel.pp <= spec.depth:
+        return []
+    return [f"parallel.pp={parallel.pp} exceeds the {spec.depth} layers of the model; legal: up to {spec.depth}"]
+
+
+def resolve_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = None, node: int | None = None) -> Plan:
     """The plan on `world` processes. Raises `ConfigError` with all problems."""
-    problems = check_plan(parallel, world)
+    problems = check_plan(parallel, world, spec, node)
     if problems:
         raise ConfigError(problems)
-    stage = parallel.zero.stage
-    shard = 1 if stage == 0 else world if parallel.shard == -1 else parallel.shard
-    return Plan(world=world, pp=1, replicate=world // shard, shard=shard, tp=1, stage=stage, offload=parallel.zero.offload)
+    stage, dp = parallel.zero.stage, world // (parallel.tp * parallel.pp)
+    shard = 1 if stage == 0 else dp if parallel.shard == -1 else parallel.shard
+    return Plan(world=world, pp=parallel.pp, replicate=dp // shard, shard=shard, tp=parallel.tp, stage=stage,
+                offload=parallel.zero.offload)

@@ -20,7 +20,8 @@ from trainer.parallel.plan import Plan
 
 
 def shard(model: nn.Module, plan: Plan, world: World, compute: torch.dtype, reduce: torch.dtype) -> None:
-    """Wraps each layer and then the model itself (embedding, final norm, head) as one unit of gathering and reduction.
+    """Wraps each layer and then the model (or pipeline stage) itself, with embedding, final norm and head, as one unit of
+    gathering and reduction.
 
     Parameters stay fp32; forward and backward see them in `compute`, gradients are reduced in `reduce`.
     """
@@ -38,13 +39,81 @@ def shard(model: nn.Module, plan: Plan, world: World, compute: torch.dtype, redu
             module.set_force_sum_reduction_for_comms(True)
 
 
-def prepare_micro_batch(model: FSDPModule, plan: Plan, last: bool) -> None:
-    """Says before each micro-batch whether it is the optimizer step's last, so that communication happens when the stage
-    wants it and gathered parameters are dropped when they are about to change."""
-    model.set_is_last_backward(last)
-    model.set_requires_gradient_sync(last or plan.stage >= 2)
-    model.set_requires_all_reduce(last)
-    model.set_reshard_after_backward(last or plan.stage == 3)
+class Sharding:
+    """What the schedule asks of FSDP for each stage of this rank: when gradients are reduced and what stays gathered.
+
+    stages: number -> stage, each a unit of its own with its layers inside; micro_batches: backward passes a step.
+    """
+
+    def __init__(self, stages: dict[int, FSDPModule], plan: Plan, micro_batches: int):
+        self.stages, self.gather_again = stages, plan.stage == 3
+        self.reductions = micro_batches if plan.stage >= 2 else 1
+        self.left = dict.fromkeys(stages, 0)
+
+    def begin(self, stage: int) -> None:
+        """Before a stage's first action of a step: nothing is reduced, and what is gathered is kept as the plan wants it."""
+        self.left[stage] = self.reductions
+        self.stages[stage].set_is_last_backward(False)
+        self._reduce_next(stage, False)
+
+    def unshard(self, stage: int) -> None:
+        """Starts gathering what the stage's next pass needs first, while something else is still running."""
+        model = self.stages[stage]
+        if model._get_fsdp_state()._is_root:  # not before the first pass: FSDP has not set itself up
+            for module in [model, next(iter(model.layers.values()))]:
+                module.unshard(async_op=True)
+
+    def accumulate(self, stage: int) -> None:
+        """Takes over weight gradients that were computed outside of backward, in the type they are reduced in."""
+        for group in parameter_groups(self.stages[stage]):
+            for parameter in group.fsdp_params:
+                whole = getattr(parameter, "_unsharded_param", None)
+                if whole is None or whole.grad is None:
+                    continue
+                gradient, whole.grad = whole.grad, None
+                if parameter.unsharded_accumulated_grad is None:
+                    parameter.unsharded_accumulated_grad = gradient.to(parameter.reduce_dtype or gradient.dtype)
+                else:
+                    parameter.unsharded_accumulated_grad += gradient
+
+    def reducing(self, stage: int) -> None:
+        """Before a full backward after which gradients are due: FSDP reduces those of each layer while the next runs."""
+        self._reduce_next(stage, True)
+
+    def reduced(self, stage: int) -> None:
+        """After that backward."""
+        self.left[stage] -= 1
+        self._reduce_next(stage, False)
+
+    def reduce(self, stage: int) -> None:
+        """Reduces what has been accumulated, where the last gradients came from outside of backward."""
+        self.accumulate(stage)
+        self._reduce_next(stage, True)
+        for group in reversed(parameter_groups(self.stages[stage])):
+            group.post_backward()
+        self.reduced(stage)
+
+    def reshard(self, stage: int) -> None:
+        """After the stage's last use in a step: its gathered parameters are about to change."""
+        drop_gathered(self.stages[stage])
+
+    def end(self, stage: int) -> None:
+        """After the rank's last action of a step: the gradients are there when its next kernel runs."""
+        self.stages[stage].set_is_last_backward(True)
+        self.stages[stage]._get_fsdp_state()._root_post_backward_final_callback()
+
+    def _reduce_next(self, stage: int, wanted: bool) -> None:
+        model, last = self.stages[stage], wanted and self.left[stage] == 1
+        model.set_requires_gradient_sync(wanted)
+        model.set_requires_all_reduce(last)
+        model.set_reshard_after_backward(last or self.gather_again)
+
+
+def parameter_groups(model: nn.Module) -> list:
+    """FSDP's own groups of parameters. Private, and needed because FSDP reduces gradients in backward only (torch's own
+    pipeline does the same)."""
+    return [group for module in model.modules() if isinstance(module, FSDPModule)
+            if (group := module._get_fsdp_state()._fsdp_param_group) is not None]
 
 
 def drop_gathered(model: nn.Module) -> None:

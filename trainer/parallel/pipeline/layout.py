@@ -1,0 +1,110 @@
+"""From the configuration to a schedule and a split of the layers: what the pipeline of a run is."""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainer.batch import BatchPlan
+from trainer.config import Config, ConfigError
+from trainer.model.spec import ModelSpec
+from trainer.parallel.pipeline import ir
+from trainer.parallel.pipeline.cost import LayerCosts, layer_costs
+from trainer.parallel.pipeline.ir import Schedule
+from trainer.parallel.pipeline.partition import even, explicit, partition
+from trainer.parallel.pipeline.templates import TEMPLATES, build_schedule, greedy, place
+from trainer.parallel.plan import Plan
+
+PROBE = "interleaved"
+"""What runs while `auto` measures, where the number of layers allows two stages a rank; else 1F1B."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Who computes what, and when. split: by stage, the layers it holds."""
+    schedule: Schedule
+    split: tuple[range, ...]
+
+    def stages(self, rank: int) -> dict[int, range]:
+        """The stages on a pipeline rank, with their layers."""
+        return {stage: layers for stage, layers in enumerate(self.split) if self.schedule.placement[stage] == rank}
+
+    def describe(self) -> str:
+        sizes = "-".join(str(len(layers)) for layers in self.split)
+        return f"{self.schedule.name}, {self.schedule.microbatches} micro-batches, layers {sizes} over {self.schedule.ranks} ranks"
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some weight gradients are computed apart from the rest of backward."""
+        return any(action.kind == "W" for order in self.schedule.orders for action in order)
+
+
+def resolve_pipeline(config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan) -> Pipeline:
+    """The pipeline that the configuration asks for. Raises `ConfigError`."""
+    settings = config.parallel.pipeline
+    placement, schedule = check_pipeline(config, spec.depth, plan, batch)
+    costs = estimated_costs(config, spec, plan, batch)
+    split = resolve_split(settings.split, costs, placement)
+    if schedule is None:
+        stages = costs.stage(split)
+        shares = [sum(size for size, place in zip(stages.activation, placement) if place == rank) for rank in range(plan.pp)]
+        cap = max(max(shares), (settings.memory_cap or plan.pp) * sum(shares) / plan.pp)  # of an average rank's micro-batch
+        schedule = greedy(stages, placement, batch.accumulation, cap)
+    if config.compile:  # the compiler makes one graph of a layer's backward
+        schedule = ir.full_backward(schedule)
+    return Pipeline(schedule, split)
+
+
+def check_pipeline(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> tuple[tuple[int, ...], Schedule | None]:
+    """Placement and schedule as far as they do not depend on costs; needs no torch. Raises `ConfigError`."""
+    settings = config.parallel.pipeline
+    if plan.pp == 1:  # the order of one rank's micro-batches is not worth a choice
+        return (0,), build_schedule("1f1b", 1, batch.accumulation)
+    if settings.schedule == "greedy":
+        schedule, placement = None, place(plan.pp, settings.chunks or 1, "v")
+    else:
+        schedule = named_schedule(config, depth, plan, batch)
+        placement = schedule.placement
+    if len(placement) > depth:
+        raise ConfigError(f"parallel.pp={plan.pp} x {len(placement) // plan.pp} stages a rank needs {len(placement)} layers, and the model has "
+                          f"{depth}; set parallel.pipeline.chunks or parallel.pp lower, or parallel.pipeline.schedule=1f1b")
+    if isinstance(settings.split, list):
+        explicit(settings.split, depth, len(placement))
+    elif settings.split not in ("balanced", "even"):
+        raise ConfigError(f"parallel.pipeline.split={settings.split} is unknown; legal: balanced, even, or the number of layers of each stage")
+    return placement, schedule
+
+
+def named_schedule(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> Schedule:
+    """A template's schedule or that of a CSV file."""
+    settings, name = config.parallel.pipeline, config.parallel.pipeline.schedule
+    if name == "auto":
+        name = PROBE if 2 * plan.pp <= depth else "1f1b"
+    if name in TEMPLATES:
+        return build_schedule(name, plan.pp, batch.accumulation, settings.chunks, settings.group_size)
+    path = Path(name.removeprefix("csv:"))
+    if path.suffix != ".csv":
+        raise ConfigError(f"parallel.pipeline.schedule={name} is unknown; legal: {', '.join(TEMPLATES)}, greedy, auto, or the path of a .csv file")
+    try:
+        schedule = ir.loads(path.read_text(), name=path.stem)
+    except OSError as error:
+        raise ConfigError(f"parallel.pipeline.schedule={name}: cannot read it ({error.strerror})") from None
+    problems = ir.validate(schedule)
+    if schedule.ranks != plan.pp:
+        problems.append(f"it has {schedule.ranks} lines, one a rank, for parallel.pp={plan.pp}")
+    elif schedule.microbatches != batch.accumulation:
+        problems.append(f"it orders {schedule.microbatches} micro-batches; set batch.accumulation={schedule.microbatches}")
+    if problems:
+        raise ConfigError([f"parallel.pipeline.schedule={name}: {problem}" for problem in problems[:5]])
+    return replace(schedule, name=name)
+
+
+def estimated_costs(config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan) -> LayerCosts:
+    """Relative costs of the layers, from their operations; the rate is of no consequence."""
+    return layer_costs(spec, batch.sequence_length, batch.micro_size, plan.tp, 1.0, recompute=config.activation)
+
+
+def resolve_split(setting: object, costs: LayerCosts, placement: tuple[int, ...]) -> tuple[range, ...]:
+    """The layers of each stage, of a checked setting."""
+    if isinstance(setting, list):
+        return explicit(setting, costs.depth, len(placement))
+    return even(costs.depth, len(placement)) if setting == "even" else partition(costs, len(placement), placement)

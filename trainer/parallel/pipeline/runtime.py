@@ -1,0 +1,402 @@
+"""Runs a schedule: the micro-batches of one optimizer step, forward and backward, on the stages that this rank holds.
+
+Every training step goes through here, also that of a rank without a pipeline (one stage; F, B, F, B ...).
+"""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ContextManager, NamedTuple, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.profiler import record_function
+
+from trainer.config import ConfigError
+from trainer.parallel.pipeline.channels import Channels, Pending, PipelineError, TransferError
+from trainer.parallel.pipeline.ir import COMPUTE, Action, Schedule
+from trainer.parallel.pipeline.lower import lower
+from trainer.parallel.pipeline.simulate import Span
+from trainer.parallel.pipeline.templates import forward_only
+
+if TYPE_CHECKING:
+    from trainer.data.batches import Batch
+
+PATIENCE = 1.0
+"""Seconds in which a rank whose transfer broke looks for the reason before it calls its peer silently gone."""
+
+STEPS_TIMED = 3
+"""Steps whose times are kept: on CUDA the newest are still running when they are asked for."""
+
+EVALUATED_TOGETHER = 8
+"""Micro-batches per rank that an evaluation has on their way: no backward pass holds back the first ranks there."""
+
+
+class Sharding(Protocol):
+    """What happens to a stage's parameters and gradients around its computation (ZeRO)."""
+
+    def begin(self, stage: int) -> None:
+        """A step starts: no reduction until one is asked for."""
+
+    def unshard(self, stage: int) -> None:
+        """The stage is needed soon: starts to gather its parameters."""
+
+    def reshard(self, stage: int) -> None:
+        """The stage is not needed for a while: gathered parameters may go."""
+
+    def accumulate(self, stage: int) -> None:
+        """Weight gradients were computed outside of a backward pass (W)."""
+
+    def reducing(self, stage: int) -> None:
+        """The next backward pass (B) reduces the stage's gradients itself, overlapped; no `reduce` follows."""
+
+    def reduced(self, stage: int) -> None:
+        """That backward pass has run."""
+
+    def reduce(self, stage: int) -> None:
+        """Reduces the gradients accumulated on the stage."""
+
+    def end(self, stage: int) -> None:
+        """The step's last action has run."""
+
+
+class DeferredGrads(Protocol):
+    """Where linear layers leave the work of their weight gradients."""
+    active: bool
+    """While it is set, a backward pass leaves that work instead of doing it."""
+
+    def take(self) -> Callable[[], None]:
+        """Everything left since the last call, as one function that computes and accumulates it."""
+
+
+class Instruction(NamedTuple):
+    """An action of this rank; `reduces`: a backward pass that also does the reduction after it."""
+    action: Action
+    reduces: bool = False
+
+
+def instructions(actions: tuple[Action, ...]) -> tuple[Instruction, ...]:
+    """A lowered program, each reduction joined to the action before it on its stage where that is a full backward."""
+    program: list[Instruction] = []
+    latest: dict[int, int] = {}  # by stage, where its last compute action stands in the program
+    for action in actions:
+        if action.kind == "REDUCE_GRAD" and program[place := latest[action.stage]].action.kind == "B":
+            program[place] = Instruction(program[place].action, reduces=True)
+            continue
+        if action.kind in COMPUTE:
+            latest[action.stage] = len(program)
+        program.append(Instruction(action))
+    return tuple(program)
+
+
+class Runtime:
+    """Executes `schedule` on this rank.
+
+    stages: by stage, the module that this rank holds, called as `module(tokens, targets, documents, hidden)`: `hidden` is
+    None on the first stage, `targets` on all but the last. It returns the hidden state, on the last stage the pair
+    (objective, entropy) of scalars, sums over the micro-batch's tokens, of which the first is differentiated.
+    channels: the edges of the pipeline; None on a rank without one.
+    hidden: shape and dtype of the activation between any two stages, for a micro-batch.
+    reduce, ahead: how `lower` places reductions ("last" or "every" backward) and how many stages it gathers ahead.
+
+    Memory is bounded by the schedule: the buffer of a receive exists from its posting, the input of a micro-batch until its
+    backward (I or B) is done, its output only until it is sent.
+
+    An error in an action is raised as `PipelineError` on every rank of the pipeline, naming the rank and action where it
+    happened; without channels it is raised as it is. After it the channels are closed.
+    """
+
+    def __init__(self, schedule: Schedule, stages: dict[int, nn.Module], channels: Channels | None, sharding: Sharding,
+                 deferred: DeferredGrads, hidden: Callable[[Batch], tuple[torch.Size, torch.dtype]], device: torch.device,
+                 reduce: str = "last", ahead: int = 1):
+        self.schedule, self.stages, self.channels, self.device = schedule, stages, channels, torch.device(device)
+        self.sharding, self.deferred, self.hidden, self.ahead = sharding, deferred, hidden, ahead
+        self.rank = 0 if channels is None else channels.rank
+        held = {stage for stage, rank in enumerate(schedule.placement) if rank == self.rank}
+        if held != set(stages):
+            raise ValueError(f"schedule {schedule.name} places stages {sorted(held)} on rank {self.rank}, which has {sorted(stages)}")
+        self._program = instructions(lower(schedule, self.rank, reduce=reduce, ahead=ahead))
+        self._evaluations: dict[int, tuple[Instruction, ...]] = {}
+        self._times: deque[StepTimes] = deque(maxlen=STEPS_TIMED)
+
+    def train(self, batches: list[Batch], scale: Tensor) -> Tensor:
+        """Forward and backward of one step's micro-batches; gradients are added to those that the parameters have.
+
+        scale: scalar that multiplies the objective in the backward pass (loss scale / valid tokens).
+        Returns the entropies [micro-batches] in fp64; zeros on ranks without the last stage.
+        """
+        if len(batches) != self.schedule.microbatches:
+            raise ValueError(f"{len(batches)} micro-batches for schedule {self.schedule.name} of {self.schedule.microbatches}")
+        times = self._times.popleft() if len(self._times) == STEPS_TIMED else StepTimes(self.device)
+        times.restart()
+        self._times.append(times)
+        for stage in self.stages:
+            self.sharding.begin(stage)
+        flight = _Flight(batches, scale, times)
+        self._run(self._program, flight)
+        for stage in self.stages:
+            self.sharding.end(stage)
+        return flight.losses(self.device)
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[Batch]) -> Tensor:
+        """The entropies [batches] in fp64 without backward passes; zeros on ranks without the last stage.
+
+        Every rank of the pipeline passes as many batches, any number. Gradients, also half accumulated ones, stay as they are.
+        """
+        modes = {stage: module.training for stage, module in self.stages.items()}
+        for module in self.stages.values():
+            module.eval()
+        together = len(batches) if self.channels is None else EVALUATED_TOGETHER * self.schedule.ranks
+        losses = [torch.zeros(0, dtype=torch.float64, device=self.device)]
+        for start in range(0, len(batches), together):
+            flight = _Flight(batches[start:start + together])
+            self._run(self._forward_only(len(flight.batches)), flight)
+            losses.append(flight.losses(self.device))
+        for stage, module in self.stages.items():
+            module.train(modes[stage])
+        return torch.cat(losses)
+
+    @property
+    def times(self) -> StepTimes:
+        """Of the latest step, which may still run on the device; kept until `STEPS_TIMED` more are started."""
+        return self._times[-1]
+
+    @property
+    def timeline(self) -> tuple[Span, ...]:
+        """When each compute action of the latest finished step ran."""
+        return self._finished().spans()
+
+    def busy(self) -> float:
+        """Seconds of computation in the latest finished step."""
+        return self._finished().busy()
+
+    def finish(self) -> float:
+        """Seconds from the start of the latest finished step to the end of its last action."""
+        return self._finished().finish()
+
+    def _finished(self) -> StepTimes:
+        return next((times for times in reversed(self._times) if times.finished()), self._times[0])
+
+    def _forward_only(self, count: int) -> tuple[Instruction, ...]:
+        if count not in self._evaluations:
+            self._evaluations[count] = instructions(lower(forward_only(self.schedule.placement, count), self.rank, ahead=self.ahead))
+        return self._evaluations[count]
+
+    def _run(self, program: tuple[Instruction, ...], flight: _Flight) -> None:
+        named = _named if torch.autograd._profiler_enabled() else _unnamed
+        instruction = None
+        try:
+            for instruction in program:
+                with named(instruction.action):
+                    self._perform(instruction, flight)
+            instruction = None
+            if self.channels is not None:
+                self.channels.flush()
+        except Exception as error:
+            self._fail(error, instruction and instruction.action)
+        finally:
+            self.deferred.active = False
+
+    def _perform(self, instruction: Instruction, flight: _Flight) -> None:
+        action = instruction.action
+        stage, key, placement = action.stage, (action.stage, action.microbatch), self.schedule.placement
+        match action.kind:
+            case "F":
+                self._forward(stage, action, flight)
+            case "B" | "I":
+                self._backward(stage, action, flight, instruction.reduces)
+            case "W":
+                with flight.timed(action):
+                    flight.weights.pop(key)()
+                    self.sharding.accumulate(stage)
+            case "SEND_F":
+                self.channels.send(flight.outputs.pop(key), placement[stage + 1])
+            case "SEND_B":
+                self.channels.send(flight.input_gradients.pop(key), placement[stage - 1])
+            case "RECV_F":
+                flight.inputs[key] = self.channels.recv(*self.hidden(flight.batches[action.microbatch]), placement[stage - 1])
+            case "RECV_B":
+                like = self.hidden(flight.batches[action.microbatch])
+                flight.output_gradients[key] = self.channels.recv(*like, placement[stage + 1])
+            case "UNSHARD":
+                self.sharding.unshard(stage)
+            case "RESHARD":
+                self.sharding.reshard(stage)
+            case "REDUCE_GRAD":
+                self.sharding.reduce(stage)
+            case kind:
+                raise ValueError(f"no rank can perform {kind}")
+
+    def _forward(self, stage: int, action: Action, flight: _Flight) -> None:
+        number, last = action.microbatch, stage == self.schedule.stages - 1
+        batch, hidden = flight.batches[number], None
+        if stage > 0:
+            hidden = _arrived(flight.inputs.pop((stage, number)))
+            hidden.requires_grad_(flight.training)
+        with flight.timed(action):
+            output = self.stages[stage](batch.tokens, batch.targets if last else None, batch.documents, hidden)
+        if last:
+            output, entropy = output
+            flight.entropies[number] = entropy.detach()
+        elif self.schedule.placement[stage + 1] == self.rank:
+            flight.inputs[stage + 1, number] = output.detach()
+        else:
+            flight.outputs[stage, number] = output.detach()
+        if flight.training:
+            # The place in the graph from which backward starts, and not the output: its memory goes when it is sent.
+            flight.graphs[stage, number] = hidden, get_gradient_edge(output) if output.requires_grad else None
+            if last:
+                flight.output_gradients[stage, number] = flight.scale.to(output.dtype)
+
+    def _backward(self, stage: int, action: Action, flight: _Flight, reduces: bool) -> None:
+        key = stage, action.microbatch
+        gradient = _arrived(flight.output_gradients.pop(key))
+        hidden, output = flight.graphs.pop(key)
+        if reduces:
+            self.sharding.reducing(stage)
+        with flight.timed(action):
+            self.deferred.active = action.kind == "I"
+            if output is not None:  # nothing to do below the first stage that has something to train
+                torch.autograd.backward(output, gradient)
+            self.deferred.active = False
+            if action.kind == "I":
+                flight.weights[key] = self.deferred.take()
+        if reduces:
+            self.sharding.reduced(stage)
+        if hidden is None:
+            return
+        gradient = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+        if self.schedule.placement[stage - 1] == self.rank:
+            flight.output_gradients[stage - 1, action.microbatch] = gradient
+        else:
+            flight.input_gradients[key] = gradient
+
+    def _fail(self, error: Exception, action: Action | None) -> NoReturn:
+        """Raises what is to be known about an error on this or another rank, after telling it to the others.
+
+        Closing the channels makes their transfers break, so that they look for what was told."""
+        if self.channels is None:
+            raise error
+        channels, me = self.channels, self.channels.ranks[self.rank]
+        where = "the end of the step" if action is None else f"{action} ({_describe(action)})"
+        told = channels.failures.told(PATIENCE if isinstance(error, TransferError) else 0.0)
+        if told is None and isinstance(error, TransferError):
+            told = channels.failures.tell(f"rank {error.peer} was lost: it ended, or its connection broke, without a word of why; "
+                                          f"rank {me} noticed at {where}, {error}")
+        elif told is None:
+            mine = f"rank {me} failed in {where}: {type(error).__name__}: {error}"
+            told = channels.failures.tell(mine)
+            if told == mine:
+                channels.close(abort=True)
+                raise error if isinstance(error, ConfigError) else PipelineError(mine) from error
+        channels.close(abort=True)
+        raise PipelineError(f"{told} [seen by rank {me} at {where}]") from error
+
+
+@dataclass
+class _Flight:
+    """The micro-batches of one run of a program, and what of them is in memory on this rank; keys are (stage, micro-batch)."""
+    batches: list[Batch]
+    scale: Tensor | None = None
+    times: StepTimes | None = None
+    inputs: dict[tuple[int, int], Tensor | Pending] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """To be sent."""
+    output_gradients: dict[tuple[int, int], Tensor | Pending] = field(default_factory=dict)
+    input_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """To be sent."""
+    graphs: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = field(default_factory=dict)
+    """From forward to backward: the input and where the graph of the output begins."""
+    weights: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
+    """From I to W."""
+    entropies: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def training(self) -> bool:
+        return self.scale is not None
+
+    def timed(self, action: Action) -> ContextManager[Any]:
+        return nullcontext() if self.times is None else self.times.timed(action)
+
+    def losses(self, device: torch.device) -> Tensor:
+        if not self.entropies:
+            return torch.zeros(len(self.batches), dtype=torch.float64, device=device)
+        return torch.stack([self.entropies[number] for number in range(len(self.batches))]).double()
+
+
+class StepTimes:
+    """When the compute actions of one step ran: by the host's clock on a CPU, by events in the stream's work on CUDA.
+
+    The events are used again when the object is."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+        self._actions: list[Action] = []
+        self._used = 0
+
+    def restart(self) -> None:
+        """Marks the start of a step."""
+        self._actions.clear()
+        self._used = 0
+        self._mark()
+
+    @contextmanager
+    def timed(self, action: Action) -> Iterator[None]:
+        self._actions.append(action)
+        self._mark()
+        yield
+        self._mark()
+
+    def finished(self) -> bool:
+        """Whether the step has ended on the device too."""
+        return not self._cuda or self._marks[self._used - 1].query()
+
+    def spans(self) -> tuple[Span, ...]:
+        """In seconds from the step's start; waits for the step to end."""
+        if self._cuda:
+            self._marks[self._used - 1].synchronize()
+        first, *marks = self._marks[:self._used]
+        seconds = [first.elapsed_time(mark) / 1000 if self._cuda else mark - first for mark in marks]
+        return tuple(Span(action, *seconds[2 * i:2 * i + 2]) for i, action in enumerate(self._actions))
+
+    def busy(self) -> float:
+        return sum(span.end - span.start for span in self.spans())
+
+    def finish(self) -> float:
+        return max((span.end for span in self.spans()), default=0.0)
+
+    def _mark(self) -> None:
+        if self._used == len(self._marks):
+            self._marks.append(torch.cuda.Event(enable_timing=True) if self._cuda else 0.0)
+        if self._cuda:
+            self._marks[self._used].record()
+        else:
+            self._marks[self._used] = perf_counter()
+        self._used += 1
+
+
+def _arrived(tensor: Tensor | Pending) -> Tensor:
+    return tensor.wait() if isinstance(tensor, Pending) else tensor
+
+
+def _named(action: Action) -> ContextManager[Any]:
+    return record_function(f"PP:{action}")
+
+
+def _unnamed(action: Action) -> ContextManager[Any]:
+    return nullcontext()
+
+
+def _describe(action: Action) -> str:
+    kinds = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradient of the weights",
+             "SEND_F": "sending the hidden state", "RECV_F": "receiving the hidden state", "SEND_B": "sending the gradient",
+             "RECV_B": "receiving the gradient", "UNSHARD": "gathering parameters", "RESHARD": "dropping gathered parameters",
+             "REDUCE_GRAD": "reducing gradients"}
+    of = "" if action.microbatch is None else f", micro-batch {action.microbatch}"
+    return f"{kinds[action.kind]}, stage {action.stage}{of}"

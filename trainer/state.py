@@ -1,0 +1,106 @@
+"""What a training run consists of: the stages of the model on this rank, what runs them, and what updates them."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from trainer.build import Stages, build_stages
+from trainer.config import Config
+from trainer.model.axes import parameter_infos
+from trainer.model.init import Weights, fill, initial_value
+from trainer.model.linear import DeferredGrads
+from trainer.model.spec import ModelSpec
+from trainer.model.transformer import declarations
+from trainer.optim.optimizer import Optimizer, local
+from trainer.parallel.gradients import SharedParameters
+from trainer.parallel.mesh import World
+from trainer.parallel.pipeline.channels import Channels, edges
+from trainer.parallel.pipeline.ir import Schedule
+from trainer.parallel.pipeline.layout import Pipeline
+from trainer.parallel.pipeline.runtime import Runtime
+from trainer.parallel.plan import Plan
+from trainer.parallel.zero import Sharding
+from trainer.precision.policy import DTYPES, parameter_policies
+from trainer.precision.scaler import GradScaler
+
+COPY = " (copy)"
+"""Ends the name of the last stage's copy of a tied embedding where its rank also holds the first stage's."""
+
+
+@dataclass
+class TrainState:
+    """All that a checkpoint has to hold besides the position in the data, and the machinery around it.
+
+    names: every parameter of the whole model, in the order in which their gradient norms are kept.
+    """
+    config: Config
+    spec: ModelSpec
+    plan: Plan
+    pipeline: Pipeline
+    world: World
+    stages: Stages
+    deferred: DeferredGrads
+    channels: Channels | None
+    shared: SharedParameters
+    optimizer: Optimizer
+    scaler: GradScaler
+    runtime: Runtime
+    names: list[str]
+    step: int = 0
+
+    @classmethod
+    def build(cls, config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, world: World, weights: Weights | None = None) -> TrainState:
+        """Builds the parallel model on every rank, with `weights` or freshly drawn ones. All ranks call it together."""
+        deferred = DeferredGrads()
+        stages = build_stages(config, spec, pipeline.stages(world.place("pp")), plan, world,
+                              deferred if pipeline.splits_backward else None)
+        parameters, infos, copies = {}, {}, []
+        for model in stages.values():
+            fill(model, weights or partial(initial_value, spec, config.run.seed, device=world.device))
+            declared = parameter_infos(model)
+            for name, parameter in model.named_parameters():
+                if name in parameters:
+                    copies.append((name, name + COPY))
+                name += COPY * (name in parameters)
+                parameters[name], infos[name] = parameter, declared[name.removesuffix(COPY)]
+        policies = parameter_policies({name.removesuffix(COPY): info for name, info in infos.items()}, config.precision.types, config.optimizer)
+        optimizer = Optimizer(parameters, {name: policies[name.removesuffix(COPY)] for name in parameters}, config.optimizer)
+        ends = [world.pipeline[pipeline.schedule.placement[end]] for end in (0, -1)]
+        shared = SharedParameters(parameters, {"embedding.weight": list(dict.fromkeys(ends))} if spec.tied else {}, copies, world)
+        channels = Channels(world.pipeline, edges(pipeline.schedule.placement), world.device) if plan.pp > 1 else None
+        state = cls(config, spec, plan, pipeline, world, stages, deferred, channels, shared, optimizer,
+                    GradScaler(config.precision, world.device), None, list(declarations(spec)))
+        state.follow(pipeline.schedule)
+        return state
+
+    def follow(self, schedule: Schedule) -> None:
+        """Trains by `schedule` from the next step on; stages and their ranks stay as they are."""
+        self.pipeline = Pipeline(schedule, self.pipeline.split)
+        tokens, width = self.plan.tp, self.spec.width
+        compute = DTYPES[self.config.precision.compute]
+        self.runtime = Runtime(schedule, self.stages, self.channels, Sharding(self.stages, self.plan, schedule.microbatches), self.deferred,
+                               lambda batch: (torch.Size((batch.tokens.numel() // tokens, width)), compute), self.world.device,
+                               reduce="every" if self.plan.stage >= 2 else "last")
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The fp32 parameters of this rank by global name. Between forward and backward the modules' own attributes are
+        gathered copies in the compute type."""
+        return {name: parameter for name, parameter in self.optimizer.parameters.items() if not name.endswith(COPY)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything sharded, by plan-independent name."""
+        optimizer = {name: tensor for name, tensor in self.optimizer.tensors().items() if not name.endswith(COPY)}
+        return {f"model.{name}": parameter for name, parameter in self.parameters.items()} | optimizer
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """After `tensors` have been filled: brings copies that a checkpoint does not hold into line."""
+        for name, copy in self.shared.copies:
+            local(self.optimizer.parameters[copy]).copy_(local(self.optimizer.parameters[name]))
+            for (other, moment), value in self.optimizer.state.items():
+                if other == copy:
+                    value.copy_(self.optimizer.state[name, moment])
