@@ -12,6 +12,9 @@ from trainer.model.spec import divisors
 MICRO_TOKENS = 8192
 """Tokens in one forward pass that a micro-batch size is chosen for when none is given."""
 
+PIPELINE_FILL = 4
+"""Micro-batches for each pipeline rank that a micro-batch size is chosen for: 1F1B's bubble is then below a fifth."""
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -27,13 +30,14 @@ class BatchPlan:
         return self.global_size * self.sequence_length
 
 
-def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1) -> BatchPlan:
+def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1, pp: int = 1) -> BatchPlan:
     """The batch on `dp` data-parallel ranks; sizes that are not given are derived and none is ever rounded. The `tp`
-    tensor-parallel ranks share the tokens of a micro-batch evenly.
+    tensor-parallel ranks share the tokens of a micro-batch evenly; `pp` pipeline ranks want several micro-batches each.
 
     With a global size and one of `micro_size` and `accumulation`, the third follows. A missing `micro_size` is otherwise
     the largest that divides what a rank reads and holds at most `MICRO_TOKENS` tokens (one sequence where a sequence
-    is longer); a missing `accumulation` without a global size is 1. Raises `ConfigError` with legal neighbours.
+    is longer), small enough for `PIPELINE_FILL` micro-batches a pipeline rank where there is a pipeline; a missing
+    `accumulation` without a global size is 1, or so many. Raises `ConfigError` with legal neighbours.
     """
     names = ("sequence_length", "global_size", "global_tokens", "micro_size", "accumulation")
     problems = [f"batch.{name}={value} must be at least 1" for name in names
@@ -44,10 +48,10 @@ def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1) -> BatchPlan:
     if problems:
         raise ConfigError(problems)
     length, micro, accumulation = batch.sequence_length, batch.micro_size, batch.accumulation
-    size = _global_size(batch)
+    size, fill = _global_size(batch), PIPELINE_FILL * pp if pp > 1 else 1
     if size is None:
         micro = micro or max(1, MICRO_TOKENS // length)
-        accumulation = accumulation or 1
+        accumulation = accumulation or fill
         return BatchPlan(length, micro * accumulation * dp, micro, accumulation)
 
     named, scale = ("global_tokens", length) if batch.global_tokens else ("global_size", 1)
@@ -66,7 +70,7 @@ def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1) -> BatchPlan:
             legal.append(f"batch.{name}={_either(_around(value, divisors(size // dp)))}")
         raise ConfigError(f"{stated} is not a multiple of {product}; legal: {', or '.join(legal)}")
     if micro is None:
-        fitting = [fit for fit in divisors(size // dp) if fit == 1 or fit * length <= MICRO_TOKENS]
+        fitting = [fit for fit in divisors(size // dp) if fit == 1 or fit * length <= MICRO_TOKENS and fit * dp * fill <= size]
         micro = size // (dp * accumulation) if accumulation else max(fitting)
     return BatchPlan(length, size, micro, size // (micro * dp))
 

@@ -99,7 +99,7 @@ def _layout(config: Config, world_size: int) -> list[str]:
     try:
         # Without a plan the number of ranks is unknown; what cannot be divided on one rank is wrong on any number.
         plan = None if problems else resolve_plan(config.parallel, world_size, spec, node)
-        batch = resolve_batch(config.batch, plan.dp if plan else 1, plan.tp if plan else 1)
+        batch = resolve_batch(config.batch, *((plan.dp, plan.tp, plan.pp) if plan else (1, 1, 1)))
         if plan and spec:
             check_pipeline(config, spec.depth, plan, batch)
     except ConfigError as error:

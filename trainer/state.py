@@ -68,9 +68,12 @@ class TrainState:
                 parameters[name], infos[name] = parameter, declared[name.removesuffix(COPY)]
         policies = parameter_policies({name.removesuffix(COPY): info for name, info in infos.items()}, config.precision.types, config.optimizer)
         optimizer = Optimizer(parameters, {name: policies[name.removesuffix(COPY)] for name in parameters}, config.optimizer)
-        ends = [world.pipeline[pipeline.schedule.placement[end]] for end in (0, -1)]
-        shared = SharedParameters(parameters, {"embedding.weight": list(dict.fromkeys(ends))} if spec.tied else {}, copies, world)
         channels = Channels(world.pipeline, edges(pipeline.schedule.placement), world.device) if plan.pp > 1 else None
+        first, last = pipeline.schedule.placement[0], pipeline.schedule.placement[-1]
+        here = world.place("pp")
+        apart = spec.tied and first != last and here in (first, last)
+        shared = SharedParameters(parameters, copies, ["embedding.weight"] if apart else [],
+                                  channels.connect((first, last), "tied") if apart else None, here == first, world)
         state = cls(config, spec, plan, pipeline, world, stages, deferred, channels, shared, optimizer,
                     GradScaler(config.precision, world.device), None, list(declarations(spec)))
         state.follow(pipeline.schedule)
@@ -84,6 +87,11 @@ class TrainState:
         self.runtime = Runtime(schedule, self.stages, self.channels, Sharding(self.stages, self.plan, schedule.microbatches), self.deferred,
                                lambda batch: (torch.Size((batch.tokens.numel() // tokens, width)), compute), self.world.device,
                                reduce="every" if self.plan.stage >= 2 else "last")
+
+    def close(self) -> None:
+        """Ends the communicators that only this state uses. All ranks call it together."""
+        if self.channels is not None:
+            self.channels.close()
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from trainer.auto import CHOSEN, Auto, save_choice, saved_choice, write_schedule
 from trainer.batch import BatchPlan, resolve_batch
 from trainer.build import check_compiler, check_model
-from trainer.checkpointing.manifest import read_manifest
+from trainer.checkpointing.manifest import read_manifest, step_folder
 from trainer.checkpointing.retention import find_resume
 from trainer.checkpointing.state import Checkpointer, load
 from trainer.config import Config, ConfigError
@@ -34,7 +35,11 @@ from trainer.observe.deferred import DeferredScalars
 from trainer.observe.report import peak_memory_gib, print_start, step_meter
 from trainer.observe.sinks import Logger
 from trainer.parallel.mesh import World, join, local_device
+from trainer.parallel.pipeline import ir
 from trainer.parallel.pipeline.layout import Pipeline, resolve_pipeline
+from trainer.parallel.pipeline.search import Choice
+from trainer.parallel.pipeline.simulate import Simulation
+from trainer.parallel.pipeline.timing import StepTimes
 from trainer.parallel.plan import Plan, resolve_plan
 from trainer.state import TrainState
 from trainer.step import evaluate, train_step
@@ -64,8 +69,8 @@ def run(config: Config) -> Result:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     spec, weights = starting_point(config)
     plan = resolve_plan(config.parallel, world_size, spec, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    batch = resolve_batch(config.batch, plan.dp, plan.tp)
-    pipeline = resolve_pipeline(config, spec, plan, batch)
+    batch = resolve_batch(config.batch, plan.dp, plan.tp, plan.pp)
+    pipeline, batch = saved_choice(Path(config.run.dir), config, spec, plan, batch) or (resolve_pipeline(config, spec, plan, batch), batch)
     device = local_device(config.run)
     check_compiler(config, device)
     check_model(config, spec)
@@ -160,7 +165,7 @@ class Training:
         self.folder = Path(config.run.dir)
         self.tokens, self.skipped, self.skipped_in_row = 0, 0, 0
         self.stop_wanted, self.stop = False, False
-        self.compare_ranks()
+        self.compare_ranks(pipeline)
         resume, warnings = world.agree(lambda: find_resume(config.checkpoint.resume, self.folder / "checkpoints", config.checkpoint.verify))
         manifest = world.agree(lambda: self.check_manifest(read_manifest(resume))) if resume else {}
 
@@ -173,8 +178,11 @@ class Training:
             self.state.scaler.load_state_dict(manifest["scaler"])
             position = manifest["samples"] if config.checkpoint.data == "continue" else 0
 
-        self.loader = Loader(corpus.train, batch, world.data.get_local_rank(), plan.dp, seed=config.run.seed, position=position,
-                             mask_documents=config.data.mask_documents, prefetch=config.data.prefetch, device=world.device)
+        self.loader = self.load_from(position)
+        # A schedule that was chosen earlier in this run has a name of its own; see `auto.saved_choice`.
+        wanted = config.parallel.pipeline.schedule == "auto" and plan.pp > 1 and pipeline.schedule.name != CHOSEN
+        self.auto = Auto(self.state, batch) if wanted else None
+        self.predicted: tuple[Simulation, int] | None = None  # and the step from which its measurement counts
         self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
         self.deferred = DeferredScalars(world.device)
         self.losses: list[float] = []  # first and latest
@@ -188,13 +196,20 @@ class Training:
         for text in [*warnings, *([f"resumed from {resume} at step {self.state.step}"] if resume else [])]:
             self.log.event(text)
 
-    def compare_ranks(self) -> None:
+    def load_from(self, position: int) -> Loader:
+        """The training data from sample `position` on."""
+        config, world = self.config, self.world
+        return Loader(self.corpus.train, self.batch, world.data.get_local_rank(), self.state.plan.dp, seed=config.run.seed, position=position,
+                      mask_documents=config.data.mask_documents, prefetch=config.data.prefetch, device=world.device)
+
+    def compare_ranks(self, pipeline: Pipeline) -> None:
         """Refuses processes that were started with different settings or found different data, as happens on several nodes,
         with a command line and a cache each. Folders may differ."""
         folders = ("run.dir", "data.cache", "model.from_hf", "checkpoint.resume")
         mine = {name: value for name, value in flat(dataclasses.asdict(self.config)).items()
                 if name not in folders and not (name.startswith("data.sources.") and name.endswith(".path"))}
-        mine |= {"the content of data.sources and data.tokenizer": self.corpus.fingerprint, "model": self.spec.to_dict()}
+        mine |= {"the content of data.sources and data.tokenizer": self.corpus.fingerprint, "model": self.spec.to_dict(),
+                 "the schedule": ir.dumps(pipeline.schedule) + str(pipeline.split)}
         everyone: list[Any] = [None] * self.world.size
         dist.all_gather_object(everyone, mine)
         problems = [f"{name}={everyone[0].get(name)} on rank 0, but {other.get(name)} on rank {rank}; start every process with the same settings"
@@ -225,29 +240,33 @@ class Training:
 
     def train(self) -> int:
         """The loop. Returns the exit code."""
-        config, state = self.config, self.state
-        first, status, code = state.step, "failed", FAILED
+        config, first, status, code = self.config, self.state.step, "failed", FAILED
         try:
             with self.signals():
                 gc.collect()
                 gc.freeze()  # what exists now lives to the end: the collector need not look at it again
-                while state.step < config.run.steps and not self.stop:
+                while self.state.step < config.run.steps and not self.stop:
                     self.one_step()
                     self.read_back()
-                    last = state.step == config.run.steps
-                    if config.eval.every and (state.step % config.eval.every == 0 or last) and not self.stop:
+                    if self.auto is not None and self.auto.ready():
+                        self.reschedule()
+                    last = self.state.step == config.run.steps
+                    if config.eval.every and (self.state.step % config.eval.every == 0 or last) and not self.stop:
                         self.evaluate()
-                    if config.checkpoint.every and state.step % config.checkpoint.every == 0 and not last and not self.stop:
+                    if config.checkpoint.every and self.state.step % config.checkpoint.every == 0 and not last and not self.stop:
                         self.save()
                     self.tell()
                 self.read_back(everything=True)
-                if state.step > first and (self.stop or config.checkpoint.at_end) and not self.save_last():
-                    print(f"{self.folder}: the last checkpoint, of step {state.step}, could not be written", file=sys.stderr, flush=True)
+                if self.state.step > first and self.state.plan.pp > 1:
+                    self.draw_schedule()
+                if self.state.step > first and (self.stop or config.checkpoint.at_end) and not self.save_last():
+                    print(f"{self.folder}: the last checkpoint, of step {self.state.step}, could not be written", file=sys.stderr, flush=True)
                 else:
-                    code = DONE if state.step == config.run.steps else STOPPED
+                    code = DONE if self.state.step == config.run.steps else STOPPED
                     status = "stopped" if code == STOPPED else "done"
                     self.log.event(self.farewell(first, code))
             self.checkpointer.close()
+            self.state.close()
         finally:
             gc.unfreeze()
             self.loader.close()
@@ -291,7 +310,7 @@ class Training:
             dist.all_reduce(memory, dist.ReduceOp.MAX)
         self.deferred.push(state.step, scalars | {"memory_gib": memory}, {
             "tokens": self.tokens, "epoch": self.loader.epoch, "data_seconds": self.loader.wait_seconds,
-            "ids": [batch.ids for batch in batches]})
+            "ids": [batch.ids for batch in batches], "times": state.runtime.times})
 
     def read_back(self, everything: bool = False) -> None:
         """Logs the steps whose numbers have arrived, and acts on them; every rank sees a step at the same point."""
@@ -305,13 +324,77 @@ class Training:
             self.skipped_in_row = self.skipped_in_row + 1 if strike else 0
             self.stop = self.stop or numbers["stop"] > 0
             if step % self.config.logging.every == 0 or step == self.config.run.steps or bad or self.stop:
-                self.log.step({"step": step, "tokens": host["tokens"], "epoch": host["epoch"], "skipped": self.skipped,
+                bubble, makespan = self.measure_bubble(host["times"])
+                self.log.step({"step": step, "tokens": host["tokens"], "epoch": host["epoch"], "skipped": self.skipped, "bubble": bubble,
                                **{name: numbers[name] for name in ("loss", "grad_norm", "lr", "loss_scale", "memory_gib")},
                                **self.meter.read()})
+                if self.predicted is not None and step >= self.predicted[1]:
+                    expected, self.predicted = self.predicted[0], None
+                    self.log.event(f"pipeline: predicted {expected.makespan:.4g} s a step with a bubble of {expected.bubble:.1%}, "
+                                   f"measured {makespan:.4g} s and {bubble:.1%} in step {step}")
             if bad:
                 self.log.event(f"step {step}: no update, {self.describe_non_finite(numbers)}")
             if self.skipped_in_row >= self.config.guard.max_skipped:
                 self.give_up(step, numbers, host["ids"])
+
+    def measure_bubble(self, times: StepTimes) -> tuple[float | None, float | None]:
+        """The share of a step's computation time in which pipeline ranks had nothing to do, and the seconds from its start to
+        its last action on any rank; None without a pipeline."""
+        if self.state.plan.pp == 1:
+            return None, None
+        mine = torch.tensor([times.busy(), times.finish()], dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
+        dist.all_gather(everyone, mine)  # on gloo: these are the host's numbers
+        busy, finish = torch.stack(everyone).unbind(1)
+        return 1 - (busy.sum() / (self.world.size * finish.max())).item(), finish.max().item()
+
+    def reschedule(self) -> None:
+        """Ends the measurement for schedule=auto and goes on with what it found best."""
+        self.read_back(everything=True)
+        auto, self.auto, before = self.auto, None, self.state.pipeline
+        try:
+            choice = auto.choose()
+        except ConfigError as error:
+            self.log.event(f"schedule auto keeps {before.describe()}: {error}")
+            return
+        if self.world.rank == 0:
+            save_choice(self.folder, choice, self.config, self.spec, self.state.plan, self.batch)
+        after = Pipeline(choice.schedule, choice.split)
+        if (after.split, after.schedule.placement, choice.microbatches) == (before.split, before.schedule.placement, self.batch.accumulation):
+            self.state.follow(choice.schedule)
+        elif not self.rebuild(after, choice):
+            return
+        self.predicted = choice.predicted, self.state.step + 2
+        self.log.event(f"schedule auto chose {after.describe()} of {len(choice.table)} candidates")
+
+    def rebuild(self, pipeline: Pipeline, choice: Choice) -> bool:
+        """Cuts the model anew: through a checkpoint, the way any other plan would resume this run."""
+        if not self.save_last():
+            self.log.event("schedule auto keeps the present stages: the checkpoint to cut them anew from could not be written")
+            return False
+        old, position = self.state, self.loader.position
+        self.loader.close()
+        old.close()
+        self.batch = dataclasses.replace(self.batch, micro_size=choice.micro_size, accumulation=choice.microbatches)
+        self.state = None
+        old.stages.clear(), old.optimizer.state.clear(), old.optimizer.parameters.clear()
+        gc.unfreeze()
+        gc.collect()
+        self.state = TrainState.build(self.config, self.spec, old.plan, pipeline, self.world)
+        load(step_folder(self.folder / "checkpoints", old.step), self.state.tensors())
+        self.state.loaded()
+        self.state.step = old.step
+        self.state.scaler.load_state_dict(old.scaler.state_dict())
+        self.loader = self.load_from(position)
+        gc.freeze()
+        return True
+
+    def draw_schedule(self) -> None:
+        """Leaves the schedule of the run, as planned and as the last step ran, in its folder."""
+        everyone: list[Any] = [None] * self.world.size
+        dist.all_gather_object(everyone, self.state.runtime.timeline)
+        if self.world.rank == 0:
+            write_schedule(self.folder, self.state, self.batch, [everyone[rank] for rank in self.world.pipeline])
 
     def evaluate(self) -> None:
         """Mean loss on the held-out sequences, the same ones every time and under every plan."""

@@ -1,7 +1,7 @@
 """What gradients still need after the last backward pass: sums over ranks that hold the same parameter, and one norm."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -18,31 +18,31 @@ class SharedParameters:
     Under tensor parallelism: all that are not split, because each rank has seen its own tokens or heads. Under pipeline
     parallelism: a tied embedding, of which the first and the last stage have a copy.
 
-    parameters: name -> parameter, all of this rank; tied: name -> the ranks of the pipeline that hold a copy, first the
-    one that counts it; copies: (name, name of the copy) where one rank holds both.
+    parameters: name -> parameter, all of this rank; copies: (name, name of its copy) where one rank holds both ends;
+    tied: names of which another rank holds a copy too; ends: the communicator with that rank; counted: whether this one
+    counts them in the gradient norm.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], tied: dict[str, list[int]], copies: list[tuple[str, str]], world: World):
-        self.parameters, self.copies, self.world = parameters, copies, world
-        self.tied = {name: ranks for name, ranks in tied.items() if len(ranks) > 1}
-        self.groups = {name: dist.new_group(ranks, use_local_synchronization=True, group_desc="tied")
-                       for name, ranks in self.tied.items() if world.rank in ranks}
-        counted = {copy for _, copy in copies} | {name for name, ranks in self.tied.items() if ranks[0] != world.rank}
+    def __init__(self, parameters: dict[str, nn.Parameter], copies: list[tuple[str, str]], tied: list[str],
+                 ends: dist.distributed_c10d.Backend | None, counted: bool, world: World):
+        self.parameters, self.copies, self.tied, self.ends, self.world = parameters, copies, tied, ends, world
+        elsewhere = {copy for _, copy in copies} | (set() if counted else set(tied))
         first = world.place("replicate") == 0
-        self.counted = [first and name not in counted and (is_split(parameter) or world.place("tp") == 0)
-                        for name, parameter in parameters.items()]
+        self.counted = torch.tensor([first and name not in elsewhere and (is_split(parameter) or world.place("tp") == 0)
+                                     for name, parameter in parameters.items()], device=world.device)
 
     @torch.no_grad()
     def sum(self) -> None:
         """Makes every gradient whole, in place."""
-        if self.world.mesh["tp"].size() > 1:
+        tensor = self.world.mesh["tp"]
+        if tensor.size() > 1:
             sum_flat([local(parameter.grad) for parameter in self.parameters.values() if not is_split(parameter)],
-                     self.world.mesh["tp"].get_group())
+                     lambda flat: dist.all_reduce(flat, group=tensor.get_group()))
         for name, copy in self.copies:
             mine, other = local(self.parameters[name].grad), local(self.parameters[copy].grad)
             other.copy_(mine.add_(other))
-        for name, group in self.groups.items():
-            sum_flat([local(self.parameters[name].grad)], group)
+        if self.ends is not None:
+            sum_flat([local(self.parameters[name].grad) for name in self.tied], lambda flat: self.ends.allreduce([flat]).wait())
 
     @torch.no_grad()
     def squares(self) -> Tensor:
@@ -50,14 +50,14 @@ class SharedParameters:
         gradients = [local(parameter.grad) for parameter in self.parameters.values()]
         norms = iter(torch._foreach_norm([g for g in gradients if g.numel()], 2, torch.float64))
         zero = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
-        norms = torch.stack([next(norms) if gradient.numel() else zero for gradient in gradients]).square().to(self.world.device)
-        return norms * torch.tensor(self.counted, device=norms.device)
+        norms = torch.stack([next(norms) if gradient.numel() else zero for gradient in gradients])
+        return norms.square().to(self.world.device) * self.counted
 
 
-def sum_flat(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Sums tensors in place over `group`, in one collective."""
+def sum_flat(tensors: Iterable[Tensor], all_reduce: Callable[[Tensor], object]) -> None:
+    """Sums tensors over ranks in place, in one collective."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if tensors:
         flat = torch.cat([tensor.flatten() for tensor in tensors])
-        dist.all_reduce(flat, group=group)
+        all_reduce(flat)
         torch._foreach_copy_(tensors, [part.view_as(tensor) for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]))])

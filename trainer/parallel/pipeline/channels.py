@@ -74,7 +74,7 @@ class Channels:
         for edge in sorted(set(edges) - self._known):
             self._known.add(edge)
             if self.rank in edge:
-                self._links[edge] = _Link(self._connect(edge))
+                self._links[edge] = _Link(self.connect(edge, "pipeline"))
                 if self.rank == edge[0]:
                     self.send(torch.zeros(1, device=self.device), edge[1])
                     self.flush()
@@ -128,16 +128,17 @@ class Channels:
         self._receiving.clear()
         self._links.clear()  # a gloo connection ends with the last reference to it
 
-    def _connect(self, edge: Edge) -> dist.distributed_c10d.Backend:
-        sender, receiver = (self.ranks[rank] for rank in edge)
-        store, rank = dist.PrefixStore(f"{sender}-{receiver}", self._store), edge.index(self.rank)
+    def connect(self, members: tuple[int, ...], what: str) -> dist.distributed_c10d.Backend:
+        """A communicator of some ranks of the pipeline, which call this together; `what` tells it from others."""
+        ranks = [self.ranks[member] for member in members]
+        store, rank = dist.PrefixStore(f"{what}/{'-'.join(map(str, ranks))}", self._store), members.index(self.rank)
         if self.device.type != "cuda":
-            return dist.ProcessGroupGloo(store, rank, 2, timeout=self.timeout)
+            return dist.ProcessGroupGloo(store, rank, len(ranks), timeout=self.timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
-        options.global_ranks_in_group = [sender, receiver]
-        options.group_name = f"pipeline {sender} to {receiver}"
-        return dist.ProcessGroupNCCL(store, rank, 2, options)
+        options.global_ranks_in_group = ranks
+        options.group_name = f"{what} {' to '.join(map(str, ranks))}"
+        return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
 
 
 @dataclass

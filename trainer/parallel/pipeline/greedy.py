@@ -18,18 +18,26 @@ Line = list[Action]
 """Forwards and backwards (I or B) of one rank, in order."""
 
 
-def fits(lines: list[Line], costs: StageCosts, cap: float | None) -> bool:
+def least_cap(costs: StageCosts, placement: tuple[int, ...], split: bool = True) -> float:
+    """The least activation that every rank must be able to hold: one micro-batch's, and what an I adds where it recomputes."""
+    return max(sum(activation for activation, owner in zip(costs.activation, placement) if owner == rank) + growth
+               for rank, growth in enumerate(_growth(costs, placement, split)))
+
+
+def fits(lines: list[Line], costs: StageCosts, placement: tuple[int, ...], cap: float | None) -> bool:
     """Whether the lines hold no more activation than the cap if every W directly follows its I."""
     if cap is None:
         return True
-    size = _sizes(costs, any(action.kind == "I" for line in lines for action in line))
-    held = ([size[action.stage] * (1 if action.kind == "F" else -1) for action in line] for line in lines)
-    return all(total <= cap * (1 + 1e-9) for line in held for total in accumulate(line))
+    growth = _growth(costs, placement, any(action.kind == "I" for line in lines for action in line))
+    held = ([costs.activation[action.stage] * (1 if action.kind == "F" else -1) for action in line] for line in lines)
+    return all(total + growth[rank] <= cap * (1 + 1e-9) for rank, line in enumerate(held) for total in accumulate(line))
 
 
-def _sizes(costs: StageCosts, split: bool) -> list[float]:
-    """By stage, the activation reserved from F on; what I leaves for W counts where recompute makes that the larger."""
-    return [activation * max(1.0, costs.kept if split else 1.0) for activation in costs.activation]
+def _growth(costs: StageCosts, placement: tuple[int, ...], split: bool) -> list[float]:
+    """By rank, the most by which an I grows what is held: where it recomputes, it leaves more to its W than F left to it."""
+    share = max(0.0, costs.kept - 1) if split else 0.0
+    return [max(share * activation for activation, owner in zip(costs.activation, placement) if owner == rank)
+            for rank in range(max(placement) + 1)]
 
 
 def list_schedule(name: str, costs: StageCosts, placement: tuple[int, ...], microbatches: int, *, cap: float | None = None,
@@ -39,7 +47,7 @@ def list_schedule(name: str, costs: StageCosts, placement: tuple[int, ...], micr
 
     A free rank prefers a backward (the earliest micro-batch), then a forward (the latest stage), then the oldest W.
     cap: the most activation a rank may hold, in the unit of `costs.activation`. Room for one whole micro-batch is kept, so
-    that no rank waits for ever; a cap below that raises `ConfigError`.
+    that no rank waits for ever; a cap below `least_cap` raises `ConfigError`.
     split: False for full backwards (B) instead of I and W.
     patience: a W does not start if an F or I is due within this share of its duration.
     lines: by rank, its F and I (or B) in the order to keep; only W are then placed. Must fit the cap without W pending.
@@ -55,14 +63,12 @@ class _ListScheduler:
         self.costs, self.placement, self.microbatches, self.trains = costs, placement, microbatches, trains
         self.split, self.patience, self.lines = split, patience, lines
         self.own = [[stage for stage in range(stages) if placement[stage] == rank] for rank in range(ranks)]
-        self.size = _sizes(costs, split)
-        self.kept = min(1.0, costs.kept)
-        self.share = [sum(self.size[stage] for stage in own) for own in self.own]
-        self.cap = None if cap is None else cap * (1 + 1e-9)
-        if self.cap is not None and trains and self.cap < max(self.share):
-            rank = self.share.index(max(self.share))
-            raise ConfigError(f"a cap of {cap:g} on a rank's activations is below the {self.share[rank]:g} that one micro-batch takes "
-                              f"on rank {rank}; legal: {self.share[rank]:g} or more")
+        self.share = [sum(costs.activation[stage] for stage in own) for own in self.own]
+        self.growth = _growth(costs, placement, split)
+        self.cap = None if cap is None or not trains else cap * (1 + 1e-9)
+        if self.cap is not None and self.cap < (least := least_cap(costs, placement, split)):
+            raise ConfigError(f"a cap of {cap:g} on a rank's activations is below the {least:g} that one micro-batch takes; legal: "
+                              f"{least:g} or more")
         self.tolerance = 1e-9 * max(*costs.f, *costs.i, *costs.w, *costs.b)
         # By stage, when the inputs of the next micro-batches arrive; stages take micro-batches in order.
         self.forward_due = [deque([0.0] * microbatches if stage == 0 else []) for stage in range(stages)]
@@ -90,7 +96,8 @@ class _ListScheduler:
         """What the rank starts now, or None to wait."""
         soon = now + self.tolerance
         options = self._next(rank)
-        ready = [action for due, action in options if due <= soon and (action.kind != "F" or self._fits(action.stage, rank))]
+        arrived = [action for due, action in options if due <= soon]
+        ready = [action for action in arrived if self._fits(action, rank)]
         if backwards := [action for action in ready if action.kind != "F"]:
             return min(backwards, key=lambda action: (action.microbatch, -action.stage))
         if ready:
@@ -98,7 +105,8 @@ class _ListScheduler:
         if not self.weights_due[rank]:
             return None
         stage, microbatch = self.weights_due[rank][0]
-        if any(soon < due < now + self.patience * self.costs.w[stage] for due, _ in options):
+        # What has arrived and does not fit waits for the room that a W gives, so that there is nothing to be patient for.
+        if not arrived and any(due < now + self.patience * self.costs.w[stage] for due, _ in options):
             return None
         return Action(stage, "W", microbatch)
 
@@ -115,22 +123,27 @@ class _ListScheduler:
                                                                       (self.backward_due, backward, self.backwards))
                 for stage in self.own[rank] if due[stage] for action in [Action(stage, kind, count[stage])]]
 
-    def _fits(self, stage: int, rank: int) -> bool:
-        """Whether a forward leaves room to finish all that has started.
+    def _fits(self, action: Action, rank: int) -> bool:
+        """Whether an F or I leaves room to finish all that has started.
 
-        A micro-batch that has not reached the rank's last stage still claims room for its other stages there. Finished in
-        order, each gives its room to the next; so the first of them must fit beside what the later ones hold already.
+        Room for the growth in an I is always kept. A micro-batch that has not reached the rank's last stage still claims room
+        for its other stages there. Finished in order, each gives its room to the next; so the first of them must fit beside
+        what the later ones hold already.
         """
-        if self.cap is None or not self.trains:
+        stage, activation = action.stage, self.costs.activation
+        if self.cap is None or action.kind == "B":
             return True
-        if self.held[rank] + self.size[stage] > self.cap:
+        if action.kind == "I":
+            return self.held[rank] + activation[stage] * (self.costs.kept - 1) <= self.cap
+        room = self.cap - self.growth[rank]
+        if self.held[rank] + activation[stage] > room:
             return False
         if self.lines is not None:
             return True
         started = {own: self.forwards[own] + (own == stage) for own in self.own[rank]}
         first = started[self.own[rank][-1]]
-        later = sum(self.size[own] * max(0, count - first - 1) for own, count in started.items())
-        return first == self.microbatches or self.share[rank] + later <= self.cap
+        later = sum(activation[own] * max(0, count - first - 1) for own, count in started.items())
+        return first == self.microbatches or self.share[rank] + later <= room
 
     def _start(self, action: Action, rank: int, start: float) -> float:
         """Enters an action into the rank's order and announces its result. Returns its duration."""
@@ -138,13 +151,13 @@ class _ListScheduler:
         stage, costs = action.stage, self.costs
         if action.kind == "W":
             self.weights_due[rank].popleft()
-            self.held[rank] -= self.size[stage] * self.kept
+            self.held[rank] -= costs.activation[stage] * costs.kept
             return costs.w[stage]
         self.taken[rank] += 1
         if action.kind == "F":
             self.forwards[stage] += 1
             self.forward_due[stage].popleft()
-            self.held[rank] += self.size[stage]
+            self.held[rank] += costs.activation[stage]
             if stage < len(self.placement) - 1:
                 self._announce(self.forward_due, stage + 1, rank, start + costs.f[stage])
             elif self.trains:
@@ -153,7 +166,7 @@ class _ListScheduler:
         self.backwards[stage] += 1
         self.backward_due[stage].popleft()
         seconds = costs.i[stage] if action.kind == "I" else costs.b[stage]
-        self.held[rank] -= self.size[stage] * (1 - self.kept if action.kind == "I" else 1)
+        self.held[rank] += costs.activation[stage] * (costs.kept - 1 if action.kind == "I" else -1)
         if action.kind == "I":
             self.weights_due[rank].append((stage, action.microbatch))
         if stage > 0:

@@ -177,15 +177,16 @@ def _held(order: tuple[Action, ...]) -> Iterator[tuple[int, Action, int]]:
             yield index, whole, count
 
 
-def validate(schedule: Schedule, cap: float | None = None) -> list[str]:
+def validate(schedule: Schedule, cap: float | None = None, trains: bool = True) -> list[str]:
     """Everything that keeps the schedule from running, one sentence each; empty for a schedule that runs.
 
     Checks that stages are placed on ranks, that each stage computes F, I and W (or B) of each micro-batch once, on its
     rank and in this order, that no rank waits for ever (by replaying the lowered programs of all ranks), and that no rank
     holds more than `cap` activations (in the unit of `peak_activations`). Positions in a rank's order are counted from 1.
-    A schedule of forwards only is legal: an evaluation.
+    trains: False for an evaluation, which has forwards only. It has to be said, since forwards without any backward would
+    otherwise pass as one and train nothing.
     """
-    problems = [*_misplaced(schedule), *_miscounted(schedule)]
+    problems = [*_misplaced(schedule), *_miscounted(schedule, trains)]
     if not problems:
         problems = _stuck(schedule)
     if cap is not None and not problems:
@@ -210,7 +211,7 @@ def _misplaced(schedule: Schedule) -> Iterator[str]:
         yield f"rank {rank} holds no stage"
 
 
-def _miscounted(schedule: Schedule) -> Iterator[str]:
+def _miscounted(schedule: Schedule, trains: bool) -> Iterator[str]:
     """Actions that are no compute actions, out of range, on a rank that does not hold their stage, repeated, before what
     they need of their own stage, or missing."""
     needs = {"F": (), "I": "F", "W": "I"}
@@ -222,6 +223,8 @@ def _miscounted(schedule: Schedule) -> Iterator[str]:
                 stage, microbatch = action.stage, action.microbatch
                 if action.kind not in COMPUTE:
                     yield f"{where}: {action.kind} is no compute action; legal: {', '.join(COMPUTE)} and OVERLAP_F_B"
+                elif action.kind != "F" and not trains:
+                    yield f"{where}: an evaluation has no {action.kind}; legal: F"
                 elif not 0 <= stage < schedule.stages:
                     yield f"{where}: there is no stage {stage}; legal: 0 to {schedule.stages - 1}"
                 elif microbatch is None or not 0 <= microbatch < schedule.microbatches:
@@ -238,7 +241,7 @@ def _miscounted(schedule: Schedule) -> Iterator[str]:
                                 yield f"{where}: comes before {stage}{need}{microbatch}"
                         did[kind, stage, microbatch] = index, whole
     for stage, rank in enumerate(schedule.placement):
-        for kind in "FIW" if schedule.trains else "F":
+        for kind in "FIW" if trains else "F":
             missing = [f"{stage}{kind}{m}" for m in range(schedule.microbatches) if (kind, stage, m) not in did]
             if missing and 0 <= rank < schedule.ranks:
                 yield f"rank {rank}, end of its {len(schedule.orders[rank])} actions: {', '.join(missing)} never computed"

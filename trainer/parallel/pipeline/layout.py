@@ -14,8 +14,9 @@ from trainer.parallel.pipeline.partition import even, explicit, partition
 from trainer.parallel.pipeline.templates import TEMPLATES, build_schedule, greedy, place
 from trainer.parallel.plan import Plan
 
-PROBE = "interleaved"
-"""What runs while `auto` measures, where the number of layers allows two stages a rank; else 1F1B."""
+PROBES = {(False, False): "zb_h1", (False, True): "zb_v", (True, False): "1f1b", (True, True): "interleaved"}
+"""What runs while `auto` measures, by whether backward passes are whole (compiled layers) and whether the number of layers allows
+two stages a rank."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,10 @@ def named_schedule(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> 
     """A template's schedule or that of a CSV file."""
     settings, name = config.parallel.pipeline, config.parallel.pipeline.schedule
     if name == "auto":
-        name = PROBE if 2 * plan.pp <= depth else "1f1b"
+        name = PROBES[config.compile, settings.chunks != 1 and 2 * plan.pp <= depth]
     if name in TEMPLATES:
-        return build_schedule(name, plan.pp, batch.accumulation, settings.chunks, settings.group_size)
+        chunks = None if settings.schedule == "auto" else settings.chunks
+        return build_schedule(name, plan.pp, batch.accumulation, chunks, settings.group_size)
     path = Path(name.removeprefix("csv:"))
     if path.suffix != ".csv":
         raise ConfigError(f"parallel.pipeline.schedule={name} is unknown; legal: {', '.join(TEMPLATES)}, greedy, auto, or the path of a .csv file")

@@ -5,10 +5,9 @@ Every training step goes through here, also that of a rank without a pipeline (o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, ContextManager, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -22,6 +21,7 @@ from trainer.parallel.pipeline.ir import COMPUTE, Action, Schedule
 from trainer.parallel.pipeline.lower import lower
 from trainer.parallel.pipeline.simulate import Span
 from trainer.parallel.pipeline.templates import forward_only
+from trainer.parallel.pipeline.timing import LayerProbe, StepTimes
 
 if TYPE_CHECKING:
     from trainer.data.batches import Batch
@@ -122,6 +122,7 @@ class Runtime:
         self._program = instructions(lower(schedule, self.rank, reduce=reduce, ahead=ahead))
         self._evaluations: dict[int, tuple[Instruction, ...]] = {}
         self._times: deque[StepTimes] = deque(maxlen=STEPS_TIMED)
+        self.probe: LayerProbe | None = None
 
     def train(self, batches: list[Batch], scale: Tensor) -> Tensor:
         """Forward and backward of one step's micro-batches; gradients are added to those that the parameters have.
@@ -136,7 +137,7 @@ class Runtime:
         self._times.append(times)
         for stage in self.stages:
             self.sharding.begin(stage)
-        flight = _Flight(batches, scale, times)
+        flight = _Flight(batches, scale, times, self.probe)
         self._run(self._program, flight)
         for stage in self.stages:
             self.sharding.end(stage)
@@ -304,6 +305,7 @@ class _Flight:
     batches: list[Batch]
     scale: Tensor | None = None
     times: StepTimes | None = None
+    probe: LayerProbe | None = None
     inputs: dict[tuple[int, int], Tensor | Pending] = field(default_factory=dict)
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """To be sent."""
@@ -321,64 +323,14 @@ class _Flight:
         return self.scale is not None
 
     def timed(self, action: Action) -> ContextManager[Any]:
-        return nullcontext() if self.times is None else self.times.timed(action)
+        if self.times is None:
+            return nullcontext()
+        return self.times.timed(action) if self.probe is None else self.probe.timed(action, self.times)
 
     def losses(self, device: torch.device) -> Tensor:
         if not self.entropies:
             return torch.zeros(len(self.batches), dtype=torch.float64, device=device)
         return torch.stack([self.entropies[number] for number in range(len(self.batches))]).double()
-
-
-class StepTimes:
-    """When the compute actions of one step ran: by the host's clock on a CPU, by events in the stream's work on CUDA.
-
-    The events are used again when the object is."""
-
-    def __init__(self, device: torch.device):
-        self._cuda = device.type == "cuda"
-        self._marks: list[Any] = []
-        self._actions: list[Action] = []
-        self._used = 0
-
-    def restart(self) -> None:
-        """Marks the start of a step."""
-        self._actions.clear()
-        self._used = 0
-        self._mark()
-
-    @contextmanager
-    def timed(self, action: Action) -> Iterator[None]:
-        self._actions.append(action)
-        self._mark()
-        yield
-        self._mark()
-
-    def finished(self) -> bool:
-        """Whether the step has ended on the device too."""
-        return not self._cuda or self._marks[self._used - 1].query()
-
-    def spans(self) -> tuple[Span, ...]:
-        """In seconds from the step's start; waits for the step to end."""
-        if self._cuda:
-            self._marks[self._used - 1].synchronize()
-        first, *marks = self._marks[:self._used]
-        seconds = [first.elapsed_time(mark) / 1000 if self._cuda else mark - first for mark in marks]
-        return tuple(Span(action, *seconds[2 * i:2 * i + 2]) for i, action in enumerate(self._actions))
-
-    def busy(self) -> float:
-        return sum(span.end - span.start for span in self.spans())
-
-    def finish(self) -> float:
-        return max((span.end for span in self.spans()), default=0.0)
-
-    def _mark(self) -> None:
-        if self._used == len(self._marks):
-            self._marks.append(torch.cuda.Event(enable_timing=True) if self._cuda else 0.0)
-        if self._cuda:
-            self._marks[self._used].record()
-        else:
-            self._marks[self._used] = perf_counter()
-        self._used += 1
 
 
 def _arrived(tensor: Tensor | Pending) -> Tensor:

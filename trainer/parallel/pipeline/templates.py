@@ -13,7 +13,7 @@ from typing import Literal
 
 from trainer.config import ConfigError
 from trainer.parallel.pipeline.cost import StageCosts
-from trainer.parallel.pipeline.greedy import Line, fits, list_schedule
+from trainer.parallel.pipeline.greedy import Line, fits, least_cap, list_schedule
 from trainer.parallel.pipeline.ir import Action, Schedule, flat
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def build_schedule(name: str, ranks: int, microbatches: int, chunks: int | None 
         problems.append(f"parallel.pipeline.group_size={group_size} has no meaning for schedule={name}; leave it out, or use "
                         "parallel.pipeline.schedule=interleaved")
     elif group_size is not None and not problems and not (low := min(ranks, microbatches)) <= group_size <= microbatches:
-        problems.append(f"parallel.pipeline.group_size={group_size}: a group has a micro-batch for each of the parallel.pp={ranks} ranks or "
-                        f"more, and at most the step's {microbatches} micro-batches; legal: "
+        problems.append(f"parallel.pipeline.group_size={group_size}: a group has a micro-batch for each of the parallel.pp={ranks} ranks "
+                        f"or more, and at most the step's {microbatches} micro-batches; legal: "
                         + (f"{low} to {microbatches}" if low < microbatches else str(low)))
     if problems:
         raise ConfigError(problems)
@@ -78,16 +78,20 @@ def greedy(costs: StageCosts, placement: tuple[int, ...], microbatches: int, cap
            patience: float = 0.5) -> Schedule:
     """The schedule that list scheduling finds for measured costs, under a memory cap.
 
-    Ranks take what is ready, or keep to an order of forwards and backwards that suits the placement where it fits the cap;
-    of these the one that takes least time.
+    Ranks take what is ready, or keep to an order of forwards and backwards that suits the placement; backwards are split or
+    full. Of these, where they fit the cap, the one that takes least time.
     cap: the most activation a rank may hold, in the unit of `costs.activation`. Too little for one micro-batch raises
     `ConfigError`. split: False for full backwards only. patience: a W does not start if an F or I is due within this share of
     its duration.
     """
-    options: list[list[Line] | None] = [None]
-    options += [lines for lines in _lines_for(placement, microbatches, "I" if split else "B") if fits(lines, costs, cap)]
-    found = [list_schedule("greedy", costs, placement, microbatches, cap=cap, split=split, patience=patience, lines=lines)
-             for lines in options]
+    found = []
+    for splits in (True, False) if split else (False,):
+        if splits and cap is not None and cap < least_cap(costs, placement):
+            continue  # with much recompute an I leaves more than fits, where a full backward leaves nothing
+        lines = _lines_for(placement, microbatches, "I" if splits else "B")
+        options = [None, *(line for line in lines if fits(line, costs, placement, cap))]
+        found += [list_schedule("greedy", costs, placement, microbatches, cap=cap, split=splits, patience=patience, lines=option)
+                  for option in options]
     return min(found, key=lambda result: result[1])[0]
 
 
@@ -198,9 +202,9 @@ def _wave(ranks: int, microbatches: int, block: Block, backward: str) -> list[Li
 def _wave_schedule(name: str, memory: Callable[[int], int]) -> Callable[[int, int, int, int | None], Schedule]:
     """The V schedule of the smallest bubble within `memory(ranks)` micro-batches' activations."""
     def build(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
-        costs, cap = _unit_costs(2 * ranks), 2 * memory(ranks)
-        lines = next(lines for block in BLOCKS if fits(lines := _wave(ranks, microbatches, block, "I"), costs, cap))
-        return _fill(name, place(ranks, 2, "v"), microbatches, lines, cap)
+        costs, placement, cap = _unit_costs(2 * ranks), place(ranks, 2, "v"), 2 * memory(ranks)
+        lines = next(lines for block in BLOCKS if fits(lines := _wave(ranks, microbatches, block, "I"), costs, placement, cap))
+        return _fill(name, placement, microbatches, lines, cap)
     return build
 
 

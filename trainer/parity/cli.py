@@ -1,0 +1,150 @@
+"""The command line of `python -m trainer.parity`."""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import yaml
+
+from trainer.batch import BatchPlan, resolve_batch
+from trainer.cli import _refuse as refuse
+from trainer.config import BatchConfig, Config, ConfigError, PrecisionConfig
+from trainer.data.batches import Batch, Loader
+from trainer.data.corpus import Samples, open_corpus
+from trainer.model.spec import ModelSpec
+from trainer.model.transformer import declarations
+from trainer.parallel.mesh import World, join, local_device
+from trainer.parity.compare import Result, compare, show, tolerance
+from trainer.parity.plans import compose, generated, resolve
+from trainer.parity.reference import Trajectory, reference
+from trainer.parity.watch import train
+from trainer.precision.policy import parameter_policies
+from trainer.train import numeric_mode, starting_point
+
+USAGE = """\
+usage: torchrun --nproc-per-node N -m trainer.parity +config=RECIPE [SETTING=VALUE ...] ['plans=[PLAN, ...]'] [steps=3] [json=FILE]
+       python -m trainer.parity ...     the same on one process
+
+Trains the recipe's model on the recipe's data under every plan and in one plain process, and compares.
+
+  plans=[...]        each a file of the group parallel (zero3), settings ("parallel.tp=2 parallel.pp=2
+                     parallel.pipeline.schedule=zb_v precision=bf16"), or both; quote those that hold a comma or a bracket.
+                     Without it: every way to lay the model over N processes
+  steps=3            optimizer steps
+  json=FILE          writes the results there
+  --config-dir DIR   folder of your own groups and recipes
+
+The global batch is the recipe's under every plan (N x micro-batches if it names none); micro-batches are fitted to the plan
+unless the plan names their size or number. Exit code: 0 all pass, 1 one fails, 2 nothing could be run."""
+
+
+def loaded(samples: Samples, config: Config, batch: BatchPlan, rank: int, ranks: int, steps: int, device: torch.device) -> Iterator[list[Batch]]:
+    """The first steps of a run's data, as a data-parallel rank sees them."""
+    loader = Loader(samples, batch, rank, ranks, seed=config.run.seed, mask_documents=config.data.mask_documents, prefetch=1, device=device)
+    try:
+        for _ in range(steps):
+            yield next(loader)
+    finally:
+        loader.close()
+
+
+def check_reference(config: Config, spec: ModelSpec, steps: int) -> None:
+    """Refuses what the reference cannot do."""
+    policies = parameter_policies(declarations(spec), config.precision.types, config.optimizer).values()
+    problems = [f"optimizer.name={name}: the reference is torch's AdamW; set optimizer=adamw"
+                for name in dict.fromkeys(policy.optimizer for policy in policies) if name != "adamw"]
+    if any(policy.state_dtype is not torch.float32 for policy in policies):
+        problems.append("precision.types: the reference keeps its moments in fp32; set state_dtype=fp32")
+    if steps < 1:
+        problems.append(f"steps={steps} must be at least 1")
+    if problems:
+        raise ConfigError(problems)
+
+
+def run(overrides: Sequence[str], plans: list[str] | None, steps: int, json_path: str | None, config_dir: str | None) -> int:
+    """Runs all plans and prints the table. Raises `ConfigError`, also where all plans are refused; returns the exit code."""
+    processes, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
+    base = compose(overrides, config_dir)
+    spec, weights = starting_point(base)
+    check_reference(base, spec, steps)
+    device, size = local_device(base.run), global_size(base.batch, processes)
+    cases = [resolve(text, base, spec, overrides, config_dir, size, processes, device) for text in plans or generated(spec, processes)]
+    legal = [case for case in cases if not case.reasons]
+    if not legal:
+        raise ConfigError([f"plan '{case.text}': {reason}" for case in cases for reason in case.reasons])
+    samples, expected = open_corpus(base).train, Trajectory()
+    if rank == 0:
+        say(f"reference: one process, fp32, {steps} steps")
+        whole = resolve_batch(BatchConfig(base.batch.sequence_length, size), 1)
+        with numeric_mode(dataclasses.replace(base, precision=PrecisionConfig())):
+            expected = reference(base, spec, loaded(samples, base, whole, 0, 1, steps, device), device, weights)
+    worlds: dict[tuple[int, ...], World] = {}
+    results = [Result(case.text, [], "REFUSED", case.reasons) for case in cases]
+    for number, case in enumerate(legal, start=1):
+        mesh = case.plan.pp, case.plan.replicate, case.plan.shard, case.plan.tp
+        if mesh not in worlds:
+            worlds[mesh] = join(case.plan, device)
+        world = worlds[mesh]
+        if rank == 0:
+            say(f"plan {number} of {len(legal)}: {'; '.join(case.describe())}")
+        data = loaded(samples, case.config, case.batch, world.data.get_local_rank(), case.plan.dp, steps, device)
+        seen = train(case.config, spec, case.plan, case.pipeline, world, data, weights)
+        judged = world.agree(lambda: compare(case.text, case.describe(), seen, expected, tolerance(case.config.precision)))
+        results[cases.index(case)] = judged
+    world.agree(lambda: report(expected, results, json_path))  # torchrun ends all ranks when one has ended
+    return int(any(result.verdict == "FAIL" for result in results))
+
+
+def global_size(batch: BatchConfig, processes: int) -> int:
+    """Sequences in an optimizer step, of every plan."""
+    if batch.global_size or batch.global_tokens:
+        return resolve_batch(dataclasses.replace(batch, micro_size=None, accumulation=None), 1).global_size
+    return resolve_batch(batch, processes).global_size
+
+
+def report(expected: Trajectory, results: list[Result], json_path: str | None) -> None:
+    show(expected, results)
+    if json_path:
+        Path(json_path).write_text(json.dumps({"reference": {"losses": expected.losses, "norms": expected.norms},
+                                               "plans": [dataclasses.asdict(result) for result in results]}, indent=1))
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def parse(arguments: Sequence[str]) -> tuple[list[str], list[str] | None, int, str | None, str | None]:
+    """Overrides, plans, steps, JSON file, configuration folder. Raises `ConfigError`."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--config-dir", "-cd")
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        raise ConfigError(f"{unknown[0]} is no option; see python -m trainer.parity --help")
+    own = {name: value for name, equals, value in (word.partition("=") for word in options.words) if equals and name in ("plans", "steps", "json")}
+    overrides = [word for word in options.words if word.partition("=")[0] not in own]
+    if not own.get("steps", "3").isdecimal():
+        raise ConfigError(f"steps={own['steps']} must be a whole number")
+    try:
+        plans = yaml.safe_load(own.get("plans", "[]"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"plans={own['plans']} cannot be read as a list ({' '.join(str(error).split())}); quote plans that hold a comma or a bracket") from None
+    plans = plans if isinstance(plans, list) else [plans]
+    return overrides, [str(plan) for plan in plans] or None, int(own.get("steps", 3)), own.get("json"), options.config_dir
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line. Returns the exit code."""
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        return 0
+    try:
+        return run(*parse(arguments))
+    except ConfigError as error:
+        return refuse(error)

@@ -1,0 +1,123 @@
+"""The plans that are compared: from text to a configuration with micro-batches that fit, refused or not."""
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from omegaconf import OmegaConf
+
+from trainer import typed
+from trainer.batch import BatchPlan, resolve_batch
+from trainer.build import check_compiler, check_model
+from trainer.checks import check
+from trainer.cli import gather
+from trainer.config import Config, ConfigError, ParallelConfig
+from trainer.model.spec import ModelSpec, divisors
+from trainer.parallel.pipeline.layout import Pipeline, resolve_pipeline
+from trainer.parallel.plan import Plan, check_plan, resolve_plan
+from trainer.train import flat
+
+FREE = ("parallel.", "precision.compute", "precision.reduce", "precision.matmul", "precision.loss_scale", "precision.scale_",
+        "precision.growth_interval", "activation.", "batch.micro_size", "batch.accumulation", "loss.chunk", "compile")
+"""Settings that leave the mathematics of training alone, and which plans may therefore choose."""
+
+SCHEDULES = ("1f1b", "zb_h1", "interleaved", "zb_v")
+"""What a matrix of plans runs on each pipeline, where the model has enough layers."""
+
+
+@dataclass
+class Case:
+    """A plan that was asked for, and what it takes to run it, unless there are reasons not to."""
+    text: str
+    reasons: list[str] = field(default_factory=list)
+    config: Config | None = None
+    plan: Plan | None = None
+    batch: BatchPlan | None = None
+    pipeline: Pipeline | None = None
+
+    def describe(self) -> list[str]:
+        """What it comes to, in short lines."""
+        precision, activation, plan = self.config.precision, self.config.activation, self.plan
+        types = precision.compute + (f", {precision.reduce} reduction" if precision.reduce != "fp32" else "")
+        extras = [f"{activation.mode} recompute"] * (activation.mode != "none") + ["compiled"] * self.config.compile
+        pipe = self.pipeline.describe() if plan.pp > 1 else f"{self.batch.accumulation} micro-batches"
+        return [f"{plan.describe()}, {', '.join([types, *extras])}", f"{pipe} of {self.batch.micro_size} x {self.batch.sequence_length} tokens"]
+
+
+def compose(overrides: Sequence[str], config_dir: str | None) -> Config:
+    """The typed configuration; what contradicts itself is for later. Raises `ConfigError`."""
+    values, problems = gather(overrides, config_dir)
+    config = typed.build(OmegaConf.to_container(OmegaConf.create(values), resolve=True), problems)
+    if problems:
+        raise ConfigError(list(problems.values()))
+    return config
+
+
+def key(override: str) -> str:
+    return override.lstrip("+").partition("=")[0]
+
+
+def resolve(text: str, base: Config, spec: ModelSpec, overrides: Sequence[str], config_dir: str | None, global_size: int, processes: int,
+            device: torch.device) -> Case:
+    """A plan's text as a case, refused or not."""
+    try:
+        chosen = [word if "=" in word else f"parallel={word}" for word in shlex.split(text)]
+        named = {key(word) for word in chosen}
+        config = compose([*(word for word in overrides if key(word) not in named), *chosen], config_dir)
+        common = flat(dataclasses.asdict(base))
+        fixed = [name for name, value in flat(dataclasses.asdict(config)).items() if value != common.get(name) and not name.startswith(FREE)]
+        if fixed:
+            raise ConfigError(f"a plan cannot set {', '.join(fixed)}: the reference has it too; set it outside of plans=[...]")
+        if config.parallel.pipeline.schedule == "auto" and config.parallel.pp > 1:
+            raise ConfigError("parallel.pipeline.schedule=auto is chosen while a run trains; name the CSV file that the run saved, or interleaved")
+        node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+        fit_batch(config, resolve_plan(config.parallel, processes, spec, node), global_size, named)
+        problems = check(config, processes)
+        if problems:
+            raise ConfigError(problems)
+        check_compiler(config, device)
+        check_model(config, spec)
+        plan = resolve_plan(config.parallel, processes, spec, node)
+        batch = resolve_batch(config.batch, plan.dp, plan.tp)
+        return Case(text, [], config, plan, batch, resolve_pipeline(config, spec, plan, batch))
+    except ConfigError as error:
+        return Case(text, error.problems)
+    except ValueError as error:  # shlex: quotes that do not close
+        return Case(text, [f"'{text}' cannot be read as settings: {error}"])
+
+
+def fit_batch(config: Config, plan: Plan, global_size: int, named: set[str]) -> None:
+    """Sets the global batch, and micro-batches for it where the plan names none: of the recipe's size where that divides, else
+    on a pipeline of two micro-batches a rank or more."""
+    batch, share = config.batch, global_size // plan.dp
+    batch.global_size, batch.global_tokens = global_size, None
+    if "batch.micro_size" in named or "batch.accumulation" in named:
+        batch.micro_size = batch.micro_size if "batch.micro_size" in named else None
+        batch.accumulation = batch.accumulation if "batch.accumulation" in named else None
+        return
+    batch.accumulation = None
+    if batch.micro_size and share % batch.micro_size:
+        batch.micro_size = None
+    if batch.micro_size is None and plan.pp > 1:
+        batch.accumulation = next((n for n in divisors(share) if n >= 2 * plan.pp), share or None)
+
+
+def generated(spec: ModelSpec, processes: int) -> list[str]:
+    """Every (dp, tp, pp) that the model can be laid out in, each with ZeRO stages and schedules."""
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    plans = []
+    for tp in divisors(processes):
+        for pp in divisors(processes // tp):
+            if check_plan(ParallelConfig(tp=tp, pp=pp), processes, spec, node):
+                continue
+            stages = [0] if processes == tp * pp else [0, 1, 2, 3] if tp * pp == 1 else [0, 3]
+            schedules = [name for name in SCHEDULES if spec.depth >= pp * (1 + (name in ("interleaved", "zb_v")))] if pp > 1 else [""]
+            chosen = [(stage, schedules[0]) for stage in stages] + [(stages[-1], name) for name in schedules[1:]]
+            plans += [f"parallel.dp=-1 parallel.shard=-1 parallel.zero.offload=false parallel.tp={tp} parallel.pp={pp} parallel.zero.stage={stage}"
+                      + f" parallel.pipeline.schedule={name} parallel.pipeline.chunks=null parallel.pipeline.split=balanced" * bool(name)
+                      for stage, name in chosen]
+    return plans

@@ -1,0 +1,81 @@
+"""The reference that every plan is compared with: one process, plain modules, plain autograd, fp32, torch's own optimizer."""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.config import Config
+from trainer.data.batches import Batch
+from trainer.model.axes import parameter_infos
+from trainer.model.init import Weights, fill, initial_value
+from trainer.model.spec import ModelSpec
+from trainer.model.transformer import Transformer
+from trainer.optim.schedule import learning_rate
+from trainer.precision.policy import parameter_policies
+
+IGNORE = -100
+"""The target of a token that has none."""
+
+
+@dataclass
+class Trajectory:
+    """What is compared, in whole fp32 tensors on the CPU by global name.
+
+    problems: what was wrong on the way, whatever the numbers; overflows: steps that the loss scaler skipped.
+    """
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    overflows: int = 0
+
+
+def reference(config: Config, spec: ModelSpec, steps: Iterable[list[Batch]], device: torch.device,
+              weights: Weights | None = None) -> Trajectory:
+    """Trains in this process with none of the project's parallel, optimizer or loss code.
+
+    steps: the micro-batches of each optimizer step, which here may be cut in any way.
+    """
+    model = Transformer(spec).to(device)
+    fill(model, weights or partial(initial_value, spec, config.run.seed, device=device))
+    policies = parameter_policies(parameter_infos(model), config.precision.types, config.optimizer)
+    groups: dict[Any, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        groups.setdefault(policies[name], []).append(parameter)
+    optimizer = torch.optim.AdamW([{"params": parameters, "weight_decay": policy.weight_decay, "scale": policy.lr_scale}
+                                   for policy, parameters in groups.items()],
+                                  betas=(config.optimizer.beta1, config.optimizer.beta2), eps=config.optimizer.eps)
+    seen = Trajectory(initial=snapshot(model))
+    for number, batches in enumerate(steps):
+        valid = max(1, sum(int((batch.targets != IGNORE).sum()) for batch in batches))
+        loss = 0.0
+        for batch in batches:
+            logits, targets = model(batch.tokens, documents=batch.documents).flatten(0, 1).float(), batch.targets.flatten()
+            entropy = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+            normalizers = logits.logsumexp(-1)[targets != IGNORE]
+            ((entropy + config.loss.z_loss * normalizers.square().sum()) / valid).backward()
+            loss += entropy.item() / valid
+        seen.losses.append(loss)
+        seen.gradients.append({name: parameter.grad.to("cpu", copy=True) for name, parameter in model.named_parameters()})
+        norm = torch.stack([parameter.grad.norm(dtype=torch.float64) for parameter in model.parameters()]).norm()  # fp32 loses digits
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), config.optimizer.clip_norm or math.inf, norm.float())
+        seen.norms.append(norm.item())
+        for group in optimizer.param_groups:
+            group["lr"] = group["scale"] * learning_rate(config.lr, config.run.steps, torch.tensor(float(number))).item()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen.parameters = snapshot(model)
+    return seen
+
+
+def snapshot(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}

@@ -1,0 +1,142 @@
+"""A plan under observation: what reaches its optimizer on every rank, put together to whole tensors."""
+from __future__ import annotations
+
+import gc
+import hashlib
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from trainer.config import Config
+from trainer.data.batches import Batch
+from trainer.model.init import Weights
+from trainer.model.spec import ModelSpec
+from trainer.model.transformer import declarations
+from trainer.optim.optimizer import local
+from trainer.parallel.mesh import World
+from trainer.parallel.pipeline.layout import Pipeline
+from trainer.parallel.plan import Plan
+from trainer.parity.reference import Trajectory
+from trainer.state import COPY, TrainState
+from trainer.step import train_step
+from trainer.train import numeric_mode
+
+
+class Piece(NamedTuple):
+    """Which part of which tensor: the initial weights, the last ones, or the gradients of a step."""
+    kind: str
+    name: str
+    offset: tuple[int, ...]
+
+
+class Watch:
+    """A training state under observation: what this rank holds of weights and gradients, and what is wrong with them."""
+
+    def __init__(self, state: TrainState):
+        self.state, self.overflows = state, 0
+        self.pieces: list[tuple[Piece, Tensor]] = []
+        self.problems: list[str] = []
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.told: list[tuple[float, ...]] = []
+        self._sum, self._update = state.shared.sum, state.optimizer.step
+        state.shared.sum, state.optimizer.step = self.sum, self.update
+        self.keep("initial")
+
+    def train(self, batches: list[Batch]) -> None:
+        """One optimizer step; a step that the loss scaler skips is repeated with the lower scale."""
+        state, number = self.state, len(self.losses) + 1
+        while True:
+            before = [local(parameter).detach().clone() for parameter in state.optimizer.parameters.values()] if state.scaler.enabled else []
+            scalars = train_step(state, batches, False)
+            self.told[-1] += (scalars["loss"].item(), scalars["grad_norm"].item())
+            if not scalars["found_inf"] or not state.scaler.enabled or scalars["loss_scale"] <= 1:
+                break
+            self.overflows += 1
+            self.problems += [f"step {number}: {name} changed although the step overflowed"
+                              for old, (name, parameter) in zip(before, state.optimizer.parameters.items()) if not torch.equal(old, local(parameter))]
+        if scalars["found_inf"]:
+            self.problems.append(f"step {number}: the loss or a gradient is not finite")
+        self.losses.append(scalars["loss"].item())
+        self.norms.append(scalars["grad_norm"].item())
+
+    def sum(self) -> None:
+        for name, parameter in self.state.optimizer.parameters.items():
+            if parameter.grad is None:
+                self.problems.append(f"step {len(self.losses) + 1}: {name} has no gradient on rank {self.state.world.rank}")
+                parameter.grad = torch.zeros_like(parameter)
+        self._sum()
+
+    def update(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+        self.told.append((found_inf.item(), grad_scale.item()))
+        if not found_inf:
+            self.keep(f"gradient {len(self.losses)}")
+        self._update(rate, grad_scale, found_inf)
+
+    def keep(self, kind: str) -> None:
+        """Copies what this rank holds: the weights, or the gradients without the loss scale."""
+        for name, parameter in self.state.optimizer.parameters.items():
+            offset = (0,) * parameter.dim()
+            if isinstance(parameter, DTensor):
+                _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+            value = local(parameter.grad) / self.state.scaler.value.item() if kind.startswith("gradient") else local(parameter).detach()
+            if value.numel():
+                self.pieces.append((Piece(kind, name.removesuffix(COPY), tuple(offset)), value.to("cpu", copy=True)))
+
+    def trajectory(self) -> Trajectory:
+        """What was seen by all ranks together; whole tensors on rank 0 only. All ranks call it together."""
+        self.keep("parameters")
+        whole, differing = assemble(self.pieces, {name: info.shape for name, info in declarations(self.state.spec).items()})
+        everyone: list[Any] = [None] * self.state.world.size
+        dist.all_gather_object(everyone, (self.told, self.problems))
+        problems = [f"{piece.kind}: {piece.name} differs between ranks that hold the same part of it" for piece in differing]
+        problems += ["found_inf, clipping, loss or gradient norm differ between ranks"] * any(told != everyone[0][0] for told, _ in everyone)
+        problems += dict.fromkeys(problem for _, some in everyone for problem in some)
+        gradients = [whole.get(f"gradient {number}", {}) for number in range(len(self.losses))]
+        return Trajectory(whole.get("initial", {}), self.losses, self.norms, gradients, whole.get("parameters", {}), problems, self.overflows)
+
+
+def assemble(pieces: list[tuple[Piece, Tensor]], shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, dict[str, Tensor]], list[Piece]]:
+    """Whole tensors by kind and name on rank 0 (none elsewhere), and the pieces of which ranks hold different bits.
+
+    Of replicas one is sent, and a digest of each: gathering is over the host, piece by piece as ranks hold them, so that
+    meshes and uneven cuts are of no concern.
+    """
+    mine = [(piece, hashlib.blake2b(value.contiguous().numpy(), digest_size=16).digest()) for piece, value in pieces]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    owners: dict[Piece, tuple[int, bytes]] = {}
+    differing: list[Piece] = []
+    for rank, some in enumerate(everyone):
+        differing += [piece for piece, digest in some if owners.setdefault(piece, (rank, digest))[1] != digest]
+    rank = dist.get_rank()
+    collected: list[Any] | None = [None] * len(everyone) if rank == 0 else None
+    dist.gather_object({piece: value for piece, value in pieces if owners[piece][0] == rank}, collected)
+    whole: dict[str, dict[str, Tensor]] = {}
+    for some in collected or []:
+        for piece, value in some.items():
+            target = whole.setdefault(piece.kind, {}).setdefault(piece.name, torch.full(shapes[piece.name], math.nan))
+            target[tuple(slice(start, start + size) for start, size in zip(piece.offset, value.shape))] = value
+    return whole, differing
+
+
+def train(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, world: World, steps: Iterable[list[Batch]],
+          weights: Weights | None = None) -> Trajectory:
+    """Trains under a plan. `steps`: this rank's micro-batches. All ranks call it together; the tensors are on rank 0."""
+    with numeric_mode(config):
+        state = TrainState.build(config, spec, plan, pipeline, world, weights)
+        watch = Watch(state)
+        for batches in steps:
+            watch.train(batches)
+        seen = watch.trajectory()
+    if state.channels is not None:
+        state.channels.close()
+    del state, watch
+    gc.collect()  # FSDP's modules refer to each other; the next plan needs the room
+    return seen
