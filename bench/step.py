@@ -7,6 +7,7 @@ Everything after the first few keys is a setting of the configuration schema. Ne
 """
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from trainer.auto import Auto
 from trainer.batch import BatchPlan
 from trainer.config import Config
 from trainer.model import cost
@@ -29,7 +31,7 @@ from trainer.model.attention import kernel_priority
 from trainer.model.spec import ModelSpec
 from trainer.observe.devices import peak_flops
 from trainer.parallel.mesh import join, local_device
-from trainer.parallel.pipeline.layout import resolve_pipeline
+from trainer.parallel.pipeline.layout import Pipeline, resolve_pipeline
 from trainer.parallel.plan import resolve_plan
 from trainer.state import TrainState
 from trainer.step import train_step
@@ -61,6 +63,7 @@ def main() -> None:
     world, started = join(plan, device), time.perf_counter()
     state = TrainState.build(config, spec, plan, pipeline, world)
     built = time.perf_counter() - started
+    config.batch.micro_size, config.batch.accumulation = micro, accumulation  # given: auto keeps them
     generator = torch.Generator(device).manual_seed(world.data.get_local_rank())
     batches = [SimpleNamespace(tokens=torch.randint(spec.vocab_size, (micro, length), device=device, generator=generator),
                                targets=torch.randint(spec.vocab_size, (micro, length), device=device, generator=generator),
@@ -74,6 +77,14 @@ def main() -> None:
         return time.perf_counter() - begun
 
     with kernel_priority(config.run.deterministic):
+        if config.parallel.pipeline.schedule == "auto" and plan.pp > 1:
+            auto = Auto(state, batch)
+            step()
+            while not auto.ready():
+                step()
+            choice = auto.choose()
+            pipeline, predicted = Pipeline(choice.schedule, choice.split), choice.predicted
+            state = rebuilt(state, pipeline)
         warm = [step() for _ in range(4)]
         seconds = [step() for _ in range(steps)]
         shares = profile(step, own["trace"] if world.rank == 0 else "") if device.type == "cuda" else {}
@@ -90,6 +101,9 @@ def main() -> None:
         makespan = max(end for _, end in finish)
         result |= {"pipeline": pipeline.describe(), "bubble": round(1 - sum(busy for busy, _ in finish) / world_size / makespan, 4),
                    "bubbles": [round(1 - busy / makespan, 4) for busy, _ in finish]}
+        if config.parallel.pipeline.schedule == "auto":
+            result |= {"predicted_makespan": round(predicted.makespan, 4), "measured_makespan": round(makespan, 4),
+                       "predicted_bubble": round(predicted.bubble, 4)}
     if device.type == "cuda":
         memory = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], device=device) / 2**30
         dist.all_reduce(memory, dist.ReduceOp.MAX)
@@ -102,6 +116,18 @@ def main() -> None:
         if own["out"]:
             with open(own["out"], "a") as file:
                 file.write(json.dumps(result) + "\n")
+
+
+def rebuilt(state: TrainState, pipeline: Pipeline) -> TrainState:
+    """The same run, freshly initialised, with another pipeline."""
+    config, spec, plan, world = state.config, state.spec, state.plan, state.world
+    state.close()
+    state.stages.clear(), state.optimizer.parameters.clear(), state.optimizer.state.clear(), state.shared.parameters.clear()
+    del state
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return TrainState.build(config, spec, plan, pipeline, world)
 
 
 def profile(step: Any, trace: str) -> dict[str, Any]:

@@ -44,14 +44,13 @@ numbers = st.integers(0, 20).map(float)
 @settings(max_examples=80, deadline=None)
 @given(st.data(), st.integers(1, 8), st.integers(1, 5), numbers, numbers)
 def test_partition_equals_brute_force(data, depth, stages, head, embedding):
-    """Largest stage cost, then largest activation of a stage, then the sum of squares."""
+    """Largest stage cost, then the sum of squares."""
     assume(stages <= depth)
-    seconds, held = (data.draw(st.lists(numbers, min_size=depth, max_size=depth)) for _ in range(2))
-    layers = costs(seconds, head, embedding, held)
+    layers = costs(data.draw(st.lists(numbers, min_size=depth, max_size=depth)), head, embedding)
 
-    def score(split: tuple[range, ...]) -> tuple[float, float, float]:
+    def score(split: tuple[range, ...]) -> tuple[float, float]:
         each = stage_costs(layers, split)
-        return max(each), max(layers.stage(split).activation), sum(cost ** 2 for cost in each)
+        return max(each), sum(cost ** 2 for cost in each)
 
     assert score(partition(layers, stages)) == min(map(score, splits(depth, stages)))
 
@@ -62,8 +61,8 @@ def test_partition_counts_embedding_and_head():
     assert [len(part) for part in partition(costs([1.0] * 8, head=2.0, embedding=2.0), 4)] == [1, 3, 3, 1]
 
 
-def test_partition_breaks_ties_towards_balanced_memory():
-    assert [len(part) for part in partition(costs([4, 1, 1, 1, 1], activation=[1, 1, 1, 1, 5]), 3)] == [1, 3, 1]
+def test_partition_breaks_ties_towards_equal_costs():
+    assert [len(part) for part in partition(costs([4, 1, 1, 1, 1]), 3)] == [1, 2, 2]
 
 
 @settings(max_examples=40, deadline=None)

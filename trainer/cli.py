@@ -64,8 +64,8 @@ def compose(overrides: Sequence[str] = (), config_dir: str | os.PathLike | None 
     Raises `ConfigError` with everything that is wrong.
     """
     values, problems = gather(overrides, config_dir)
-    config = _typed(values, problems)
     world = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+    config = _typed(values, problems, world)
     contradictions = check(config, world)
     if problems:
         # A setting that was refused stands at its default: what contradicts only that default is no news.
@@ -170,8 +170,12 @@ def _choose(group: str, chosen: Any, override: str, loader: ConfigLoader, proble
     return ("" if any(group in default for default in defaults if default != "_self_") else "+") + override.lstrip("+")
 
 
-def _typed(values: dict, problems: typed.Problems) -> Config:
-    """The values with interpolations resolved and types checked; what is wrong is added to `problems`."""
+def _typed(values: dict, problems: typed.Problems, world: int = 1) -> Config:
+    """The values with interpolations resolved and types checked; what is wrong is added to `problems`.
+
+    Besides OmegaConf's own interpolations there is `${from_processes:4,2}`: 2 where at least 4 processes run, else 1.
+    """
+    OmegaConf.register_new_resolver("from_processes", lambda least, degree: degree if world >= least else 1, replace=True)
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:

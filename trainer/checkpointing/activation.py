@@ -21,6 +21,8 @@ from trainer.model.transformer import Transformer
 # No layer draws random numbers, so there is no generator state to keep for the second forward.
 recompute_all = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+
 ALIASES = {
     "matmul": ("aten.mm", "aten.addmm", "aten.bmm"),
     "attention": ("aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_flash_attention",
@@ -108,6 +110,8 @@ def selective_contexts(operations: dict[Any, tuple[str, int]]) -> Any:
     calls: Counter = Counter()
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if operator is REDUCE_SCATTER:  # a tensor-parallel rank's part of a result: cheaper kept than communicated again
+            return CheckpointPolicy.MUST_SAVE
         if operator not in operations:
             return CheckpointPolicy.PREFER_RECOMPUTE
         name, every = operations[operator]

@@ -84,6 +84,8 @@ def join(plan: Plan, device: torch.device) -> World:
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # Pipelines have a communicator for each direction, which is what NCCL would warn about.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         rendezvous = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}

@@ -19,8 +19,7 @@ ROUNDING = 1e-9  # sums of the same numbers in another order differ by less, rel
 def partition(layers: LayerCosts, stages: int, placement: Sequence[int] | None = None) -> Split:
     """The split into stages of at least one layer each that minimises the largest stage cost (forward and full backward).
 
-    Among equals, the largest activation of a stage is minimised, then the sum of squared stage costs. Exact, by dynamic
-    programming in O(stages x layers^2). With a placement (by stage, its rank) that gives a rank several stages, layers
+    Among equals, the sum of squared stage costs is minimised. Exact, by dynamic programming in O(stages x layers^2). With a placement (by stage, its rank) that gives a rank several stages, layers
     then move between stages while that lowers the largest sum of costs on a rank, see `balance`.
     Raises `ConfigError` where there are fewer layers than stages.
     """
@@ -28,10 +27,9 @@ def partition(layers: LayerCosts, stages: int, placement: Sequence[int] | None =
     if stages > depth:
         raise ConfigError(f"parallel.pp x parallel.pipeline.chunks={stages} stages, but model.depth={depth} has a layer for each of at "
                           f"most {depth}; lower parallel.pp or parallel.pipeline.chunks")
-    cost, memory = StageSums(layers.total, stages), StageSums(layers.activation, stages)
+    cost = StageSums(layers.total, stages)
     largest = solve(depth, stages, cost, max)[0] * (1 + ROUNDING)
-    widest = solve(depth, stages, lambda *stage: memory(*stage) if cost(*stage) <= largest else inf, max)[0] * (1 + ROUNDING)
-    _, split = solve(depth, stages, lambda *stage: cost(*stage) ** 2 if cost(*stage) <= largest and memory(*stage) <= widest else inf,
+    _, split = solve(depth, stages, lambda *stage: cost(*stage) ** 2 if cost(*stage) <= largest else inf,
                      lambda before, stage: before + stage)
     return split if placement is None or len(set(placement)) == stages else balance(layers, split, placement)
 

@@ -16,6 +16,7 @@ from trainer.parallel.pipeline.cost import StageCosts
 from trainer.parallel.pipeline.greedy import Line, fits, least_cap, list_schedule
 from trainer.parallel.pipeline.ir import Action, Schedule, flat
 
+
 @dataclass(frozen=True)
 class Template:
     """A schedule that can be built for any number of ranks.
