@@ -88,13 +88,13 @@ class Auto:
                 limit, constant = settings.memory_cap * sum(stages.activation) / plan.pp, None
             given = state.config.batch
             fixed = (batch.accumulation,) if given.accumulation or given.micro_size else None
-            space = Space(splits=not state.config.compile, microbatches=fixed, chunks=(settings.chunks,) if settings.chunks else (1, 2, 4),
+            space = Space(microbatches=fixed, chunks=(settings.chunks,) if settings.chunks else (1, 2, 4),
                           split=from_sizes(settings.split) if isinstance(settings.split, list) else None)
             best = search(lambda micro: layers.scaled(micro / batch.micro_size), plan.pp, batch.micro_size * batch.accumulation, limit,
                           constant, space)
             try:
                 here = reorder(layers, pipeline.split, pipeline.schedule.placement, batch.accumulation, batch.micro_size, limit,
-                               constant and constant(pipeline.split, pipeline.schedule.placement), Space(splits=pipeline.splits_backward))
+                               constant and constant(pipeline.split, pipeline.schedule.placement))
             except ConfigError:  # only other cuts fit
                 return best
             return best if best.predicted.makespan < (1 - WORTH_REBUILDING) * here.predicted.makespan else here

@@ -6,6 +6,8 @@ import os
 import shutil
 
 import torch
+import torch._functorch.config as functorch
+import torch._inductor.config as inductor
 
 from trainer.checkpointing.activation import apply_recompute, check_recompute
 from trainer.config import Config, ConfigError
@@ -54,14 +56,17 @@ def lay_out(config: Config, spec: ModelSpec, layers: range, deferred: DeferredGr
     if model.last:
         model.head.z_loss, model.head.chunk, model.head.compiled = config.loss.z_loss, config.loss.chunk, config.compile
     for module in model.modules():
-        if isinstance(module, Linear):
-            module.deferred = deferred
+        if isinstance(module, Linear) and deferred is not None:
+            module.defer(deferred)
     apply_recompute(model, config.activation)
     if config.compile:
         # Layers of one kind share a graph. Kinds differ by mask, window and recompute, and again in evaluation; running
         # out of graphs would leave layers uncompiled without a word.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         torch._dynamo.config.fail_on_recompile_limit_hit = True
+        if deferred is not None:
+            # What is put off lives on in tensors that the compiler thinks are done with: it must not write over them.
+            inductor.allow_buffer_reuse = inductor.inplace_buffers = functorch.donated_buffer = False
         logging.getLogger("torch._dynamo.variables.higher_order_ops").setLevel(logging.ERROR)  # selective recompute is experimental there
         for layer in model.layers.values():
             layer.run = torch.compile(layer.run, dynamic=False)

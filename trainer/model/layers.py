@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainer.model.attention import attend
 from trainer.model.axes import Declared
 from trainer.model.collectives import Sum
-from trainer.model.linear import columns, rows
+from trainer.model.linear import DeferredGrads, columns, number_layer, rows
 from trainer.model.spec import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec, RopeSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -22,32 +22,37 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Linear(Declared):
     """y = x W^T + b with W: [outputs, inputs]; `axes` names (outputs, inputs); outputs can be cut into `units` parts.
 
-    Column-parallel or row-parallel as tensor parallelism splits the outputs or the inputs (`by_rows`). `deferred` is where
-    weight gradients that are put off go; None where backward is never split.
+    Column-parallel or row-parallel as tensor parallelism splits the outputs or the inputs (`by_rows`).
     """
 
     def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], bias: bool = False, residual: bool = False, units: int = 0):
         super().__init__()
-        self.by_rows, self.deferred = False, None
+        self.by_rows = False
+        self.deferred: DeferredGrads | None = None
+        self.number: Tensor | None = None
         self.declare("weight", (outputs, inputs), axes, "matrix", residual, units)
         self.bias = None
         if bias:
             del self.bias
             self.declare("bias", (outputs,), axes[:1], "bias", units=units)
 
+    def defer(self, deferred: DeferredGrads) -> None:
+        """From now on weight gradients may be put off, in `deferred`."""
+        self.deferred, self.number = deferred, number_layer(self)
+
     def local_bias(self) -> Tensor | None:
         return None if self.bias is None else self.local("bias")
 
     def forward(self, x: Tensor) -> Tensor:
         if self.by_rows:
-            return rows(x, self.local("weight"), self.local_bias(), self.group, self.deferred)
+            return rows(x, self.local("weight"), self.local_bias(), self.group, self.number)
         return project(x, self)[0]
 
 
 def project(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
     """The products of one input with several linear layers that split alike; the input is gathered once."""
     return columns(x, [linear.local("weight") for linear in linears], [linear.local_bias() for linear in linears],
-                   linears[0].group, linears[0].deferred)
+                   linears[0].group, [] if linears[0].number is None else [linear.number for linear in linears])
 
 
 class Norm(Declared):

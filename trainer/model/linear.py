@@ -8,12 +8,15 @@ reduce-scatter of the input gradient behind the weight gradients'.
 
 Zero-bubble schedules compute weight gradients apart from the rest of backward (Qi et al., arXiv 2401.10241). Here the
 linear layer itself puts them off, which needs no walk of the autograd graph and no second recompute, and keeps no more than
-the product's two factors.
+the product's two factors. Its backward is then an operator of its own (`trainer::columns_backward`, `rows_backward`): to the
+compiler it returns the input's gradient, and what it leaves aside is not the compiler's business.
 """
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -55,93 +58,155 @@ def accumulate(weights: list[Tensor], gradients: list[Tensor]) -> None:
     torch.autograd.backward(weights, gradients)
 
 
+class Deferring(Protocol):
+    """A linear layer as the operators below find it."""
+    deferred: DeferredGrads
+    group: TensorGroup | None
+
+    def local(self, name: str) -> Tensor: ...
+
+
+_layers: WeakValueDictionary[int, Deferring] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def number_layer(layer: Deferring) -> Tensor:
+    """A number by which the operators find a layer, as a tensor: a plain number would make the compiler treat every layer as
+    another program."""
+    number = next(_numbers)
+    _layers[number] = layer
+    return torch.tensor(number, device="cpu")
+
+
+def leaves(numbers: list[Tensor]) -> tuple[list[Tensor], Deferring]:
+    """Differentiable views of the layers' weights, and the first layer."""
+    layers = [_layers[number.item()] for number in numbers]
+    with torch.enable_grad():
+        return [layer.local("weight") for layer in layers], layers[0]
+
+
+@torch.library.custom_op("trainer::columns_backward", mutates_args=())
+def columns_backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, numbers: list[Tensor]) -> Tensor:
+    """The gradient of the input of `Columns`; those of the weights are accumulated or put off."""
+    targets, layer = leaves(numbers)
+    group, deferred = layer.group, layer.deferred
+
+    def start() -> Tensor:
+        return x if group is None else group.gather(x)
+
+    def finish(started: Tensor) -> list[Tensor]:
+        whole = started if group is None else group.wait(started)
+        return [gradient.t() @ whole for gradient in gradients]
+
+    started = None if deferred.active else start()
+    to_x = input_gradient(gradients, weights)
+    to_x = to_x if group is None else group.scatter_sum(to_x)
+    if deferred.active:
+        deferred.put(targets, start, finish)
+    else:
+        accumulate(targets, finish(started))
+    return to_x if group is None else group.wait(to_x)
+
+
+@columns_backward.register_fake
+def _(gradients: list[Tensor], weights: list[Tensor], x: Tensor, numbers: list[Tensor]) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("trainer::rows_backward", mutates_args=())
+def rows_backward(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -> Tensor:
+    """The gradient of the input of `Rows`; that of the weight is accumulated or put off."""
+    targets, layer = leaves([number])
+    group, deferred = layer.group, layer.deferred
+    whole = group.wait(group.gather(gradient))
+    if deferred.active:  # the gathered gradient is not kept until then
+        deferred.put(targets, lambda: group.gather(gradient), lambda started: [group.wait(started).t() @ x])
+    else:
+        accumulate(targets, [whole.t() @ x])
+    return whole @ weight
+
+
+@rows_backward.register_fake
+def _(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The sum of gradient @ weight."""
+    to_x = gradients[0] @ weights[0]
+    for gradient, weight in zip(gradients[1:], weights[1:]):
+        to_x = torch.addmm(to_x, gradient, weight)
+    return to_x
+
+
 class Columns(torch.autograd.Function):
     """x W^T + b for several matrices that share the input, gathered once.
 
-    x: [tokens / t, inputs]; each weight: [outputs / t, inputs]; each result: [tokens, outputs / t].
-    Where `deferred` is given, `leaves` are the differentiable weights, and `operands` holds them detached.
+    x: [tokens / t, inputs]; operands: weights [outputs / t, inputs], then a bias or None for each, then, where weight
+    gradients may be put off, the numbers of the layers. Each result: [tokens, outputs / t].
     """
 
     @staticmethod
-    def forward(ctx: Any, group: TensorGroup | None, deferred: DeferredGrads | None, leaves: list[Tensor], x: Tensor, count: int,
-                *operands: Tensor | None) -> tuple[Tensor, ...]:
-        weights, biases = operands[:count], operands[count:]
+    def forward(ctx: Any, group: TensorGroup | None, x: Tensor, count: int, *operands: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases, numbers = operands[:count], operands[count:2 * count], operands[2 * count:]
         whole = x if group is None else group.wait(group.gather(x))
-        ctx.group, ctx.deferred, ctx.leaves, ctx.biased = group, deferred, leaves, [b is not None for b in biases]
-        ctx.save_for_backward(x, *weights)
+        ctx.group, ctx.count, ctx.biased = group, count, [b is not None for b in biases]
+        ctx.save_for_backward(x, *weights, *numbers)
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
-        x, *weights = ctx.saved_tensors
-        group = ctx.group
-
-        def start() -> Tensor:
-            return x if group is None else group.gather(x)
-
-        def finish(started: Tensor) -> list[Tensor]:
-            whole = started if group is None else group.wait(started)
-            return [gradient.t() @ whole for gradient in gradients]
-
-        at_once = ctx.deferred is None or not ctx.deferred.active
-        started = start() if at_once else None
-        to_x = gradients[0] @ weights[0]
-        for gradient, weight in zip(gradients[1:], weights[1:]):
-            to_x = torch.addmm(to_x, gradient, weight)
-        if group is not None:
-            to_x = group.scatter_sum(to_x)
+        x, *operands = ctx.saved_tensors
+        group, weights, numbers = ctx.group, operands[:ctx.count], operands[ctx.count:]
         to_biases = [gradient.sum(0) if biased else None for gradient, biased in zip(gradients, ctx.biased)]
-        to_weights: list[Tensor | None] = [None] * len(weights)
-        if ctx.deferred is None:
-            to_weights = finish(started)
-        elif at_once:
-            accumulate(ctx.leaves, finish(started))
-        else:
-            ctx.deferred.put(ctx.leaves, start, finish)
-        return None, None, None, to_x if group is None else group.wait(to_x), None, *to_weights, *to_biases
+        if numbers:
+            to_x = columns_backward(list(gradients), weights, x, numbers)
+            return None, to_x, None, *[None] * ctx.count, *to_biases, *[None] * ctx.count
+        if group is None:
+            return None, input_gradient(gradients, weights), None, *[gradient.t() @ x for gradient in gradients], *to_biases
+        started = group.gather(x)
+        to_x = group.scatter_sum(input_gradient(gradients, weights))
+        whole = group.wait(started)
+        to_weights = [gradient.t() @ whole for gradient in gradients]
+        return None, group.wait(to_x), None, *to_weights, *to_biases
 
 
 class Rows(torch.autograd.Function):
-    """x W^T summed over the group. x: [tokens, inputs / t]; weight: [outputs, inputs / t]; result: [tokens / t, outputs]."""
+    """x W^T summed over the group. x: [tokens, inputs / t]; weight: [outputs, inputs / t]; result: [tokens / t, outputs].
+
+    number: of the layer, where its weight gradient may be put off."""
 
     @staticmethod
-    def forward(ctx: Any, group: TensorGroup, deferred: DeferredGrads | None, leaves: list[Tensor], x: Tensor, weight: Tensor) -> Tensor:
-        ctx.group, ctx.deferred, ctx.leaves = group, deferred, leaves
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, group: TensorGroup, x: Tensor, weight: Tensor, number: Tensor | None) -> Tensor:
+        ctx.group, ctx.numbered = group, number is not None
+        ctx.save_for_backward(x, weight, *([number] if ctx.numbered else []))
         return group.wait(group.scatter_sum(F.linear(x, weight)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
-        x, weight = ctx.saved_tensors
-        group = ctx.group
-        whole = group.wait(group.gather(gradient))
-        to_weight = None
-        if ctx.deferred is None:
-            to_weight = whole.t() @ x
-        elif ctx.deferred.active:  # the gathered gradient is not kept until then
-            ctx.deferred.put(ctx.leaves, lambda: group.gather(gradient), lambda started: [group.wait(started).t() @ x])
-        else:
-            accumulate(ctx.leaves, [whole.t() @ x])
-        return None, None, None, whole @ weight, to_weight
+        x, weight, *numbers = ctx.saved_tensors
+        if ctx.numbered:
+            return None, rows_backward(gradient, weight, x, numbers[0]), None, None
+        whole = ctx.group.wait(ctx.group.gather(gradient))
+        return None, whole @ weight, whole.t() @ x, None
 
 
 def columns(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: TensorGroup | None,
-            deferred: DeferredGrads | None) -> Sequence[Tensor]:
+            numbers: Sequence[Tensor] = ()) -> Sequence[Tensor]:
     """Products of one input with several matrices, column-parallel over `group` if one is given; see `Columns`."""
-    if group is None and deferred is None:
+    if group is None and not numbers:
         return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases)]
-    leaves, operands = leave(weights, deferred)
-    return Columns.apply(group, deferred, leaves, x, len(weights), *operands, *biases)
+    return Columns.apply(group, x, len(weights), *apart(weights, numbers), *biases, *numbers)
 
 
-def rows(x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup, deferred: DeferredGrads | None) -> Tensor:
+def rows(x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup, number: Tensor | None) -> Tensor:
     """A row-parallel product; the bias is added to the sum. See `Rows`."""
-    leaves, (operand,) = leave([weight], deferred)
-    y = Rows.apply(group, deferred, leaves, x, operand)
+    weight, = apart([weight], [] if number is None else [number])
+    y = Rows.apply(group, x, weight, number)
     return y if bias is None else y + bias
 
 
-def leave(weights: Sequence[Tensor], deferred: DeferredGrads | None) -> tuple[list[Tensor], list[Tensor]]:
-    """The weights to accumulate to and those to multiply with. Without an edge between them in the autograd graph, backward
-    has no zeros to send along it when the gradient comes later."""
-    return ([], list(weights)) if deferred is None else (list(weights), [weight.detach() for weight in weights])
+def apart(weights: Sequence[Tensor], numbers: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The weights to multiply with. Where their gradients come by another way, the autograd graph has no edge to them, or
+    backward would send zeros along it."""
+    return [weight.detach() for weight in weights] if numbers else weights

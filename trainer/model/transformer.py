@@ -47,7 +47,7 @@ class Head(Declared):
         rank's part of it."""
         weight = self.local("weight")
         if targets is None:
-            logits, = columns(x, [weight], [None], self.group, None)
+            logits, = columns(x, [weight], [None], self.group)
             return cap_score(logits, cap=self.soft_cap) if self.soft_cap else logits
         start = 0 if self.group is None else part_start(self.declared["weight"].shape[0], self.group)
         return LinearCrossEntropy.apply(x, weight, targets, LossSettings(self.soft_cap, self.z_loss, self.chunk, self.compiled),

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -20,11 +20,11 @@ from trainer.data.corpus import Samples, open_corpus
 from trainer.model.spec import ModelSpec
 from trainer.model.transformer import declarations
 from trainer.parallel.mesh import World, join, local_device
-from trainer.parity.compare import Result, compare, show, tolerance
+from trainer.parity.compare import Comparison, Result, coarsest, compare, judge, show
 from trainer.parity.plans import compose, generated, resolve
 from trainer.parity.reference import Trajectory, reference
 from trainer.parity.watch import train
-from trainer.precision.policy import parameter_policies
+from trainer.precision.policy import DTYPES, parameter_policies
 from trainer.train import numeric_mode, starting_point
 
 USAGE = """\
@@ -78,14 +78,19 @@ def run(overrides: Sequence[str], plans: list[str] | None, steps: int, json_path
     legal = [case for case in cases if not case.reasons]
     if not legal:
         raise ConfigError([f"plan '{case.text}': {reason}" for case in cases for reason in case.reasons])
-    samples, expected = open_corpus(base).train, Trajectory()
+    samples, expected, plain = open_corpus(base).train, Trajectory(), {}
     if rank == 0:
         say(f"reference: one process, fp32, {steps} steps")
         whole = resolve_batch(BatchConfig(base.batch.sequence_length, size), 1)
         with numeric_mode(dataclasses.replace(base, precision=PrecisionConfig())):
             expected = reference(base, spec, loaded(samples, base, whole, 0, 1, steps, device), device, weights)
+        for kind in dict.fromkeys(coarsest(case.config.precision) for case in legal):
+            with numeric_mode(dataclasses.replace(base, precision=PrecisionConfig(matmul="high" if kind == "tf32" else "highest"))):
+                again = reference(base, spec, halved(loaded(samples, base, whole, 0, 1, steps, device)), device, weights,
+                                  DTYPES.get(kind, torch.float32))
+            plain[kind] = compare(again, expected)
     worlds: dict[tuple[int, ...], World] = {}
-    results = [Result(case.text, [], "REFUSED", case.reasons) for case in cases]
+    results = [Result(case.text, "REFUSED", case.reasons) for case in cases]
     for number, case in enumerate(legal, start=1):
         mesh = case.plan.pp, case.plan.replicate, case.plan.shard, case.plan.tp
         if mesh not in worlds:
@@ -95,9 +100,9 @@ def run(overrides: Sequence[str], plans: list[str] | None, steps: int, json_path
             say(f"plan {number} of {len(legal)}: {'; '.join(case.describe())}")
         data = loaded(samples, case.config, case.batch, world.data.get_local_rank(), case.plan.dp, steps, device)
         seen = train(case.config, spec, case.plan, case.pipeline, world, data, weights)
-        judged = world.agree(lambda: compare(case.text, case.describe(), seen, expected, tolerance(case.config.precision)))
-        results[cases.index(case)] = judged
-    world.agree(lambda: report(expected, results, json_path))  # torchrun ends all ranks when one has ended
+        kind = coarsest(case.config.precision)
+        results[cases.index(case)] = world.agree(lambda: judge(case.text, case.describe(), kind, seen, expected, plain[kind]))
+    world.agree(lambda: report(expected, results, plain, json_path))  # torchrun ends all ranks when one has ended
     return int(any(result.verdict == "FAIL" for result in results))
 
 
@@ -108,10 +113,18 @@ def global_size(batch: BatchConfig, processes: int) -> int:
     return resolve_batch(batch, processes).global_size
 
 
-def report(expected: Trajectory, results: list[Result], json_path: str | None) -> None:
-    show(expected, results)
+def halved(steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
+    """The same sequences in other micro-batches, last first, so that sums are taken in another order."""
+    for batches in steps:
+        yield [Batch(*(None if part is None else part[rows] for part in (batch.tokens, batch.targets, batch.documents, batch.ids)))
+               for batch in reversed(batches) for half in [len(batch.ids) // 2] for rows in (slice(half, None), slice(half)) if batch.ids[rows]]
+
+
+def report(expected: Trajectory, results: list[Result], plain: dict[str, Comparison], json_path: str | None) -> None:
+    show(expected, results, plain)
     if json_path:
         Path(json_path).write_text(json.dumps({"reference": {"losses": expected.losses, "norms": expected.norms},
+                                               "plain": {kind: dataclasses.asdict(errors) for kind, errors in plain.items()},
                                                "plans": [dataclasses.asdict(result) for result in results]}, indent=1))
 
 

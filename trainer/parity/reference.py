@@ -23,6 +23,9 @@ from trainer.precision.policy import parameter_policies
 IGNORE = -100
 """The target of a token that has none."""
 
+LOSS_SCALE = 4096.0
+"""Of an fp16 run."""
+
 
 @dataclass
 class Trajectory:
@@ -39,11 +42,12 @@ class Trajectory:
     overflows: int = 0
 
 
-def reference(config: Config, spec: ModelSpec, steps: Iterable[list[Batch]], device: torch.device,
-              weights: Weights | None = None) -> Trajectory:
+def reference(config: Config, spec: ModelSpec, steps: Iterable[list[Batch]], device: torch.device, weights: Weights | None = None,
+              compute: torch.dtype = torch.float32) -> Trajectory:
     """Trains in this process with none of the project's parallel, optimizer or loss code.
 
-    steps: the micro-batches of each optimizer step, which here may be cut in any way.
+    steps: the micro-batches of each optimizer step, which here may be cut in any way. compute: the type of forward and
+    backward; another one than fp32 shows what that type by itself costs in accuracy.
     """
     model = Transformer(spec).to(device)
     fill(model, weights or partial(initial_value, spec, config.run.seed, device=device))
@@ -54,16 +58,20 @@ def reference(config: Config, spec: ModelSpec, steps: Iterable[list[Batch]], dev
     optimizer = torch.optim.AdamW([{"params": parameters, "weight_decay": policy.weight_decay, "scale": policy.lr_scale}
                                    for policy, parameters in groups.items()],
                                   betas=(config.optimizer.beta1, config.optimizer.beta2), eps=config.optimizer.eps)
-    seen = Trajectory(initial=snapshot(model))
+    seen, scale = Trajectory(initial=snapshot(model)), LOSS_SCALE if compute is torch.float16 else 1.0
     for number, batches in enumerate(steps):
         valid = max(1, sum(int((batch.targets != IGNORE).sum()) for batch in batches))
         loss = 0.0
         for batch in batches:
-            logits, targets = model(batch.tokens, documents=batch.documents).flatten(0, 1).float(), batch.targets.flatten()
+            copies = {name: parameter.to(compute) for name, parameter in model.named_parameters()}
+            logits = torch.func.functional_call(model, copies, (batch.tokens,), {"documents": batch.documents}).flatten(0, 1).float()
+            targets = batch.targets.flatten()
             entropy = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
             normalizers = logits.logsumexp(-1)[targets != IGNORE]
-            ((entropy + config.loss.z_loss * normalizers.square().sum()) / valid).backward()
+            ((entropy + config.loss.z_loss * normalizers.square().sum()) * (scale / valid)).backward()
             loss += entropy.item() / valid
+        for parameter in model.parameters():
+            parameter.grad /= scale
         seen.losses.append(loss)
         seen.gradients.append({name: parameter.grad.to("cpu", copy=True) for name, parameter in model.named_parameters()})
         norm = torch.stack([parameter.grad.norm(dtype=torch.float64) for parameter in model.parameters()]).norm()  # fp32 loses digits

@@ -44,7 +44,7 @@ class Watch:
         self.problems: list[str] = []
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self.told: list[tuple[float, ...]] = []
+        self.told: list[str] = []
         self._sum, self._update = state.shared.sum, state.optimizer.step
         state.shared.sum, state.optimizer.step = self.sum, self.update
         self.keep("initial")
@@ -55,7 +55,7 @@ class Watch:
         while True:
             before = [local(parameter).detach().clone() for parameter in state.optimizer.parameters.values()] if state.scaler.enabled else []
             scalars = train_step(state, batches, False)
-            self.told[-1] += (scalars["loss"].item(), scalars["grad_norm"].item())
+            self.told.append(f"{scalars['loss'].item()} {scalars['grad_norm'].item()}")
             if not scalars["found_inf"] or not state.scaler.enabled or scalars["loss_scale"] <= 1:
                 break
             self.overflows += 1
@@ -74,7 +74,7 @@ class Watch:
         self._sum()
 
     def update(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
-        self.told.append((found_inf.item(), grad_scale.item()))
+        self.told.append(f"{found_inf.item()} {grad_scale.item()}")
         if not found_inf:
             self.keep(f"gradient {len(self.losses)}")
         self._update(rate, grad_scale, found_inf)

@@ -14,9 +14,8 @@ from trainer.parallel.pipeline.partition import even, explicit, partition
 from trainer.parallel.pipeline.templates import TEMPLATES, build_schedule, greedy, place
 from trainer.parallel.plan import Plan
 
-PROBES = {(False, False): "zb_h1", (False, True): "zb_v", (True, False): "1f1b", (True, True): "interleaved"}
-"""What runs while `auto` measures, by whether backward passes are whole (compiled layers) and whether the number of layers allows
-two stages a rank."""
+PROBES = ("zb_h1", "zb_v")
+"""What runs while `auto` measures: with one stage on a rank, or with two where the number of layers allows it."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,6 @@ def resolve_pipeline(config: Config, spec: ModelSpec, plan: Plan, batch: BatchPl
         shares = [sum(size for size, place in zip(stages.activation, placement) if place == rank) for rank in range(plan.pp)]
         cap = max(max(shares), (settings.memory_cap or plan.pp) * sum(shares) / plan.pp)  # of an average rank's micro-batch
         schedule = greedy(stages, placement, batch.accumulation, cap)
-    if config.compile:  # the compiler makes one graph of a layer's backward
-        schedule = ir.full_backward(schedule)
     return Pipeline(schedule, split)
 
 
@@ -79,7 +76,7 @@ def named_schedule(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> 
     """A template's schedule or that of a CSV file."""
     settings, name = config.parallel.pipeline, config.parallel.pipeline.schedule
     if name == "auto":
-        name = PROBES[config.compile, settings.chunks != 1 and 2 * plan.pp <= depth]
+        name = PROBES[settings.chunks != 1 and 2 * plan.pp <= depth]
     if name in TEMPLATES:
         chunks = None if settings.schedule == "auto" else settings.chunks
         return build_schedule(name, plan.pp, batch.accumulation, chunks, settings.group_size)
