@@ -20,8 +20,9 @@ case_ tp4 parallel.tp=4 parallel.zero.stage=1 micro=2
 case_ pp2_1f1b parallel.pp=2 $pp
 case_ pp2_interleaved parallel.pp=2 $pp parallel.pipeline.schedule=interleaved
 case_ pp2_zb_v parallel.pp=2 $pp parallel.pipeline.schedule=zb_v
-case_ pp2_zb_v_eager parallel.pp=2 $pp parallel.pipeline.schedule=zb_v compile=false
 case_ pp2_auto parallel.pp=2 $pp parallel.pipeline.schedule=auto
 case_ tp2_pp2 parallel.tp=2 parallel.pp=2 $pp parallel.pipeline.schedule=interleaved
 case_ pp4_1f1b parallel.pp=4 $pp
 case_ pp4_interleaved parallel.pp=4 $pp parallel.pipeline.schedule=interleaved
+case_ pp4_zb_v parallel.pp=4 $pp parallel.pipeline.schedule=zb_v
+case_ pp4_auto parallel.pp=4 $pp parallel.pipeline.schedule=auto

@@ -47,8 +47,7 @@ def resolve_pipeline(config: Config, spec: ModelSpec, plan: Plan, batch: BatchPl
     if schedule is None:
         stages = costs.stage(split)
         shares = [sum(size for size, place in zip(stages.activation, placement) if place == rank) for rank in range(plan.pp)]
-        cap = max(max(shares), (settings.memory_cap or plan.pp) * sum(shares) / plan.pp)  # of an average rank's micro-batch
-        schedule = greedy(stages, placement, batch.accumulation, cap)
+        schedule = greedy(stages, placement, batch.accumulation, (settings.memory_cap or plan.pp) * max(shares))
     return Pipeline(schedule, split)
 
 
