@@ -295,21 +295,14 @@ def test_refusals_name_the_setting_and_a_legal_value(arguments, message):
         build_schedule(*arguments)
 
 
-def test_a_full_backward_instead_of_a_split_one():
-    split = build_schedule("zb_h1", 2, 4)
-    full = ir.full_backward(split)
-    assert validate(full) == [] and {action.kind for order in full.orders for action in order} == {"F", "B"}
-    merged = ir.merge_backward(split)
-    assert validate(merged) == []
+def test_halves_of_a_backward_are_joined_where_nothing_lies_between():
     assert dumps(ir.merge_backward(schedule("0F0 0I0 0W0 0F1 0I1 0F2 0W1", placement=(0,)))) == "0F0,0B0,0F1,0I1,0F2,0W1\n"
     assert dumps(ir.merge_backward(schedule("0I0 0W1 0I1 1W1", placement=(0, 0)))) == "0I0,0W1,0I1,1W1\n"
-    assert dumps(ir.full_backward(schedule("(0F1;1I0)OVERLAP_F_B 1W0 0I0 0W0", placement=(0, 0)))) == "(0F1;1B0)OVERLAP_F_B,0B0\n"
 
 
 @settings(max_examples=40, deadline=None)
 @given(built(names=SPLITTING))
 def test_joining_backwards_keeps_a_schedule_valid(built):
-    assert validate(ir.full_backward(built)) == []
     assert validate(ir.merge_backward(built)) == []
 
 

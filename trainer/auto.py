@@ -84,8 +84,7 @@ class Auto:
                 return [size + extra for size in constant_bytes(state.spec, plan, element, split, placement)]
 
             if settings.memory_cap is not None:
-                stages = layers.stage(pipeline.split)
-                limit, constant = settings.memory_cap * sum(stages.activation) / plan.pp, None
+                limit, constant = settings.memory_cap * layers.stage(pipeline.split).share(pipeline.schedule.placement), None
             given = state.config.batch
             fixed = (batch.accumulation,) if given.accumulation or given.micro_size else None
             space = Space(microbatches=fixed, chunks=(settings.chunks,) if settings.chunks else (1, 2, 4),

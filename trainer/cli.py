@@ -250,7 +250,7 @@ def main(arguments: Sequence[str]) -> int:
 def _shown(options: argparse.Namespace) -> str:
     """The composed configuration as YAML. How many processes will run is not known: only settings are checked."""
     values, problems = gather(options.overrides, options.config_dir)
-    config = _typed(values, problems)
+    config = _typed(values, problems, int(os.environ.get("WORLD_SIZE", 1)))
     if problems:
         raise ConfigError(list(problems.values()))
     return (typed.to_yaml(config) if options.resolve else OmegaConf.to_yaml(OmegaConf.create(values))).rstrip()

@@ -248,23 +248,23 @@ class Training:
                 while self.state.step < config.run.steps and not self.stop:
                     self.one_step()
                     self.read_back()
-                    if self.auto is not None and self.auto.ready():
-                        self.reschedule()
                     last = self.state.step == config.run.steps
+                    if self.auto is not None and self.auto.ready() and not last and not self.stop:
+                        self.reschedule()
                     if config.eval.every and (self.state.step % config.eval.every == 0 or last) and not self.stop:
                         self.evaluate()
                     if config.checkpoint.every and self.state.step % config.checkpoint.every == 0 and not last and not self.stop:
                         self.save()
                     self.tell()
                 self.read_back(everything=True)
-                if self.state.step > first and self.state.plan.pp > 1:
-                    self.draw_schedule()
                 if self.state.step > first and (self.stop or config.checkpoint.at_end) and not self.save_last():
                     print(f"{self.folder}: the last checkpoint, of step {self.state.step}, could not be written", file=sys.stderr, flush=True)
                 else:
                     code = DONE if self.state.step == config.run.steps else STOPPED
                     status = "stopped" if code == STOPPED else "done"
                     self.log.event(self.farewell(first, code))
+                if self.state.step > first and self.state.plan.pp > 1:
+                    self.draw_schedule()
             self.checkpointer.close()
             self.state.close()
         finally:
@@ -424,7 +424,7 @@ class Training:
         mine = [sample for samples, loss in zip(ids, numbers["losses"]) if not np.isfinite(loss) for sample in samples]
         everyone: list[Any] = [None] * self.world.size
         dist.all_gather_object(everyone, mine)
-        samples = [str(sample) for some in everyone for sample in some]
+        samples = list(dict.fromkeys(str(sample) for some in everyone for sample in some))  # tensor-parallel ranks share them
         raise NonFinite(f"{self.skipped_in_row} steps in a row without an update (guard.max_skipped={self.config.guard.max_skipped}), "
                         f"the last at step {step}: {self.describe_non_finite(numbers)}; samples with a non-finite loss: "
                         f"{', '.join(samples[:20]) or 'none'}. Look at these samples, lower lr.peak, or raise guard.max_skipped")

@@ -37,12 +37,13 @@ class SharedParameters:
         tensor = self.world.mesh["tp"]
         if tensor.size() > 1:
             sum_flat([local(parameter.grad) for parameter in self.parameters.values() if not is_split(parameter)],
-                     lambda flat: dist.all_reduce(flat, group=tensor.get_group()))
+                     self.world.device, lambda flat: dist.all_reduce(flat, group=tensor.get_group()))
         for name, copy in self.copies:
             mine, other = local(self.parameters[name].grad), local(self.parameters[copy].grad)
             other.copy_(mine.add_(other))
         if self.ends is not None:
-            sum_flat([local(self.parameters[name].grad) for name in self.tied], lambda flat: self.ends.allreduce([flat]).wait())
+            sum_flat([local(self.parameters[name].grad) for name in self.tied], self.world.device,
+                     lambda flat: self.ends.allreduce([flat]).wait())
 
     @torch.no_grad()
     def squares(self) -> Tensor:
@@ -54,10 +55,10 @@ class SharedParameters:
         return norms.square().to(self.world.device) * self.counted
 
 
-def sum_flat(tensors: Iterable[Tensor], all_reduce: Callable[[Tensor], object]) -> None:
-    """Sums tensors over ranks in place, in one collective."""
+def sum_flat(tensors: Iterable[Tensor], device: torch.device, all_reduce: Callable[[Tensor], object]) -> None:
+    """Sums tensors over ranks in place, in one collective on `device`, where offloaded ones are not."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if tensors:
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        flat = torch.cat([tensor.flatten() for tensor in tensors]).to(device)
         all_reduce(flat)
         torch._foreach_copy_(tensors, [part.view_as(tensor) for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]))])

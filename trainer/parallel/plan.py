@@ -43,7 +43,7 @@ def check_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = No
         problems.append(f"parallel.dp={parallel.dp} must be positive, or -1 for the processes that are left")
     if problems:
         return problems
-    problems = _check_tensor(parallel, spec, min(node or world, world)) + _check_depth(parallel, spec)
+    problems = _check_tensor(parallel, spec, world, node or world) + _check_depth(parallel, spec)
     model, dp, stage = parallel.tp * parallel.pp, parallel.dp, parallel.zero.stage
     degrees = f"parallel.tp={parallel.tp} x parallel.pp={parallel.pp}" + ("" if dp == -1 else f" x parallel.dp={dp}")
     if world % model or dp not in (-1, world // model):
@@ -70,7 +70,7 @@ def check_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = No
     return problems
 
 
-def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, node: int) -> list[str]:
+def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, node: int) -> list[str]:
     """What keeps the model from being cut into parallel.tp parts, or those from staying inside a node of `node` processes."""
     tp, problems = parallel.tp, []
     if spec is not None and tp > 1:
@@ -80,7 +80,7 @@ def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, node: int) -
             legal = [n for n in divisors(wrong[0]) if all(cuts(heads, keys, n) for heads, keys in shapes)]
             problems.append(f"parallel.tp={tp} does not divide model.attention.heads={wrong[0]} with kv_heads={wrong[1]}; legal: "
                             f"{', '.join(map(str, legal))}")
-    if (tp > node or node % tp) and not parallel.tp_across_nodes:
+    if node < world and node % tp and not parallel.tp_across_nodes:
         problems.append(f"parallel.tp={tp} spans nodes of {node} processes, and tensor parallelism is slow over their links; set "
                         f"parallel.tp={max(n for n in divisors(node) if n <= tp)} and use parallel.pp, or force it with parallel.tp_across_nodes=true")
     return problems

@@ -11,6 +11,8 @@ With fewer shards than data-parallel ranks (HSDP) the shards are all-reduced ove
 """
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -46,7 +48,7 @@ class Sharding:
     """
 
     def __init__(self, stages: dict[int, FSDPModule], plan: Plan, micro_batches: int):
-        self.stages, self.gather_again = stages, plan.stage == 3
+        self.stages, self.gather_again, self.replicated = stages, plan.stage == 3, plan.replicate > 1
         self.reductions = micro_batches if plan.stage >= 2 else 1
         self.left = dict.fromkeys(stages, 0)
 
@@ -90,6 +92,8 @@ class Sharding:
         self.accumulate(stage)
         self._reduce_next(stage, True)
         for group in reversed(parameter_groups(self.stages[stage])):
+            if self.replicated:
+                fill_missing(group, last=self.left[stage] == 1)
             group.post_backward()
         self.reduced(stage)
 
@@ -107,6 +111,16 @@ class Sharding:
         model.set_requires_gradient_sync(wanted)
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or self.gather_again)
+
+
+def fill_missing(group: Any, last: bool) -> None:
+    """Zeros where a reduction finds no gradient because an earlier one took those of two input-gradient passes at once: over
+    replicas FSDP adds up whole groups, and all-reduces in the last reduction only if there is something to reduce."""
+    missing = [parameter for parameter in group.fsdp_params
+               if parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None]
+    for parameter in missing if last or len(missing) < len(group.fsdp_params) else ():
+        whole = parameter.unsharded_param
+        parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=parameter.reduce_dtype or whole.dtype, requires_grad=False)
 
 
 def parameter_groups(model: nn.Module) -> list:

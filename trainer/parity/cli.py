@@ -4,9 +4,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ from trainer.cli import _refuse as refuse
 from trainer.config import BatchConfig, Config, ConfigError, PrecisionConfig
 from trainer.data.batches import Batch, Loader
 from trainer.data.corpus import Samples, open_corpus
+from trainer.model.init import Weights, initial_value
 from trainer.model.spec import ModelSpec
 from trainer.model.transformer import declarations
 from trainer.parallel.mesh import World, join, local_device
@@ -86,8 +89,8 @@ def run(overrides: Sequence[str], plans: list[str] | None, steps: int, json_path
             expected = reference(base, spec, loaded(samples, base, whole, 0, 1, steps, device), device, weights)
         for kind in dict.fromkeys(coarsest(case.config.precision) for case in legal):
             with numeric_mode(dataclasses.replace(base, precision=PrecisionConfig(matmul="high" if kind == "tf32" else "highest"))):
-                again = reference(base, spec, halved(loaded(samples, base, whole, 0, 1, steps, device)), device, weights,
-                                  DTYPES.get(kind, torch.float32))
+                again = reference(base, spec, halved(loaded(samples, base, whole, 0, 1, steps, device)), device,
+                                  nudged(weights or partial(initial_value, spec, base.run.seed, device=device)), DTYPES.get(kind, torch.float32))
             plain[kind] = compare(again, expected)
     worlds: dict[tuple[int, ...], World] = {}
     results = [Result(case.text, "REFUSED", case.reasons) for case in cases]
@@ -118,6 +121,11 @@ def halved(steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
     for batches in steps:
         yield [Batch(*(None if part is None else part[rows] for part in (batch.tokens, batch.targets, batch.documents, batch.ids)))
                for batch in reversed(batches) for half in [len(batch.ids) // 2] for rows in (slice(half, None), slice(half)) if batch.ids[rows]]
+
+
+def nudged(weights: Weights) -> Weights:
+    """The same weights with another last bit."""
+    return lambda name, info: torch.nextafter(weights(name, info), torch.tensor(math.inf))
 
 
 def report(expected: Trajectory, results: list[Result], plain: dict[str, Comparison], json_path: str | None) -> None:

@@ -30,9 +30,9 @@ TOLERANCES = {"fp32": Limits(1e-6, 1e-6, 5e-6, 1e-5), "tf32": Limits(1e-4, 2e-3,
 """By the coarsest type that forward, backward and reduction use. fp32 leaves room for sums taken in another order only."""
 
 SLACK = {"fp32": 10, "tf32": 3, "fp16": 3, "bf16": 3}
-"""How many times as much as one plain process in the same type a plan may be off, where that is more. In fp32 that process takes
-its sums in another order: Adam turns the rounding of a tiny gradient into a step of any direction, so that from the second
-step on the table alone would be too tight."""
+"""How many times as much as one plain process in the same type a plan may be off, where that is more. In fp32 that process starts
+with another last bit of each weight and takes its sums in another order: Adam turns the rounding of a tiny gradient into a
+step of any direction, so that from the second step on the table alone would be too tight."""
 
 
 def coarsest(precision: PrecisionConfig) -> str:

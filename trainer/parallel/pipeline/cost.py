@@ -54,6 +54,10 @@ class StageCosts:
         each = {"f": f, "i": i, "w": w, "b": i + w if b is None else b, "activation": activation, "unshard": unshard, "reduce": reduce}
         return cls(**{name: (value,) * stages for name, value in each.items()}, kept=kept, transfer=transfer, host=host)
 
+    def share(self, placement: tuple[int, ...]) -> float:
+        """What one micro-batch holds of the fullest rank, in the unit of `activation`."""
+        return max(sum(size for size, place in zip(self.activation, placement) if place == rank) for rank in set(placement))
+
     def to_dict(self) -> dict[str, Any]:
         return plain(self)
 

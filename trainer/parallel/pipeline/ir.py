@@ -154,13 +154,6 @@ def merge_backward(schedule: Schedule) -> Schedule:
     return replace(schedule, orders=tuple(map(merged, schedule.orders)))
 
 
-def full_backward(schedule: Schedule) -> Schedule:
-    """Each I becomes a B and the W are dropped: for models whose backward cannot be split."""
-    def full(action: Action) -> Action:
-        return replace(action, kind="B" if action.kind == "I" else action.kind, parts=tuple(map(full, action.parts)))
-    return replace(schedule, orders=tuple(tuple(full(action) for action in order if action.kind != "W") for order in schedule.orders))
-
-
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
     """By rank, the most activations held at once, kept from F until B or W, in micro-batches of the rank's whole share of
     the model (a rank's k stages hold 1/k of it each)."""

@@ -46,8 +46,7 @@ def resolve_pipeline(config: Config, spec: ModelSpec, plan: Plan, batch: BatchPl
     split = resolve_split(settings.split, costs, placement)
     if schedule is None:
         stages = costs.stage(split)
-        shares = [sum(size for size, place in zip(stages.activation, placement) if place == rank) for rank in range(plan.pp)]
-        schedule = greedy(stages, placement, batch.accumulation, (settings.memory_cap or plan.pp) * max(shares))
+        schedule = greedy(stages, placement, batch.accumulation, (settings.memory_cap or plan.pp) * stages.share(placement))
     return Pipeline(schedule, split)
 
 

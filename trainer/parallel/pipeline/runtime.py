@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ContextManager, NamedTuple, NoReturn, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from trainer.data.batches import Batch
 
 PATIENCE = 1.0
-"""Seconds in which a rank whose transfer broke looks for the reason before it calls its peer silently gone."""
+"""Seconds in which a rank whose transfer broke looks for the reason before it calls its peer silently gone. One whose collective
+broke, which does not say whose connection it was, waits five times as long for a rank that knows."""
 
 STEPS_TIMED = 3
 """Steps whose times are kept: on CUDA the newest are still running when they are asked for."""
@@ -285,7 +287,7 @@ class Runtime:
             raise error
         channels, me = self.channels, self.channels.ranks[self.rank]
         where = "the end of the step" if action is None else f"{action} ({_describe(action)})"
-        told = channels.failures.told(PATIENCE if isinstance(error, TransferError) else 0.0)
+        told = channels.failures.told(PATIENCE if isinstance(error, TransferError) else 5 * PATIENCE if _broke(error) else 0.0)
         if told is None and isinstance(error, TransferError):
             told = channels.failures.tell(f"rank {error.peer} was lost: it ended, or its connection broke, without a word of why; "
                                           f"rank {me} noticed at {where}, {error}")
@@ -335,6 +337,11 @@ class _Flight:
 
 def _arrived(tensor: Tensor | Pending) -> Tensor:
     return tensor.wait() if isinstance(tensor, Pending) else tensor
+
+
+def _broke(error: Exception) -> bool:
+    """Whether a collective failed, most often because a rank of its group has gone."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def _named(action: Action) -> ContextManager[Any]:

@@ -272,10 +272,7 @@ class Finder:
         if self.spent + work > effort or bound(setup, self.space.splits) >= self.best:
             return
         self.spent += work
-        shares = [0.0] * setup.ranks
-        for size, rank in zip(setup.costs.activation, setup.placement):
-            shares[rank] += size
-        share = max(shares)
+        share = setup.costs.share(setup.placement)
         room = float("inf") if self.limit is None else self.limit - max(setup.constant)
         amount = min(cap * setup.ranks * share, room)
         try:
