@@ -1,152 +1,192 @@
-"""Every plan of a generated matrix against the one-process reference: losses, norms and per-parameter gradients."""
+"""Every plan of the matrix against the one-process reference, many in one launch; and fp16 overflows on one rank."""
 from __future__ import annotations
 
-import itertools
+import dataclasses
+import gc
+import hashlib
 import json
 import os
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-
-import trainer.state
 
 from distributed import CAN_COMPILE
-from reference import Trajectory, random_batch, reference, tiny_spec
+from matrix import CHUNKS, PLAIN, SEQUENCES, Case, cases, depth
+from reference import random_batch, rows, settings, tiny_spec
 from trainer.batch import BatchPlan
 from trainer.config import Config
-from trainer.optim.optimizer import Optimizer
-from trainer.parallel.mesh import join, local_device
+from trainer.data.batches import Batch
+from trainer.model.spec import ModelSpec
+from trainer.optim.optimizer import local
+from trainer.parallel.mesh import World, join, local_device
+from trainer.parallel.pipeline import ir
 from trainer.parallel.pipeline.layout import resolve_pipeline
+from trainer.parallel.pipeline.templates import build_schedule
 from trainer.parallel.plan import resolve_plan
-from trainer.state import COPY, TrainState
+from trainer.parity.compare import Comparison, coarsest, compare, judge
+from trainer.parity.reference import Trajectory, reference
+from trainer.parity.watch import train
+from trainer.precision.policy import DTYPES
+from trainer.state import TrainState
 from trainer.step import train_step
 
-STEPS, SEQUENCES, LENGTH = 3, 8, 16
+STEPS, LENGTH = 2, 16
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {"norm": {"kind": "layer"}, "learned_positions": True, "attention": {"positions": "none", "output_bias": True},
+             "feed_forward": {"kind": "plain", "activation": "gelu_tanh", "bias": True}},
+    "neox": {"norm": {"kind": "layer"}, "parallel_residual": True, "feed_forward": {"kind": "plain", "bias": True}},
+    "gemma": {"norm": {"placement": "both", "offset": 1.0}, "embedding_scale": 24 ** 0.5, "logit_soft_cap": 5.0},
+}
+RECOMPUTE = {"none": {}, "full": {"mode": "full"}, "every2": {"mode": "full", "every": 2}, "selective": {"mode": "selective"},
+             "modules": {"mode": "selective", "modules": ["*.feed_forward"]}, "budget": {"mode": "budget"}}
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def spec_of(case: Case, device: torch.device) -> ModelSpec:
+    attention = {"bias": case["bias"], "qk_norm": case["qk_norm"], "kv_heads": case["kv_heads"]}
+    spec = tiny_spec(tied=case["tied"], depth=depth(case), attention=attention, init={"std": 0.05})
+    windows = {"attention": {"window": 5, "soft_cap": 2.0}, "pattern": [{}, {"attention": {"window": 0}}]}
+    # FlexAttention on a GPU wants heads of a power of two.
+    for changes in (FAMILIES[case["family"]], windows if case["attention"] == "window_cap" else {}, {"width": 64} if device.type == "cuda" else {}):
+        spec = ModelSpec.from_dict(merged(spec.to_dict(), changes))
+    return spec
 
 
-class Recorder(Optimizer):
-    """Keeps the whole, unscaled gradients of each step."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.seen: list[dict[str, torch.Tensor]] = []
-        self.scale = 1.0
-
-    def step(self, rate, grad_scale, found_inf):
-        missing = [name for name, p in self.parameters.items() if p.grad is None]
-        assert not missing, f"no gradient for {missing}"
-        self.seen.append({name: whole(p.grad).cpu().clone() / self.scale for name, p in self.parameters.items()})
-        super().step(rate, grad_scale, found_inf)
+def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    return values | {name: merged(values[name], change) if isinstance(change, dict) else change for name, change in changes.items()}
 
 
-def settings(world: int, **changes) -> Config:
-    config = Config()
-    config.run.steps, config.lr.warmup, config.lr.peak, config.optimizer.clip_norm = 10, 2, 1e-3, 0.5
-    for path, value in changes.items():
-        target = config
-        *parents, last = path.split("__")
-        for parent in parents:
-            target = getattr(target, parent)
-        setattr(target, last, value)
+def config_of(case: Case, folder: Path) -> Config:
+    schedule = case["schedule"]
+    config = settings(parallel__tp=case["tp"], parallel__pp=case["pp"], parallel__zero__stage=case["stage"], parallel__shard=case.get("shard", -1),
+                      parallel__zero__offload=case.get("offload", False), precision__compute=case["precision"], precision__reduce=case.get("reduce", "fp32"),
+                      compile=case.get("compile", False), **{f"activation__{name}": value for name, value in RECOMPUTE[case["recompute"]].items()})
+    config.loss.chunk, config.loss.z_loss = (5 if case["loss"] == "chunk" else 2048), (1e-2 if case["loss"] == "z_loss" else 0.0)
+    if schedule == "interleaved3":
+        config.parallel.pipeline.schedule, config.parallel.pipeline.chunks = "interleaved", 3
+    elif schedule == "csv":  # with full and split backwards side by side
+        path = folder / f"{case['pp']}x{case['micro_batches']}-{dist.get_rank()}.csv"
+        path.write_text(ir.dumps(ir.merge_backward(build_schedule("zb_v", case["pp"], case["micro_batches"]))))
+        config.parallel.pipeline.schedule = str(path)
+    elif schedule != "none":
+        config.parallel.pipeline.schedule = schedule
+    if case.get("overflow"):
+        config.precision.loss_scale, config.precision.scale_backoff = 2.0 ** 40, 2.0 ** -10
     return config
 
 
-def run(config: Config, spec, world, plan, accumulation: int, documents: bool) -> Trajectory:
-    micro = SEQUENCES // plan.dp // accumulation
-    pipeline = resolve_pipeline(config, spec, plan, BatchPlan(LENGTH, SEQUENCES, micro, accumulation))
-    trainer.state.Optimizer = Recorder
-    state = TrainState.build(config, spec, plan, pipeline, world)
-    optimizer, seen = state.optimizer, Trajectory()
+def batches(case: Case, spec: ModelSpec, device: torch.device, rank: int = 0, ranks: int = 1, micro_batches: int = 1) -> Iterator[list[Batch]]:
+    """The steps of a data-parallel rank."""
+    micro = SEQUENCES // ranks // micro_batches
     for step in range(STEPS):
-        batch = random_batch(step, SEQUENCES, LENGTH, spec.vocab_size, documents, str(world.device))
-        start = world.data.get_local_rank() * micro * accumulation
-        rows = [slice(start + i * micro, start + (i + 1) * micro) for i in range(accumulation)]
-        optimizer.scale = state.scaler.value.item()
-        scalars = train_step(state, [SimpleNamespace(tokens=batch.tokens[r], targets=batch.targets[r],
-                                                     documents=None if batch.documents is None else batch.documents[r]) for r in rows], False)
-        assert scalars["found_inf"] == 0
-        seen.losses.append(scalars["loss"].item())
-        seen.norms.append(scalars["grad_norm"].item())
-    seen.gradients = [gathered(gradients) for gradients in optimizer.seen]
-    seen.parameters = gathered({name: whole(p.detach()).cpu().clone() for name, p in state.parameters.items()})
-    return seen
+        batch = random_batch(step, SEQUENCES, LENGTH, spec.vocab_size, case["attention"] != "causal", device)
+        yield [rows(batch, start, start + micro) for start in range(rank * micro * micro_batches, (rank + 1) * micro * micro_batches, micro)]
 
 
-def gathered(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters of all pipeline ranks; those that several have must be equal."""
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, tensors)
-    merged: dict[str, torch.Tensor] = {}
-    for some in everyone:
-        for name, value in some.items():
-            name = name.removesuffix(COPY)
-            assert name not in merged or torch.equal(merged[name], value), f"{name} differs between ranks"
-            merged[name] = value
-    return merged
+def digest(seen: Trajectory) -> str:
+    """Equal where all gradients are, bit by bit."""
+    found = hashlib.sha256()
+    for gradients in seen.gradients:
+        for name in sorted(gradients):
+            found.update(gradients[name].numpy())
+    return found.hexdigest()
 
 
-def error(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """Worst error over parameters, relative to the parameter's own norm (or a hundredth of the global one), and where."""
-    assert a.keys() == b.keys()
-    floor = 1e-2 * torch.stack([value.norm() for value in b.values()]).norm()
-    return max((((a[name] - b[name]).norm() / torch.maximum(b[name].norm(), floor)).item(), name) for name in b)
+class Worlds(dict[tuple, World]):
+    """Meshes by shape; each is made once."""
+
+    def of(self, plan: Any, device: torch.device) -> World:
+        shape = plan.pp, plan.replicate, plan.shard, plan.tp
+        if shape not in self:
+            self[shape] = join(plan, device)
+        return self[shape]
 
 
-def cases(world: int):
-    """stage x shard size x accumulation in fp32, then each of the other features under every stage."""
-    for stage, shard, accumulation in itertools.product((0, 1, 2, 3), (-1, 2), (1, 2)):
-        if (stage == 0 or world <= 2) and shard == 2:
-            continue
-        yield dict(parallel__zero__stage=stage, parallel__shard=shard), accumulation, {}
-    features = [
-        (dict(activation__mode="full"), {}), (dict(activation__mode="full", activation__every=2), {}),
-        (dict(activation__mode="selective"), {}), (dict(activation__mode="selective", activation__modules=["*.feed_forward"]), {}),
-        (dict(precision__compute="bf16"), {}), (dict(precision__compute="fp16"), {}), (dict(loss__chunk=5), {}),
-        ({}, dict(tied=True)), ({}, dict(documents=True)),
-        ({}, dict(attention={"window": 5, "soft_cap": 2.0}, pattern=[{}, {"attention": {"window": 0}}], documents=True)), (dict(precision__compute="bf16", activation__mode="full"), {})]
-    for stage, (changes, extra) in itertools.product((0, 1, 2, 3), features):
-        yield dict(parallel__zero__stage=stage, **changes), 2, extra
-    yield dict(parallel__zero__stage=3, parallel__zero__offload=True), 2, {}
-    yield dict(parallel__zero__stage=2, precision__reduce="bf16", precision__compute="bf16"), 1, {}
-    if world == 2 and CAN_COMPILE:
-        for changes, extra in [(dict(activation__mode="full"), {}), (dict(activation__mode="selective"), dict(documents=True)),
-                               (dict(activation__mode="selective", activation__modules=["*.feed_forward"]), {}),
-                               (dict(activation__mode="budget", parallel__zero__offload=True), {}), (dict(precision__compute="fp16"), dict(tied=True))]:
-            yield dict(parallel__zero__stage=3, compile=True, **changes), 2, extra
-        yield dict(parallel__zero__stage=0, compile=True), 2, {}
+def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Path) -> list[dict[str, Any]]:
+    """Runs cases; the results are on rank 0."""
+    references: dict[str, Trajectory] = {}
+    plain: dict[str, Comparison | None] = {}
+    results = []
+    for case in chosen:
+        started, spec, config = time.perf_counter(), spec_of(case, device), config_of(case, folder)
+        plan = resolve_plan(config.parallel, dist.get_world_size(), spec)
+        batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // case["micro_batches"], case["micro_batches"])
+        pipeline, world = resolve_pipeline(config, spec, plan, batch), worlds.of(plan, device)
+        data = batches(case, spec, device, world.data.get_local_rank(), plan.dp, case["micro_batches"])
+        try:
+            seen = train(config, spec, plan, pipeline, world, data)
+        except Exception as error:
+            error.add_note(f"in the case {describe(case)}")
+            raise
+        if world.rank == 0:
+            key, kind = json.dumps([spec.to_dict(), case["loss"] == "z_loss", case["attention"]]), coarsest(config.precision)
+            base = settings(loss__z_loss=config.loss.z_loss)
+            if key not in references:
+                references[key] = reference(base, spec, batches(case, spec, device), device)
+            if key + kind not in plain:  # fp32 has to do with the table
+                plain[key + kind] = None if kind == "fp32" else compare(
+                    reference(base, spec, batches(case, spec, device), device, compute=DTYPES[kind]), references[key])
+            result = judge(describe(case), [], kind, seen, references[key], plain[key + kind])
+            results.append(dataclasses.asdict(result) | {"case": case, "digest": digest(seen), "seconds": time.perf_counter() - started})
+    return results
+
+
+def describe(case: Case) -> str:
+    """What is not plain about a case."""
+    return " ".join(f"{name}={value}" for name, value in case.items() if PLAIN.get(name) != value) or "plain"
+
+
+def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
+    """fp16 steps in which one rank's part of one gradient is infinite, seen by every rank."""
+    results = []
+    for layout in ({"tp": 2, "pp": 2}, {"dp": 2, "pp": 2, "stage": 2}, {"dp": 2, "tp": 2, "stage": 3}):
+        case = PLAIN | layout | {"precision": "fp16", "schedule": "1f1b" if "pp" in layout else "none"}
+        spec, config = spec_of(case, device), config_of(case, Path())
+        plan = resolve_plan(config.parallel, dist.get_world_size(), spec)
+        batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // 2, 2)
+        world = worlds.of(plan, device)
+        state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), world)
+        whole_sum, (first, *rest) = state.shared.sum, batches(case, spec, device, world.data.get_local_rank(), plan.dp, 2)
+        train_step(state, first, False)
+        for victim in range(world.size):
+            def broken_sum() -> None:
+                if world.rank == victim:
+                    name = next(name for name in state.parameters if name.endswith("feed_forward.down.weight"))
+                    local(state.parameters[name].grad).view(-1)[0] = float("inf")
+                whole_sum()
+
+            before = [local(parameter).detach().clone() for parameter in state.parameters.values()]
+            scale, updates = state.scaler.value.item(), state.optimizer.updates.item()
+            state.shared.sum = broken_sum
+            scalars = train_step(state, rest[0], False)
+            state.shared.sum = whole_sum
+            mine = {"found_inf": scalars["found_inf"].item(), "backoff": state.scaler.value.item() / scale,
+                    "updates": state.optimizer.updates.item() - updates,
+                    "unchanged": all(torch.equal(old, local(parameter)) for old, parameter in zip(before, state.parameters.values()))}
+            everyone: list[Any] = [None] * world.size
+            dist.all_gather_object(everyone, mine)
+            results.append({"case": f"{plan.describe()}, rank {victim}", "ranks": everyone})
+        results.append({"case": plan.describe(), "next": train_step(state, rest[1], False)["found_inf"].item()})
+        if state.channels is not None:
+            state.channels.close()
+    return results
 
 
 def main(out: str) -> None:
-    world_size = int(os.environ["WORLD_SIZE"])
-    results, references, bases, device = [], {}, {}, local_device(Config().run)
-    for changes, accumulation, extra in cases(world_size):
-        config = settings(world_size, **changes)
-        documents, extra = extra.get("documents", False), {name: value for name, value in extra.items() if name != "documents"}
-        # FlexAttention on a GPU wants heads of a power of two.
-        spec = tiny_spec(**extra, **({"width": 64} if device.type == "cuda" else {}))
-        plan = resolve_plan(config.parallel, world_size)
-        world = join(plan, device)
-        key = f"{extra} documents={documents}"
-        if key not in references:
-            references[key] = reference(settings(world_size), spec, STEPS, SEQUENCES, LENGTH, documents, str(device))
-        expected, seen = references[key], run(config, spec, world, plan, accumulation, documents)
-        worst, where = max(error(a, b) for a, b in zip(seen.gradients, expected.gradients))
-        base = bases.setdefault((changes["parallel__zero__stage"], plan.shard, accumulation, key), seen)
-        results.append({"case": f"{changes} accumulation {accumulation} {key}", "compute": config.precision.compute,
-                        "loss": max(abs(a - b) / b for a, b in zip(seen.losses, expected.losses)),
-                        "norm": max(abs(a - b) / b for a, b in zip(seen.norms, expected.norms)), "gradient": worst, "where": where,
-                        "parameters": error(seen.parameters, expected.parameters)[0],
-                        "recompute": "none" if config.compile else config.activation.mode,
-                        "bitwise": all(torch.equal(a[n], b[n]) for a, b in zip(seen.gradients, base.gradients) for n in b)})
-    if world.rank == 0:
+    device, worlds = local_device(Config().run), Worlds()
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    worlds.of(resolve_plan(Config().parallel, processes), device)
+    gc.collect()
+    gc.freeze()  # what is imported stays, and need not be looked at after each case
+    results = {"cases": measure(cases(processes, CAN_COMPILE), worlds, device, Path(out).parent),
+               "overflow": overflow(worlds, device) if processes == 4 else []}
+    if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
 
 

@@ -6,23 +6,20 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plans import settings
-from reference import random_batch, tiny_spec
-from trainer.build import build_model
-from trainer.model.axes import parameter_infos
-from trainer.model.init import initialize
-from trainer.optim.optimizer import Optimizer, local
+from reference import random_batch, rows, settings, tiny_spec
+from trainer.batch import BatchPlan
+from trainer.optim.optimizer import local
 from trainer.parallel.mesh import join
+from trainer.parallel.pipeline.layout import resolve_pipeline
 from trainer.parallel.plan import resolve_plan
-from trainer.precision.policy import parameter_policies
-from trainer.precision.scaler import GradScaler
-from trainer.step import TrainState, train_step
+from trainer.state import TrainState
+from trainer.step import train_step
 
+LENGTH = 16
 ACCUMULATION = 3
 
 
@@ -42,42 +39,34 @@ class Collectives(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-class Holder(Optimizer):
-    """Notes the bytes of gradients held when the update starts."""
-
-    def step(self, *arguments):
-        self.gradient_bytes = sum(local(p.grad).nbytes for p in self.parameters.values())
-        super().step(*arguments)
-
-
 def main(out: str) -> None:
     results, world_size = [], int(os.environ["WORLD_SIZE"])
     spec = tiny_spec()
     for stage, shard in ((0, -1), (1, -1), (2, -1), (3, -1), (1, 2), (3, 2)):
-        config = settings(world_size, parallel__zero__stage=stage, parallel__shard=shard)
+        config = settings(parallel__zero__stage=stage, parallel__shard=shard)
         plan = resolve_plan(config.parallel, world_size)
-        world = join(plan, torch.device("cpu"))
-        model = build_model(config, spec, plan, world)
-        initialize(model, spec, 0, world.device)
-        infos = parameter_infos(model)
-        optimizer = Holder(dict(model.named_parameters()), parameter_policies(infos, config.precision.types, config.optimizer),
-                           config.optimizer)
-        state = TrainState(config, plan, world, model, optimizer, GradScaler(config.precision, world.device))
+        pipeline = resolve_pipeline(config, spec, plan, BatchPlan(LENGTH, world_size * ACCUMULATION, 1, ACCUMULATION))
+        state = TrainState.build(config, spec, plan, pipeline, join(plan, torch.device("cpu")))
+        model, gradients, update = state.stages[0], [], state.optimizer.step
+
+        def noting(*arguments: torch.Tensor) -> None:
+            gradients.append(sum(local(p.grad).nbytes for p in state.optimizer.parameters.values()))
+            update(*arguments)
+
+        state.optimizer.step = noting
         for step in range(2):
-            data = random_batch(step, world_size * ACCUMULATION, 16, spec.vocab_size, False)
-            rows = [world.rank * ACCUMULATION + i for i in range(ACCUMULATION)]
-            batches = [SimpleNamespace(tokens=data.tokens[r:r + 1], targets=data.targets[r:r + 1], documents=None) for r in rows]
+            data, first = random_batch(step, world_size * ACCUMULATION, LENGTH, spec.vocab_size, False), state.world.rank * ACCUMULATION
             # Gradients that are kept between micro-batches: looked at when the last micro-batch's forward starts.
             kept = []
             handle = model.register_forward_pre_hook(lambda *_: kept.append(accumulated_bytes(model)))
             with Collectives() as collectives:
-                train_step(state, batches, False)
+                train_step(state, [rows(data, row, row + 1) for row in range(first, first + ACCUMULATION)], False)
             handle.remove()
-        results.append({"stage": stage, "shard": plan.shard, "units": len(model.layers) + 1, "total": sum(i.size for i in infos.values()) * 4,
+        results.append({"stage": stage, "shard": plan.shard, "units": len(model.layers) + 1, "total": sum(p.numel() for p in model.parameters()) * 4,
                         "parameters": sum(local(p).nbytes for p in model.parameters()), "accumulated": kept[-1],
-                        "gradients": optimizer.gradient_bytes, "optimizer": sum(t.nbytes for t in optimizer.state.values()),
+                        "gradients": gradients[-1], "optimizer": sum(t.nbytes for t in state.optimizer.state.values()),
                         "collectives": collectives.counts})
-    if world.rank == 0:
+    if state.world.rank == 0:
         Path(out).write_text(json.dumps(results))
 
 

@@ -38,7 +38,7 @@ class Watched:
         broken = state.step + 1 in self.break_at and state.world.rank == state.world.size - 1
         handle = None
         if broken:  # one rank's gradient of one parameter, before any reduction
-            handle = state.model.layers["1"].attention.o.register_full_backward_hook(lambda *_: (torch.full_like(_[1][0], self.value),))
+            handle = state.stages[0].layers["1"].attention.o.register_full_backward_hook(lambda *_: (torch.full_like(_[1][0], self.value),))
         scalars = train_step(state, batches, stop)
         if handle:
             handle.remove()
