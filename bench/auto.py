@@ -1,6 +1,6 @@
 """How far the schedule that `auto` chooses is from the best one measured, on models whose layers cost unequally.
 
-    torchrun --nproc-per-node 4 bench/auto.py OUT.jsonl [small]
+    torchrun --nproc-per-node 4 bench/auto.py OUT.jsonl [small] [heavy|wide|growing ...]
 
 For each model every template is measured with the balanced and the even split, then what auto chooses after its probe. Same
 global batch, same number of micro-batches, random tokens. `small` shrinks the models, to try the script on CPUs.
@@ -47,7 +47,7 @@ def models(small: bool) -> dict[str, ModelSpec]:
     return specs
 
 
-def main(out: str, small: bool) -> None:
+def main(out: str, small: bool, wanted: list[str]) -> None:
     config = Config()
     world_size, device = int(os.environ["WORLD_SIZE"]), local_device(config.run)
     length, accumulation = (64, 8) if small else (8192, 8)
@@ -56,6 +56,8 @@ def main(out: str, small: bool) -> None:
     plan, batch = resolve_plan(config.parallel, world_size), BatchPlan(length, accumulation, 1, accumulation)
     world = join(plan, device)
     for name, spec in models(small).items():
+        if wanted and name.split()[0] not in wanted:
+            continue
         generator = torch.Generator(device).manual_seed(0)
         batches = [SimpleNamespace(tokens=torch.randint(spec.vocab_size, (1, length), device=device, generator=generator), documents=None)
                    for _ in range(accumulation)]
@@ -113,6 +115,6 @@ def measure(state: TrainState, batches: list) -> dict:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "small" in sys.argv[2:])
+    main(sys.argv[1], "small" in sys.argv[2:], [name for name in sys.argv[2:] if name != "small"])
     sys.stdout.flush()
     os._exit(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -208,13 +208,13 @@ def write_schedule(run: Path, state: TrainState, batch: BatchPlan, measured: lis
     write_timeline(folder / "measured.json", measured)
 
 
-def save_choice(run: Path, choice: Choice, config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan) -> None:
+def save_choice(run: Path, choice: Choice, config: Config, spec: ModelSpec, plan: Plan) -> None:
     """Writes what was chosen, beside the conditions under which a resumed run takes it again."""
     folder = run / "schedule"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "chosen.csv").write_text(ir.dumps(choice.schedule))
     (folder / "choice.yaml").write_text(choice.to_yaml(str(folder / "chosen.csv")))
-    (folder / "conditions.yaml").write_text(yaml.safe_dump(conditions(config, spec, plan, batch), sort_keys=False))
+    (folder / "conditions.yaml").write_text(yaml.safe_dump(conditions(config, spec, plan), sort_keys=False))
 
 
 def saved_choice(run: Path, config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan) -> tuple[Pipeline, BatchPlan] | None:
@@ -223,7 +223,7 @@ def saved_choice(run: Path, config: Config, spec: ModelSpec, plan: Plan, batch: 
     if config.parallel.pipeline.schedule != "auto" or plan.pp == 1:
         return None
     try:
-        if yaml.safe_load((folder / "conditions.yaml").read_text()) != conditions(config, spec, plan, batch):
+        if yaml.safe_load((folder / "conditions.yaml").read_text()) != conditions(config, spec, plan):
             return None
         settings = yaml.safe_load((folder / "choice.yaml").read_text())
         schedule = ir.loads((folder / "chosen.csv").read_text(), name=CHOSEN)
@@ -234,8 +234,7 @@ def saved_choice(run: Path, config: Config, spec: ModelSpec, plan: Plan, batch: 
     return None if ir.validate(schedule) else (pipeline, batch)
 
 
-def conditions(config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan) -> dict[str, Any]:
+def conditions(config: Config, spec: ModelSpec, plan: Plan) -> dict[str, Any]:
     """What a choice depends on."""
-    return {"plan": [plan.pp, plan.tp, plan.dp, plan.stage], "depth": spec.depth, "width": spec.width, "compile": config.compile,
-            "activation": config.activation.mode, "compute": config.precision.compute, "sequence_length": batch.sequence_length,
-            "global_size": batch.global_size}
+    settings = {name: asdict(getattr(config, name)) for name in ("parallel", "batch", "activation", "precision")}
+    return {"processes": plan.world, "model": spec.to_dict(), "compile": config.compile, **settings}

@@ -64,9 +64,8 @@ def lay_out(config: Config, spec: ModelSpec, layers: range, deferred: DeferredGr
         # out of graphs would leave layers uncompiled without a word.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        if deferred is not None:
-            # What is put off lives on in tensors that the compiler thinks are done with: it must not write over them.
-            inductor.allow_buffer_reuse = inductor.inplace_buffers = functorch.donated_buffer = False
+        # What is put off lives on in tensors that the compiler thinks are done with: it must not write over them.
+        inductor.allow_buffer_reuse = inductor.inplace_buffers = functorch.donated_buffer = deferred is None
         logging.getLogger("torch._dynamo.variables.higher_order_ops").setLevel(logging.ERROR)  # selective recompute is experimental there
         for layer in model.layers.values():
             layer.run = torch.compile(layer.run, dynamic=False)

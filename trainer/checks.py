@@ -65,8 +65,9 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield f"model.vocab_size={model.vocab_size} has no rows for {size}; set model.vocab_size={tokens}{other}"
     if config.activation.mode == "budget" and not config.compile:
         yield "activation.mode=budget lets the compiler choose and needs compile=true; without it use activation=selective"
-    if config.parallel.pipeline.memory_cap is not None:
-        yield from filter(None, [outside("parallel.pipeline.memory_cap", config.parallel.pipeline.memory_cap, "[1, inf)")])
+    for name in ("memory_cap", "chunks", "group_size"):
+        value = getattr(config.parallel.pipeline, name)
+        yield from filter(None, [outside(f"parallel.pipeline.{name}", value, "[1, inf)") if value is not None else None])
     if config.eval.every and not data.eval_fraction:
         yield f"eval.every={config.eval.every} needs held-out documents; data.eval_fraction=0 holds out none, 0.01 would do"
     if not data.sources:

@@ -209,7 +209,7 @@ class Training:
         mine = {name: value for name, value in flat(dataclasses.asdict(self.config)).items()
                 if name not in folders and not (name.startswith("data.sources.") and name.endswith(".path"))}
         mine |= {"the content of data.sources and data.tokenizer": self.corpus.fingerprint, "model": self.spec.to_dict(),
-                 "the schedule": ir.dumps(pipeline.schedule) + str(pipeline.split)}
+                 "the schedule": name_seed(0, ir.dumps(pipeline.schedule) + str(pipeline.split))}
         everyone: list[Any] = [None] * self.world.size
         dist.all_gather_object(everyone, mine)
         problems = [f"{name}={everyone[0].get(name)} on rank 0, but {other.get(name)} on rank {rank}; start every process with the same settings"
@@ -358,7 +358,7 @@ class Training:
             self.log.event(f"schedule auto keeps {before.describe()}: {error}")
             return
         if self.world.rank == 0:
-            save_choice(self.folder, choice, self.config, self.spec, self.state.plan, self.batch)
+            save_choice(self.folder, choice, self.config, self.spec, self.state.plan)
         after = Pipeline(choice.schedule, choice.split)
         if (after.split, after.schedule.placement, choice.microbatches) == (before.split, before.schedule.placement, self.batch.accumulation):
             self.state.follow(choice.schedule)
@@ -381,7 +381,11 @@ class Training:
         gc.unfreeze()
         gc.collect()
         self.state = TrainState.build(self.config, self.spec, old.plan, pipeline, self.world)
-        load(step_folder(self.folder / "checkpoints", old.step), self.state.tensors())
+        saved = step_folder(self.folder / "checkpoints", old.step)
+        load(saved, self.state.tensors())
+        if not self.config.checkpoint.every and not self.config.checkpoint.at_end:  # a run that is to leave no checkpoint
+            dist.barrier()
+            self.checkpointer.forget(saved)
         self.state.loaded()
         self.state.step = old.step
         self.state.scaler.load_state_dict(old.scaler.state_dict())

@@ -40,6 +40,7 @@ from trainer.checkpointing.manifest import (
 )
 from trainer.checkpointing.retention import prune, publish, sync_folder, tidy
 from trainer.config import CheckpointConfig, ConfigError
+from trainer.model.axes import extent
 
 # One process without a process group is a normal run here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -119,6 +120,12 @@ class Checkpointer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def forget(self, path: Path) -> None:
+        """Removes the newest checkpoint, which was only a means. All ranks call it, after they have read it."""
+        self.saved_step = None
+        if self._rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         """Waits for the last save and releases the process group and the host memory."""
@@ -246,13 +253,15 @@ class Piece:
             return cls(tensor.detach(), torch.Size([0] * tensor.dim()), tensor.shape)
         if tensor.device_mesh.get_coordinate() is None:
             return None
-        chunk, = tensor.__create_chunk_list__()
         local = tensor.to_local().detach()
-        return cls(local, chunk.offsets, tensor.shape) if local.numel() or not tensor.numel() else None
+        return cls(local, extent(tensor)[1], tensor.shape) if local.numel() or not tensor.numel() else None
 
-    # What torch's planner asks of tensor-like objects.
+    # What torch's planners ask of tensor-like objects.
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(self.offsets, self.local.shape)]
+
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        chunk = ChunkStorageMetadata(self.offsets, self.local.shape)
+        chunk, = self.__create_chunk_list__()
         data = TensorWriteData(chunk, TensorProperties(dtype=self.local.dtype), self.shape)
         return [WriteItem(MetadataIndex(name, self.offsets), WriteItemType.SHARD, tensor_data=data)]
 
@@ -261,6 +270,13 @@ class PiecePlanner(dcp.DefaultSavePlanner):
     """torch's plan of a save, for a dictionary of pieces."""
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].local
+
+
+class PieceLoader(dcp.DefaultLoadPlanner):
+    """torch's plan of a load, for a dictionary of pieces."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].local
 
 
@@ -396,8 +412,9 @@ def read_tensors(path: Path, names: list[str] | None = None) -> dict[str, Tensor
 
 def _read(path: Path, tensors: dict[str, Tensor | DTensor]) -> None:
     """Every rank reads what it needs by itself: no collectives, so ranks may ask for different tensors."""
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), planner=planner, no_dist=True)
+    planner = PieceLoader(flatten_state_dict=False)
+    pieces = {name: piece for name, tensor in tensors.items() if (piece := Piece.of(tensor)) is not None}
+    dcp.load(pieces, storage_reader=dcp.FileSystemReader(path), planner=planner, no_dist=True)
 
 
 def _mismatches(path: Path, wanted: dict[str, tuple[torch.Size, torch.dtype]]) -> list[str]:

@@ -12,9 +12,8 @@ from typing import Callable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainer.model.axes import ParameterInfo, parameter_infos
+from trainer.model.axes import ParameterInfo, extent, parameter_infos
 from trainer.model.spec import ModelSpec
 
 
@@ -58,7 +57,7 @@ def fill(model: nn.Module, value: Weights) -> None:
     for name, parameter in model.named_parameters():
         whole = value(name, infos[name]).to(parameter.device)
         if isinstance(parameter, DTensor):  # each rank slices its own copy, nothing is sent
-            shape, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+            shape, offsets = extent(parameter)
             part = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape))]
             parameter.to_local().copy_(part)
         else:

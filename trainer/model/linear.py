@@ -14,6 +14,7 @@ compiler it returns the input's gradient, and what it leaves aside is not the co
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -31,7 +32,7 @@ class DeferredGrads:
 
     def __init__(self) -> None:
         self.active = False
-        self.pending: list[tuple[list[Tensor], Callable[[], Tensor], Callable[[Tensor], list[Tensor]]]] = []
+        self.pending: deque[tuple[list[Tensor], Callable[[], Tensor], Callable[[Tensor], list[Tensor]]]] = deque()
 
     def put(self, weights: list[Tensor], start: Callable[[], Tensor], finish: Callable[[Tensor], list[Tensor]]) -> None:
         """`start` begins the collective that brings the missing factor, `finish` waits and multiplies: one gradient for
@@ -40,15 +41,15 @@ class DeferredGrads:
 
     def take(self) -> Callable[[], None]:
         """A closure that computes and accumulates what has been put off so far; the collectives run one product ahead."""
-        pending, self.pending = self.pending, []
+        pending, self.pending = self.pending, deque()
 
         @torch.no_grad()
         def compute() -> None:
             ahead = pending[0][1]() if pending else None
-            for index, (weights, _, finish) in enumerate(pending):
-                started, ahead = ahead, pending[index + 1][1]() if index + 1 < len(pending) else None
+            while pending:
+                weights, _, finish = pending.popleft()  # and its factors go when it is done
+                started, ahead = ahead, pending[0][1]() if pending else None
                 accumulate(weights, finish(started))
-            pending.clear()
 
         return compute
 
@@ -162,8 +163,6 @@ class Columns(torch.autograd.Function):
         if numbers:
             to_x = columns_backward(list(gradients), weights, x, numbers)
             return None, to_x, None, *[None] * ctx.count, *to_biases, *[None] * ctx.count
-        if group is None:
-            return None, input_gradient(gradients, weights), None, *[gradient.t() @ x for gradient in gradients], *to_biases
         started = group.gather(x)
         to_x = group.scatter_sum(input_gradient(gradients, weights))
         whole = group.wait(started)

@@ -55,6 +55,7 @@ class Logger:
             self._open("TensorBoard", lambda: TensorBoard(folder, resume_step))
         if logging.wandb.enabled:
             self._open("wandb", lambda: Wandb(folder, logging.wandb, run.name, resume_step, config, self.event))
+        self._open("status.json", lambda: Status(folder, resume_step, run.steps))  # the last to open is the first to close
 
     def step(self, record: Record) -> None:
         """Logs a step: any of the names in `metrics.METRICS`, and `step`. Raises `ValueError` for another name."""
@@ -151,6 +152,23 @@ class JsonLines:
 
     def close(self, status: str) -> None:
         self.file.close()
+
+
+class Status:
+    """status.json: what has become of a run, for scripts that start it again: 'running', 'done', 'stopped' (saved, to be
+    continued) or 'failed', with the last logged step and the number of them. What was killed stays 'running'."""
+
+    def __init__(self, folder: Path, resume_step: int, total: int):
+        self.path, self.step, self.total = folder / "status.json", resume_step, total
+        self.close("running")
+
+    def write(self, record: Record) -> None:
+        self.step = record["step"]
+
+    def close(self, status: str) -> None:
+        beside = self.path.with_suffix(".json.new")
+        beside.write_text(json.dumps({"status": status, "step": self.step, "steps": self.total}) + "\n")
+        os.replace(beside, self.path)
 
 
 def _summary(record: Record) -> list[str]:

@@ -58,7 +58,9 @@ class SharedParameters:
 def sum_flat(tensors: Iterable[Tensor], device: torch.device, all_reduce: Callable[[Tensor], object]) -> None:
     """Sums tensors over ranks in place, in one collective on `device`, where offloaded ones are not."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
-    if tensors:
+    if len(tensors) == 1 and tensors[0].device == device and tensors[0].is_contiguous():
+        all_reduce(tensors[0])
+    elif tensors:
         flat = torch.cat([tensor.flatten() for tensor in tensors]).to(device)
         all_reduce(flat)
         torch._foreach_copy_(tensors, [part.view_as(tensor) for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]))])

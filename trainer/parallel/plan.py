@@ -80,6 +80,10 @@ def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, 
             legal = [n for n in divisors(wrong[0]) if all(cuts(heads, keys, n) for heads, keys in shapes)]
             problems.append(f"parallel.tp={tp} does not divide model.attention.heads={wrong[0]} with kv_heads={wrong[1]}; legal: "
                             f"{', '.join(map(str, legal))}")
+        sizes = {"model.vocab_size": spec.vocab_size, "model.feed_forward.width": min(
+            spec.layer(index).feed_forward.width for index in range(spec.depth))}
+        problems += [f"parallel.tp={tp} leaves ranks without a part of {name}={size}; legal: up to "
+                     f"{max(n for n in range(1, tp) if fills(size, n))}" for name, size in sizes.items() if not fills(size, tp)]
     if node < world and node % tp and not parallel.tp_across_nodes:
         problems.append(f"parallel.tp={tp} spans nodes of {node} processes, and tensor parallelism is slow over their links; set "
                         f"parallel.tp={max(n for n in divisors(node) if n <= tp)} and use parallel.pp, or force it with parallel.tp_across_nodes=true")
@@ -89,6 +93,11 @@ def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, 
 def cuts(heads: int, kv_heads: int, tp: int) -> bool:
     """Whether each of `tp` ranks gets as many heads, with the key-value heads that they look at."""
     return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def fills(size: int, tp: int) -> bool:
+    """Whether each of `tp` ranks has a part when `size` is cut into equal parts, the last ones smaller."""
+    return -(-size // tp) * (tp - 1) < size
 
 
 def _check_depth(parallel: ParallelConfig, spec: ModelSpec | None) -> list[str]:

@@ -125,7 +125,7 @@ def halved(steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
 
 def nudged(weights: Weights) -> Weights:
     """The same weights with another last bit."""
-    return lambda name, info: torch.nextafter(weights(name, info), torch.tensor(math.inf))
+    return lambda name, info: torch.nextafter(value := weights(name, info), torch.full_like(value, math.inf))
 
 
 def report(expected: Trajectory, results: list[Result], plain: dict[str, Comparison], json_path: str | None) -> None:

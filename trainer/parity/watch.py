@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.config import Config
 from trainer.data.batches import Batch
+from trainer.model.axes import extent
 from trainer.model.init import Weights
 from trainer.model.spec import ModelSpec
 from trainer.model.transformer import declarations
@@ -84,7 +84,7 @@ class Watch:
         for name, parameter in self.state.optimizer.parameters.items():
             offset = (0,) * parameter.dim()
             if isinstance(parameter, DTensor):
-                _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+                _, offset = extent(parameter)
             value = local(parameter.grad) / self.state.scaler.value.item() if kind.startswith("gradient") else local(parameter).detach()
             if value.numel():
                 self.pieces.append((Piece(kind, name.removesuffix(COPY), tuple(offset)), value.to("cpu", copy=True)))

@@ -62,6 +62,7 @@ class Channels:
         self.failures = Failures(self._store)
         self._known: set[Edge] = set()
         self._links: dict[Edge, _Link] = {}
+        self._backends: list[dist.distributed_c10d.Backend] = []
         self._receiving: set[Pending] = set()
         self.extend(edges)
 
@@ -121,8 +122,9 @@ class Channels:
         their transfers break at once."""
         for link in self._links.values():
             link.sending.clear()
-            if self.device.type == "cuda":
-                link.backend.abort() if abort else link.backend.shutdown()
+        for backend in self._backends if self.device.type == "cuda" else []:
+            backend.abort() if abort else backend.shutdown()
+        self._backends.clear()
         for pending in self._receiving:
             pending.drop()
         self._receiving.clear()
@@ -133,12 +135,15 @@ class Channels:
         ranks = [self.ranks[member] for member in members]
         store, rank = dist.PrefixStore(f"{what}/{'-'.join(map(str, ranks))}", self._store), members.index(self.rank)
         if self.device.type != "cuda":
-            return dist.ProcessGroupGloo(store, rank, len(ranks), timeout=self.timeout)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self.timeout
-        options.global_ranks_in_group = ranks
-        options.group_name = f"{what} {' to '.join(map(str, ranks))}"
-        return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+            backend = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=self.timeout)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self.timeout
+            options.global_ranks_in_group = ranks
+            options.group_name = f"{what} {' to '.join(map(str, ranks))}"
+            backend = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+        self._backends.append(backend)
+        return backend
 
 
 @dataclass

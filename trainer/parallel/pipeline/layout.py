@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.batch import BatchPlan
-from trainer.config import Config, ConfigError
+from trainer.config import Config, ConfigError, PipelineConfig
 from trainer.model.spec import ModelSpec
 from trainer.parallel.pipeline import ir
 from trainer.parallel.pipeline.cost import LayerCosts, layer_costs
@@ -13,10 +13,6 @@ from trainer.parallel.pipeline.ir import Schedule
 from trainer.parallel.pipeline.partition import even, explicit, partition
 from trainer.parallel.pipeline.templates import TEMPLATES, build_schedule, greedy, place
 from trainer.parallel.plan import Plan
-
-PROBES = ("zb_h1", "zb_v")
-"""What runs while `auto` measures: with one stage on a rank, or with two where the number of layers allows it."""
-
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -53,43 +49,63 @@ def resolve_pipeline(config: Config, spec: ModelSpec, plan: Plan, batch: BatchPl
 def check_pipeline(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> tuple[tuple[int, ...], Schedule | None]:
     """Placement and schedule as far as they do not depend on costs; needs no torch. Raises `ConfigError`."""
     settings = config.parallel.pipeline
+    problems = unread_settings(settings) if plan.pp > 1 else []
+    if not (settings.schedule in (*TEMPLATES, "greedy", "auto") or settings.schedule.endswith(".csv")):
+        problems.append(f"parallel.pipeline.schedule={settings.schedule} is unknown; legal: {', '.join(TEMPLATES)}, greedy, auto, or the "
+                        "path of a .csv file")
+    if not isinstance(settings.split, list) and settings.split not in ("balanced", "even"):
+        problems.append(f"parallel.pipeline.split={settings.split} is unknown; legal: balanced, even, or the number of layers of each stage")
+    if problems:
+        raise ConfigError(problems)
     if plan.pp == 1:  # the order of one rank's micro-batches is not worth a choice
         return (0,), build_schedule("1f1b", 1, batch.accumulation)
     if settings.schedule == "greedy":
         schedule, placement = None, place(plan.pp, settings.chunks or 1, "v")
     else:
-        schedule = named_schedule(config, depth, plan, batch)
+        schedule = named_schedule(settings, depth, plan, batch)
         placement = schedule.placement
     if len(placement) > depth:
         raise ConfigError(f"parallel.pp={plan.pp} x {len(placement) // plan.pp} stages a rank needs {len(placement)} layers, and the model has "
                           f"{depth}; set parallel.pipeline.chunks or parallel.pp lower, or parallel.pipeline.schedule=1f1b")
     if isinstance(settings.split, list):
         explicit(settings.split, depth, len(placement))
-    elif settings.split not in ("balanced", "even"):
-        raise ConfigError(f"parallel.pipeline.split={settings.split} is unknown; legal: balanced, even, or the number of layers of each stage")
     return placement, schedule
 
 
-def named_schedule(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> Schedule:
-    """A template's schedule or that of a CSV file."""
-    settings, name = config.parallel.pipeline, config.parallel.pipeline.schedule
+def unread_settings(settings: PipelineConfig) -> list[str]:
+    """Settings that the schedule has no use for."""
+    name = settings.schedule
+    unread = {"group_size": name != "interleaved", "chunks": name.endswith(".csv"), "memory_cap": name not in ("greedy", "auto")}
+    problems = [f"parallel.pipeline.{setting}={getattr(settings, setting)} has no meaning for parallel.pipeline.schedule={name}; leave it out"
+                for setting, useless in unread.items() if useless and getattr(settings, setting) is not None]
+    if name == "auto" and settings.split == "even":
+        problems.append("parallel.pipeline.split=even: parallel.pipeline.schedule=auto chooses the split itself; leave it at balanced, or "
+                        "give the number of layers of each stage")
+    return problems
+
+
+def named_schedule(settings: PipelineConfig, depth: int, plan: Plan, batch: BatchPlan) -> Schedule:
+    """A template's schedule, that of a CSV file, or the one under which auto measures."""
+    name, chunks = settings.schedule, settings.chunks
     if name == "auto":
-        name = PROBES[settings.chunks != 1 and 2 * plan.pp <= depth]
+        # As many stages as the user wants; else two on a rank, where there are layers for them.
+        chunks = chunks or (max(1, len(settings.split) // plan.pp) if isinstance(settings.split, list) else 2 if 2 * plan.pp <= depth else 1)
+        name = {1: "zb_h1", 2: "zb_v"}.get(chunks, "interleaved")
     if name in TEMPLATES:
-        chunks = None if settings.schedule == "auto" else settings.chunks
         return build_schedule(name, plan.pp, batch.accumulation, chunks, settings.group_size)
-    path = Path(name.removeprefix("csv:"))
-    if path.suffix != ".csv":
-        raise ConfigError(f"parallel.pipeline.schedule={name} is unknown; legal: {', '.join(TEMPLATES)}, greedy, auto, or the path of a .csv file")
+    path = Path(name)
     try:
         schedule = ir.loads(path.read_text(), name=path.stem)
     except OSError as error:
         raise ConfigError(f"parallel.pipeline.schedule={name}: cannot read it ({error.strerror})") from None
-    problems = ir.validate(schedule)
+    except UnicodeDecodeError:
+        raise ConfigError(f"parallel.pipeline.schedule={name} is not a text file; give a schedule in torch's notation") from None
+    problems = []
     if schedule.ranks != plan.pp:
         problems.append(f"it has {schedule.ranks} lines, one a rank, for parallel.pp={plan.pp}")
-    elif schedule.microbatches != batch.accumulation:
-        problems.append(f"it orders {schedule.microbatches} micro-batches; set batch.accumulation={schedule.microbatches}")
+    if schedule.microbatches != batch.accumulation:
+        problems.append(f"it orders {schedule.microbatches} micro-batches, and batch.accumulation={batch.accumulation}")
+    problems = problems or ir.validate(schedule)
     if problems:
         raise ConfigError([f"parallel.pipeline.schedule={name}: {problem}" for problem in problems[:5]])
     return replace(schedule, name=name)
