@@ -276,6 +276,10 @@ class PiecePlanner(dcp.DefaultSavePlanner):
 class PieceLoader(dcp.DefaultLoadPlanner):
     """torch's plan of a load, for a dictionary of pieces."""
 
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].local
 
