@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed import CAN_COMPILE
 from reference import random_batch, tiny_spec
-from trainer.checkpointing.activation import apply_recompute
+from trainer.checkpointing.activation import apply_recompute, check_recompute
 from trainer.config import ActivationConfig, ConfigError
 from trainer.model.init import initialize
 from trainer.model.transformer import Transformer
@@ -95,5 +95,5 @@ def test_layers_of_one_kind_share_one_compiled_graph(settings):
     (dict(modules=["*.feedforward"]), "activation.modules=['*.feedforward']")])
 def test_names_that_match_nothing_are_refused(settings, words):
     with pytest.raises(ConfigError, match="activation") as caught:
-        backward(mode="selective", **settings)
+        check_recompute(Transformer(tiny_spec()), ActivationConfig(mode="selective", **settings))
     assert words in str(caught.value)
