@@ -1,0 +1,198 @@
+"""Whole runs under plans of data, tensor and pipeline parallelism: what several processes do in one launch.
+
+`four` and `two` go on with what one process has left in a folder (see tests/test_parallel_runs.py); `dies` is one rank of a
+run in which a rank vanishes in the middle of a step.
+"""
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import trainer
+import trainer.auto
+import trainer.train
+from trainer import cli
+from trainer.config import Config
+from trainer.model.transformer import Transformer
+from trainer.parallel.mesh import join
+from trainer.parallel.pipeline.search import Choice
+from trainer.parallel.pipeline.templates import build_schedule
+from trainer.parallel.plan import resolve_plan
+
+train_step = trainer.train.train_step
+
+COMMON = {"model": "tiny", "model.width": 32, "model.depth": 4, "model.feed_forward.width": 48, "model.vocab_size": 257,
+          "model.init.embedding_std": 0.3, "data": "text", "data.tokenizer": "bytes", "data.eval_fraction": 0.3, "data.workers": 1,
+          "batch.sequence_length": 32, "batch.global_size": 8, "batch.micro_size": 2, "lr": "constant", "lr.warmup": 2, "lr.peak": 3e-3,
+          "eval.every": 2, "eval.sequences": 5, "checkpoint.keep_last": 0, "run.device": "cpu", "logging.console": "none"}
+"""Embeddings are large enough for gradients of norms not to hang on the last bits of small numbers."""
+
+PLANS = {  # of one run of four steps
+    "dp2_tp2": {"parallel.tp": 2, "parallel.zero.stage": 3},
+    "tp4": {"parallel.tp": 4},
+    "pp2_dp2_1f1b": {"parallel.pp": 2, "parallel.zero.stage": 1, "batch.micro_size": 1},
+    "tp2_pp2_interleaved": {"parallel.tp": 2, "parallel.pp": 2, "parallel.pipeline.schedule": "interleaved", "parallel.zero.stage": 3},
+    "pp2_dp2_zb_v": {"parallel.pp": 2, "parallel.pipeline.schedule": "zb_v", "parallel.zero.stage": 2, "batch.micro_size": 1}}
+
+CHAINS = {  # of plans, two steps each, on 4 processes and then on 2; one process begins and ends
+    "untied": {4: [{"parallel.tp": 2, "parallel.zero.stage": 3},
+                   {"parallel.pp": 2, "parallel.pipeline.schedule": "zb_h1", "parallel.zero.stage": 2, "batch.micro_size": 1},
+                   {"parallel.tp": 2, "parallel.pp": 2, "parallel.pipeline.schedule": "interleaved", "parallel.zero.stage": 1}],
+               2: [{"parallel.pp": 2, "parallel.pipeline.schedule": "greedy"}]},
+    "tied": {4: [{"parallel.tp": 2, "parallel.pp": 2, "parallel.pipeline.schedule": "zb_v", "parallel.zero.stage": 2},  # ends on one rank
+                 {"parallel.pp": 4, "parallel.pipeline.schedule": "1f1b"},  # and on two
+                 {"parallel.tp": 4}],
+             2: [{"parallel.pp": 2, "parallel.pipeline.schedule": "dualpipe_v", "parallel.zero.stage": 1}]}}
+
+FIRST, LEG = 2, 2
+"""Steps that one process takes before a chain, and steps of each leg."""
+
+STOPPED = {"untied": 3, "tied": 2}
+"""The legs that would go on, but are ended by a signal to one rank: of tp2 x pp2, and of pp4."""
+
+
+class Watched:
+    """Wraps the optimizer step: notes which samples all ranks together saw, the weights at the start if they are wanted, and
+    can send one rank a signal."""
+
+    def __init__(self, stop_after: int | None = None, keep_weights: bool = False):
+        self.stop_after, self.keep_weights = stop_after, keep_weights
+        self.ids: list[list[str]] = []
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def __call__(self, state, batches, stop):
+        if self.keep_weights and not self.ids:
+            everyone = gather({name: whole(parameter) for name, parameter in state.parameters.items()})
+            self.weights = {name: value for some in everyone for name, value in some.items()}
+        self.ids.append(sorted({sample for some in gather([sample for batch in batches for sample in batch.ids]) for sample in some}))
+        scalars = train_step(state, batches, stop)
+        if self.stop_after == state.step and state.world.rank == state.world.size - 1:
+            signal.raise_signal(signal.SIGTERM)  # one rank only: all must stop after the same step
+        return scalars
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    parameter = parameter.detach()
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.clone()
+
+
+def gather(value: Any) -> list[Any]:
+    """The value of every rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+@cache
+def common(root: Path) -> Config:
+    return trainer.compose([f"{name}={value}" for name, value in COMMON.items()] + [
+        f"data.sources.text.path={root / 'corpus'}", f"data.cache={root / 'cache'}", f"run.dir={root / 'run'}"], world_size=1)
+
+
+def settings(folder: Path, **changes: Any) -> Config:
+    """The common settings, composed once a process, with changes by dotted name."""
+    config = copy.deepcopy(common(folder.parent))
+    for name, value in {"run.dir": str(folder), **changes}.items():
+        path, _, field = name.rpartition(".")
+        target = attrgetter(path)(config)
+        assert hasattr(target, field), name
+        setattr(target, field, value)
+    return config
+
+
+def run(folder: Path, steps: int, watched: Watched | None = None, **changes: Any) -> dict[str, Any]:
+    """A run to `steps`, resuming what the folder has: its exit code on this process, the samples, and all lines of metrics by name."""
+    watched = watched or Watched()
+    trainer.train.train_step = watched
+    try:
+        result = trainer.run(settings(folder, **{"run.steps": steps, **changes}))
+    finally:
+        trainer.train.train_step = train_step
+    lines = [line for line in result.metrics if "loss" in line]
+    return {"code": result.code, "ids": watched.ids, "steps": [line["step"] for line in lines], "losses": [line["loss"] for line in lines],
+            "norms": [line["grad_norm"] for line in lines], "bubbles": [line["bubble"] for line in lines],
+            "eval": {line["step"]: line["eval_loss"] for line in result.metrics if "eval_loss" in line}}
+
+
+def follow_chain(root: Path, name: str, world: int) -> Iterator[tuple[str, dict]]:
+    """The legs of a chain on `world` processes."""
+    before = 0 if world == 4 else len(CHAINS[name][4])
+    for leg, plan in enumerate(CHAINS[name][world], start=before + 1):
+        end, stopped = FIRST + leg * LEG, leg == STOPPED[name]
+        seen = run(root / f"chain_{name}", end + 9 * stopped, Watched(stop_after=end - 1 if stopped else None),
+                   **{"model.tied": name == "tied", **plan})
+        yield f"{name}_{leg}", seen | {"codes": gather(seen["code"])}
+
+
+def four(root: Path) -> Iterator[tuple[str, dict]]:
+    for name, plan in PLANS.items():
+        yield name, run(root / name, 4, **plan)
+    for name in CHAINS:
+        yield from follow_chain(root, name, 4)
+    watched = Watched(keep_weights=True)
+    yield "from_hf", run(root / "from_hf", 1, watched, **PLANS["tp2_pp2_interleaved"], **{"model.from_hf": str(root / "exported"), "lr.warmup": 0})
+    if dist.get_rank() == 0:
+        torch.save(watched.weights, root / "weights.pt")
+
+
+def two(root: Path) -> Iterator[tuple[str, dict]]:
+    for name in CHAINS:
+        yield from follow_chain(root, name, 2)
+    auto = {"parallel.pp": 2, "parallel.pipeline.schedule": "auto", "parallel.pipeline.probe_steps": 2, "batch.micro_size": None}
+    given = {"batch.accumulation": 4, "parallel.pipeline.split": [3, 1], "parallel.pipeline.chunks": 1}
+    choose = trainer.auto.Auto.choose
+    for name, changes, decide in (("auto", {}, choose), ("auto_given", given, choose), ("auto_rebuilt", {}, another_cut)):
+        for steps in (5, 7):  # the second goes on where the first ended
+            measured: list[int] = []
+            trainer.auto.Auto.choose = lambda auto: (measured.append(auto.state.step), decide(auto))[1]
+            yield f"{name}_{steps}", run(root / name, steps, **auto, **changes) | {"measured": measured}
+
+
+def another_cut(auto: trainer.auto.Auto, choose: Any = trainer.auto.Auto.choose) -> Choice:
+    """A choice for which the layers have to be cut anew, whatever was measured."""
+    return dataclasses.replace(choose(auto), schedule=build_schedule("1f1b", 2, 4), chunks=1, split=(range(3), range(3, 4)), microbatches=4,
+                               micro_size=2)
+
+
+def dies(arguments: list[str]) -> int:
+    """The command line on this rank; rank 1 vanishes in the third step, in the forward pass of its third micro-batch."""
+    forward, passes = Transformer.forward, [0]
+
+    def counted(self: Transformer, *inputs: Any, **named: Any) -> Any:
+        passes[0] += 1
+        if os.environ["RANK"] == "1" and passes[0] == 2 * 4 + 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward(self, *inputs, **named)
+
+    Transformer.forward = counted
+    return cli.main(arguments)
+
+
+def main(what: str, root: Path) -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    join(resolve_plan(Config().parallel, world), torch.device("cpu"))
+    results = dict({"four": four, "two": two}[what](root))
+    if dist.get_rank() == 0:
+        (root / f"{what}.json").write_text(json.dumps(results))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "dies":
+        sys.exit(dies(sys.argv[2:]))
+    main(sys.argv[1], Path(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)

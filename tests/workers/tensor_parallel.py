@@ -1,0 +1,252 @@
+"""What tensor parallelism keeps for backward, sends, overlaps and holds: the model's own parts on four processes, in groups of
+1, 2 and 4 ranks."""
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainer.batch import resolve_batch
+from trainer.config import Config
+from trainer.model.init import initialize
+from trainer.model.layers import Linear
+from trainer.model.linear import DeferredGrads
+from trainer.model.spec import ModelSpec, assign
+from trainer.model.transformer import Transformer
+from trainer.optim.optimizer import local
+from trainer.parallel.mesh import World, join
+from trainer.parallel.pipeline.cost import layer_costs
+from trainer.parallel.pipeline.layout import resolve_pipeline
+from trainer.parallel.plan import resolve_plan
+from trainer.parallel.tensor import split
+from trainer.state import TrainState
+
+GROUPS = (1, 2, 4)
+BATCH, LENGTH = 2, 16
+TOKENS = BATCH * LENGTH
+CPU = torch.device("cpu")
+
+LLAMA = {"attention": {"heads": 8, "kv_heads": 4}, "feed_forward": {"width": 96}}
+GPT2 = {"attention": {"heads": 8, "bias": True, "output_bias": True, "positions": "none"}, "norm": {"kind": "layer"},
+        "feed_forward": {"kind": "plain", "width": 128, "activation": "gelu_tanh", "bias": True}}
+KINDS = {
+    "llama": LLAMA, "gpt2": GPT2,
+    # Without what keeps more in eager mode on a CPU: RMSNorm in several operations, the copies of shared key-value heads, and the
+    # one of attention's output, whose layout follows that of rotated queries.
+    "gated": {"attention": {"heads": 8, "positions": "none"}, "norm": {"kind": "layer"}, "feed_forward": {"width": 96}},
+    "qk_norm head": {**LLAMA, "attention": {**LLAMA["attention"], "qk_norm": "head"}},
+    "qk_norm full": {**LLAMA, "attention": {**LLAMA["attention"], "qk_norm": "full"}}}
+UNEVEN = {"vocab_size": 61, "attention": {"heads": 8, "kv_heads": 2, "bias": True, "qk_norm": "full"}, "feed_forward": {"width": 38}}
+
+
+def spec_of(**changes: Any) -> ModelSpec:
+    spec = ModelSpec(vocab_size=1021, width=64, depth=1, max_length=LENGTH)
+    assign(spec, changes, "model")
+    return spec
+
+
+def settings(tp: int, stage: int = 0) -> Config:
+    config = Config()
+    config.parallel.tp, config.parallel.zero.stage = tp, stage
+    config.batch.sequence_length, config.batch.global_size = LENGTH, 4
+    return config
+
+
+def enter(tp: int) -> World:
+    """All four processes, in groups of `tp`."""
+    return join(resolve_plan(settings(tp).parallel, 4), CPU)
+
+
+def model_of(spec: ModelSpec, world: World, dtype: torch.dtype = torch.float32) -> Transformer:
+    """A model split over the tensor-parallel group, without data parallelism."""
+    with torch.device("meta"):
+        model = Transformer(spec)
+    split(model, world.mesh["tp"])
+    model.to_empty(device=CPU)
+    initialize(model, spec, 0, CPU)
+    return model.to(dtype)
+
+
+class Watch(TorchDispatchMode):
+    """Notes the operations of a pass in their order, with the shapes of what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, list[torch.Size]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: tuple = (), keywords: dict | None = None) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        self.seen.append((function._opname, [local(leaf).shape for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]))
+        return result
+
+    def collectives(self) -> list[list]:
+        """Kind and elements of the result of each, sorted."""
+        kinds = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "scatter", "all_reduce": "sum"}
+        return sorted([kinds[name], shapes[0].numel()] for name, shapes in self.seen if name in kinds)
+
+    def widest(self) -> int:
+        """The largest dimension of any tensor that an operation returned."""
+        return max(max(shape, default=0) for _, shapes in self.seen for shape in shapes)
+
+
+class Steps:
+    """What is started, waited for and multiplied within a context, in order; also inside of the project's own operators."""
+    names = {"_c10d_functional::all_gather_into_tensor": "gather", "_c10d_functional::reduce_scatter_tensor": "scatter",
+             "_c10d_functional::all_reduce": "sum", "_c10d_functional::wait_tensor": "wait", "aten::mm": "product", "aten::addmm": "product"}
+
+    def __enter__(self) -> Steps:
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        self.profiler.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.profiler.__exit__(*error)
+        events = sorted(self.profiler.events(), key=lambda event: event.time_range.start)
+        self.seen = [self.names[event.name] for event in events if event.name in self.names]
+
+
+def random_part(world: World, rows: int, columns: int) -> Tensor:
+    """This rank's rows of a matrix that all ranks agree on."""
+    whole = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    return whole.tensor_split(world.mesh["tp"].size())[world.place("tp")].clone().requires_grad_()
+
+
+def saved_bytes(run: Callable[[], Tensor], model: Transformer) -> tuple[int, Tensor]:
+    """Bytes that autograd keeps, less parameters and the cosines and sines that all layers share; and the result of `run`."""
+    kept: dict[int, int] = {}
+    shared = {local(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.dim() == 4 and tensor.shape[:2] == (1, 1):
+            shared.add(storage.data_ptr())
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()
+    return sum(size for place, size in kept.items() if place not in shared), result
+
+
+def measure_layer(changes: dict, world: World) -> dict:
+    """One layer's saved bytes beside what the cost model plans with, and its collectives."""
+    spec, tp = spec_of(**changes), world.mesh["tp"].size()
+    model, x = model_of(spec, world), random_part(world, TOKENS, spec.width)
+    rotation = next((rotary(torch.arange(LENGTH)) for rotary in model.rotaries), None)
+    with Watch() as forward:
+        saved, y = saved_bytes(lambda: model.layers["0"](x, (BATCH, LENGTH), rotation, None), model)
+    with Watch() as backward:
+        y.sum().backward()
+    planned = layer_costs(spec, LENGTH, BATCH, tp, 1.0, element_bytes=4).activation[1]
+    return {"saved": saved, "planned": planned, "forward": forward.collectives(), "backward": backward.collectives()}
+
+
+def measure_head(world: World) -> dict:
+    """The largest dimension that anything in head and loss has, forward, kept and backward, and the order of its backward."""
+    spec = spec_of(**LLAMA)
+    model, x = model_of(spec, world), random_part(world, TOKENS, spec.width)
+    targets = torch.randint(0, spec.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(1))
+    with Watch() as forward:
+        saved, (objective, _) = saved_bytes(lambda: model.head(x, targets), model)
+    with Watch() as backward:
+        objective.backward(retain_graph=True)
+    with Steps() as steps:
+        objective.backward()
+    return {"widest": max(forward.widest(), backward.widest()), "part": local(model.head.weight).shape[0], "saved": saved,
+            "forward": forward.collectives(), "backward": steps.seen}
+
+
+def measure_overlap(world: World) -> dict:
+    """The order of operations in backward passes of products, and of weight gradients that were put off."""
+    spec = spec_of(**LLAMA)
+    seen, x = {}, random_part(world, TOKENS, spec.width)
+    hidden = torch.randn(TOKENS, spec.feed_forward.width // world.mesh["tp"].size(), requires_grad=True)
+    for name in ("column", "row", "both"):
+        block = model_of(spec, world).layers["0"].feed_forward
+        module, inputs = {"column": (block.gate, x), "row": (block.down, hidden), "both": (block, x)}[name]
+        for kind in ("B", "B beside I and W", "I"):
+            deferred = DeferredGrads()
+            for linear in module.modules():
+                if isinstance(linear, Linear) and kind != "B":
+                    linear.defer(deferred)
+            y = module(inputs)
+            deferred.active = kind == "I"
+            with Steps() as seen[f"{name}: {kind}"]:
+                y.backward(torch.ones_like(y))
+            if kind == "I":
+                with Steps() as seen[f"{name}: W"]:
+                    deferred.take()()
+    return {name: steps.seen for name, steps in seen.items()}
+
+
+def defer(world: World) -> dict:
+    """Gradients of a whole model from full backwards and from I, then W: the parameters whose gradient waits for W, and the
+    worst difference."""
+    spec = spec_of(**UNEVEN)
+    model = model_of(spec, world, torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    tokens, targets = (torch.randint(0, spec.vocab_size, (BATCH, LENGTH), generator=generator) for _ in range(2))
+    deferred, gradients, late = DeferredGrads(), [], []
+    for kind in ("B", "B beside I and W", "I"):
+        for module in model.modules():
+            if isinstance(module, Linear) and kind != "B":
+                module.defer(deferred)
+        model.zero_grad()
+        for _ in range(2):  # micro-batches, whose gradients add up
+            objective, _ = model(tokens, targets)
+            deferred.active = kind == "I"
+            objective.backward()
+            deferred.active = False
+            late = late or [name for name, parameter in model.named_parameters() if parameter.grad is None]
+            deferred.take()()
+        gradients.append({name: local(parameter.grad).clone() for name, parameter in model.named_parameters()})
+    worst = max((other[name] - gradients[0][name]).abs().max().item() / gradients[0][name].abs().max().item()
+                for other in gradients[1:] for name in other)
+    return {"late": late, "expected": [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)], "worst": worst}
+
+
+def layout(world: World) -> dict:
+    """Of each parameter: whether it is a DTensor, and the shape that this rank holds."""
+    model = model_of(spec_of(**UNEVEN), world)
+    return {name: [isinstance(parameter, DTensor), list(local(parameter).shape)] for name, parameter in model.named_parameters()}
+
+
+def differing_weights(tp: int, stage: int) -> list[str]:
+    """Parameters of a run's initial state that are not, bit by bit, those of the unsplit model."""
+    config, spec = settings(tp, stage), spec_of(**UNEVEN)
+    plan = resolve_plan(config.parallel, 4, spec)
+    batch = resolve_batch(config.batch, plan.dp, plan.tp)
+    state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), join(plan, CPU))
+    model = Transformer(spec)
+    initialize(model, spec, config.run.seed, CPU)
+    assert state.parameters.keys() == dict(model.named_parameters()).keys()
+    return [name for name, parameter in model.named_parameters() if not torch.equal(state.parameters[name].full_tensor(), parameter)]
+
+
+def main(out: str) -> None:
+    mine: dict[str, dict] = {}
+    for tp in GROUPS:
+        world = enter(tp)
+        mine[str(tp)] = {"layers": {kind: measure_layer(changes, world) for kind, changes in KINDS.items()}, "head": measure_head(world),
+                         "overlap": measure_overlap(world) if tp > 1 else {}, "deferred": defer(world), "layout": layout(world),
+                         "weights": {stage: differing_weights(tp, stage) for stage in (0, 3)}}
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, mine)
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(everyone))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    sys.stdout.flush()
+    os._exit(0)
