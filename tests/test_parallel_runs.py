@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +48,8 @@ def alone(root):
     seen = {}
     for name in CHAINS:
         seen[name] = run(root / name, STEPS, **{"model.tied": name == "tied", "checkpoint.every": 2})
-        shutil.copytree(root / name, root / f"chain_{name}", ignore=lambda _, names: [n for n in names if n > f"step-{FIRST:08d}" and "step-" in n])
+        later = [f"step-{step:08d}" for step in range(FIRST + 1, STEPS + 1)]
+        shutil.copytree(root / name, root / f"chain_{name}", ignore=shutil.ignore_patterns(*later))
     assert export.main([f"checkpoint={root / 'untied/checkpoints/step-00000004'}", f"out={root / 'exported'}", "dtype=fp32"]) == 0
     return seen
 
@@ -95,7 +95,7 @@ def test_the_bubble_is_logged_where_there_is_a_pipeline(alone, four):
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_any_plan_resumes_any_other(root, alone, four, two, name):
-    """From one process over plans on four and two back to one, each a leg of two steps that begins with the last one's checkpoint."""
+    """From one process over plans on four and two back to one, each two steps that begin with the last one's checkpoint."""
     whole, results = alone[name], four | two
     legs = [results[f"{name}_{leg}"] for leg in range(1, len(CHAINS[name][4]) + len(CHAINS[name][2]) + 1)]
     legs.append(run(root / f"chain_{name}", STEPS, **{"model.tied": name == "tied"}))
@@ -169,8 +169,8 @@ def test_a_rank_that_vanishes_is_named_by_all_others(root):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = [f"{name}={value}" for name, value in COMMON.items()] + [
-        f"data.sources.text.path={root / 'corpus'}", f"data.cache={root / 'cache'}", f"run.dir={root / 'killed'}", "run.steps=20", "eval.every=0",
-        "parallel.tp=2", "parallel.pp=2"]
+        f"data.sources.text.path={root / 'corpus'}", f"data.cache={root / 'cache'}", f"run.dir={root / 'killed'}", "run.steps=20",
+        "eval.every=0", "parallel.tp=2", "parallel.pp=2"]
     common = {**os.environ, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
               "PYTHONPATH": os.pathsep.join([str(WORKERS.parent.parent), str(WORKERS.parent)])}
     ranks = [subprocess.Popen([sys.executable, str(WORKERS / "parallel_runs.py"), "dies", *arguments], text=True, stderr=subprocess.PIPE,
@@ -198,9 +198,11 @@ REFUSED = {  # processes, settings that cannot be, what is said about them, a wa
     "more pipeline ranks than layers": (
         5, {"parallel.pp": 5}, ["parallel.pp=5", "4 layers", "legal: up to 4"], {"parallel.pp": 1}),
     "a split that does not add up": (
-        2, {"parallel.pp": 2, "parallel.pipeline.split": [3, 2]}, ["parallel.pipeline.split=[3,2]", "5", "4"], {"parallel.pipeline.split": [3, 1]}),
+        2, {"parallel.pp": 2, "parallel.pipeline.split": [3, 2]}, ["parallel.pipeline.split=[3,2]", "5 layers", "model.depth=4", "[2,2]"],
+        {"parallel.pipeline.split": [2, 2]}),
     "a split of another number of stages": (
-        2, {"parallel.pp": 2, "parallel.pipeline.split": [2, 1, 1]}, ["parallel.pipeline.split=[2,1,1]", "2"], {"parallel.pipeline.split": [2, 2]}),
+        2, {"parallel.pp": 2, "parallel.pipeline.split": [2, 1, 1]}, ["parallel.pipeline.split=[2,1,1]", "3 entries", "2 stages", "[2,2]"],
+        {"parallel.pipeline.split": [2, 2]}),
     "more stages than layers": (
         2, {"parallel.pp": 2, "parallel.pipeline.schedule": "interleaved", "parallel.pipeline.chunks": 3},
         ["parallel.pp=2", "3 stages", "needs 6 layers", "the model has 4", "parallel.pipeline.chunks"], {"parallel.pipeline.chunks": 2}),
@@ -214,9 +216,11 @@ REFUSED = {  # processes, settings that cannot be, what is said about them, a wa
         2, {"parallel.pp": 2, "parallel.pipeline.schedule": "nowhere.csv"}, ["parallel.pipeline.schedule=nowhere.csv", "cannot read"],
         {"parallel.pipeline.schedule": "greedy"}),
     "a world that the degrees do not divide": (
-        6, {"parallel.tp": 2, "parallel.pp": 2}, ["parallel.tp=2 x parallel.pp=2", "6", "parallel.tp=2 parallel.pp=1"], {"parallel.pp": 1}),
+        6, {"parallel.tp": 2, "parallel.pp": 2}, ["parallel.tp=2 x parallel.pp=2", "6", "parallel.tp=2 parallel.pp=1"],
+        {"parallel.pp": 1}),
     "tokens that cannot be shared": (
-        2, {"parallel.tp": 2, "batch.sequence_length": 31}, ["batch.sequence_length=31", "parallel.tp=2", "30 or 32"], {"batch.sequence_length": 30})}
+        2, {"parallel.tp": 2, "batch.sequence_length": 31}, ["batch.sequence_length=31", "parallel.tp=2", "30 or 32"],
+        {"batch.sequence_length": 30})}
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -36,6 +36,7 @@ from trainer.observe.report import peak_memory_gib, print_start, step_meter
 from trainer.observe.sinks import Logger
 from trainer.parallel.mesh import World, join, local_device
 from trainer.parallel.pipeline import ir
+from trainer.parallel.pipeline.channels import PeerError
 from trainer.parallel.pipeline.layout import Pipeline, resolve_pipeline
 from trainer.parallel.pipeline.search import Choice
 from trainer.parallel.pipeline.simulate import Simulation
@@ -133,7 +134,7 @@ def main(config: Config) -> int:
     """The command line's run: returns the exit code."""
     try:
         return run(config).code
-    except (NonFinite, DataError) as error:
+    except (NonFinite, DataError, PeerError) as error:
         print(f"training stopped: {error}", file=sys.stderr, flush=True)
         return 1
 

@@ -114,7 +114,7 @@ def settings(folder: Path, **changes: Any) -> Config:
 
 
 def run(folder: Path, steps: int, watched: Watched | None = None, **changes: Any) -> dict[str, Any]:
-    """A run to `steps`, resuming what the folder has: its exit code on this process, the samples, and all lines of metrics by name."""
+    """A run to `steps`, resuming what the folder has: its exit code on this process, the samples, and the lines of metrics."""
     watched = watched or Watched()
     trainer.train.train_step = watched
     try:
@@ -143,7 +143,8 @@ def four(root: Path) -> Iterator[tuple[str, dict]]:
     for name in CHAINS:
         yield from follow_chain(root, name, 4)
     watched = Watched(keep_weights=True)
-    yield "from_hf", run(root / "from_hf", 1, watched, **PLANS["tp2_pp2_interleaved"], **{"model.from_hf": str(root / "exported"), "lr.warmup": 0})
+    imported = {"model.from_hf": str(root / "exported"), "lr.warmup": 0}
+    yield "from_hf", run(root / "from_hf", 1, watched, **PLANS["tp2_pp2_interleaved"], **imported)
     if dist.get_rank() == 0:
         torch.save(watched.weights, root / "weights.pt")
 
@@ -163,8 +164,8 @@ def two(root: Path) -> Iterator[tuple[str, dict]]:
 
 def another_cut(auto: trainer.auto.Auto, choose: Any = trainer.auto.Auto.choose) -> Choice:
     """A choice for which the layers have to be cut anew, whatever was measured."""
-    return dataclasses.replace(choose(auto), schedule=build_schedule("1f1b", 2, 4), chunks=1, split=(range(3), range(3, 4)), microbatches=4,
-                               micro_size=2)
+    return dataclasses.replace(choose(auto), schedule=build_schedule("1f1b", 2, 4), chunks=1, split=(range(3), range(3, 4)),
+                               microbatches=4, micro_size=2)
 
 
 def dies(arguments: list[str]) -> int:

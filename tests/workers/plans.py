@@ -152,7 +152,7 @@ def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
         batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // 2, 2)
         world = worlds.of(plan, device)
         state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), world)
-        whole_sum, (first, *rest) = state.shared.sum, batches(case, spec, device, world.data.get_local_rank(), plan.dp, 2)
+        whole_sum, (first, second) = state.shared.sum, batches(case, spec, device, world.data.get_local_rank(), plan.dp, 2)
         train_step(state, first, False)
         for victim in range(world.size):
             def broken_sum() -> None:
@@ -164,7 +164,7 @@ def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
             before = [local(parameter).detach().clone() for parameter in state.parameters.values()]
             scale, updates = state.scaler.value.item(), state.optimizer.updates.item()
             state.shared.sum = broken_sum
-            scalars = train_step(state, rest[0], False)
+            scalars = train_step(state, second, False)
             state.shared.sum = whole_sum
             mine = {"found_inf": scalars["found_inf"].item(), "backoff": state.scaler.value.item() / scale,
                     "updates": state.optimizer.updates.item() - updates,
@@ -172,7 +172,7 @@ def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
             everyone: list[Any] = [None] * world.size
             dist.all_gather_object(everyone, mine)
             results.append({"case": f"{plan.describe()}, rank {victim}", "ranks": everyone})
-        results.append({"case": plan.describe(), "next": train_step(state, rest[1], False)["found_inf"].item()})
+        results.append({"case": plan.describe(), "next": train_step(state, second, False)["found_inf"].item()})
         if state.channels is not None:
             state.channels.close()
     return results

@@ -212,7 +212,8 @@ def defer(world: World) -> dict:
         gradients.append({name: local(parameter.grad).clone() for name, parameter in model.named_parameters()})
     worst = max((other[name] - gradients[0][name]).abs().max().item() / gradients[0][name].abs().max().item()
                 for other in gradients[1:] for name in other)
-    return {"late": late, "expected": [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)], "worst": worst}
+    linears = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)]
+    return {"late": late, "expected": linears, "worst": worst}
 
 
 def layout(world: World) -> dict:

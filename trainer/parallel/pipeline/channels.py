@@ -32,6 +32,10 @@ class PipelineError(RuntimeError):
     """A step cannot be finished, because of a failure here or on another rank of the pipeline, which the message names."""
 
 
+class PeerError(PipelineError):
+    """The failure was on another rank."""
+
+
 class TransferError(RuntimeError):
     """A transfer broke, most often because the rank at its other end has gone. peer: that rank, of the whole run."""
 

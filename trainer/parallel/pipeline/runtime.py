@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from trainer.config import ConfigError
-from trainer.parallel.pipeline.channels import Channels, Pending, PipelineError, TransferError
+from trainer.parallel.pipeline.channels import Channels, PeerError, Pending, PipelineError, TransferError
 from trainer.parallel.pipeline.ir import COMPUTE, Action, Schedule
 from trainer.parallel.pipeline.lower import lower
 from trainer.parallel.pipeline.simulate import Span
@@ -298,7 +298,7 @@ class Runtime:
                 channels.close(abort=True)
                 raise error if isinstance(error, ConfigError) else PipelineError(mine) from error
         channels.close(abort=True)
-        raise PipelineError(f"{told} [seen by rank {me} at {where}]") from error
+        raise PeerError(f"{told} [seen by rank {me} at {where}]") from error
 
 
 @dataclass
