@@ -76,25 +76,28 @@ def run(overrides: Sequence[str], plans: list[str] | None, steps: int, json_path
     base = compose(overrides, config_dir)
     spec, weights = starting_point(base)
     check_reference(base, spec, steps)
+    if json_path and not Path(json_path).absolute().parent.is_dir():
+        raise ConfigError(f"json={json_path}: there is no folder {Path(json_path).parent}")
     device, size = local_device(base.run), global_size(base.batch, processes)
     cases = [resolve(text, base, spec, overrides, config_dir, size, processes, device) for text in plans or generated(spec, processes)]
-    legal = [case for case in cases if not case.reasons]
+    legal = [(place, case) for place, case in enumerate(cases) if not case.reasons]
     if not legal:
-        raise ConfigError([f"plan '{case.text}': {reason}" for case in cases for reason in case.reasons])
+        common = [reason for reason in cases[0].reasons if all(reason in case.reasons for case in cases)]
+        raise ConfigError(common + [f"plan '{case.text}': {reason}" for case in cases for reason in case.reasons if reason not in common])
     samples, expected, plain = open_corpus(base).train, Trajectory(), {}
     if rank == 0:
         say(f"reference: one process, fp32, {steps} steps")
         whole = resolve_batch(BatchConfig(base.batch.sequence_length, size), 1)
         with numeric_mode(dataclasses.replace(base, precision=PrecisionConfig())):
             expected = reference(base, spec, loaded(samples, base, whole, 0, 1, steps, device), device, weights)
-        for kind in dict.fromkeys(coarsest(case.config.precision) for case in legal):
+        for kind in dict.fromkeys(coarsest(case.config.precision) for _, case in legal):
             with numeric_mode(dataclasses.replace(base, precision=PrecisionConfig(matmul="high" if kind == "tf32" else "highest"))):
                 again = reference(base, spec, halved(loaded(samples, base, whole, 0, 1, steps, device)), device,
                                   nudged(weights or partial(initial_value, spec, base.run.seed, device=device)), DTYPES.get(kind, torch.float32))
             plain[kind] = compare(again, expected)
     worlds: dict[tuple[int, ...], World] = {}
     results = [Result(case.text, "REFUSED", case.reasons) for case in cases]
-    for number, case in enumerate(legal, start=1):
+    for number, (place, case) in enumerate(legal, start=1):
         mesh = case.plan.pp, case.plan.replicate, case.plan.shard, case.plan.tp
         if mesh not in worlds:
             worlds[mesh] = join(case.plan, device)
@@ -104,7 +107,7 @@ def run(overrides: Sequence[str], plans: list[str] | None, steps: int, json_path
         data = loaded(samples, case.config, case.batch, world.data.get_local_rank(), case.plan.dp, steps, device)
         seen = train(case.config, spec, case.plan, case.pipeline, world, data, weights)
         kind = coarsest(case.config.precision)
-        results[cases.index(case)] = world.agree(lambda: judge(case.text, case.describe(), kind, seen, expected, plain[kind]))
+        results[place] = world.agree(lambda: judge(case.text, case.describe(), kind, seen, expected, plain[kind]))
     world.agree(lambda: report(expected, results, plain, json_path))  # torchrun ends all ranks when one has ended
     return int(any(result.verdict == "FAIL" for result in results))
 
