@@ -242,7 +242,19 @@ def test_a_resume_drops_what_the_lost_part_wrote(tmp_path):
     log.close("done")
     assert [line["step"] for line in metrics.read(tmp_path)] == [1, 1, 2, 2, 3, 3, 4]
     assert metrics.read(tmp_path)[-1]["loss"] == 0.5
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "status.json"]
+
+
+def test_the_folder_says_what_became_of_the_run(tmp_path):
+    def status() -> list:
+        return list(json.loads((tmp_path / "status.json").read_text()).values())
+
+    for end in ("stopped", "failed", "done"):
+        log = logger(tmp_path, resume_step=2, steps=5)
+        assert status() == ["running", 2, 5]
+        log.step(record(3))
+        log.close(end)
+        assert status() == [end, 3, 5]
 
 
 def test_a_torn_line_is_dropped_even_where_nothing_else_is(tmp_path):

@@ -160,12 +160,15 @@ class Status:
 
     def __init__(self, folder: Path, resume_step: int, total: int):
         self.path, self.step, self.total = folder / "status.json", resume_step, total
-        self.close("running")
+        self._put("running")
 
     def write(self, record: Record) -> None:
         self.step = record["step"]
 
     def close(self, status: str) -> None:
+        self._put(status)
+
+    def _put(self, status: str) -> None:
         beside = self.path.with_suffix(".json.new")
         beside.write_text(json.dumps({"status": status, "step": self.step, "steps": self.total}) + "\n")
         os.replace(beside, self.path)
@@ -179,6 +182,7 @@ def _summary(record: Record) -> list[str]:
         f"grad norm {_number(record['grad_norm'], '7.3g')}" if record["grad_norm"] is not None else None,
         f"lr {_number(record['lr'], '.2e')}" if record["lr"] is not None else None,
         f"MFU {percent(record['mfu']):>5}" if record["mfu"] is not None else None,
+        f"bubble {percent(record['bubble']):>5}" if record["bubble"] is not None else None,
         f"{size(record['memory_gib'] * 2**30):>9}" if record["memory_gib"] is not None else None,
         f"skipped {record['skipped']}" if record["skipped"] else None,
         f"ETA {duration(record['eta_seconds'])}" if record["eta_seconds"] else None,
