@@ -1,0 +1,174 @@
+"""What train.sbatch asks: with which settings to start the run, and what to do when it has ended.
+
+    job.py begin NODES PROCESSES OVERRIDE...     prints shell assignments: run_dir, cache, free_gib, args
+    job.py end RUN_DIR CODE TOLD STATE           prints what to do and why: again, requeue, or exit=CODE
+
+The run's own state decides, since exit codes do not: torchrun and srun pass on those of some process, and a process that has
+saved may be killed while it ends. run.dir holds `status.json`, which the run writes, its checkpoints, and `slurm.json`, the
+job's record, whose time of change says when the present start was: what is newer is this start's progress.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from trainer.checkpointing.manifest import MANIFEST, list_checkpoints
+from trainer.cli import compose
+from trainer.config import ConfigError
+
+REFUSED, UNFIT, LOST = 2, 3, 4
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a job has come to by its present start. idle: starts in a row, before this one, without a new checkpoint; saved:
+    whether any start left one."""
+    job: str
+    idle: int = 0
+    saved: bool = False
+
+
+def expand(arguments: list[str], task: int | None) -> list[str]:
+    """The overrides of one task of an array, or of a job without (`task` None).
+
+    `@FILE` becomes the overrides in FILE, quoted as in a shell: of an array's task N those of line N, counted from 1 without
+    comments and empty lines, else all. `{task}` becomes N. Raises `ConfigError`.
+    """
+    expanded = []
+    for argument in arguments:
+        if not argument.startswith("@"):
+            expanded.append(argument)
+            continue
+        try:
+            lines = [words for line in Path(argument[1:]).read_text().splitlines() if (words := shlex.split(line, comments=True))]
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{argument} cannot be read as lines of overrides: {error}") from None
+        if task is not None and not 1 <= task <= len(lines):
+            raise ConfigError(f"{argument} has {len(lines)} lines, and none for task {task}; set --array 1-{len(lines)}")
+        expanded += sum(lines, []) if task is None else lines[task - 1]
+    return expanded if task is None else [argument.replace("{task}", str(task)) for argument in expanded]
+
+
+def newest_change(run_dir: Path) -> float:
+    """When the newest of a run's checkpoints was written, by the file system's clock; 0 without any."""
+    return max((manifest.stat().st_mtime for path in list_checkpoints(run_dir / "checkpoints").values()
+                if (manifest := path / MANIFEST).exists()), default=0.0)
+
+
+def read_record(run_dir: Path) -> tuple[Record | None, bool]:
+    """The record of the run's latest start, and whether a checkpoint has been written since."""
+    path = run_dir / "slurm.json"
+    try:
+        return Record(**json.loads(path.read_text())), newest_change(run_dir) > path.stat().st_mtime
+    except (OSError, ValueError, TypeError):
+        return None, False
+
+
+def start(before: Record | None, progress: bool, job: str) -> Record:
+    """The record of a new start, given the one before and whether that left a checkpoint."""
+    if before is None or before.job != job:
+        return Record(job)
+    return replace(before, idle=0 if progress else before.idle + 1, saved=before.saved or progress)
+
+
+def decide(status: str | None, code: int, told: bool, state: str, record: Record, progress: bool, retries: int) -> str:
+    """What to do after a start has ended.
+
+    status: of the run's status.json, None if it never got so far; code: srun's, or `LOST`; told: whether the time limit is near;
+    state: the job's, as Slurm has it; progress: whether a checkpoint was written. A stop that nobody asked this script for was a
+    preemption, or a signal from a person, who else would have used scancel: the job is requeued.
+    """
+    if status == "done":
+        return "exit=0 the run is done"
+    if state != "RUNNING":  # cancelled; or a node is lost, and Slurm itself requeues the job
+        return f"exit=143 Slurm ends this job ({state}); the same command goes on from the newest checkpoint"
+    if code == REFUSED:
+        return f"exit={REFUSED} the settings were refused, see above"
+    if code == UNFIT and not told:
+        return f"exit={UNFIT} a node is not fit, see above; leave it out with sbatch --exclude, or mend it, and submit again"
+    if not progress and record.idle + 1 >= retries:
+        return f"exit=1 {record.idle + 1} starts in a row ended without a new checkpoint (TRAINER_RETRIES={retries}): giving up"
+    if status == "stopped" or told:
+        return "requeue the run stopped " + ("after saving" if progress else "with nothing new to save")
+    if code == LOST:
+        return "requeue a node does not answer, see above"
+    return f"again the run ended with code {code} and status {status or 'none'}: starting it on the same nodes"
+
+
+def begin(nodes: int, processes: int, arguments: list[str], environment: dict[str, str]) -> dict[str, str | list[str]]:
+    """Checks the settings for these processes, opens the job's record in run.dir, and returns what the script has to know."""
+    parser = argparse.ArgumentParser(prog="train.sbatch", allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_intermixed_args(arguments)
+    task = int(environment["SLURM_ARRAY_TASK_ID"]) if "SLURM_ARRAY_TASK_ID" in environment else None
+    overrides, world = expand(options.overrides, task), nodes * processes
+    config = compose(overrides, options.config_dir, world)
+    if task is not None:
+        own = [argument for argument in overrides if argument not in options.overrides]
+        if not any(argument.lstrip("+").startswith(("run.name=", "run.dir=")) for argument in own):
+            overrides.append(f"run.name={config.run.name}-{task}")
+            shared, config = config.run.dir, compose(overrides, options.config_dir, world)
+            if config.run.dir == shared:
+                raise ConfigError(f"run.dir={shared} is the same for every task of the array; put {{task}} into it, or leave it out")
+    run_dir = Path(config.run.dir)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "status.json").unlink(missing_ok=True)  # an earlier start's says nothing about this one
+        record = start(*read_record(run_dir), environment["SLURM_JOB_ID"])
+        (run_dir / "slurm.json").write_text(json.dumps(asdict(record)) + "\n")
+        (run_dir / "flight").mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir={run_dir} cannot be written ({error.strerror}); set another run.dir") from None
+    if record.saved and config.checkpoint.resume != "auto":  # none, or another run's checkpoint: right for the first start only
+        overrides.append("checkpoint.resume=auto")
+    folder = ["--config-dir", options.config_dir] if options.config_dir else []
+    return {"run_dir": str(run_dir), "cache": str(Path(config.data.cache).expanduser()), "args": [*folder, *overrides],
+            "free_gib": environment.get("TRAINER_FREE_GIB") or f"{free_wanted(run_dir):.3f}"}
+
+
+def free_wanted(run_dir: Path) -> float:
+    """GiB that a run needs on its disk to go on: two of its checkpoints (one more is written before one goes), or 20."""
+    newest = next(iter(list_checkpoints(run_dir / "checkpoints").values()), None)
+    return 2 * sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()) / 2**30 if newest else 20.0
+
+
+def shell(values: dict[str, str | list[str]]) -> str:
+    """The values as assignments in bash, lists as arrays."""
+    return "\n".join(f"{name}=({shlex.join(value)})" if isinstance(value, list) else f"{name}={shlex.quote(value)}"
+                     for name, value in values.items())
+
+
+def end(run_dir: Path, code: int, told: bool, state: str, retries: int) -> str:
+    """What to do now that a start of the run in `run_dir` has ended; see `decide`."""
+    try:
+        status = json.loads((run_dir / "status.json").read_text())["status"]
+    except (OSError, ValueError, KeyError):
+        status = None
+    record, progress = read_record(run_dir)
+    return decide(status, code, told, state, record or Record(""), progress, retries)
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        if arguments[0] == "begin":
+            # What the plan's check takes for the size of a node.
+            os.environ["LOCAL_WORLD_SIZE"] = arguments[2]
+            print(shell(begin(int(arguments[1]), int(arguments[2]), arguments[3:], dict(os.environ))))
+        else:
+            print(end(Path(arguments[1]), int(arguments[2]), arguments[3] == "1", arguments[4], int(os.environ.get("TRAINER_RETRIES", 3))))
+    except ConfigError as error:
+        print("\n  - ".join(["configuration error:", *error.problems]), file=sys.stderr)
+        return REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
