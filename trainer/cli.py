@@ -239,7 +239,7 @@ def main(arguments: Sequence[str]) -> int:
             return _print(_shown(options))
         return _train(compose(options.overrides, options.config_dir))
     except ConfigError as error:
-        return _refuse(error)
+        return refuse(error)
     except KeyboardInterrupt:
         return 130
     except Exception:
@@ -266,7 +266,7 @@ def _train(config: Config) -> int:
         try:
             return train.main(config)
         except ConfigError as error:
-            return _refuse(error)
+            return refuse(error)
 
     return recorded()
 
@@ -280,7 +280,7 @@ def _print(text: str) -> int:
     return 0
 
 
-def _refuse(error: ConfigError) -> int:
+def refuse(error: ConfigError) -> int:
     """Prints what is wrong, once, and returns the exit code.
 
     Rank 0 speaks; torchrun then ends the other ranks. One that lives on was refused something of its own, and says so.

@@ -66,7 +66,7 @@ def _scaled(value: float | None, units: Sequence[str], base: int, space: str) ->
     return f"{sign}{_three_digits(value)}{space}{units[index]}"
 
 
-def _console(console: Console | None) -> tuple[Console, box.Box | None]:
+def console_for(console: Console | None) -> tuple[Console, box.Box | None]:
     """Where to print, and the frame: none outside a terminal, where lines are also never wrapped."""
     console = console or Console(highlight=False)
     if console.is_terminal:
@@ -80,7 +80,7 @@ def startup(model: Rows, plan: Rows, batch: Rows, memory: Rows, console: Console
     Values are printed by `str`; format numbers with this module's functions. Framed on a terminal, aligned plain text
     elsewhere.
     """
-    console, frame = _console(console)
+    console, frame = console_for(console)
     table = Table(box=frame, show_header=False, pad_edge=frame is not None)
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
@@ -88,12 +88,12 @@ def startup(model: Rows, plan: Rows, batch: Rows, memory: Rows, console: Console
     for title, rows in (("model", model), ("plan", plan), ("batch", batch), ("memory", memory)):
         for index, (label, value) in enumerate(rows):
             table.add_row("" if index else title, label, _cell(value), end_section=index == len(rows) - 1)
-    _print(console, table)
+    print_table(console, table)
 
 
 def parameter_types(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
     """Prints the parameter-type map: one row a type, the keys of the first row as header, whole numbers abbreviated."""
-    console, frame = _console(console)
+    console, frame = console_for(console)
     table = Table(box=frame, title="parameter types", title_justify="left", title_style="bold cyan", header_style="dim",
                   pad_edge=frame is not None)
     names = list(rows[0]) if rows else []
@@ -101,14 +101,14 @@ def parameter_types(rows: Sequence[Mapping[str, Any]], console: Console | None =
         table.add_column(name, justify="right" if isinstance(rows[0][name], (int, float)) else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(count(row[name]) if type(row[name]) is int else _cell(row[name]) for name in names))
-    _print(console, table)
+    print_table(console, table)
 
 
 def _cell(value: Any) -> str:
     return "-" if value is None else escape(str(value))
 
 
-def _print(console: Console, table: Table) -> None:
+def print_table(console: Console, table: Table) -> None:
     if console.is_terminal:
         return console.print(table)
     with console.capture() as capture:

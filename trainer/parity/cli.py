@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from trainer.batch import BatchPlan, resolve_batch
-from trainer.cli import _refuse as refuse
+from trainer.cli import refuse
 from trainer.config import BatchConfig, Config, ConfigError, PrecisionConfig
 from trainer.data.batches import Batch, Loader
 from trainer.data.corpus import Samples, open_corpus

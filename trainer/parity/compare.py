@@ -12,8 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from trainer.config import PrecisionConfig
-from trainer.observe.tables import _console as console_for
-from trainer.observe.tables import _print as print_table
+from trainer.observe.tables import console_for, print_table
 from trainer.parity.reference import Trajectory
 
 
