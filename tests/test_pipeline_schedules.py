@@ -16,12 +16,25 @@ from trainer.parallel.pipeline import ir
 from trainer.parallel.pipeline.cost import StageCosts
 from trainer.parallel.pipeline.greedy import fits, least_cap, list_schedule
 from trainer.parallel.pipeline.ir import Action, Schedule, dumps, flat, loads, parse, peak_activations, validate
-from trainer.parallel.pipeline.lower import lower, lower_all, receive_buffers, replay
+from trainer.parallel.pipeline.lower import lower, lower_all, replay
 from trainer.parallel.pipeline.simulate import simulate
 from trainer.parallel.pipeline.templates import TEMPLATES, build_schedule, forward_only, greedy, place
 
 SPLITTING = [name for name, template in TEMPLATES.items() if template.splits]
 V_SHAPED = [name for name, template in TEMPLATES.items() if template.placement == "v"]
+
+
+def receive_buffers(program: tuple[Action, ...]) -> int:
+    """The most receive buffers that a rank's program has at once, from posting to the action that reads them."""
+    buffers: set[Action] = set()
+    most = 0
+    for action in program:
+        if action.kind.startswith("RECV"):
+            buffers.add(action)
+            most = max(most, len(buffers))
+        elif action.kind in ir.COMPUTE:
+            buffers.discard(Action(action.stage, "RECV_F" if action.kind == "F" else "RECV_B", action.microbatch))
+    return most
 
 
 @st.composite

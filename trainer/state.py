@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from trainer.build import Stages, build_stages
 from trainer.config import Config
 from trainer.model.axes import parameter_infos
-from trainer.model.init import Weights, fill, initial_value
+from trainer.model.init import Weights, initialize
 from trainer.model.linear import DeferredGrads
 from trainer.model.spec import ModelSpec
 from trainer.model.transformer import declarations
@@ -59,7 +58,7 @@ class TrainState:
                               deferred if pipeline.splits_backward else None)
         parameters, infos, copies = {}, {}, []
         for model in stages.values():
-            fill(model, weights or partial(initial_value, spec, config.run.seed, device=world.device))
+            initialize(model, spec, config.run.seed, world.device, weights)
             declared = parameter_infos(model)
             for name, parameter in model.named_parameters():
                 if name in parameters:

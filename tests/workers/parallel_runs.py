@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import json
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator

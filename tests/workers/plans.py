@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from distributed import CAN_COMPILE
-from matrix import CHUNKS, PLAIN, SEQUENCES, Case, cases, depth
+from matrix import PLAIN, SEQUENCES, Case, cases, depth
 from reference import random_batch, rows, settings, tiny_spec
 from trainer.batch import BatchPlan
 from trainer.config import Config

@@ -67,6 +67,6 @@ def fill(model: nn.Module, value: Weights) -> None:
             module.reset_buffers()
 
 
-def initialize(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device) -> None:
-    """Draws all weights of a (sharded, materialised) model."""
-    fill(model, partial(initial_value, spec, seed, device=device))
+def initialize(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device, weights: Weights | None = None) -> None:
+    """Sets all weights of a (sharded, materialised) model: the given ones, or freshly drawn."""
+    fill(model, weights or partial(initial_value, spec, seed, device=device))

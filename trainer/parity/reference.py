@@ -4,7 +4,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from trainer.config import Config
 from trainer.data.batches import Batch
 from trainer.model.axes import parameter_infos
-from trainer.model.init import Weights, fill, initial_value
+from trainer.model.init import Weights, initialize
 from trainer.model.spec import ModelSpec
 from trainer.model.transformer import Transformer
 from trainer.optim.schedule import learning_rate
@@ -50,7 +49,7 @@ def reference(config: Config, spec: ModelSpec, steps: Iterable[list[Batch]], dev
     backward; another one than fp32 shows what that type by itself costs in accuracy.
     """
     model = Transformer(spec).to(device)
-    fill(model, weights or partial(initial_value, spec, config.run.seed, device=device))
+    initialize(model, spec, config.run.seed, device, weights)
     policies = parameter_policies(parameter_infos(model), config.precision.types, config.optimizer)
     groups: dict[Any, list[Tensor]] = {}
     for name, parameter in model.named_parameters():

@@ -144,19 +144,6 @@ def input_of(action: Action, stages: int) -> Action | None:
     return Action(action.stage + 1, "I", action.microbatch)
 
 
-def receive_buffers(program: Iterable[Action]) -> int:
-    """The most receive buffers that a rank's program has at once, from posting to the action that reads them."""
-    buffers: set[Action] = set()
-    most = 0
-    for action in program:
-        if action.kind.startswith("RECV"):
-            buffers.add(action)
-            most = max(most, len(buffers))
-        elif action.kind in COMPUTE:
-            buffers.discard(Action(action.stage, "RECV_F" if action.kind == "F" else "RECV_B", action.microbatch))
-    return most
-
-
 def replay(programs: Sequence[Sequence[Action]], placement: Sequence[int], rendezvous: bool = False) -> dict[int, int]:
     """By rank that cannot finish its program, the place in it where it waits for ever; empty if all end, at whatever speed.
 
