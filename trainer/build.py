@@ -40,13 +40,13 @@ def check_model(config: Config, spec: ModelSpec) -> None:
 
 
 def build_stages(config: Config, spec: ModelSpec, layers: dict[int, range], plan: Plan, world: World,
-                 deferred: DeferredGrads | None = None) -> Stages:
+                 deferred: DeferredGrads | None = None, hsdp: bool = True) -> Stages:
     """The stages of this rank, in storage; their weights are undefined.
 
     layers: stage -> the layers it holds; deferred: where linear layers leave weight gradients, if the schedule splits
-    backward. The order is: modules on the meta device, recompute, compilation, tensor parallelism, sharding, storage.
+    backward; hsdp: whether FSDP also adds up replicas. The order is: modules on the meta device, recompute, compilation, tensor parallelism, sharding, storage.
     """
-    return {stage: place(lay_out(config, spec, part, deferred), config, plan, world) for stage, part in layers.items()}
+    return {stage: place(lay_out(config, spec, part, deferred), config, plan, world, hsdp) for stage, part in layers.items()}
 
 
 def lay_out(config: Config, spec: ModelSpec, layers: range, deferred: DeferredGrads | None) -> Transformer:
@@ -72,10 +72,10 @@ def lay_out(config: Config, spec: ModelSpec, layers: range, deferred: DeferredGr
     return model
 
 
-def place(model: Transformer, config: Config, plan: Plan, world: World) -> Transformer:
+def place(model: Transformer, config: Config, plan: Plan, world: World, hsdp: bool = True) -> Transformer:
     """Cuts and shards a stage over the mesh and gives it storage."""
     tensor.split(model, world.mesh["tp"])
-    shard(model, plan, world, DTYPES[config.precision.compute], DTYPES[config.precision.reduce])
+    shard(model, plan, world, DTYPES[config.precision.compute], DTYPES[config.precision.reduce], hsdp)
     model.to_empty(device="cpu" if plan.offload else world.device)
     for rotary in model.rotaries:  # buffers stay with the computation when parameters are offloaded
         rotary.to(world.device)

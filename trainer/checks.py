@@ -4,7 +4,6 @@ Pure: needs neither torch nor a process group, so that every refusal comes befor
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -24,7 +23,7 @@ RANGES = {  # as in mathematics: [ includes its bound, ( does not
     "lr.peak": "(0, inf)", "lr.warmup": "[0, inf)", "lr.final": "[0, 1]", "lr.decay": "[0, inf)",
     "checkpoint.every": "[0, inf)", "checkpoint.keep_last": "[0, inf)", "checkpoint.keep_every": "[0, inf)",
     "eval.every": "[0, inf)", "eval.sequences": "[1, inf)",
-    "parallel.pipeline.probe_steps": "[1, inf)",
+    "parallel.pipeline.probe_steps": "[1, inf)", "parallel.grad_comm.min_size": "[0, inf)",
     "guard.max_skipped": "[1, inf)", "logging.every": "[1, inf)",
 }
 
@@ -92,10 +91,11 @@ def _contradictions(config: Config) -> Iterator[str]:
 
 def _layout(config: Config, world_size: int) -> list[str]:
     """What is wrong with the plan, with the batch on the plan's data-parallel ranks, and with the pipeline."""
+    from trainer.parallel.compress.settings import check_grad_comm
     from trainer.parallel.pipeline.layout import check_pipeline
-    from trainer.parallel.plan import check_plan, resolve_plan
+    from trainer.parallel.plan import check_plan, node_size, resolve_plan
     spec = None if config.model.from_hf or config.model.check() else config.model
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    node = node_size(world_size)
     problems = check_plan(config.parallel, world_size, spec, node)
     try:
         # Without a plan the number of ranks is unknown; what cannot be divided on one rank is wrong on any number.
@@ -103,6 +103,8 @@ def _layout(config: Config, world_size: int) -> list[str]:
         batch = resolve_batch(config.batch, *((plan.dp, plan.tp, plan.pp) if plan else (1, 1, 1)))
         if plan and spec:
             check_pipeline(config, spec.depth, plan, batch)
+        if plan:
+            problems = problems + check_grad_comm(config.parallel.grad_comm, plan, node)
     except ConfigError as error:
         problems = problems + error.problems
     return problems

@@ -95,6 +95,28 @@ class PipelineConfig:
 
 
 @dataclass
+class HopConfig:
+    """How gradients travel over one kind of link."""
+    codec: str = option("none", "form of the gradients: none (as precision.reduce has them), bf16, int8, int4, fp8, or auto (int8 if the first "
+                        "steps are measurably faster with it)", ("none", "bf16", "int8", "int4", "fp8", "auto"))
+    block: Optional[int] = option(None, "neighbouring elements that share a scale, a power of two; null means 256, and 128 for int4",
+                                  unit="elements")
+    hadamard: int = option(0, "rotate runs of so many elements (a power of two, at most half a block) before quantising, which spreads "
+                           "outliers; 0: do not", unit="elements")
+    stochastic: bool = option(False, "int8, int4: round up or down at random, so that the mean error is zero")
+    error_feedback: str = option("none", "add what earlier steps left out: classic keeps all of it in fp32, average8 a moving average in "
+                                 "8 bits; both twice, for steps that are skipped", ("none", "classic", "average8"))
+
+
+@dataclass
+class GradCommConfig:
+    """Quantised gradient communication. Which parameters take part: precision.types."""
+    inner: HopConfig = option(HopConfig(), "between ranks that share one copy of the sharded state, within a node")
+    outer: HopConfig = option(HopConfig(), "between replicas, and between nodes")
+    min_size: int = option(65536, "gradients of a layer (or of embedding and head) with fewer bytes in fp32 travel as they are", unit="bytes")
+
+
+@dataclass
 class ParallelConfig:
     dp: int = option(-1, "data-parallel ranks; -1 takes what is left", unit="ranks")
     shard: int = option(-1, "ranks that share one copy of the sharded state (HSDP when below dp); -1 means dp", unit="ranks")
@@ -103,6 +125,7 @@ class ParallelConfig:
     pp: int = option(1, "pipeline-parallel ranks", unit="ranks")
     pipeline: PipelineConfig = option(PipelineConfig(), "how micro-batches go through the pipeline")
     zero: ZeroConfig = option(ZeroConfig(), "what the data-parallel ranks share")
+    grad_comm: GradCommConfig = option(GradCommConfig(), "how data-parallel ranks send gradients")
 
 
 @dataclass
@@ -112,14 +135,15 @@ class TypePolicy:
     state_dtype: str = option("fp32", "type that the optimizer's moments are kept in", ("fp32", "bf16"))
     weight_decay: Optional[float] = option(None, "decoupled weight decay; null means optimizer.weight_decay")
     lr_scale: float = option(1.0, "factor on the learning rate")
+    quantise: bool = option(True, "gradients may be quantised on their way (parallel.grad_comm)")
 
 
 @dataclass
 class ParameterTypes:
     """The parameter-type map: by role of the parameter, refined by rules on names (the last match wins)."""
     embedding: TypePolicy = option(TypePolicy(weight_decay=0.0), "token and position embeddings")
-    norm: TypePolicy = option(TypePolicy(weight_decay=0.0), "norm weights and biases")
-    bias: TypePolicy = option(TypePolicy(weight_decay=0.0), "biases of projections")
+    norm: TypePolicy = option(TypePolicy(weight_decay=0.0, quantise=False), "norm weights and biases")
+    bias: TypePolicy = option(TypePolicy(weight_decay=0.0, quantise=False), "biases of projections")
     head: TypePolicy = option(TypePolicy(), "output projection to the vocabulary")
     matrix: TypePolicy = option(TypePolicy(), "all other projections")
     rules: dict[str, Any] = option({}, "by shell pattern on the parameter's global name: {layers.0.*: {lr_scale: 0.1}}")

@@ -14,6 +14,7 @@ from trainer.model.linear import DeferredGrads
 from trainer.model.spec import ModelSpec
 from trainer.model.transformer import declarations
 from trainer.optim.optimizer import Optimizer, local
+from trainer.parallel.compress.reduction import Compression
 from trainer.parallel.gradients import SharedParameters
 from trainer.parallel.mesh import World
 from trainer.parallel.pipeline.channels import Channels, edges
@@ -43,6 +44,7 @@ class TrainState:
     stages: Stages
     deferred: DeferredGrads
     channels: Channels | None
+    compression: Compression | None
     shared: SharedParameters
     optimizer: Optimizer
     scaler: GradScaler
@@ -54,8 +56,10 @@ class TrainState:
     def build(cls, config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, world: World, weights: Weights | None = None) -> TrainState:
         """Builds the parallel model on every rank, with `weights` or freshly drawn ones. All ranks call it together."""
         deferred = DeferredGrads()
+        settings = config.parallel.grad_comm
+        compression = Compression(settings, plan, world) if {settings.inner.codec, settings.outer.codec} != {"none"} else None
         stages = build_stages(config, spec, pipeline.stages(world.place("pp")), plan, world,
-                              deferred if pipeline.splits_backward else None)
+                              deferred if pipeline.splits_backward else None, hsdp=compression is None)
         parameters, infos, copies = {}, {}, []
         for model in stages.values():
             initialize(model, spec, config.run.seed, world.device, weights)
@@ -66,6 +70,9 @@ class TrainState:
                 name += COPY * (name in parameters)
                 parameters[name], infos[name] = parameter, declared[name.removesuffix(COPY)]
         policies = parameter_policies({name.removesuffix(COPY): info for name, info in infos.items()}, config.precision.types, config.optimizer)
+        if compression is not None:
+            for model in stages.values():
+                compression.attach(model, policies)
         optimizer = Optimizer(parameters, {name: policies[name.removesuffix(COPY)] for name in parameters}, config.optimizer)
         channels = Channels(world.pipeline, edges(pipeline.schedule.placement), world.device) if plan.pp > 1 else None
         first, last = pipeline.schedule.placement[0], pipeline.schedule.placement[-1]
@@ -73,7 +80,7 @@ class TrainState:
         apart = spec.tied and first != last and here in (first, last)
         shared = SharedParameters(parameters, copies, ["embedding.weight"] if apart else [],
                                   channels.connect((first, last), "tied") if apart else None, here == first, world)
-        state = cls(config, spec, plan, pipeline, world, stages, deferred, channels, shared, optimizer,
+        state = cls(config, spec, plan, pipeline, world, stages, deferred, channels, compression, shared, optimizer,
                     GradScaler(config.precision, world.device), None, list(declarations(spec)))
         state.follow(pipeline.schedule)
         return state
@@ -83,14 +90,17 @@ class TrainState:
         self.pipeline = Pipeline(schedule, self.pipeline.split)
         tokens, width = self.plan.tp, self.spec.width
         compute = DTYPES[self.config.precision.compute]
-        self.runtime = Runtime(schedule, self.stages, self.channels, Sharding(self.stages, self.plan, schedule.microbatches), self.deferred,
+        every = self.plan.stage >= 2 and not (self.compression and self.compression.once)
+        sharding = Sharding(self.stages, self.plan, schedule.microbatches if every else 1, self.compression)
+        self.runtime = Runtime(schedule, self.stages, self.channels, sharding, self.deferred,
                                lambda batch: (torch.Size((batch.tokens.numel() // tokens, width)), compute), self.world.device,
-                               reduce="every" if self.plan.stage >= 2 else "last")
+                               reduce="every" if every else "last")
 
     def close(self) -> None:
         """Ends the communicators that only this state uses. All ranks call it together."""
-        if self.channels is not None:
-            self.channels.close()
+        for part in (self.channels, self.compression):
+            if part is not None:
+                part.close()
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -32,6 +32,8 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
     valid, stopping = world.sum_all(counts).unbind()
     valid = valid.clamp(min=1)  # a step without any target has loss and gradients of zero
 
+    if state.compression is not None:
+        state.compression.begin(state.step, scaler.value)
     losses = state.runtime.train(batches, scaler.value / valid.float())
     state.shared.sum()
     total, squares = sum_over_ranks(state, losses.sum(), state.shared.squares())
@@ -45,6 +47,8 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
     target = optimizer.updates.device
     optimizer.step(rate, (scale / coefficient).float().to(target), found_inf.to(target))
     optimizer.zero_grad()
+    if state.compression is not None:
+        state.compression.settle(found_inf)
     result = {"loss": loss, "grad_norm": norm, "lr": rate.to(world.device), "loss_scale": scale, "found_inf": found_inf,
               "stop": stopping, "squares": squares / scale.square(), "losses": losses}
     scaler.update(found_inf)

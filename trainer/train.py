@@ -35,13 +35,14 @@ from trainer.observe.deferred import DeferredScalars
 from trainer.observe.report import peak_memory_gib, print_start, step_meter
 from trainer.observe.sinks import Logger
 from trainer.parallel.mesh import World, join, local_device
+from trainer.parallel.compress.trial import Trial
 from trainer.parallel.pipeline import ir
 from trainer.parallel.pipeline.channels import PeerError
 from trainer.parallel.pipeline.layout import Pipeline, resolve_pipeline
 from trainer.parallel.pipeline.search import Choice
 from trainer.parallel.pipeline.simulate import Simulation
 from trainer.parallel.pipeline.timing import StepTimes
-from trainer.parallel.plan import Plan, resolve_plan
+from trainer.parallel.plan import Plan, node_size, resolve_plan
 from trainer.state import TrainState
 from trainer.step import evaluate, train_step
 from trainer.typed import to_yaml
@@ -69,7 +70,7 @@ def run(config: Config) -> Result:
     """Trains as configured, resuming where the run folder has a checkpoint. Raises `ConfigError` before any step."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     spec, weights = starting_point(config)
-    plan = resolve_plan(config.parallel, world_size, spec, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    plan = resolve_plan(config.parallel, world_size, spec, node_size(world_size))
     batch = resolve_batch(config.batch, plan.dp, plan.tp, plan.pp)
     pipeline, batch = saved_choice(Path(config.run.dir), config, spec, plan, batch) or (resolve_pipeline(config, spec, plan, batch), batch)
     device = local_device(config.run)
@@ -178,11 +179,13 @@ class Training:
             self.state.step, self.tokens, self.skipped = manifest["step"], manifest["tokens"], manifest["skipped"]
             self.state.scaler.load_state_dict(manifest["scaler"])
             position = manifest["samples"] if config.checkpoint.data == "continue" else 0
+            warnings = warnings + self.load_errors(resume, manifest.get("compression"))
 
         self.loader = self.load_from(position)
         # A schedule that was chosen earlier in this run has a name of its own; see `auto.saved_choice`.
         wanted = config.parallel.pipeline.schedule == "auto" and plan.pp > 1 and pipeline.schedule.name != CHOSEN
         self.auto = Auto(self.state, batch) if wanted else None
+        self.trial = self.codec_trial()
         self.predicted: tuple[Simulation, int] | None = None  # and the step from which its measurement counts
         self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
         self.deferred = DeferredScalars(world.device)
@@ -196,6 +199,25 @@ class Training:
         self.log = Logger(self.folder, config.logging, config.run, self.state.step, dataclasses.asdict(config), world.rank == 0)
         for text in [*warnings, *([f"resumed from {resume} at step {self.state.step}"] if resume else [])]:
             self.log.event(text)
+
+    def load_errors(self, path: Path, saved: dict[str, Any] | None) -> list[str]:
+        """Goes on with what quantisation had left out, where the plan is that of the checkpoint. Returns what is to be said."""
+        compression = self.state.compression
+        if compression is None or saved is None:
+            return []
+        compression.choose(set(saved["chosen"]) & compression.left_open)
+        compression.decided = True
+        self.state.follow(self.state.pipeline.schedule)
+        if compression.identity() == saved:
+            load(path, compression.tensors())
+        elif compression.tensors():
+            return ["what quantisation had left out of the gradients belongs to the checkpoint's plan, and is dropped"]
+        return []
+
+    def codec_trial(self) -> Trial | None:
+        """The measurement for codec=auto, unless the run has made it before."""
+        compression = self.state.compression
+        return None if compression is None or compression.decided else Trial(compression, self.state.step)
 
     def load_from(self, position: int) -> Loader:
         """The training data from sample `position` on."""
@@ -252,6 +274,8 @@ class Training:
                     last = self.state.step == config.run.steps
                     if self.auto is not None and self.auto.ready() and not last and not self.stop:
                         self.reschedule()
+                    elif self.trial is not None and self.trial.due(self.state.step):
+                        self.try_codecs()
                     if config.eval.every and (self.state.step % config.eval.every == 0 or last) and not self.stop:
                         self.evaluate()
                     if config.checkpoint.every and self.state.step % config.checkpoint.every == 0 and not last and not self.stop:
@@ -306,10 +330,12 @@ class Training:
         with self.trace():
             scalars = train_step(state, batches, self.stop_wanted)
         self.tokens += self.batch.tokens
-        memory = torch.full((), peak_memory_gib(self.world.device), device=self.world.device)
+        sent = state.compression.sent if state.compression else {}
+        most = {"memory_gib": peak_memory_gib(self.world.device)} | {f"comm/bytes_{kind}": count for kind, count in sent.items()}
+        values = torch.tensor([*most.values()], dtype=torch.float64, device=self.world.device)
         if self.world.size > 1:
-            dist.all_reduce(memory, dist.ReduceOp.MAX)
-        self.deferred.push(state.step, scalars | {"memory_gib": memory}, {
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        self.deferred.push(state.step, scalars | dict(zip(most, values)), {
             "tokens": self.tokens, "epoch": self.loader.epoch, "data_seconds": self.loader.wait_seconds,
             "ids": [batch.ids for batch in batches], "times": state.runtime.times})
 
@@ -317,6 +343,8 @@ class Training:
         """Logs the steps whose numbers have arrived, and acts on them; every rank sees a step at the same point."""
         for step, numbers, host in self.deferred.pop_ready(block=everything):
             self.meter.finished(step, numbers["seconds"], host["data_seconds"], self.batch.tokens)
+            if self.trial is not None:
+                self.trial.measured(step, numbers["seconds"])
             bad = numbers["found_inf"] > 0
             self.losses = [*self.losses[:1], numbers["loss"]]
             self.skipped += bad
@@ -326,8 +354,9 @@ class Training:
             self.stop = self.stop or numbers["stop"] > 0
             if step % self.config.logging.every == 0 or step == self.config.run.steps or bad or self.stop:
                 bubble, makespan = self.measure_bubble(host["times"])
+                sent = {name: int(numbers[name]) for name in ("comm/bytes_inner", "comm/bytes_outer") if name in numbers}
                 self.log.step({"step": step, "tokens": host["tokens"], "epoch": host["epoch"], "skipped": self.skipped, "bubble": bubble,
-                               **{name: numbers[name] for name in ("loss", "grad_norm", "lr", "loss_scale", "memory_gib")},
+                               **{name: numbers[name] for name in ("loss", "grad_norm", "lr", "loss_scale", "memory_gib")}, **sent,
                                **self.meter.read()})
                 if self.predicted is not None and step >= self.predicted[1]:
                     expected, self.predicted = self.predicted[0], None
@@ -368,6 +397,15 @@ class Training:
         self.predicted = choice.predicted, self.state.step + 2
         self.log.event(f"schedule auto chose {after.describe()} of {len(choice.table)} candidates")
 
+    def try_codecs(self) -> None:
+        """Goes on to the next candidate for codec=auto, or to the best."""
+        self.read_back(everything=True)
+        decided = self.trial.advance(self.state.step)
+        self.state.follow(self.state.pipeline.schedule)
+        if decided is not None:
+            self.trial = None
+            self.log.event(decided)
+
     def rebuild(self, pipeline: Pipeline, choice: Choice) -> bool:
         """Cuts the model anew: through a checkpoint, the way any other plan would resume this run."""
         if not self.save_last():
@@ -391,6 +429,7 @@ class Training:
         self.state.step = old.step
         self.state.scaler.load_state_dict(old.scaler.state_dict())
         self.loader = self.load_from(position)
+        self.trial = self.codec_trial()
         gc.freeze()
         return True
 
@@ -413,8 +452,9 @@ class Training:
         """Hands the state to the checkpointer, which writes while training goes on."""
         self.read_back(everything=True)
         plan = dataclasses.asdict(self.state.plan)
-        self.checkpointer.save(self.state.step, self.state.tensors(), {
-            "spec": self.spec.to_dict(), "plan": plan, "tokens": self.tokens, "samples": self.loader.position,
+        compression = self.state.compression if self.state.compression and self.state.compression.decided else None
+        self.checkpointer.save(self.state.step, self.state.tensors() | (compression.tensors() if compression else {}), {
+            "compression": compression.identity() if compression else None, "spec": self.spec.to_dict(), "plan": plan, "tokens": self.tokens, "samples": self.loader.position,
             "skipped": self.skipped, "scaler": self.state.scaler.state_dict(), "data": self.data_identity()}, wait=wait)
 
     def describe_non_finite(self, numbers: dict[str, Any]) -> str:

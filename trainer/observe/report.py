@@ -15,6 +15,7 @@ from trainer.model.transformer import declarations
 from trainer.observe import tables
 from trainer.observe.devices import peak_flops
 from trainer.observe.metrics import Meter
+from trainer.parallel.compress.settings import describe
 from trainer.parallel.mesh import World
 from trainer.parallel.pipeline.layout import Pipeline
 from trainer.parallel.plan import Plan
@@ -46,6 +47,7 @@ def print_start(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline,
     counts = cost.parameter_counts(spec)
     states = max((cost.state_bytes(spec, plan, DTYPES[config.precision.compute].itemsize, pipeline.stages(rank).values())
                   for rank in range(plan.pp)), key=lambda states: states.total)
+    gradients = describe(config.parallel.grad_comm)
     activation = config.activation.mode + (f", every {config.activation.every} blocks" if config.activation.every > 1 else "")
     tables.startup(
         model=[("name", f"{spec.name} ({spec.family})"), ("parameters", tables.count(counts["total"])),
@@ -54,6 +56,7 @@ def print_start(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline,
         plan=[("processes", f"{world.size} x {device_name(world.device)}"), ("plan", plan.describe()),
               *([("pipeline", pipeline.describe())] if plan.pp > 1 else []),
               ("precision", config.precision.compute + ("" if config.precision.reduce == "fp32" else f", {config.precision.reduce} reduction")),
+              *([("gradients", gradients)] if gradients else []),
               ("recompute", activation), ("compile", "each block" if config.compile else "off")],
         batch=[("sequence", f"{batch.sequence_length} tokens"),
                ("global batch", f"{batch.global_size} sequences = {tables.count(batch.global_size * batch.sequence_length)} tokens"),

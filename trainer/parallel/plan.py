@@ -4,6 +4,7 @@ Pure functions of the configuration and the number of processes; no process grou
 """
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from trainer.config import ConfigError, ParallelConfig
@@ -88,6 +89,11 @@ def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, 
         problems.append(f"parallel.tp={tp} spans nodes of {node} processes, and tensor parallelism is slow over their links; set "
                         f"parallel.tp={max(n for n in divisors(node) if n <= tp)} and use parallel.pp, or force it with parallel.tp_across_nodes=true")
     return problems
+
+
+def node_size(world: int) -> int:
+    """Processes on this machine: of the launcher's LOCAL_WORLD_SIZE, else all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
 def cuts(heads: int, kv_heads: int, tp: int) -> bool:

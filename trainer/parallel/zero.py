@@ -11,7 +11,7 @@ With fewer shards than data-parallel ranks (HSDP) the shards are all-reduced ove
 """
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,14 +20,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from trainer.parallel.mesh import World
 from trainer.parallel.plan import Plan
 
+if TYPE_CHECKING:
+    from trainer.parallel.compress.reduction import Compression
 
-def shard(model: nn.Module, plan: Plan, world: World, compute: torch.dtype, reduce: torch.dtype) -> None:
+
+def shard(model: nn.Module, plan: Plan, world: World, compute: torch.dtype, reduce: torch.dtype, hsdp: bool = True) -> None:
     """Wraps each layer and then the model (or pipeline stage) itself, with embedding, final norm and head, as one unit of
     gathering and reduction.
 
-    Parameters stay fp32; forward and backward see them in `compute`, gradients are reduced in `reduce`.
+    Parameters stay fp32; forward and backward see them in `compute`, gradients are reduced in `reduce`. Without `hsdp` they are
+    reduced within the shard group alone, and something else adds up replicas.
     """
-    names = ("replicate", "shard") if plan.replicate > 1 else ("shard",)
+    names = ("replicate", "shard") if plan.replicate > 1 and hsdp else ("shard",)
     policy = MixedPrecisionPolicy(param_dtype=None if compute is torch.float32 else compute, reduce_dtype=reduce,
                                   cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if plan.offload else OffloadPolicy()
@@ -44,12 +48,12 @@ def shard(model: nn.Module, plan: Plan, world: World, compute: torch.dtype, redu
 class Sharding:
     """What the schedule asks of FSDP for each stage of this rank: when gradients are reduced and what stays gathered.
 
-    stages: number -> stage, each a unit of its own with its layers inside; micro_batches: backward passes a step.
+    stages: number -> stage, each a unit of its own with its layers inside; reductions: of each stage in a step.
     """
 
-    def __init__(self, stages: dict[int, FSDPModule], plan: Plan, micro_batches: int):
+    def __init__(self, stages: dict[int, FSDPModule], plan: Plan, reductions: int, compression: Compression | None = None):
         self.stages, self.gather_again, self.replicated = stages, plan.stage == 3, plan.replicate > 1
-        self.reductions = micro_batches if plan.stage >= 2 else 1
+        self.reductions, self.compression = reductions, compression
         self.left = dict.fromkeys(stages, 0)
 
     def begin(self, stage: int) -> None:
@@ -108,6 +112,8 @@ class Sharding:
 
     def _reduce_next(self, stage: int, wanted: bool) -> None:
         model, last = self.stages[stage], wanted and self.left[stage] == 1
+        if self.compression is not None:
+            self.compression.last = last
         model.set_requires_gradient_sync(wanted)
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or self.gather_again)
@@ -123,11 +129,19 @@ def fill_missing(group: Any, last: bool) -> None:
         parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=parameter.reduce_dtype or whole.dtype, requires_grad=False)
 
 
-def parameter_groups(model: nn.Module) -> list:
-    """FSDP's own groups of parameters. Private, and needed because FSDP reduces gradients in backward only (torch's own
+def fsdp_units(model: nn.Module) -> list[FSDPModule]:
+    """The modules whose parameters FSDP gathers and reduces together."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule) and parameter_group(module) is not None]
+
+
+def parameter_group(unit: FSDPModule) -> Any:
+    """FSDP's own group of a unit's parameters. Private, and needed because FSDP reduces gradients in backward only (torch's own
     pipeline does the same)."""
-    return [group for module in model.modules() if isinstance(module, FSDPModule)
-            if (group := module._get_fsdp_state()._fsdp_param_group) is not None]
+    return unit._get_fsdp_state()._fsdp_param_group
+
+
+def parameter_groups(model: nn.Module) -> list:
+    return [parameter_group(unit) for unit in fsdp_units(model)]
 
 
 def drop_gathered(model: nn.Module) -> None:

@@ -90,7 +90,7 @@ def run(overrides: Sequence[str], plans: list[str] | None, steps: int, json_path
         whole = resolve_batch(BatchConfig(base.batch.sequence_length, size), 1)
         with numeric_mode(dataclasses.replace(base, precision=PrecisionConfig())):
             expected = reference(base, spec, loaded(samples, base, whole, 0, 1, steps, device), device, weights)
-        for kind in dict.fromkeys(coarsest(case.config.precision) for _, case in legal):
+        for kind in dict.fromkeys(coarsest(case.config.precision, case.config.parallel.grad_comm) for _, case in legal):
             with numeric_mode(dataclasses.replace(base, precision=PrecisionConfig(matmul="high" if kind == "tf32" else "highest"))):
                 again = reference(base, spec, halved(loaded(samples, base, whole, 0, 1, steps, device)), device,
                                   nudged(weights or partial(initial_value, spec, base.run.seed, device=device)), DTYPES.get(kind, torch.float32))
@@ -106,7 +106,7 @@ def run(overrides: Sequence[str], plans: list[str] | None, steps: int, json_path
             say(f"plan {number} of {len(legal)}: {'; '.join(case.describe())}")
         data = loaded(samples, case.config, case.batch, world.data.get_local_rank(), case.plan.dp, steps, device)
         seen = train(case.config, spec, case.plan, case.pipeline, world, data, weights)
-        kind = coarsest(case.config.precision)
+        kind = coarsest(case.config.precision, case.config.parallel.grad_comm)
         results[place] = world.agree(lambda: judge(case.text, case.describe(), kind, seen, expected, plain[kind]))
     world.agree(lambda: report(expected, results, plain, json_path))  # torchrun ends all ranks when one has ended
     return int(any(result.verdict == "FAIL" for result in results))

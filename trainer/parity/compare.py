@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from trainer.config import PrecisionConfig
+from trainer.config import GradCommConfig, PrecisionConfig
 from trainer.observe.tables import console_for, print_table
 from trainer.parity.reference import Trajectory
 
@@ -25,18 +25,24 @@ class Limits(NamedTuple):
 
 
 TOLERANCES = {"fp32": Limits(1e-6, 1e-6, 5e-6, 1e-5), "tf32": Limits(1e-4, 2e-3, 3e-2, 2e-2),
-              "fp16": Limits(1e-4, 2e-3, 3e-2, 2e-2), "bf16": Limits(2e-4, 1e-2, 5e-2, 3e-2)}
-"""By the coarsest type that forward, backward and reduction use. fp32 leaves room for sums taken in another order only."""
+              "fp16": Limits(1e-4, 2e-3, 3e-2, 2e-2), "bf16": Limits(2e-4, 1e-2, 5e-2, 3e-2),
+              "int8": Limits(1e-3, 1.5e-2, 8e-2, 6e-2), "fp8": Limits(2e-3, 3e-2, 0.15, 0.12), "int4": Limits(1e-2, 8e-2, 0.4, 0.3)}
+"""By the coarsest type that forward, backward and reduction use, or in which gradients travel. fp32 leaves room for sums taken in
+another order only."""
 
-SLACK = {"fp32": 10, "tf32": 3, "fp16": 3, "bf16": 3}
+SLACK = {"fp32": 10, "tf32": 3, "fp16": 3, "bf16": 3, "int8": 3, "fp8": 3, "int4": 3}
 """How many times as much as one plain process in the same type a plan may be off, where that is more. In fp32 that process starts
 with another last bit of each weight and takes its sums in another order: Adam turns the rounding of a tiny gradient into a
 step of any direction, so that from the second step on the table alone would be too tight."""
 
 
-def coarsest(precision: PrecisionConfig) -> str:
-    """The row of `TOLERANCES` for a plan's numeric types."""
-    if "bf16" in (precision.compute, precision.reduce):
+def coarsest(precision: PrecisionConfig, grad_comm: GradCommConfig | None = None) -> str:
+    """The row of `TOLERANCES` for a plan's numeric types, and for the codecs of its gradients."""
+    codecs = {hop.codec for hop in (grad_comm.inner, grad_comm.outer)} if grad_comm is not None else set()
+    for kind in ("int4", "fp8", "int8"):
+        if kind in codecs:
+            return kind
+    if "bf16" in codecs or "bf16" in (precision.compute, precision.reduce):
         return "bf16"
     return "tf32" if precision.compute == "fp32" and precision.matmul == "high" else precision.compute
 

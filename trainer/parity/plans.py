@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,9 @@ from trainer.checks import check
 from trainer.cli import gather
 from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.model.spec import ModelSpec, divisors
+from trainer.parallel.compress.settings import describe
 from trainer.parallel.pipeline.layout import Pipeline, resolve_pipeline
-from trainer.parallel.plan import Plan, check_plan, resolve_plan
+from trainer.parallel.plan import Plan, check_plan, node_size, resolve_plan
 from trainer.train import flat
 
 FREE = ("parallel.", "precision.compute", "precision.reduce", "precision.matmul", "precision.loss_scale", "precision.scale_",
@@ -44,6 +44,8 @@ class Case:
         precision, activation, plan = self.config.precision, self.config.activation, self.plan
         types = precision.compute + (f", {precision.reduce} reduction" if precision.reduce != "fp32" else "")
         extras = [f"{activation.mode} recompute"] * (activation.mode != "none") + ["compiled"] * self.config.compile
+        gradients = describe(self.config.parallel.grad_comm)
+        extras += [f"gradients {gradients}"] * bool(gradients)
         pipe = self.pipeline.describe() if plan.pp > 1 else f"{self.batch.accumulation} micro-batches"
         return [f"{plan.describe()}, {', '.join([types, *extras])}", f"{pipe} of {self.batch.micro_size} x {self.batch.sequence_length} tokens"]
 
@@ -74,7 +76,7 @@ def resolve(text: str, base: Config, spec: ModelSpec, overrides: Sequence[str], 
             raise ConfigError(f"a plan cannot set {', '.join(fixed)}: the reference has it too; set it outside of plans=[...]")
         if config.parallel.pipeline.schedule == "auto" and config.parallel.pp > 1:
             raise ConfigError("parallel.pipeline.schedule=auto is chosen while a run trains; name the CSV file that the run saved, or interleaved")
-        node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+        node = node_size(processes)
         fit_batch(config, resolve_plan(config.parallel, processes, spec, node), global_size, named)
         problems = check(config, processes)
         if problems:
@@ -108,7 +110,7 @@ def fit_batch(config: Config, plan: Plan, global_size: int, named: set[str]) -> 
 
 def generated(spec: ModelSpec, processes: int) -> list[str]:
     """Every (dp, tp, pp) that the model can be laid out in, each with ZeRO stages and schedules."""
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    node = node_size(processes)
     plans = []
     for tp in divisors(processes):
         for pp in divisors(processes // tp):

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
@@ -20,6 +20,7 @@ class Policy:
     state_dtype: torch.dtype
     weight_decay: float
     lr_scale: float
+    quantise: bool = field(default=True, compare=False)
 
 
 def parameter_policies(infos: dict[str, ParameterInfo], types: ParameterTypes, optimizer: OptimizerConfig) -> dict[str, Policy]:
@@ -32,5 +33,6 @@ def parameter_policies(infos: dict[str, ParameterInfo], types: ParameterTypes, o
                 chosen.update(changes if isinstance(changes, dict) else dataclasses.asdict(changes))
         decay = chosen["weight_decay"]
         policies[name] = Policy(chosen["optimizer"] or optimizer.name, DTYPES[chosen["state_dtype"]],
-                                optimizer.weight_decay if decay is None else float(decay), float(chosen["lr_scale"]))
+                                optimizer.weight_decay if decay is None else float(decay), float(chosen["lr_scale"]),
+                                bool(chosen["quantise"]))
     return policies

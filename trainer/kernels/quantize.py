@@ -1,0 +1,210 @@
+"""Triton kernels of `parallel/compress/codec.py`, with the bits of its torch code.
+
+One pass over the gradient gathers blocks from where they lie, adds what earlier steps left out, rotates, quantises, packs,
+and keeps what is left out now; one pass over the received bytes decodes, sums, rotates back and writes to where blocks lie.
+A program takes `TILE` blocks in two halves, which int4 packs into one byte.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainer.parallel.compress.codec import LARGEST, Blocks, Codec, ErrorFeedback, factor
+
+OPTIONS = {"enable_fp_fusion": False}
+"""Launch options: no contraction to fused multiply-adds, which would change the last bit."""
+
+
+@triton.jit
+def _rotated(x, SIZE: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr):
+    """x [TILE, HALF] times the Hadamard matrix along runs of SIZE."""
+    for stage in tl.static_range(16):
+        if (1 << stage) < SIZE:
+            y = tl.reshape(x, (TILE * HALF // (2 << stage), 2, 1 << stage))
+            low, high = tl.split(tl.permute(y, (0, 2, 1)))
+            y = tl.permute(tl.join(low + high, low - high), (0, 2, 1))
+            x = tl.reshape(y, (TILE, HALF))
+    return x
+
+
+@triton.jit
+def _uniform(position, seed):
+    word = position.to(tl.uint32) ^ seed.to(tl.uint32)
+    word = (word ^ (word >> 16)) * 0x7FEB352D
+    word = (word ^ (word >> 15)) * 0x846CA68B
+    word = word ^ (word >> 16)
+    return (word >> 8).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def _magnitude(low, high):
+    """Largest magnitude of each block, NaN where it holds one (which tl.max would drop)."""
+    largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+    broken = tl.maximum(tl.max((low != low).to(tl.int32), 1), tl.max((high != high).to(tl.int32), 1))
+    return tl.where(broken > 0, float("nan"), largest)
+
+
+@triton.jit
+def _scale(magnitude, LARGEST: tl.constexpr):
+    """Scale of each block, and the factor that divides by it."""
+    reciprocal: tl.constexpr = 1 / LARGEST
+    scale = tl.where(magnitude < 1e-30, 0.0, magnitude * reciprocal)
+    return scale, tl.where(scale > 0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
+
+
+@triton.jit
+def _code(x, up, LARGEST: tl.constexpr):
+    return tl.minimum(tl.maximum(tl.floor(x + up), -LARGEST), LARGEST)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _pack(flat, starts, lengths, scales, codes, kept, kept_scales, left, left_scales, unit, seed, count, row_bytes,
+         KIND: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, FACTOR: tl.constexpr, STOCHASTIC: tl.constexpr,
+         FEEDBACK: tl.constexpr, DECAY: tl.constexpr, TILE: tl.constexpr):
+    """Encodes row `program_id(0)`. flat: any float type; starts, lengths: of blocks [rows x count]; scales, codes: fp32 and
+    byte pointers to the payload's first scale and code, rows `row_bytes` apart; kept, left: errors before and after
+    ([rows x count x BLOCK], fp32 or int8 with scales); unit: what errors are multiples of, a pointer."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    HALF: tl.constexpr = BLOCK // 2
+    block = tile * TILE + tl.arange(0, TILE)
+    exists = block < count
+    number = row * count + block
+    inside = tl.arange(0, HALF)[None, :]
+    start = tl.load(starts + number, mask=exists, other=0)[:, None]
+    length = tl.load(lengths + number, mask=exists, other=0)[:, None]
+    low = tl.load(flat + start + inside, mask=inside < length, other=0.0).to(tl.float32)
+    high = tl.load(flat + start + inside + HALF, mask=inside + HALF < length, other=0.0).to(tl.float32)
+    if SIZE > 0:
+        low = _rotated(low, SIZE, TILE, HALF) * FACTOR
+        high = _rotated(high, SIZE, TILE, HALF) * FACTOR
+    place = number[:, None] * BLOCK + inside
+    there = exists[:, None]
+    if FEEDBACK != "none":
+        of = tl.load(unit)
+        low_error = tl.load(kept + place, mask=there, other=0).to(tl.float32)
+        high_error = tl.load(kept + place + HALF, mask=there, other=0).to(tl.float32)
+        if FEEDBACK == "average8":
+            by = tl.load(kept_scales + number, mask=exists, other=0.0)[:, None]
+            low_error, high_error = low_error * by, high_error * by
+        low, high = low + low_error * of, high + high_error * of
+    magnitude = _magnitude(low, high)
+    if KIND == "bf16":
+        low_sent, high_sent = low.to(tl.bfloat16), high.to(tl.bfloat16)
+        out = codes.to(tl.pointer_type(tl.bfloat16)) + row * (row_bytes // 2) + block[:, None] * BLOCK + inside
+        tl.store(out, low_sent, mask=there)
+        tl.store(out + HALF, high_sent, mask=there)
+        low_sent, high_sent = low_sent.to(tl.float32), high_sent.to(tl.float32)
+    else:
+        scale, inverse = _scale(magnitude, LARGEST)
+        tl.store(scales + row * (row_bytes // 4) + block, scale, mask=block < (count + 3) // 4 * 4)
+        low_code, high_code = low * inverse[:, None], high * inverse[:, None]
+        out = codes + row * row_bytes
+        if KIND == "fp8":
+            low_code = tl.minimum(tl.maximum(low_code, -LARGEST), LARGEST).to(tl.float8e4nv)
+            high_code = tl.minimum(tl.maximum(high_code, -LARGEST), LARGEST).to(tl.float8e4nv)
+            tl.store(out + block[:, None] * BLOCK + inside, low_code.to(tl.uint8, bitcast=True), mask=there)
+            tl.store(out + block[:, None] * BLOCK + inside + HALF, high_code.to(tl.uint8, bitcast=True), mask=there)
+            low_code, high_code = low_code.to(tl.float32), high_code.to(tl.float32)
+        else:
+            if STOCHASTIC:
+                low_code = _code(low_code, _uniform(place, seed), LARGEST)
+                high_code = _code(high_code, _uniform(place + HALF, seed), LARGEST)
+            else:
+                low_code, high_code = _code(low_code, 0.5, LARGEST), _code(high_code, 0.5, LARGEST)
+            if KIND == "int8":
+                tl.store(out + block[:, None] * BLOCK + inside, low_code.to(tl.int8).to(tl.uint8, bitcast=True), mask=there)
+                tl.store(out + block[:, None] * BLOCK + inside + HALF, high_code.to(tl.int8).to(tl.uint8, bitcast=True), mask=there)
+            else:
+                both = (low_code + 8).to(tl.int32) | ((high_code + 8).to(tl.int32) << 4)
+                tl.store(out + block[:, None] * HALF + inside, both.to(tl.uint8), mask=there)
+        low_sent, high_sent = low_code * scale[:, None], high_code * scale[:, None]
+    if FEEDBACK == "classic":
+        tl.store(left + place, tl.div_rn(low - low_sent, of), mask=there)
+        tl.store(left + place + HALF, tl.div_rn(high - high_sent, of), mask=there)
+    elif FEEDBACK == "average8":
+        low = DECAY * low_error + (1 - DECAY) * tl.div_rn(low - low_sent, of)
+        high = DECAY * high_error + (1 - DECAY) * tl.div_rn(high - high_sent, of)
+        scale, inverse = _scale(_magnitude(low, high), 127.0)
+        tl.store(left_scales + number, scale, mask=exists)
+        tl.store(left + place, _code(low * inverse[:, None], 0.5, 127.0).to(tl.int8), mask=there)
+        tl.store(left + place + HALF, _code(high * inverse[:, None], 0.5, 127.0).to(tl.int8), mask=there)
+
+
+@triton.jit
+def _unpack(scales, codes, flat, starts, lengths, count, row_bytes, sender_bytes, SENDERS: tl.constexpr, KIND: tl.constexpr,
+           BLOCK: tl.constexpr, SIZE: tl.constexpr, FACTOR: tl.constexpr, TILE: tl.constexpr):
+    """Sums over senders what they encoded of row `program_id(0)`, in their order, and writes it to where its blocks lie in
+    `flat`. Payloads of senders are `sender_bytes` apart."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    HALF: tl.constexpr = BLOCK // 2
+    block = tile * TILE + tl.arange(0, TILE)
+    exists = block < count
+    there = exists[:, None]
+    inside = tl.arange(0, HALF)[None, :]
+    low = tl.zeros((TILE, HALF), tl.float32)
+    high = tl.zeros((TILE, HALF), tl.float32)
+    for sender in tl.static_range(SENDERS):
+        begin = sender * sender_bytes + row * row_bytes
+        if KIND == "bf16":
+            of = codes.to(tl.pointer_type(tl.bfloat16)) + begin // 2 + block[:, None] * BLOCK + inside
+            low += tl.load(of, mask=there, other=0.0).to(tl.float32)
+            high += tl.load(of + HALF, mask=there, other=0.0).to(tl.float32)
+        else:
+            scale = tl.load(scales + begin // 4 + block, mask=exists, other=0.0)[:, None]
+            if KIND == "int4":
+                both = tl.load(codes + begin + block[:, None] * HALF + inside, mask=there, other=0).to(tl.int32)
+                low += ((both & 15) - 8).to(tl.float32) * scale
+                high += ((both >> 4) - 8).to(tl.float32) * scale
+            else:
+                of = codes + begin + block[:, None] * BLOCK + inside
+                low_code = tl.load(of, mask=there, other=0)
+                high_code = tl.load(of + HALF, mask=there, other=0)
+                if KIND == "int8":
+                    low += low_code.to(tl.int8, bitcast=True).to(tl.float32) * scale
+                    high += high_code.to(tl.int8, bitcast=True).to(tl.float32) * scale
+                else:
+                    low += low_code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+                    high += high_code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+    if SIZE > 0:
+        low = _rotated(low, SIZE, TILE, HALF) * FACTOR
+        high = _rotated(high, SIZE, TILE, HALF) * FACTOR
+    number = row * count + block
+    start = tl.load(starts + number, mask=exists, other=0)[:, None]
+    length = tl.load(lengths + number, mask=exists, other=0)[:, None]
+    tl.store(flat + start + inside, low.to(flat.dtype.element_ty), mask=inside < length)
+    tl.store(flat + start + inside + HALF, high.to(flat.dtype.element_ty), mask=inside + HALF < length)
+
+
+def pack(codec: Codec, flat: Tensor, blocks: Blocks, errors: ErrorFeedback | None = None, unit: Tensor | None = None,
+         seed: int = 0) -> Tensor:
+    """`codec.pack` on a GPU."""
+    payload = torch.empty(blocks.rows, codec.row_bytes(blocks.count), dtype=torch.uint8, device=flat.device)
+    kept, left = ((*errors.kept, None)[:2], (*errors.left, None)[:2]) if errors else ((None, None), (None, None))
+    grid, tile = _grid(blocks)
+    _pack[grid](flat, *blocks.table, *_parts(codec, payload, blocks), *kept, *left, unit, seed, blocks.count, payload.shape[1],
+                KIND=codec.kind, LARGEST=LARGEST.get(codec.kind, 1.0), BLOCK=codec.block, SIZE=codec.hadamard, FACTOR=factor(codec.hadamard),
+                STOCHASTIC=codec.stochastic, FEEDBACK=errors.kind if errors else "none", DECAY=ErrorFeedback.DECAY, TILE=tile, **OPTIONS)
+    return payload
+
+
+def unpack(codec: Codec, payload: Tensor, blocks: Blocks, flat: Tensor) -> None:
+    """`codec.unpack` on a GPU."""
+    payload = payload.contiguous()
+    grid, tile = _grid(blocks)
+    _unpack[grid](*_parts(codec, payload, blocks), flat, *blocks.table, blocks.count, payload.shape[2], payload.shape[1] * payload.shape[2],
+                  SENDERS=payload.shape[0], KIND=codec.kind, BLOCK=codec.block, SIZE=codec.hadamard, FACTOR=factor(codec.hadamard), TILE=tile,
+                  **OPTIONS)
+
+
+def _grid(blocks: Blocks) -> tuple[tuple[int, int], int]:
+    """Programs (rows, tiles of a row), and blocks in a tile."""
+    tile = max(4, 4096 // blocks.block)
+    return (blocks.rows, -(-blocks.count // tile)), tile
+
+
+def _parts(codec: Codec, payload: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Pointers to a payload's first scale and first code."""
+    flat = payload.view(-1)
+    return flat.view(torch.float32), flat[codec.scale_bytes(blocks.count):]

@@ -1,0 +1,263 @@
+"""Gradients as bytes: blockwise quantisation, in one format that torch writes and reads here and Triton kernels on GPUs.
+
+A payload is bytes [rows, row_bytes]. A row is `[scales | codes]`: an fp32 scale for each block, filled up to a multiple of 16
+bytes, then the blocks' codes. A block is `block` neighbouring elements of one parameter (its last block is filled up with
+zeros), so that parameters never share a scale. Symmetric quantisation to the block's largest magnitude m:
+`scale = m / largest code`, `code = floor(x / scale + 1/2)`; int4 packs element j with element j + block/2. `bf16` has no scales.
+
+Non-finite gradients stay visible: a block with one decodes to non-finite values.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+"""The largest code."""
+
+BITS = {"bf16": 16, "int8": 8, "int4": 4, "fp8": 8}
+
+TINY = 1e-30
+"""Blocks whose largest magnitude is below are zero: their scale could not be inverted."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How blocks become codes.
+
+    kind: bf16, int8, int4 or fp8 (e4m3); block: elements that share a scale; hadamard: blocks are rotated by orthonormal
+    Hadamard matrices of this size before (0: not), which spreads outliers; stochastic: codes are rounded up or down at random
+    such that their mean is the value.
+    """
+    kind: str
+    block: int
+    hadamard: int = 0
+    stochastic: bool = False
+
+    @property
+    def scaled(self) -> bool:
+        return self.kind in LARGEST
+
+    def scale_bytes(self, blocks: int) -> int:
+        """Where a row's codes begin."""
+        return -(-blocks // 4) * 16 if self.scaled else 0
+
+    def row_bytes(self, blocks: int) -> int:
+        """Size of a row of so many blocks."""
+        return self.scale_bytes(blocks) + blocks * self.block * BITS[self.kind] // 8
+
+    def split(self, payload: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+        """Views of a payload [..., row_bytes]: scales [..., blocks] in fp32 and codes [..., bytes]."""
+        begin = self.scale_bytes(blocks)
+        return payload[..., :begin].view(torch.float32)[..., :blocks], payload[..., begin:]
+
+
+class Blocks:
+    """Where the blocks of a payload lie in a flat tensor.
+
+    segments: (offset, length), one after another; each is filled up to a multiple of `grain` (of `block`) and cut into blocks.
+    rows: of the payload; blocks are dealt to them in order, as many to each (`count`), with empty ones at the end.
+    """
+
+    def __init__(self, segments: Sequence[tuple[int, int]], block: int, rows: int, device: torch.device, grain: int = 0):
+        self.block, self.rows, self.device, self.grain = block, rows, device, grain or block
+        self.places, place = [], 0
+        """(first element among the blocks, offset, length) of each segment."""
+        for offset, length in segments:
+            self.places.append((place, offset, length))
+            place += -(-length // self.grain) * self.grain
+        self.count = -(-place // (rows * self.grain)) * (self.grain // block)
+
+    @classmethod
+    def dense(cls, rows: int, length: int, block: int, device: torch.device) -> Blocks:
+        """Blocks of a tensor that holds `rows` rows of `length` elements, a multiple of `block`."""
+        return cls([(0, rows * length)], block, rows, device)
+
+    @property
+    def length(self) -> int:
+        """Elements in a row."""
+        return self.count * self.block
+
+    def gather(self, flat: Tensor) -> Tensor:
+        """The blocks [rows, count, block] of a flat tensor, in its type."""
+        blocks = flat.new_zeros(self.rows, self.count, self.block)
+        for place, offset, length in self.places:
+            blocks.view(-1)[place:place + length] = flat[offset:offset + length]
+        return blocks
+
+    def scatter(self, blocks: Tensor, flat: Tensor) -> None:
+        """Writes blocks [rows, count, block] to where they lie."""
+        for place, offset, length in self.places:
+            flat[offset:offset + length] = blocks.view(-1)[place:place + length]
+
+    @cached_property
+    def table(self) -> tuple[Tensor, Tensor]:
+        """For kernels: offset (int64) and length (int32) of every block [rows x count]."""
+        starts = torch.zeros(self.rows * self.count, dtype=torch.int64)
+        lengths = torch.zeros(self.rows * self.count, dtype=torch.int32)
+        for place, offset, length in self.places:
+            first, number = place // self.block, -(-length // self.block)
+            inside = torch.arange(number) * self.block
+            starts[first:first + number] = offset + inside
+            lengths[first:first + number] = (length - inside).clamp(max=self.block)
+        return starts.to(self.device), lengths.to(self.device)
+
+
+class ErrorFeedback:
+    """What quantisation has left out of earlier steps' gradients, to be added to the next (Seide et al., Interspeech 2014).
+
+    `classic` keeps all of it in fp32, so that what was sent in t steps is the sum of the gradients less what is kept now.
+    `average8` keeps a moving average in int8 with a scale a block, a quarter of the memory (LoCo, arXiv 2407.04480).
+    Errors are kept in units of the gradient without the loss scale, rotated as the codec rotates. A step's errors count from
+    `settle` on, which drops those of a step without an update.
+    """
+    DECAY = 0.8
+    RESET = 1024
+    """average8: steps after which the average begins anew."""
+
+    def __init__(self, kind: str, blocks: Blocks):
+        self.kind = kind
+        shape = blocks.rows, blocks.count, blocks.block
+        self.kept = self._zeros(shape, blocks.device)
+        self.left = self._zeros(shape, blocks.device)
+
+    def _zeros(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+        if self.kind == "classic":
+            return torch.zeros(shape, device=device),
+        return torch.zeros(shape, dtype=torch.int8, device=device), torch.zeros(shape[:-1], device=device)
+
+    def read(self) -> Tensor:
+        """The errors that are kept: [rows, count, block]."""
+        values = self.kept[0].float()
+        return values if self.kind == "classic" else values * self.kept[1].unsqueeze(-1)
+
+    def write(self, left: Tensor) -> None:
+        """Notes what a step has left out."""
+        if self.kind == "classic":
+            self.left[0].copy_(left)
+            return
+        average = self.DECAY * self.read() + (1 - self.DECAY) * left
+        scale, inverse = scale_of(average, 127.0)
+        self.left[0].copy_((average * inverse.unsqueeze(-1) + 0.5).floor_().clamp_(-127, 127))
+        self.left[1].copy_(scale)
+
+    def settle(self, found_inf: Tensor, step: int) -> None:
+        """After step number `step`: takes over what it left out, unless its update was skipped (a scalar, 0 or 1)."""
+        for kept, left in zip(self.kept, self.left):
+            kept.copy_(torch.where(found_inf > 0, kept, left))
+            if self.kind == "average8" and step % self.RESET == 0:
+                kept.zero_()
+
+
+def pack(codec: Codec, flat: Tensor, blocks: Blocks, errors: ErrorFeedback | None = None, unit: Tensor | None = None,
+         seed: int = 0) -> Tensor:
+    """Encodes the blocks of a flat tensor of any float type: the payload [rows, row_bytes].
+
+    errors: of earlier steps, added first, and replaced; unit: the loss scale, a scalar tensor; seed: for stochastic rounding.
+    """
+    if flat.is_cuda:
+        from trainer.kernels import quantize
+        return quantize.pack(codec, flat, blocks, errors, unit, seed)
+    values = rotate(blocks.gather(flat).float(), codec.hadamard)
+    if errors is None:
+        return encode(codec, values, seed)[0]
+    payload, left = encode(codec, values + errors.read() * unit, seed)
+    errors.write(left / unit)
+    return payload
+
+
+def unpack(codec: Codec, payload: Tensor, blocks: Blocks, flat: Tensor) -> None:
+    """Sums over senders what they encoded, payload [senders, rows, row_bytes], and writes it to its place in `flat`."""
+    if flat.is_cuda:
+        from trainer.kernels import quantize
+        quantize.unpack(codec, payload, blocks, flat)
+    else:
+        blocks.scatter(rotate(decode(codec, payload, blocks.count), codec.hadamard), flat)
+
+
+def encode(codec: Codec, blocks: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Quantises blocks [rows, count, block]; rotated where the codec says so.
+
+    Returns the payload [rows, row_bytes] and what it leaves out, in fp32 and rotated: [rows, count, block].
+    """
+    rows, count, block = blocks.shape
+    payload = torch.zeros(rows, codec.row_bytes(count), dtype=torch.uint8, device=blocks.device)
+    scales, codes = codec.split(payload, count)
+    if not codec.scaled:
+        quantised = blocks.bfloat16()
+        codes.copy_(quantised.view(rows, -1).view(torch.uint8))
+        return payload, blocks - quantised
+    largest = LARGEST[codec.kind]
+    scale, inverse = scale_of(blocks, largest)
+    scales.copy_(scale)
+    scaled = blocks * inverse.unsqueeze(-1)
+    if codec.kind == "fp8":
+        quantised = scaled.clamp(-largest, largest).to(torch.float8_e4m3fn)
+        codes.copy_(quantised.view(rows, -1).view(torch.uint8))
+    else:
+        up = uniform(scaled.shape, seed, blocks.device) if codec.stochastic else 0.5
+        quantised = (scaled + up).floor_().clamp_(-largest, largest)
+        if codec.kind == "int8":
+            codes.copy_(quantised.to(torch.int8).view(rows, -1).view(torch.uint8))
+        else:
+            low, high = (quantised + 8).to(torch.uint8).split(block // 2, -1)
+            codes.copy_((low | high << 4).view(rows, -1))
+    return payload, blocks - quantised.float() * scale.unsqueeze(-1)
+
+
+def decode(codec: Codec, payload: Tensor, count: int) -> Tensor:
+    """The sum over senders, in their order, of what they encoded: payload [senders, rows, row_bytes] -> fp32
+    [rows, count, block], still rotated."""
+    total = torch.zeros(payload.shape[1], count, codec.block, device=payload.device)
+    for row in payload:
+        scales, codes = codec.split(row, count)
+        codes = codes.contiguous()
+        if codec.kind == "bf16":
+            total += codes.view(torch.bfloat16).view(total.shape)
+            continue
+        if codec.kind == "int4":
+            packed = codes.view(*total.shape[:2], -1)
+            values = torch.cat([packed & 15, packed >> 4], -1).float() - 8
+        else:
+            values = codes.view(torch.int8 if codec.kind == "int8" else torch.float8_e4m3fn).view(total.shape).float()
+        total += values * scales.unsqueeze(-1)
+    return total
+
+
+def scale_of(blocks: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """The scale of each block and the factor that divides by it; NaN and 0 where a block is not finite."""
+    magnitude = blocks.abs().amax(-1)
+    scale = torch.where(magnitude < TINY, 0.0, magnitude * (1 / largest))
+    return scale, torch.where(scale > 0, 1 / scale, 0.0)
+
+
+def factor(size: int) -> float:
+    """What makes the Hadamard matrix of this size orthonormal."""
+    return 1 / math.sqrt(size) if size else 1.0
+
+
+def rotate(blocks: Tensor, size: int) -> Tensor:
+    """Multiplies runs of `size` elements by the orthonormal Hadamard matrix, which is its own inverse."""
+    if not size:
+        return blocks
+    values, half = blocks, 1
+    while half < size:
+        low, high = values.view(-1, 2, half).unbind(1)
+        values = torch.stack([low + high, low - high], 1)
+        half *= 2
+    return (values * factor(size)).view(blocks.shape)
+
+
+def uniform(shape: Sequence[int], seed: int, device: torch.device) -> Tensor:
+    """Numbers in [0, 1) as a function of seed and position alone: a 32-bit finaliser (Wellons, lowbias32) of the position."""
+    mask = 0xFFFFFFFF
+    word = torch.arange(math.prod(shape), device=device)
+    word = ((word & mask) ^ (seed & mask))
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        word = ((word ^ word >> shift) * factor) & mask
+    return ((word ^ word >> 16) >> 8).float().mul_(2.0 ** -24).view(shape)

@@ -1,0 +1,302 @@
+"""Reductions of gradients over the data-parallel ranks with quantised hops, in the places where FSDP reduces.
+
+FSDP hands over one flat buffer for each layer (and one for embedding, final norm and head): a row for each rank of the shard
+group, in it a piece of each parameter. `Message` says how it travels: a reduce-scatter within the shard group, then an all-reduce
+over replicas, each over one link or, where its group spans nodes, over two (Wang et al., arXiv 2306.10209: an all-to-all over the
+ranks of all nodes would cross the network once for every rank of a node).
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.config import GradCommConfig, HopConfig
+from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, pack, unpack
+from trainer.parallel.compress.links import Link
+from trainer.parallel.compress.settings import BLOCK, Route, routes
+from trainer.parallel.mesh import World
+from trainer.parallel.plan import Plan, node_size
+from trainer.parallel.zero import fsdp_units, parameter_group
+from trainer.precision.policy import Policy
+
+
+@dataclass
+class Step:
+    """One use of a link: the blocks to send, where what arrives goes, and what earlier steps left out."""
+    link: Link
+    blocks: Blocks
+    places: Blocks
+    errors: ErrorFeedback | None
+
+
+class Path:
+    """The quantised parameters of a message on their way through `links`, first to last, and back again for an all-reduce.
+
+    segments: where they lie in the message, in the order in which their blocks are dealt to `rows` ranks; parts: where a rank's
+    share goes in the result of a reduce-scatter; None for an all-reduce.
+    """
+
+    def __init__(self, links: list[Link], segments: list[tuple[int, int]], rows: int, parts: list[tuple[int, int]] | None,
+                 feedback: dict[str, str], device: torch.device):
+        grain = max(link.codec.block for link in links if link.codec is not None)
+        block = [link.codec.block if link.codec is not None else grain for link in links]
+        start = [Blocks(segments, size, rows, device, grain) for size in block]
+        length = start[0].length
+        self.length, self.device = length, device
+        self.there: list[Step] = []
+        left = rows
+        for index, link in enumerate(links):
+            blocks = start[0] if index == 0 else Blocks.dense(left, length, block[index], device)
+            left //= link.size
+            last_of_scatter = parts is not None and index == len(links) - 1
+            places = Blocks(parts, block[index], 1, device, grain) if last_of_scatter else Blocks.dense(left, length, block[index], device)
+            self.there.append(Step(link, blocks, places, _errors(link, feedback, blocks)))
+        self.back: list[Step] = []
+        if parts is None:
+            # What one link's codec has encoded stays so on the links after it: every rank decodes the same bytes.
+            encoder = next(index for index in reversed(range(len(links))) if links[index].codec is not None)
+            for index in reversed(range(len(links))):
+                blocks = Blocks.dense(left, length, block[encoder], device)
+                left *= links[index].size
+                self.back.append(Step(links[index], blocks, Blocks(segments, block[encoder], rows, device, grain),
+                                      _errors(links[index], feedback, blocks) if index == encoder else None))
+
+    @property
+    def errors(self) -> Iterator[ErrorFeedback]:
+        return (step.errors for step in [*self.there, *self.back] if step.errors is not None)
+
+    def scatter(self, flat: Tensor, target: Tensor, unit: Tensor, seed: int) -> None:
+        """Reduce-scatter of `flat` into `target`; for an all-reduce, into this rank's share [length]."""
+        for step in self.there:
+            last = step is self.there[-1]
+            result = target if last else torch.empty(step.places.rows * self.length, device=self.device)
+            step.link.scatter(flat, step.blocks, result, step.places, step.errors, unit, seed)
+            flat, seed = result, seed + 1
+
+    def reduce(self, flat: Tensor, unit: Tensor, seed: int) -> None:
+        """All-reduce in place; all ranks get the same bits."""
+        share = torch.empty(self.length, device=self.device)
+        self.scatter(flat, share, unit, seed)
+        moving, codec = share.view(1, -1), None
+        for step in self.back:
+            if codec is None and step.link.codec is not None:
+                codec = step.link.codec
+                moving = pack(codec, moving.view(-1), step.blocks, step.errors, unit, seed + len(self.there))
+            moving = step.link.gather(moving)
+        unpack(codec, moving.unsqueeze(0), self.back[-1].places, flat)
+
+
+def _errors(link: Link, feedback: dict[str, str], blocks: Blocks) -> ErrorFeedback | None:
+    kind = feedback[link.kind]
+    return ErrorFeedback(kind, blocks) if link.codec is not None and kind != "none" else None
+
+
+class Message:
+    """The gradients of one FSDP unit. FSDP's reduce-scatter (`set_custom_reduce_scatter`) and its hook after it
+    (`set_all_reduce_hook`)."""
+
+    def __init__(self, owner: Compression, number: int, pieces: list[tuple[int, bool]]):
+        """pieces: of each parameter, its elements in a row and whether they may be quantised."""
+        self.owner, self.number = owner, number
+        self.coded, self.plain, self.chunk = [], [], 0
+        for length, quantised in pieces:
+            (self.coded if quantised else self.plain).append((self.chunk, length))
+            self.chunk += length
+        self.partial: Tensor | None = None
+        self.scatter_path = self.reduce_path = None
+
+    def route(self) -> None:
+        """Lays out the paths for the codecs that the links have now."""
+        owner, ranks = self.owner, self.owner.shards
+        self.scatter_path = self.reduce_path = None
+        if owner.coded(owner.scatter_links) and self._large(self.chunk * ranks):
+            local = owner.scatter_links[0].size
+            order = [place * local + first for first in range(local) for place in range(ranks // local)]
+            segments = [(row * self.chunk + offset, length) for row in order for offset, length in self.coded]
+            self.scatter_path = Path(owner.scatter_links, segments, ranks, self.coded, owner.feedback, owner.device)
+        if owner.coded(owner.reduce_links) and self._large(self.chunk):
+            self.reduce_path = Path(owner.reduce_links, self.coded, owner.replicas, None, owner.feedback, owner.device)
+
+    def _large(self, elements: int) -> bool:
+        return bool(self.coded) and 4 * elements >= self.owner.settings.min_size
+
+    @property
+    def errors(self) -> Iterator[ErrorFeedback]:
+        return (errors for path in (self.scatter_path, self.reduce_path) if path is not None for errors in path.errors)
+
+    def allocate(self, size: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a message or its result."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp, async_op: bool = False) -> None:
+        """Reduce-scatter of rows [shards, chunk] into this rank's [chunk]."""
+        if self.scatter_path is None:
+            self.owner.whole_scatter.scatter_plain(input_tensor, output_tensor)
+            return
+        self._check(output_tensor)
+        if self.plain:
+            rows = torch.cat([input_tensor.view(-1, self.chunk)[:, offset:offset + length] for offset, length in self.plain], 1)
+            total = rows.new_empty(rows.shape[1])
+            self.owner.whole_scatter.scatter_plain(rows.view(-1), total)
+            self._put(total, output_tensor)
+        self.scatter_path.scatter(input_tensor, output_tensor, self.owner.unit, self._seed(0))
+
+    @torch.no_grad()
+    def reduce(self, output: Tensor) -> None:
+        """All-reduce of [chunk] over replicas; before the last reduction of a step it is kept for that one."""
+        if self.partial is not None:
+            output += self.partial
+            self.partial = None
+        if not self.owner.last:
+            self.partial = output.clone()
+            output.zero_()  # FSDP adds it to what it has
+            return
+        if self.reduce_path is None:
+            self.owner.whole_reduce.sum_plain(output)
+            return
+        self._check(output)
+        if self.plain:
+            values = torch.cat([output[offset:offset + length] for offset, length in self.plain])
+            self.owner.whole_reduce.sum_plain(values)
+            self._put(values, output)
+        self.reduce_path.reduce(output, self.owner.unit, self._seed(4))
+        if output.is_cuda:  # FSDP frees it on another stream where gradients are reduced in another type than kept
+            output.record_stream(torch.cuda.current_stream())
+
+    def _put(self, values: Tensor, output: Tensor) -> None:
+        for (offset, length), part in zip(self.plain, values.split([length for _, length in self.plain])):
+            output[offset:offset + length] = part
+
+    def _check(self, output: Tensor) -> None:
+        if output.numel() != self.chunk:
+            raise RuntimeError(f"a message of {self.chunk} elements was reduced with {output.numel()}: a parameter had no gradient")
+
+    def _seed(self, use: int) -> int:
+        word = ((self.owner.step * 0x9E3779B1 + self.owner.rank) * 0x85EBCA6B + self.number * 16 + use) & 0xFFFFFFFFFFFF
+        return (word ^ word >> 24) & 0x7FFFFFFF
+
+
+class Compression:
+    """The quantised hops of a plan: their links, and the messages of this rank's stages. All ranks construct it together.
+
+    What a step needs is set before it: `unit` (the loss scale, which gradients are multiples of), `last` (whether the
+    reduction that comes is the last of the step).
+    """
+
+    def __init__(self, settings: GradCommConfig, plan: Plan, world: World):
+        self.settings, self.device, self.rank = settings, world.device, world.rank
+        self.plan, self.shards, self.replicas = plan, plan.shard, plan.replicate
+        self.feedback = {kind: getattr(settings, kind).error_feedback for kind in ("inner", "outer")}
+        self.messages: list[Message] = []
+        self.unit, self.last, self.step = torch.ones((), device=world.device), True, 0
+        scattered, reduced = routes(plan, node_size(world.size))
+        self.scatter_links = _links(scattered, world, "shard")
+        self.reduce_links = _links(reduced, world, "replicate")
+        self.whole_scatter, self.whole_reduce = (
+            Link(route.hops[-1][0], world.mesh[name].get_group(), None) if route else None
+            for route, name in ((scattered, "shard"), (reduced, "replicate")))
+        links = [*self.scatter_links, *self.reduce_links]
+        self.left_open = {link.kind for link in links if getattr(settings, link.kind).codec == "auto"}
+        """Hops whose quantisation is decided by measurement."""
+        self.decided = not self.left_open
+        self.choose(set())
+
+    def choose(self, quantised: set[str]) -> None:
+        """Of the hops that are left open, from the next step on only these are quantised. What was left out before is forgotten."""
+        self.chosen = quantised
+        for link in [*self.scatter_links, *self.reduce_links]:
+            link.codec = resolve(getattr(self.settings, link.kind)) if link.kind in quantised or link.kind not in self.left_open else None
+        for message in self.messages:
+            message.route()
+
+    @staticmethod
+    def coded(links: list[Link]) -> bool:
+        return any(link.codec is not None for link in links)
+
+    @property
+    def once(self) -> bool:
+        """Whether gradients are reduced once a step whatever the plan: each quantised reduction would add its error."""
+        return self.coded(self.scatter_links)
+
+    def attach(self, model: nn.Module, policies: dict[str, Policy]) -> None:
+        """Takes over the reductions of a sharded model's units."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for unit in fsdp_units(model):
+            pieces = [(parameter.padded_sharded_param_size.numel(), policies[names[id(parameter.sharded_param)]].quantise)
+                      for parameter in parameter_group(unit).fsdp_params]
+            message = Message(self, len(self.messages), pieces)
+            message.route()
+            self.messages.append(message)
+            if self.scatter_links:
+                unit.set_custom_reduce_scatter(message)
+            if self.reduce_links:
+                unit.set_all_reduce_hook(message.reduce)
+
+    def begin(self, step: int, unit: Tensor) -> None:
+        """Before optimizer step `step`, with its loss scale."""
+        self.step, self.unit = step, unit
+        for link in self._all_links():
+            link.sent = 0
+
+    def settle(self, found_inf: Tensor) -> None:
+        """After the step, whose update was skipped where `found_inf` (a scalar) is one."""
+        for message in self.messages:
+            for errors in message.errors:
+                errors.settle(found_inf, self.step + 1)
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Bytes that this rank has sent in this step, by kind of hop."""
+        return {kind: sum(link.sent for link in self._all_links() if link.kind == kind) for kind in ("inner", "outer")}
+
+    def identity(self) -> dict[str, Any]:
+        """What the tensors of a checkpoint depend on."""
+        return json.loads(json.dumps({"chosen": sorted(self.chosen), "settings": dataclasses.asdict(self.settings), "plan": dataclasses.asdict(self.plan),
+                                      "hops": [[link.kind, link.size] for link in [*self.scatter_links, *self.reduce_links]],
+                                      "messages": [message.chunk for message in self.messages]}))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: the errors that this rank has kept."""
+        return {f"compression.{self.rank}.{message.number}.{index}.{part}": tensor for message in self.messages
+                for index, errors in enumerate(message.errors) for part, tensor in enumerate(errors.kept)}
+
+    def close(self) -> None:
+        """Ends the groups that only this object uses. All ranks call it together."""
+        for links in (self.scatter_links, self.reduce_links):
+            for link in links if len(links) > 1 else ():
+                dist.destroy_process_group(link.group)
+
+    def _all_links(self) -> list[Link]:
+        return [*self.scatter_links, *self.reduce_links, *filter(None, (self.whole_scatter, self.whole_reduce))]
+
+
+def resolve(hop: HopConfig) -> Codec | None:
+    """The codec of a hop; int8 for one that is left to measurement."""
+    if hop.codec == "none":
+        return None
+    kind = "int8" if hop.codec == "auto" else hop.codec
+    return Codec(kind, hop.block or BLOCK[kind], hop.hadamard, hop.stochastic)
+
+
+def _links(route: Route | None, world: World, name: str) -> list[Link]:
+    """The links of a route, first to last; without codecs."""
+    if route is None:
+        return []
+    if len(route.hops) == 1:
+        return [Link(route.hops[0][0], world.mesh[name].get_group(), None)]
+    within = [part for group in route.groups for part in group]
+    between = [ranks for group in route.groups for ranks in zip(*group)]
+    return [Link(kind, _group(members, world.rank), None) for (kind, _), members in zip(route.hops, (within, between))]
+
+
+def _group(members: list[tuple[int, ...]], rank: int) -> dist.ProcessGroup:
+    """The group among `members` that this rank is in. All ranks call it together."""
+    groups = [dist.new_group(list(ranks)) for ranks in members]
+    return next(group for group, ranks in zip(groups, members) if rank in ranks)
