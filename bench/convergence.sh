@@ -16,7 +16,7 @@ run() {
   local case=$1 seed=$2 folder=$runs/$1-$2
   torchrun --standalone --nproc-per-node "$processes" -m trainer +config=demo model.width=320 model.depth=7 model.attention.heads=5 \
     model.attention.kv_heads=5 model.feed_forward.width=896 precision=bf16 activation=none parallel=ddp ${settings[$case]} run.dir="$folder" run.seed="$seed" \
-    run.steps="$steps" lr.warmup=50 batch.sequence_length=256 batch.global_size=32 batch.micro_size=$((32 / processes)) checkpoint=never eval.every="$steps" eval.sequences=512 \
+    run.steps="$steps" lr.warmup=50 batch.sequence_length=256 batch.global_size=32 batch.micro_size=$((32 / processes)) checkpoint.every=0 checkpoint.at_end=false lr.peak=1e-3 eval.every="$steps" eval.sequences=512 \
     logging.console=plain logging.every=50 > "$folder.log" 2>&1 || { echo "$case $seed failed"; tail -3 "$folder.log"; return; }
   python3 - "$case" "$seed" "$folder" <<'PY' >> "$out/convergence.jsonl"
 import json, sys

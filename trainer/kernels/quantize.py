@@ -63,10 +63,10 @@ def _code(x, up, LARGEST: tl.constexpr):
 def _pack(flat, starts, lengths, scales, codes, kept, kept_scales, left, left_scales, unit, seed, count, row_bytes,
          KIND: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, FACTOR: tl.constexpr, STOCHASTIC: tl.constexpr,
          FEEDBACK: tl.constexpr, DECAY: tl.constexpr, TILE: tl.constexpr):
-    """Encodes row `program_id(0)`. flat: any float type; starts, lengths: of blocks [rows x count]; scales, codes: fp32 and
+    """Encodes row `program_id(1)`. flat: any float type; starts, lengths: of blocks [rows x count]; scales, codes: fp32 and
     byte pointers to the payload's first scale and code, rows `row_bytes` apart; kept, left: errors before and after
     ([rows x count x BLOCK], fp32 or int8 with scales); unit: what errors are multiples of, a pointer."""
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    tile, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     HALF: tl.constexpr = BLOCK // 2
     block = tile * TILE + tl.arange(0, TILE)
     exists = block < count
@@ -135,9 +135,9 @@ def _pack(flat, starts, lengths, scales, codes, kept, kept_scales, left, left_sc
 @triton.jit
 def _unpack(scales, codes, flat, starts, lengths, count, row_bytes, sender_bytes, SENDERS: tl.constexpr, KIND: tl.constexpr,
            BLOCK: tl.constexpr, SIZE: tl.constexpr, FACTOR: tl.constexpr, TILE: tl.constexpr):
-    """Sums over senders what they encoded of row `program_id(0)`, in their order, and writes it to where its blocks lie in
+    """Sums over senders what they encoded of row `program_id(1)`, in their order, and writes it to where its blocks lie in
     `flat`. Payloads of senders are `sender_bytes` apart."""
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    tile, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     HALF: tl.constexpr = BLOCK // 2
     block = tile * TILE + tl.arange(0, TILE)
     exists = block < count
@@ -199,9 +199,9 @@ def unpack(codec: Codec, payload: Tensor, blocks: Blocks, flat: Tensor) -> None:
 
 
 def _grid(blocks: Blocks) -> tuple[tuple[int, int], int]:
-    """Programs (rows, tiles of a row), and blocks in a tile."""
+    """Programs (tiles of a row, rows), and blocks in a tile."""
     tile = max(4, 4096 // blocks.block)
-    return (blocks.rows, -(-blocks.count // tile)), tile
+    return (-(-blocks.count // tile), blocks.rows), tile
 
 
 def _parts(codec: Codec, payload: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
