@@ -4,7 +4,6 @@ Only whole steps tell. Where gradients travel while backward computes, as on one
 """
 from __future__ import annotations
 
-import statistics
 from itertools import combinations
 
 import torch
@@ -44,7 +43,7 @@ class Trial:
         if len(self.seconds) < len(self.candidates):
             self._begin(step, self.candidates[len(self.seconds)])
             return None
-        times = torch.tensor([statistics.median(seconds) for seconds in self.seconds], dtype=torch.float64)
+        times = torch.tensor([min(seconds) for seconds in self.seconds], dtype=torch.float64)
         if dist.get_world_size() > 1:
             dist.all_reduce(times, dist.ReduceOp.MAX)
         best = int(times.argmin())
