@@ -9,7 +9,9 @@ where rates are those of a measured transfer. (No overlap: on CPUs gradients are
 printed before anything is measured at a limited rate. Prints a table and writes a JSON line for each case and rate.
 
 Cases: gradients of replicas over the outer hop (`none` to `auto`; the plan is data parallelism with one process a host, HSDP with
-ZeRO-3 within the hosts with several), and ZeRO-1 over both hosts, whose parameters cross the link as well, in full.
+ZeRO-3 within the hosts with several), and ZeRO-1 over both hosts, whose parameters cross the link as well, in full. (And gloo's
+reduce-scatter of what is not quantised is an all-reduce.) The model has 10 million parameters in a few large layers, and a step few
+tokens: the network is most of it.
 """
 from __future__ import annotations
 
@@ -30,8 +32,10 @@ import trainer
 from trainer.parallel.compress import trial
 
 INTERFACE = os.environ["GLOO_SOCKET_IFNAME"]
-BURST = 128 * 1024
-"""Bytes that may pass at full speed after a pause; at least a segment of TCP's offload, and little beside a message."""
+BURST = 1e-4
+"""Seconds of the rate that may pass at full speed after a pause: little beside a layer's message, as each follows a pause."""
+SMALLEST_BURST = 32 << 10
+"""Bytes. Less, and the link waits for its timer."""
 QUEUE = 16 << 20
 """Bytes that may wait: more than the sockets hold, so that nothing is dropped."""
 WARM_UP = 2
@@ -58,7 +62,7 @@ def limit(gbit: float | None) -> None:
         subprocess.run(["tc", "qdisc", "del", "dev", INTERFACE, "root"], stderr=subprocess.DEVNULL)
         if gbit is not None:
             subprocess.run(["tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", f"{int(gbit * 1e9)}bit",
-                            "burst", f"{BURST}b", "limit", f"{QUEUE}b"], check=True)
+                            "burst", f"{max(int(BURST * gbit * 1e9 / 8), SMALLEST_BURST)}b", "limit", f"{QUEUE}b"], check=True)
     dist.barrier()
 
 
@@ -89,8 +93,8 @@ def measure(folder: Path, name: str, gbit: float | None, steps: int, overrides: 
     """Trains a case, and says how long a step takes and what it sends."""
     skip = WARM_UP + (2 * (trial.STEPS + 1) if name == "auto" else 0)
     config = trainer.compose([
-        "+config=debug", "model=demo", "model.depth=13", "data.sources.stdlib.limit=40", "lr.peak=1e-4",
-        f"batch.global_size={dist.get_world_size()}", *overrides, f"data.cache={folder}/cache", f"run.dir={folder}/{name}-{gbit}",
+        "+config=debug", "model=demo", "model.width=512", "model.depth=3", "model.feed_forward.width=1536", "lr.peak=1e-4",
+        "data.sources.stdlib.limit=40", f"batch.global_size={dist.get_world_size()}", *overrides, f"data.cache={folder}/cache", f"run.dir={folder}/{name}-{gbit}",
         "run.device=cpu", f"run.steps={skip + steps}", "logging=quiet", "logging.every=1", "checkpoint=never"])
     dist.barrier()
     before = sent()

@@ -31,7 +31,7 @@ build() {
   for number in 0 1; do
     host() { ip netns exec "${hosts[$number]}" "$@"; }
     host ip address add "10.213.7.$((number + 1))/24" dev slow && host ip link set slow up && host ip link set lo up &&
-      host tc qdisc replace dev slow root tbf rate 1gbit burst 128kb limit 16mb || return
+      host tc qdisc replace dev slow root tbf rate 1gbit burst 32kb limit 16mb || return
   done
 }
 build 2> "$folder/error" || skip "no limited link between network namespaces here: $(tail -1 "$folder/error")"
