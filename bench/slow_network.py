@@ -10,7 +10,7 @@ printed before anything is measured at a limited rate. Prints a table and writes
 
 Cases: gradients of replicas over the outer hop (`none` to `auto`; the plan is data parallelism with one process a host, HSDP with
 ZeRO-3 within the hosts with several), and ZeRO-1 over both hosts, whose parameters cross the link as well, in full. (And gloo's
-reduce-scatter of what is not quantised is an all-reduce.) The model has 10 million parameters in a few large layers, and a step few
+reduce-scatter of what is not quantised is an all-reduce.) The model has 11.5 million parameters in a few large layers, and a step few
 tokens: the network is most of it.
 """
 from __future__ import annotations
