@@ -94,8 +94,8 @@ def measure(folder: Path, name: str, gbit: float | None, steps: int, overrides: 
     skip = WARM_UP + (2 * (trial.STEPS + 1) if name == "auto" else 0)
     config = trainer.compose([
         "+config=debug", "model=demo", "model.width=512", "model.depth=3", "model.feed_forward.width=1536", "lr.peak=1e-4",
-        "data.sources.stdlib.limit=40", f"batch.global_size={dist.get_world_size()}", *overrides, f"data.cache={folder}/cache", f"run.dir={folder}/{name}-{gbit}",
-        "run.device=cpu", f"run.steps={skip + steps}", "logging=quiet", "logging.every=1", "checkpoint=never"])
+        "data.sources.stdlib.limit=40", f"batch.global_size={dist.get_world_size()}", *overrides,
+        f"data.cache={folder}/cache", f"run.dir={folder}/{name}-{gbit}", "run.device=cpu", f"run.steps={skip + steps}", "logging=quiet", "logging.every=1", "checkpoint=never"])
     dist.barrier()
     before = sent()
     result = trainer.run(config)
@@ -157,7 +157,8 @@ def main() -> None:
         measured[gbit] = transfer(gbit)
     expected = {(gbit, name): expect(free, name, measured[gbit], unlimited) for gbit in arguments.rates for name in table}
     expected_ratio = {(gbit, name): seconds / expected[gbit, table[name][0]] for (gbit, name), seconds in expected.items()}
-    tell(f"\n{'expected':<16}" + "".join(f"{f'{gbit:g} ({measured[gbit]:.3g}) Gbit/s':>24}" for gbit in arguments.rates) + "  nominal (measured); step, ratio")
+    heads = "".join(f"{f'{gbit:g} ({measured[gbit]:.3g}) Gbit/s':>24}" for gbit in arguments.rates)
+    tell(f"\n{'expected':<16}{heads}  nominal (measured); step, ratio")
     for name in table:
         tell(f"{name:<16}" + "".join(f"{expected[gbit, name]:>16.3f} s{expected_ratio[gbit, name]:>6.2f}" for gbit in arguments.rates))
 
@@ -172,8 +173,8 @@ def main() -> None:
             row["ratio"] = taken[name] / taken[table[name][0]]
             row |= {"expected_seconds": expected[gbit, name], "expected_ratio": expected_ratio[gbit, name]}
             rows.append({"rate_gbit": gbit, "measured_gbit": measured[gbit], "case": name, **row})
-            tell(f"{gbit:<9g}{name:<16}{row['seconds']:>7.3f} s{expected[gbit, name]:>8.3f} s{row['ratio']:>7.2f}{expected_ratio[gbit, name]:>10.2f}"
-                 f"{row['bytes_outer'] or '':>13}{'  chose ' + row['chosen'] if name == 'auto' else ''}")
+            tell(f"{gbit:<9g}{name:<16}{row['seconds']:>7.3f} s{expected[gbit, name]:>8.3f} s{row['ratio']:>7.2f}"
+                 f"{expected_ratio[gbit, name]:>10.2f}{row['bytes_outer'] or '':>13}" + (f"  chose {row['chosen']}" if name == "auto" else ""))
     if first:
         with arguments.out.open("a") as file:
             file.writelines(json.dumps({"processes": processes, **row}) + "\n" for row in rows)

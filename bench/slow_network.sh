@@ -8,7 +8,8 @@ set -euo pipefail
 out=$(realpath -m "$1") processes=${2:-1}
 shift $(($# < 2 ? $# : 2))
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export PYTHONPATH=.:${PYTHONPATH:-} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES= GLOO_SOCKET_IFNAME=slow TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+export PYTHONPATH=.:${PYTHONPATH:-} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES= GLOO_SOCKET_IFNAME=slow
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
 skip() { echo "skipped: $1"; exit 0; }
 command -v ip > /dev/null && command -v tc > /dev/null || skip "ip and tc (iproute2) are not installed"
@@ -37,8 +38,8 @@ build() {
 build 2> "$folder/error" || skip "no limited link between network namespaces here: $(tail -1 "$folder/error")"
 
 for number in 0 1; do
-  ip netns exec "${hosts[$number]}" "${PYTHON:-python3}" -m torch.distributed.run --nnodes 2 --node-rank "$number" --nproc-per-node "$processes" \
-    --master-addr 10.213.7.1 --master-port 29400 bench/slow_network.py "$folder" "$out" "$@" &
+  ip netns exec "${hosts[$number]}" "${PYTHON:-python3}" -m torch.distributed.run --nnodes 2 --node-rank "$number" \
+    --nproc-per-node "$processes" --master-addr 10.213.7.1 --master-port 29400 bench/slow_network.py "$folder" "$out" "$@" &
   agents+=($!)
 done
 wait -n && wait -n  # the first that fails ends the other
