@@ -101,6 +101,8 @@ def test_shipped_files_compose():
 def test_shipped_plans():
     plan = {path.stem: compose([f"parallel={path.stem}"], world_size=4).parallel for path in CONFIGS.glob("parallel/*.yaml")}
     assert [plan[name].zero.stage for name in ("ddp", "zero1", "zero2", "zero3", "hsdp", "zero3_offload")] == [0, 1, 2, 3, 3, 3]
+    assert plan["hsdp_int8"] == dataclasses.replace(plan["hsdp"], grad_comm=plan["hsdp_int8"].grad_comm)
+    assert (plan["hsdp"].grad_comm.outer.codec, plan["hsdp_int8"].grad_comm.outer.codec) == ("none", "int8")
     assert plan["hsdp"].shard == 2 and plan["zero3_offload"].zero.offload and not plan["zero3"].zero.offload
 
 
