@@ -43,6 +43,8 @@ SEARCH = "hydra.searchpath=[]"
 USAGE = """\
 usage: torchrun --nproc-per-node N -m trainer +config=RECIPE [GROUP=OPTION ...] [SETTING=VALUE ...]
        python -m trainer ...             the same on one process
+       python -m trainer --multirun ...  a sweep: each combination of values such as lr.peak=1e-3,3e-4 or parallel=glob(zero*) is a
+                                         trial, a run with processes of its own; its settings: --help sweep
 
   --config-dir DIR   folder of your own groups and recipes (DIR/config/NAME.yaml); they win over the shipped ones
   --cfg job          print the composed configuration and stop; with --resolve, as the run will see it
@@ -52,8 +54,7 @@ usage: torchrun --nproc-per-node N -m trainer +config=RECIPE [GROUP=OPTION ...] 
   ~data.sources.NAME removes an entry of a mapping
 """
 
-SWEEP = ("one command is one run; for a sweep, loop in the shell: "
-         "for peak in 1e-3 3e-4; do torchrun ... -m trainer ... lr.peak=$peak run.name=peak-$peak; done")
+SWEEP = "several values are a sweep, which --multirun runs, a trial each"
 
 
 def compose(overrides: Sequence[str] = (), config_dir: str | os.PathLike | None = None,
@@ -63,9 +64,8 @@ def compose(overrides: Sequence[str] = (), config_dir: str | os.PathLike | None 
     `overrides` is what stands on the command line: `["+config=debug", "lr.peak=1e-3"]`. Leaves no Hydra state behind.
     Raises `ConfigError` with everything that is wrong.
     """
-    values, problems = gather(overrides, config_dir)
     world = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
-    config = _typed(values, problems, world)
+    config, problems = composed(overrides, config_dir, world)
     contradictions = check(config, world)
     if problems:
         # A setting that was refused stands at its default: what contradicts only that default is no news.
@@ -77,13 +77,19 @@ def compose(overrides: Sequence[str] = (), config_dir: str | os.PathLike | None 
     return config
 
 
+def composed(overrides: Sequence[str], config_dir: str | os.PathLike | None, world: int) -> tuple[Config, typed.Problems]:
+    """The configuration, and what is wrong with single settings; whether they go together, and on `world` processes, is not asked."""
+    values, problems = gather(overrides, config_dir)
+    return _typed(values, problems, world), problems
+
+
 def gather(overrides: Sequence[str], config_dir: str | os.PathLike | None = None) -> tuple[dict, typed.Problems]:
     """Plain values of all settings, interpolations unresolved, and the overrides that had to be left out.
 
     Raises `ConfigError` where Hydra cannot compose what is left.
     """
     problems: typed.Problems = {}
-    with _hydra(config_dir) as loader:
+    with hydra_over(config_dir) as loader:
         accepted = [text for override in overrides if (text := _accept(override, loader, problems))]
         try:
             composed = hydra.compose("config", [*accepted, SEARCH])
@@ -93,7 +99,7 @@ def gather(overrides: Sequence[str], config_dir: str | os.PathLike | None = None
 
 
 @contextmanager
-def _hydra(config_dir: str | os.PathLike | None) -> Iterator[ConfigLoader]:
+def hydra_over(config_dir: str | os.PathLike | None) -> Iterator[ConfigLoader]:
     """Hydra over the user's folder, then the shipped one; whatever Hydra held before is put back."""
     holder = GlobalHydra.instance()
     before, base = holder.hydra, hydra.version.getbase()
@@ -134,6 +140,8 @@ def _accept(override: str, loader: ConfigLoader, problems: typed.Problems) -> st
     key = parsed.key_or_group
     if parsed.is_sweep_override():
         problems[key] = f"{override}: {SWEEP}; for a list write {key}=[...]"
+    elif key.startswith("sweep."):
+        problems[key] = f"{override}: the settings of a sweep need --multirun"
     elif re.match(r"hydra\b", key):
         problems[key] = (f"{override}: Hydra only composes here, its own settings have no effect; "
                          "a folder of groups and recipes is named by --config-dir DIR")
@@ -190,13 +198,15 @@ def _sentence(error: BaseException) -> str:
 
 def help_text(section: str, config_dir: str | os.PathLike | None = None) -> str:
     """The page of `--help`, or the settings of one section."""
-    sections = list(dict.fromkeys(setting.path.split(".")[0] for setting in typed.settings()))
+    from trainer.sweep.plan import SweepConfig
+    everything = [*typed.settings(), *typed.settings(SweepConfig(), "sweep")]
+    sections = list(dict.fromkeys(setting.path.split(".")[0] for setting in everything))
     if section:
-        found = [setting for setting in typed.settings() if f"{setting.path}.".startswith(f"{section}.")]
+        found = [setting for setting in everything if f"{setting.path}.".startswith(f"{section}.")]
         if not found:
             raise ConfigError(f"--help {section}: there is no such section; {nearest(section, sections)}")
         return "\n".join(_described(setting) for setting in found)
-    with _hydra(config_dir) as loader:
+    with hydra_over(config_dir) as loader:
         groups = {group: _options(loader, group) for group in _groups(loader)}
     recipes = groups.pop("config", [])
     lines = [f"  {group + '=':<14}{', '.join(options)}" for group, options in groups.items()]
@@ -224,8 +234,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--help", "-h", nargs="?", const="", metavar="SECTION")
     parser.add_argument("--multirun", "-m", action="store_true")
     options = parser.parse_intermixed_args(arguments)
-    if options.multirun:
-        raise ConfigError(f"--multirun: {SWEEP}")
+    if options.multirun and options.cfg:
+        raise ConfigError("--cfg shows the settings of one run; leave --multirun out, and give one value to each setting")
     return options
 
 
@@ -237,6 +247,9 @@ def main(arguments: Sequence[str]) -> int:
             return _print(help_text(options.help, options.config_dir))
         if options.cfg:
             return _print(_shown(options))
+        if options.multirun:
+            from trainer import sweep
+            return sweep.main(options.overrides, options.config_dir)
         return _train(compose(options.overrides, options.config_dir))
     except ConfigError as error:
         return refuse(error)
