@@ -64,8 +64,9 @@ def compose(overrides: Sequence[str] = (), config_dir: str | os.PathLike | None 
     `overrides` is what stands on the command line: `["+config=debug", "lr.peak=1e-3"]`. Leaves no Hydra state behind.
     Raises `ConfigError` with everything that is wrong.
     """
+    values, problems = gather(overrides, config_dir)
     world = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
-    config, problems = composed(overrides, config_dir, world)
+    config = to_config(values, problems, world)
     contradictions = check(config, world)
     if problems:
         # A setting that was refused stands at its default: what contradicts only that default is no news.
@@ -77,12 +78,6 @@ def compose(overrides: Sequence[str] = (), config_dir: str | os.PathLike | None 
     return config
 
 
-def composed(overrides: Sequence[str], config_dir: str | os.PathLike | None, world: int) -> tuple[Config, typed.Problems]:
-    """The configuration, and what is wrong with single settings; whether they go together, and on `world` processes, is not asked."""
-    values, problems = gather(overrides, config_dir)
-    return _typed(values, problems, world), problems
-
-
 def gather(overrides: Sequence[str], config_dir: str | os.PathLike | None = None) -> tuple[dict, typed.Problems]:
     """Plain values of all settings, interpolations unresolved, and the overrides that had to be left out.
 
@@ -90,7 +85,8 @@ def gather(overrides: Sequence[str], config_dir: str | os.PathLike | None = None
     """
     problems: typed.Problems = {}
     with hydra_over(config_dir) as loader:
-        accepted = [text for override in overrides if (text := _accept(override, loader, problems))]
+        groups = _groups(loader)
+        accepted = [text for override in overrides if (text := _accept(override, loader, groups, problems))]
         try:
             composed = hydra.compose("config", [*accepted, SEARCH])
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
@@ -128,7 +124,7 @@ def _groups(loader: ConfigLoader) -> list[str]:
     return [group for group in groups if group != "hydra"]
 
 
-def _accept(override: str, loader: ConfigLoader, problems: typed.Problems) -> str | None:
+def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: typed.Problems) -> str | None:
     """The override as Hydra shall see it; None, and a problem, if it can mean nothing."""
     try:
         parsed = OverridesParser.create().parse_override(override)
@@ -150,9 +146,9 @@ def _accept(override: str, loader: ConfigLoader, problems: typed.Problems) -> st
             return override
         problems[key] = f"{override}: only entries of mappings can be removed, such as ~data.sources.NAME"
         if not typed.is_setting(key):
-            known = [setting.path for setting in typed.settings()] + _groups(loader)
+            known = [setting.path for setting in typed.settings()] + groups
             problems[key] += "; " + typed.unknown("", key, known)
-    elif key in _groups(loader):
+    elif key in groups:
         return _choose(key, parsed.value(), override, loader, problems)
     elif "/" in key or "@" in override.split("=")[0]:  # a group in a group, or a package: Hydra's own answer is exact
         return override
@@ -178,7 +174,7 @@ def _choose(group: str, chosen: Any, override: str, loader: ConfigLoader, proble
     return ("" if any(group in default for default in defaults if default != "_self_") else "+") + override.lstrip("+")
 
 
-def _typed(values: dict, problems: typed.Problems, world: int = 1) -> Config:
+def to_config(values: dict, problems: typed.Problems, world: int = 1) -> Config:
     """The values with interpolations resolved and types checked; what is wrong is added to `problems`.
 
     Besides OmegaConf's own interpolations there is `${from_processes:4,2}`: 2 where at least 4 processes run, else 1.
@@ -263,7 +259,7 @@ def main(arguments: Sequence[str]) -> int:
 def _shown(options: argparse.Namespace) -> str:
     """The composed configuration as YAML. How many processes will run is not known: only settings are checked."""
     values, problems = gather(options.overrides, options.config_dir)
-    config = _typed(values, problems, int(os.environ.get("WORLD_SIZE", 1)))
+    config = to_config(values, problems, int(os.environ.get("WORLD_SIZE", 1)))
     if problems:
         raise ConfigError(list(problems.values()))
     return (typed.to_yaml(config) if options.resolve else OmegaConf.to_yaml(OmegaConf.create(values))).rstrip()

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from trainer import typed
 from trainer.checks import check, outside
-from trainer.cli import composed, hydra_over
+from trainer.cli import gather, hydra_over, to_config
 from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.model.spec import option
 
@@ -138,17 +138,17 @@ def make_trials(sweep: SweepConfig, common: list[str], swept: list[list[str]], c
 
     Raises `ConfigError` for an override that means nothing, and where no trial is legal.
     """
-    first, _ = composed([*common, *swept[0]], config_dir, 1)
+    first = to_config(*gather([*common, *swept[0]], config_dir))
     sweep.name = sweep.name or f"{first.run.name}-sweep"
     sweep.dir = sweep.dir or f"runs/{sweep.name}"
     trials, problems = [], {}
     for values, name in zip(swept, names(swept)):
         folder = Path(sweep.dir) / name
         overrides = [*common, *values, f"run.name={_quoted(f'{sweep.name}/{name}')}", f"run.dir={_quoted(str(folder))}"]
-        config, wrong = composed(overrides, config_dir, 1)
+        plain, wrong = gather(overrides, config_dir)
+        processes = sweep.processes or _processes(to_config(plain, wrong), sweep, gpus)
+        config = to_config(plain, wrong, processes)
         problems |= wrong
-        processes = sweep.processes or _processes(config, sweep, gpus)
-        config, _ = composed(overrides, config_dir, processes)
         refusal = [] if wrong else check_on(config, processes, sweep.slurm.nodes, gpus, sweep.launcher)
         trials.append(Trial(name, folder, values, overrides, processes, json.loads(json.dumps(typed.plain(config))), refusal))
     if problems:
@@ -199,8 +199,8 @@ def names(swept: list[list[str]]) -> list[str]:
              for key in keys for parts in [key.split(".")]]
     found: list[str] = []
     for values in swept:
-        pairs = [f"{name}-{text.partition('=')[2]}" for name, text in zip(short, values)]
-        name = "_".join(re.sub(r"[^\w.+-]+", "-", pair).strip("-") for pair in pairs) or "single"
+        tried = [re.sub(r"[^\w.+-]+", "-", text.partition("=")[2]).strip("-") for text in values]
+        name = "_".join(f"{name}-{value}" for name, value in zip(short, tried)) or "single"
         if name in found or len(name) > 120:
             name = f"{name[:100]}-{hashlib.blake2b(' '.join(values).encode(), digest_size=4).hexdigest()}"
         found.append(name)

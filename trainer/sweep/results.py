@@ -83,7 +83,7 @@ def outcome(folder: Path, code: int | None, asked: str | None = None, kernel_kil
         return asked, None
     if code == 128 + signal.SIGKILL and kernel_killed is not False:
         return "out_of_memory", "a process was killed, probably by the kernel for lack of host memory"
-    text = _tail(folder / "log.txt")
+    text = "".join(_tail(path) for path in sorted(folder.glob("log*.txt")))  # of each node: rank 0 may be on any
     if code == 2:
         told = re.findall(r"^configuration error[^:\n]*:(.*(?:\n  - .*)*)", text, re.MULTILINE)
         return "refused", "; ".join(part.strip() for part in told[-1].split("\n  - ") if part.strip()) if told else "see log.txt"

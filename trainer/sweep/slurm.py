@@ -62,7 +62,7 @@ class Job:
         code = self.agent.wait()
         if code == results.STOPPED and node == 0 and _state(number) == "RUNNING":  # a preemption, which tells the workers alone
             subprocess.run(["scontrol", "requeue", number], check=True)
-            time.sleep(600)  # Slurm ends this process
+            sys.exit(code)  # leaving no result
         return code
 
     def ended(self) -> bool:
