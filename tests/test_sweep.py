@@ -251,7 +251,7 @@ def started(folder: Path) -> bool:
 
 
 def test_a_signal_ends_the_trials_with_a_checkpoint_and_the_sweep_goes_on_later(tmp_path):
-    arguments = ["+config=debug", "run.seed=range(0,3)", "run.steps=100000", "logging.console=plain", f"sweep.dir={tmp_path}", "sweep.parallel=2"]
+    arguments = ["+config=debug", "run.seed=range(0,3)", "run.steps=100000", f"sweep.dir={tmp_path}", "sweep.parallel=2"]
     process = sweep(*arguments)
     wait_for(lambda: all(started(tmp_path / f"seed-{seed}") for seed in (0, 1)), 120, "step of two trials")
     [victim] = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if is_worker(pid, tmp_path / "seed-1")]
@@ -297,7 +297,8 @@ def cluster():
 def test_trials_as_jobs(cluster, tmp_path):
     """Two nodes each: submitted and left alone, collected later; preempted and gone on; cancelled."""
     jobs = {"environment": {"SLURM_CONF": cluster.environment["SLURM_CONF"]}}
-    arguments = ["+config=debug", f"sweep.dir={tmp_path}", "sweep.launcher=submitit", "sweep.slurm={nodes: 2, time_minutes: 30, options: {mem: 100}}"]
+    arguments = ["+config=debug", f"sweep.dir={tmp_path}", "sweep.launcher=submitit",
+                 "sweep.slurm={nodes: 2, time_minutes: 30, options: {mem: 100}}"]
     code, out, error = finish(sweep(*arguments, "parallel=zero3", "model.vocab_size=257,1000000000000", "sweep.wait=false", **jobs))
     assert code == 0 and {line["status"] for line in lines(tmp_path).values()} == {"submitted"} and "2 jobs go on by themselves" in out, error
     code, out, error = finish(sweep(*arguments, "parallel=zero3", "model.vocab_size=257,1000000000000", **jobs))

@@ -31,7 +31,8 @@ def main(arguments: list[str]) -> int:
         if first.exitcode not in SAID:
             print(failure, file=sys.stderr, flush=True)
         # A killed process is missed later than its peers complain of it.
-        killed = any(other.exitcode == -signal.SIGKILL and other.timestamp - first.timestamp < CLOSING for other in failure.failures.values())
+        killed = any(other.exitcode == -signal.SIGKILL and other.timestamp - first.timestamp < CLOSING
+                     for other in failure.failures.values())
         code = -signal.SIGKILL if killed else first.exitcode
         return code if code > 0 else 128 - code
     return 0

@@ -13,7 +13,8 @@ SIGNS = re.compile(r"\bOutOfMemoryError\b|\bMemoryError\b|CUDA out of memory|CUD
                    r"CUDNN_STATUS_ALLOC_FAILED|DefaultCPUAllocator: can't allocate memory|Cannot allocate memory")
 """Of GPU allocators, cuBLAS and cuDNN, the host's allocator, Python and NumPy, the operating system."""
 
-NOISE = re.compile(r"^\w*(?:Error|Exception): |\[enforce fail at [^]]*\] \S* == \S* |^\. | If reserved but unallocated memory.*| See documentation.*")
+NOISE = re.compile(r"^\w*(?:Error|Exception): |\[enforce fail at [^]]*\] \S* == \S* |^\. | If reserved but unallocated memory.*|"
+                   r" See documentation.*")
 
 
 def lacks_memory(text: str) -> bool:

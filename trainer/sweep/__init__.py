@@ -4,6 +4,7 @@ Every trial is composed and checked before the first starts. One that cannot run
 """
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from collections import Counter
@@ -11,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config import ConfigError
+from trainer.observe.tables import count
 from trainer.sweep import local
 from trainer.sweep.plan import SweepConfig, Trial, expand, make_trials
-from trainer.sweep.results import COLUMNS, FINISHED, STOPPED, Results, changes, read_start, show
+from trainer.sweep.results import FINISHED, STOPPED, Results, changes, read_start, show
 
 
 def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) -> int:
@@ -35,9 +37,9 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
 
         def ended(trial: Trial, status: str, reason: str | None) -> None:
             line = results.put(trial, status, reason)
-            numbers = ", ".join(COLUMNS[name][1](line[name]) + f" {unit}" for name, unit in (("loss", "loss"), ("tokens_per_second", "tokens/s"))
-                                if line[name] is not None)
-            _say(f"trial {trial.name}: {' '.join(filter(None, [status.replace('_', ' '), numbers and f'({numbers})', reason and f'- {reason}']))}")
+            numbers = [f"loss {line['loss']:.4f}"] if line["loss"] is not None else []
+            numbers += [f"{count(line['tokens_per_second'])} tokens/s"] if line["tokens_per_second"] is not None else []
+            _say(f"trial {trial.name}: {', '.join([status.replace('_', ' '), *numbers])}" + (f" - {reason}" if reason else ""))
 
         if sweep.launcher == "submitit":
             from trainer.sweep import slurm
@@ -65,7 +67,8 @@ def _waiting(trials: list[Trial], results: Results) -> list[Trial]:
         before, started = results.lines.get(trial.name, {}), read_start(trial)
         changed = changes(trial, started) if started else []
         if changed and before.get("status") in (*FINISHED, "stopped", "timeout", "submitted"):
-            problems.append(f"{trial.folder} holds this trial with other settings ({'; '.join(changed[:3])}); set another sweep.name, or remove it")
+            problems.append(f"{trial.folder} holds this trial with other settings ({'; '.join(changed[:3])}); set another sweep.name, or "
+                            "remove it")
         elif not (started and before.get("status") in FINISHED):
             results.lines.pop(trial.name, None)
             trial.job = started.get("job") if before.get("status", "submitted") == "submitted" else None
@@ -103,4 +106,5 @@ def _claim(folder: Path) -> int:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    with contextlib.suppress(OSError):  # a terminal that has gone ends no trial
+        print(text, flush=True)

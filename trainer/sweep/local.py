@@ -118,7 +118,9 @@ def _start(trial: Trial, gpus: list[str], sweep: SweepConfig, config_dir: str | 
 def _signals() -> Iterator[list[int]]:
     """The stop signals that have come so far; the trials, in sessions of their own, do not get a terminal's Ctrl-C."""
     come: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: come.append(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    heeded = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+              if signal.getsignal(number) != signal.SIG_IGN]  # as nohup has it
+    before = {number: signal.signal(number, lambda number, _: come.append(number)) for number in heeded}
     try:
         yield come
     finally:

@@ -179,7 +179,8 @@ def show(results: Iterable[Result], sort: str) -> None:
     known = [name for name in COLUMNS if any(row[name] is not None for row in rows)]
     reasons = any(row["reason"] for row in rows)
     for title in ("trial", "processes", "status", *(COLUMNS[name][0] for name in known), *(["reason"] if reasons else [])):
-        table.add_column(title, justify="left" if title in ("trial", "status", "reason") else "right", no_wrap=title != "reason", overflow="fold")
+        words = title in ("trial", "status", "reason")
+        table.add_column(title, justify="left" if words else "right", no_wrap=title != "reason", overflow="fold")
     for row in rows:
         table.add_row(escape(row["trial"]), str(row["processes"]), row["status"].replace("_", " "),
                       *("-" if row[name] is None else COLUMNS[name][1](row[name]) for name in known),

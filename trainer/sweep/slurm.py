@@ -36,7 +36,8 @@ RENDEZVOUS = [
     f"export SUBMITIT_PREEMPT_SIGNAL={SIGNAL}",
     "nodes=($(scontrol show hostnames \"$SLURM_JOB_NODELIST\"))",
     "head=$(scontrol show node -o \"${nodes[0]}\" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')",
-    f"export TRAINER_RENDEZVOUS=$head:$({sys.executable} -c 'import socket; s = socket.socket(); s.bind((\"\", 0)); print(s.getsockname()[1])')"]
+    "export TRAINER_RENDEZVOUS=$head:"
+    f"$({sys.executable} -c 'import socket; s = socket.socket(); s.bind((\"\", 0)); print(s.getsockname()[1])')"]
 
 
 @dataclass
