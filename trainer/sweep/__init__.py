@@ -85,7 +85,8 @@ def _waiting(trials: list[Trial], results: Results) -> list[Trial]:
 
 def _counted(trials: list[Trial], results: Results, waiting: list[Trial]) -> str:
     before = Counter(results.lines[trial.name]["status"].replace("_", " ") for trial in trials if trial.name in results.lines)
-    return ", ".join([f"{len(trials)} trials", *(f"{number} {status}" for status, number in before.items()), f"{len(waiting)} to run"])
+    known = [f"{number} {status}" for status, number in before.items()]
+    return ", ".join([f"{len(trials)} trial{'s' * (len(trials) > 1)}", *known, f"{len(waiting)} to run"])
 
 
 def _claim(folder: Path) -> int:
