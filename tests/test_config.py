@@ -169,7 +169,7 @@ WRONG = [  # overrides, what the one problem must say
     (["batch.global_size=7", "batch.micro_size=2"], ["batch.global_size=7", "6 or 8"]),
     (["run.dir=${run.nam}"], ["run.dir", "run.nam"]),
     (["run.dir=${run.dir}"], ["run.dir", "ecursive"]),
-    (["lr.peak=1e-3,1e-4"], ["lr.peak=1e-3,1e-4", "loop in the shell", "lr.peak=[...]"]),
+    (["lr.peak=1e-3,1e-4"], ["lr.peak=1e-3,1e-4", "--multirun", "lr.peak=[...]"]),
     (["hydra.run.dir=x"], ["hydra.run.dir=x", "--config-dir"]),
     (["steps"], ["'steps'", "SETTING=VALUE"]),
     (["run.name=a b=c"], ["'run.name=a b=c'", "quote"]),

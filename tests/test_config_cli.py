@@ -80,8 +80,7 @@ def test_pages(capsys, tmp_path):
     (["--cfg", "job", "run.stepz=1"], ["run.stepz", "run.steps"]),
     (["--cfg", "jobb"], ["--cfg", "job"]),
     (["--conf", "x"], ["--conf", "--help"]),
-    (["-m", "lr.peak=1,2"], ["--multirun", "loop in the shell"]),
-    (["lr.peak=1e-3", "-m", "run.seed=1,2"], ["--multirun", "loop in the shell"]),
+    (["lr.peak=1,2"], ["lr.peak=1,2", "--multirun", "lr.peak=[...]"]),
     (["--config-dir", "/not/there"], ["--config-dir /not/there"]),
 ])
 def test_refused_flags(capsys, arguments, words):

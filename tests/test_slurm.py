@@ -126,8 +126,8 @@ def test_a_node_ends_as_its_workers_and_leaves_signals_to_them(tmp_path):
                       "while len(got) < 1: time.sleep(0.05)\n"
                       "time.sleep(1)\n"
                       "os._exit(75 if got == [signal.SIGUSR1] else 9)\n")
-    agent = subprocess.Popen([sys.executable, str(ROOT / "launch" / "slurm" / "agent.py"), "--standalone", "--nproc-per-node", "1",
-                              str(worker)], stderr=subprocess.PIPE, text=True)
+    agent = subprocess.Popen([sys.executable, "-m", "trainer.agent", "--standalone", "--nproc-per-node", "1",
+                              str(worker)], stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         wait_for((tmp_path / "ready").exists, 120, "worker")
         agent.send_signal(signal.SIGTERM)  # passes the launcher by, and is not sent on

@@ -43,6 +43,8 @@ SEARCH = "hydra.searchpath=[]"
 USAGE = """\
 usage: torchrun --nproc-per-node N -m trainer +config=RECIPE [GROUP=OPTION ...] [SETTING=VALUE ...]
        python -m trainer ...             the same on one process
+       python -m trainer --multirun ...  a sweep: each combination of values such as lr.peak=1e-3,3e-4 or parallel=glob(zero*) is a
+                                         trial, a run with processes of its own; its settings: --help sweep
 
   --config-dir DIR   folder of your own groups and recipes (DIR/config/NAME.yaml); they win over the shipped ones
   --cfg job          print the composed configuration and stop; with --resolve, as the run will see it
@@ -52,8 +54,7 @@ usage: torchrun --nproc-per-node N -m trainer +config=RECIPE [GROUP=OPTION ...] 
   ~data.sources.NAME removes an entry of a mapping
 """
 
-SWEEP = ("one command is one run; for a sweep, loop in the shell: "
-         "for peak in 1e-3 3e-4; do torchrun ... -m trainer ... lr.peak=$peak run.name=peak-$peak; done")
+SWEEP = "several values are a sweep, which --multirun runs, a trial each"
 
 
 def compose(overrides: Sequence[str] = (), config_dir: str | os.PathLike | None = None,
@@ -65,7 +66,7 @@ def compose(overrides: Sequence[str] = (), config_dir: str | os.PathLike | None 
     """
     values, problems = gather(overrides, config_dir)
     world = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
-    config = _typed(values, problems, world)
+    config = to_config(values, problems, world)
     contradictions = check(config, world)
     if problems:
         # A setting that was refused stands at its default: what contradicts only that default is no news.
@@ -83,8 +84,9 @@ def gather(overrides: Sequence[str], config_dir: str | os.PathLike | None = None
     Raises `ConfigError` where Hydra cannot compose what is left.
     """
     problems: typed.Problems = {}
-    with _hydra(config_dir) as loader:
-        accepted = [text for override in overrides if (text := _accept(override, loader, problems))]
+    with hydra_over(config_dir) as loader:
+        groups = _groups(loader)
+        accepted = [text for override in overrides if (text := _accept(override, loader, groups, problems))]
         try:
             composed = hydra.compose("config", [*accepted, SEARCH])
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
@@ -93,7 +95,7 @@ def gather(overrides: Sequence[str], config_dir: str | os.PathLike | None = None
 
 
 @contextmanager
-def _hydra(config_dir: str | os.PathLike | None) -> Iterator[ConfigLoader]:
+def hydra_over(config_dir: str | os.PathLike | None) -> Iterator[ConfigLoader]:
     """Hydra over the user's folder, then the shipped one; whatever Hydra held before is put back."""
     holder = GlobalHydra.instance()
     before, base = holder.hydra, hydra.version.getbase()
@@ -122,7 +124,7 @@ def _groups(loader: ConfigLoader) -> list[str]:
     return [group for group in groups if group != "hydra"]
 
 
-def _accept(override: str, loader: ConfigLoader, problems: typed.Problems) -> str | None:
+def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: typed.Problems) -> str | None:
     """The override as Hydra shall see it; None, and a problem, if it can mean nothing."""
     try:
         parsed = OverridesParser.create().parse_override(override)
@@ -134,6 +136,8 @@ def _accept(override: str, loader: ConfigLoader, problems: typed.Problems) -> st
     key = parsed.key_or_group
     if parsed.is_sweep_override():
         problems[key] = f"{override}: {SWEEP}; for a list write {key}=[...]"
+    elif key.startswith("sweep."):
+        problems[key] = f"{override}: the settings of a sweep need --multirun"
     elif re.match(r"hydra\b", key):
         problems[key] = (f"{override}: Hydra only composes here, its own settings have no effect; "
                          "a folder of groups and recipes is named by --config-dir DIR")
@@ -142,9 +146,9 @@ def _accept(override: str, loader: ConfigLoader, problems: typed.Problems) -> st
             return override
         problems[key] = f"{override}: only entries of mappings can be removed, such as ~data.sources.NAME"
         if not typed.is_setting(key):
-            known = [setting.path for setting in typed.settings()] + _groups(loader)
+            known = [setting.path for setting in typed.settings()] + groups
             problems[key] += "; " + typed.unknown("", key, known)
-    elif key in _groups(loader):
+    elif key in groups:
         return _choose(key, parsed.value(), override, loader, problems)
     elif "/" in key or "@" in override.split("=")[0]:  # a group in a group, or a package: Hydra's own answer is exact
         return override
@@ -170,7 +174,7 @@ def _choose(group: str, chosen: Any, override: str, loader: ConfigLoader, proble
     return ("" if any(group in default for default in defaults if default != "_self_") else "+") + override.lstrip("+")
 
 
-def _typed(values: dict, problems: typed.Problems, world: int = 1) -> Config:
+def to_config(values: dict, problems: typed.Problems, world: int = 1) -> Config:
     """The values with interpolations resolved and types checked; what is wrong is added to `problems`.
 
     Besides OmegaConf's own interpolations there is `${from_processes:4,2}`: 2 where at least 4 processes run, else 1.
@@ -190,13 +194,15 @@ def _sentence(error: BaseException) -> str:
 
 def help_text(section: str, config_dir: str | os.PathLike | None = None) -> str:
     """The page of `--help`, or the settings of one section."""
-    sections = list(dict.fromkeys(setting.path.split(".")[0] for setting in typed.settings()))
+    from trainer.sweep.plan import SweepConfig
+    everything = [*typed.settings(), *typed.settings(SweepConfig(), "sweep")]
+    sections = list(dict.fromkeys(setting.path.split(".")[0] for setting in everything))
     if section:
-        found = [setting for setting in typed.settings() if f"{setting.path}.".startswith(f"{section}.")]
+        found = [setting for setting in everything if f"{setting.path}.".startswith(f"{section}.")]
         if not found:
             raise ConfigError(f"--help {section}: there is no such section; {nearest(section, sections)}")
         return "\n".join(_described(setting) for setting in found)
-    with _hydra(config_dir) as loader:
+    with hydra_over(config_dir) as loader:
         groups = {group: _options(loader, group) for group in _groups(loader)}
     recipes = groups.pop("config", [])
     lines = [f"  {group + '=':<14}{', '.join(options)}" for group, options in groups.items()]
@@ -224,8 +230,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--help", "-h", nargs="?", const="", metavar="SECTION")
     parser.add_argument("--multirun", "-m", action="store_true")
     options = parser.parse_intermixed_args(arguments)
-    if options.multirun:
-        raise ConfigError(f"--multirun: {SWEEP}")
+    if options.multirun and options.cfg:
+        raise ConfigError("--cfg shows the settings of one run; leave --multirun out, and give one value to each setting")
     return options
 
 
@@ -237,6 +243,9 @@ def main(arguments: Sequence[str]) -> int:
             return _print(help_text(options.help, options.config_dir))
         if options.cfg:
             return _print(_shown(options))
+        if options.multirun:
+            from trainer import sweep
+            return sweep.main(options.overrides, options.config_dir)
         return _train(compose(options.overrides, options.config_dir))
     except ConfigError as error:
         return refuse(error)
@@ -250,7 +259,7 @@ def main(arguments: Sequence[str]) -> int:
 def _shown(options: argparse.Namespace) -> str:
     """The composed configuration as YAML. How many processes will run is not known: only settings are checked."""
     values, problems = gather(options.overrides, options.config_dir)
-    config = _typed(values, problems, int(os.environ.get("WORLD_SIZE", 1)))
+    config = to_config(values, problems, int(os.environ.get("WORLD_SIZE", 1)))
     if problems:
         raise ConfigError(list(problems.values()))
     return (typed.to_yaml(config) if options.resolve else OmegaConf.to_yaml(OmegaConf.create(values))).rstrip()

@@ -16,6 +16,7 @@ from typing import Any, Iterator
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer.auto import CHOSEN, Auto, save_choice, saved_choice, write_schedule
 from trainer.batch import BatchPlan, resolve_batch
@@ -27,13 +28,14 @@ from trainer.config import Config, ConfigError
 from trainer.data.batches import Loader, eval_batches
 from trainer.data.corpus import Corpus, open_corpus
 from trainer.data.tokens import DataError
+from trainer.memory import advice, missing_memory
 from trainer.model.attention import kernel_priority
 from trainer.model.init import Weights, name_seed
 from trainer.model.spec import ModelSpec
 from trainer.observe import metrics
 from trainer.observe.deferred import DeferredScalars
 from trainer.observe.report import peak_memory_gib, print_start, step_meter
-from trainer.observe.sinks import Logger
+from trainer.observe.sinks import Logger, Status, reason_of
 from trainer.parallel.mesh import World, join, local_device
 from trainer.parallel.compress.trial import Trial
 from trainer.parallel.pipeline import ir
@@ -45,7 +47,7 @@ from trainer.parallel.pipeline.timing import StepTimes
 from trainer.parallel.plan import Plan, node_size, resolve_plan
 from trainer.state import TrainState
 from trainer.step import evaluate, train_step
-from trainer.typed import to_yaml
+from trainer.typed import flat, to_yaml
 
 DONE, FAILED, STOPPED = 0, 1, 75
 
@@ -80,7 +82,13 @@ def run(config: Config) -> Result:
     joined_before = dist.is_initialized()
     world = join(plan, device)
     with numeric_mode(config), claimed(Path(config.run.dir), world):
-        code = Training(config, spec, weights, plan, pipeline, batch, corpus, world).train()
+        try:
+            training = Training(config, spec, weights, plan, pipeline, batch, corpus, world)
+        except Exception as error:
+            if world.rank == 0 and missing_memory(error):  # before there was a log: a model too big for its plan
+                Status(Path(config.run.dir), 0, config.run.steps).close("failed", reason_of(error))
+            raise
+        code = training.train()
     if not joined_before:  # not after a failure: other ranks may still wait in a collective
         dist.destroy_process_group()
     return Result(Path(config.run.dir), code)
@@ -137,7 +145,13 @@ def main(config: Config) -> int:
         return run(config).code
     except (NonFinite, DataError, PeerError) as error:
         print(f"training stopped: {error}", file=sys.stderr, flush=True)
-        return 1
+        return FAILED
+    except Exception as error:
+        if (missing := missing_memory(error)) is None:
+            raise
+        get_error_handler().record_exception(error)  # for torchrun's report, which names the first rank that failed
+        print(f"out of memory on rank {os.environ.get('RANK', 0)}: {missing}. To need less, set {advice(config)}", file=sys.stderr, flush=True)
+        return FAILED
 
 
 def starting_point(config: Config) -> tuple[ModelSpec, Weights | None]:
@@ -150,12 +164,6 @@ def starting_point(config: Config) -> tuple[ModelSpec, Weights | None]:
         raise ConfigError(f"batch.sequence_length={config.batch.sequence_length} exceeds the {spec.max_length} learned positions of "
                           f"model.from_hf={config.model.from_hf}")
     return spec, HFWeights(config.model.from_hf, spec)
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{'a': {'b': 1}} -> {'a.b': 1}."""
-    return {name: leaf for key, value in values.items()
-            for name, leaf in (flat(value, f"{prefix}{key}.").items() if isinstance(value, dict) else [(prefix + key, value)])}
 
 
 class Training:
@@ -263,7 +271,7 @@ class Training:
 
     def train(self) -> int:
         """The loop. Returns the exit code."""
-        config, first, status, code = self.config, self.state.step, "failed", FAILED
+        config, first, status, code, reason = self.config, self.state.step, "failed", FAILED, None
         try:
             with self.signals():
                 gc.collect()
@@ -292,10 +300,13 @@ class Training:
                     self.draw_schedule()
             self.checkpointer.close()
             self.state.close()
+        except BaseException as error:
+            reason = reason_of(error)
+            raise
         finally:
             gc.unfreeze()
             self.loader.close()
-            self.log.close(status)
+            self.log.close(status, reason)
         return code
 
     def save_last(self) -> bool:

@@ -65,6 +65,12 @@ def plain(value: Any) -> Any:
     return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{'a': {'b': 1}} -> {'a.b': 1}."""
+    return {name: leaf for key, value in values.items()
+            for name, leaf in (flat(value, f"{prefix}{key}.").items() if isinstance(value, dict) else [(prefix + key, value)])}
+
+
 def complete(section: Any, given: dict) -> dict:
     """`given` over the defaults of a dataclass instance, in the schema's order.
 
@@ -89,9 +95,9 @@ class Invalid(Exception):
     """A value that its setting cannot take."""
 
 
-def build(values: dict, problems: Problems) -> Config:
+def build(values: dict, problems: Problems, schema: type = Config, path: str = "") -> Any:
     """The typed configuration. What is wrong goes to `problems`, and the setting keeps its default."""
-    return _convert(Config, values, "", problems)
+    return _convert(schema, values, path, problems)
 
 
 def _convert(hint: Any, value: Any, path: str, problems: Problems, choices: tuple | None = None,

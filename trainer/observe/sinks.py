@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 from urllib.parse import urlparse
@@ -70,17 +71,17 @@ class Logger:
         if self._console is not None:
             self._try(self._console, self._console.event, text)
 
-    def close(self, status: str = "done") -> None:
-        """Flushes and ends every sink. `status` is 'done', 'stopped' (saved, to be continued) or else a failure."""
+    def close(self, status: str = "done", reason: str | None = None) -> None:
+        """Flushes and ends every sink. `status` is 'done', 'stopped' (saved, to be continued) or else a failure for `reason`."""
         for sink in reversed(list(self._sinks)):  # the console last: the others may have something to say
-            self._try(sink, sink.close, status)
+            self._try(sink, partial(sink.close, reason=reason) if isinstance(sink, Status) else sink.close, status)
         self._sinks, self._console = [], None
 
     def _open(self, name: str, make: Callable[[], Any]) -> None:
         try:
             self._sinks.append(make())
         except Exception as error:
-            self.event(f"{name} is off: {_reason(error)}")
+            self.event(f"{name} is off: {reason_of(error)}")
 
     def _write(self, record: Record, names: tuple[str, ...]) -> None:
         if self._sinks:
@@ -95,10 +96,11 @@ class Logger:
             self._sinks.remove(sink)
             if sink is self._console:
                 self._console = None
-            self.event(f"{type(sink).__name__} is off from here: {_reason(error)}")
+            self.event(f"{type(sink).__name__} is off from here: {reason_of(error)}")
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """An error's kind and first line."""
     first = str(error).strip().splitlines()
     return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
 
@@ -156,7 +158,8 @@ class JsonLines:
 
 class Status:
     """status.json: what has become of a run, for scripts that start it again: 'running', 'done', 'stopped' (saved, to be
-    continued) or 'failed', with the last logged step and the number of them. What was killed stays 'running'."""
+    continued) or 'failed', with the last logged step, the number of them and, if known, the reason of a failure. What was
+    killed stays 'running'."""
 
     def __init__(self, folder: Path, resume_step: int, total: int):
         self.path, self.step, self.total = folder / "status.json", resume_step, total
@@ -165,12 +168,13 @@ class Status:
     def write(self, record: Record) -> None:
         self.step = record["step"]
 
-    def close(self, status: str) -> None:
-        self._put(status)
+    def close(self, status: str, reason: str | None = None) -> None:
+        self._put(status, reason)
 
-    def _put(self, status: str) -> None:
+    def _put(self, status: str, reason: str | None = None) -> None:
         beside = self.path.with_suffix(".json.new")
-        beside.write_text(json.dumps({"status": status, "step": self.step, "steps": self.total}) + "\n")
+        because = {"reason": reason} if reason else {}
+        beside.write_text(json.dumps({"status": status, "step": self.step, "steps": self.total, **because}) + "\n")
         os.replace(beside, self.path)
 
 
@@ -342,7 +346,7 @@ class Wandb:
         try:
             return wandb.init(mode=mode, resume="allow", **arguments)
         except Exception as error:
-            self.notify(f"wandb stays offline, `wandb sync` delivers the run later: {_reason(error)}")
+            self.notify(f"wandb stays offline, `wandb sync` delivers the run later: {reason_of(error)}")
             wandb.teardown()  # its service still holds the run's id
             return wandb.init(mode="offline", **arguments)
 

@@ -19,7 +19,7 @@ from trainer.model.spec import ModelSpec, divisors
 from trainer.parallel.compress.settings import describe
 from trainer.parallel.pipeline.layout import Pipeline, resolve_pipeline
 from trainer.parallel.plan import Plan, check_plan, node_size, resolve_plan
-from trainer.train import flat
+from trainer.typed import flat
 
 FREE = ("parallel.", "precision.compute", "precision.reduce", "precision.matmul", "precision.loss_scale", "precision.scale_",
         "precision.growth_interval", "activation.", "batch.micro_size", "batch.accumulation", "loss.chunk", "compile")

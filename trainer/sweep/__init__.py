@@ -1,0 +1,111 @@
+"""`python -m trainer --multirun`: many runs, each in processes of its own, and one table of what became of them.
+
+Every trial is composed and checked before the first starts. One that cannot run, or that finds no memory, is a result.
+"""
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.config import ConfigError
+from trainer.observe.tables import count
+from trainer.sweep import local
+from trainer.sweep.plan import SweepConfig, Trial, expand, make_trials
+from trainer.sweep.results import FINISHED, STOPPED, Results, changes, read_start, show
+
+
+def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) -> int:
+    """Runs a sweep and prints its table. The exit code: 0 all trials have a result, 1 some failed, 75 it was stopped.
+
+    Raises `ConfigError` before anything starts where no trial can run.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
+        raise ConfigError("--multirun starts the processes of every trial itself; say python -m trainer --multirun, and sweep.processes=N")
+    sweep, common, swept = expand(arguments, config_dir)
+    gpus = local.visible_gpus() if sweep.launcher == "local" else []
+    trials = make_trials(sweep, common, swept, config_dir, len(gpus))
+    folder = Path(sweep.dir)
+    descriptor = _claim(folder)
+    try:
+        results = Results(folder)
+        waiting = _waiting(trials, results)
+        _say(f"sweep {sweep.name}: {_counted(trials, results, waiting)}; results in {results.path}")
+
+        def ended(trial: Trial, status: str, reason: str | None) -> None:
+            line = results.put(trial, status, reason)
+            numbers = [f"loss {line['loss']:.4f}"] if line["loss"] is not None else []
+            numbers += [f"{count(line['tokens_per_second'])} tokens/s"] if line["tokens_per_second"] is not None else []
+            _say(f"trial {trial.name}: {', '.join([status.replace('_', ' '), *numbers])}" + (f" - {reason}" if reason else ""))
+
+        if sweep.launcher == "submitit":
+            from trainer.sweep import slurm
+            slurm.run(waiting, sweep, config_dir, ended, _say)
+        else:
+            local.run(waiting, sweep, config_dir, gpus, ended, _say)
+        for trial in waiting:
+            if trial.name not in results.lines:
+                results.put(trial, "submitted" if sweep.launcher == "submitit" else "not_started")
+        mine = [results.lines[trial.name] for trial in trials]
+        show(mine, sweep.sort)
+    finally:
+        os.close(descriptor)
+    statuses = {line["status"] for line in mine}
+    return 1 if "failed" in statuses else STOPPED if statuses & {"stopped", "not_started"} else 0
+
+
+def _waiting(trials: list[Trial], results: Results) -> list[Trial]:
+    """The trials that are to be run, as far as earlier starts of the sweep have not; those that cannot are put down as refused.
+
+    Raises `ConfigError` where a folder holds the outcome of other settings.
+    """
+    waiting, problems = [], []
+    for trial in trials:
+        before, started = results.lines.get(trial.name, {}), read_start(trial)
+        changed = changes(trial, started) if started else []
+        if changed and before.get("status") in (*FINISHED, "stopped", "timeout", "submitted"):
+            problems.append(f"{trial.folder} holds this trial with other settings ({'; '.join(changed[:3])}); set another sweep.name, or "
+                            "remove it")
+        elif not (started and before.get("status") in FINISHED):
+            results.lines.pop(trial.name, None)
+            trial.job = started.get("job") if before.get("status", "submitted") == "submitted" else None
+            if started:  # what it has saved is its own, whatever the recipe says; of other settings it starts anew
+                trial.overrides.append(f"checkpoint.resume={'none' if changed else 'auto'}")
+            waiting.append(trial)
+    if problems:
+        raise ConfigError(problems)
+    for trial in trials:
+        if trial.refusal:
+            results.put(trial, "refused", "; ".join(trial.refusal))
+    return [trial for trial in waiting if not trial.refusal]
+
+
+def _counted(trials: list[Trial], results: Results, waiting: list[Trial]) -> str:
+    before = Counter(results.lines[trial.name]["status"].replace("_", " ") for trial in trials if trial.name in results.lines)
+    known = [f"{number} {status}" for status, number in before.items()]
+    return ", ".join([f"{len(trials)} trial{'s' * (len(trials) > 1)}", *known, f"{len(waiting)} to run"])
+
+
+def _claim(folder: Path) -> int:
+    """Keeps other sweeps out of the folder. Returns what to close afterwards."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"sweep.dir={folder} cannot be made a folder ({error.strerror}); set another sweep.dir") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"sweep.dir={folder} is in use by another sweep; wait for it, or set another sweep.name") from None
+    except OSError:
+        pass  # a file system without locks
+    return descriptor
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # a terminal that has gone ends no trial
+        print(text, flush=True)

@@ -1,0 +1,128 @@
+"""Trials as processes of this machine: each a torchrun of its own, on GPUs of its own."""
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainer.sweep import results
+from trainer.sweep.plan import SweepConfig, Trial
+
+SAVING = 300.0
+"""Seconds that a trial has to save after a stop signal, before it is killed."""
+
+Ended = Callable[[Trial, str, str | None], None]
+"""Takes a trial, its status, and the reason for it."""
+
+
+def visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls each GPU that is free for trials."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+    try:
+        lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [str(number) for number in range(sum(line.startswith("GPU ") for line in lines))]
+
+
+def command(trial: Trial, *torchrun: str, config_dir: str | None, start: int = 0) -> list[str]:
+    """What starts a trial's processes on a node; `torchrun` says how they find each other. Errors of ranks go to torchrun/START."""
+    folder = ["--config-dir", config_dir] if config_dir else []
+    return [sys.executable, "-m", "trainer.agent", *torchrun, "--log-dir", str(trial.folder.absolute() / "torchrun" / str(start)),
+            "-m", "trainer", *folder, *trial.overrides]
+
+
+@dataclass
+class Running:
+    """A trial under way. asked: the status that was asked for by a stop signal, `since` when; told: the workers that got it."""
+    trial: Trial
+    agent: subprocess.Popen
+    gpus: list[str]
+    deadline: float
+    kills: int | None
+    asked: str | None = None
+    since: float = 0.0
+    told: set[int] = field(default_factory=set)
+
+    def workers(self) -> list[int]:
+        """The processes that the agent has started, each the head of a process group."""
+        try:
+            return list(map(int, Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split()))
+        except OSError:
+            return []
+
+    def stop(self, status: str) -> None:
+        """Asks for an end after the present step, with a checkpoint. To be called again for workers that were not there yet."""
+        if self.asked is None:
+            self.asked, self.since = status, time.monotonic()
+        for pid in set(self.workers()) - self.told:
+            self.told.add(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        for pid in [*self.workers(), self.agent.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def run(trials: list[Trial], sweep: SweepConfig, config_dir: str | None, gpus: list[str], ended: Ended, say: Callable[[str], None]) -> None:
+    """Runs the trials in order, `sweep.parallel` at a time. A stop signal ends those that run, and no other is started; a second
+    one kills them."""
+    waiting, running, free = list(trials), [], list(gpus)
+    with _signals() as signals:
+        try:
+            while running or waiting and not signals:
+                while waiting and not signals and len(running) < sweep.parallel:
+                    wanted = waiting[0].processes if gpus and waiting[0].on_gpus else 0
+                    if wanted > len(free):
+                        break
+                    running.append(_start(waiting.pop(0), [free.pop(0) for _ in range(wanted)], sweep, config_dir))
+                    say(f"trial {running[-1].trial.name}: started" + (f" on GPU {','.join(running[-1].gpus)}" if wanted else ""))
+                for one in list(running):
+                    if one.agent.poll() is not None:
+                        running.remove(one)
+                        free += one.gpus
+                        killed = None if one.kills is None else (results.oom_kills() or 0) > one.kills
+                        ended(one.trial, *results.outcome(one.trial.folder, one.agent.returncode, one.asked, killed))
+                    elif len(signals) > 1 or one.asked and time.monotonic() > one.since + SAVING:
+                        one.kill()
+                    elif signals or time.monotonic() > one.deadline:
+                        one.stop("stopped" if signals else "timeout")
+                time.sleep(0.1)
+        finally:
+            for one in running:  # an error of the sweep itself
+                one.kill()
+
+
+def _start(trial: Trial, gpus: list[str], sweep: SweepConfig, config_dir: str | None) -> Running:
+    results.clear(trial.folder)
+    results.note_start(trial)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
+    with open(trial.folder / "log.txt", "ab") as log:
+        agent = subprocess.Popen(command(trial, "--standalone", "--nproc-per-node", str(trial.processes), config_dir=config_dir),
+                                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True)
+    limit = 60 * sweep.time_minutes if sweep.time_minutes else float("inf")
+    return Running(trial, agent, gpus, time.monotonic() + limit, results.oom_kills())
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The stop signals that have come so far; the trials, in sessions of their own, do not get a terminal's Ctrl-C."""
+    come: list[int] = []
+    heeded = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+              if signal.getsignal(number) != signal.SIG_IGN]  # as nohup has it
+    before = {number: signal.signal(number, lambda number, _: come.append(number)) for number in heeded}
+    try:
+        yield come
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,212 @@
+"""From overrides with several values to checked trials. Needs no torch and starts nothing."""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from trainer import typed
+from trainer.checks import check, outside
+from trainer.cli import gather, hydra_over, to_config
+from trainer.config import Config, ConfigError, ParallelConfig
+from trainer.model.spec import option
+
+SORTS = ("tokens_per_second", "mfu", "loss", "eval_loss", "memory_gib", "step_seconds_p50")
+RANGES = {"processes": "[1, inf)", "parallel": "[1, inf)", "time_minutes": "(0, inf)", "slurm.time_minutes": "[1, inf)",
+          "slurm.nodes": "[1, inf)", "slurm.gpus_per_node": "[0, inf)", "slurm.cpus_per_node": "[1, inf)", "slurm.memory_gib": "(0, inf)"}
+
+
+@dataclass
+class SlurmConfig:
+    """What each trial's job asks for."""
+    time_minutes: int = option(60, "time limit of a job; a trial that reaches it saves, is requeued and goes on", unit="minutes")
+    nodes: int = option(1, "nodes of a trial")
+    gpus_per_node: int = option(0, "GPUs of each node")
+    cpus_per_node: Optional[int] = option(None, "cores of each node; null leaves it to the cluster")
+    memory_gib: Optional[float] = option(None, "host memory of each node; null leaves it to the cluster", unit="GiB")
+    partition: Optional[str] = option(None, "partition; null means the cluster's default")
+    account: Optional[str] = option(None, "account")
+    qos: Optional[str] = option(None, "quality of service")
+    options: dict[str, Any] = option({}, "further options of sbatch: {constraint: h200, exclusive: true}")
+
+
+@dataclass
+class SweepConfig:
+    """Settings of a sweep; a trial does not see them."""
+    name: Optional[str] = option(None, "name of the sweep; null means that of the run and -sweep")
+    dir: Optional[str] = option(None, "folder of the results, with one of each trial; null means runs/NAME")
+    processes: Optional[int] = option(None, "processes of each trial; null means those that its plan names (parallel.dp is set), else "
+                                      "the machine's GPUs over sweep.parallel, or the fewest that the plan can have on CPUs")
+    parallel: int = option(1, "trials that run at a time, each on GPUs of its own")
+    time_minutes: Optional[float] = option(None, "a trial that takes longer saves and ends; null means no limit", unit="minutes")
+    sort: str = option("tokens_per_second", "what the table is sorted by, best first", SORTS)
+    launcher: str = option("local", "where trials run: as processes of this machine, or each as a job of Slurm", ("local", "submitit"))
+    wait: bool = option(True, "submitit: wait for the jobs; else the same command, given again, collects what has ended")
+    slurm: SlurmConfig = option(SlurmConfig(), "submitit: what each trial's job asks for")
+
+
+@dataclass
+class Trial:
+    """One run of a sweep. overrides: all it is started with; swept: those that make it this one of the trials; settings: as the
+    run will see them; refusal: why it cannot run, if so; job: its job of Slurm, where it has one that nobody has asked after."""
+    name: str
+    folder: Path
+    swept: list[str]
+    overrides: list[str]
+    processes: int
+    settings: dict[str, Any]
+    refusal: list[str] = field(default_factory=list)
+    job: Optional[str] = None
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.settings["run"]["device"] != "cpu"
+
+
+def expand(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) -> tuple[SweepConfig, list[str], list[list[str]]]:
+    """The settings of the sweep, the overrides that all trials have, and those of each trial, in the order of Hydra's own sweeper.
+
+    Raises `ConfigError` with everything that is wrong about the sweep itself; the rest is for the composition to find.
+    """
+    own, common, swept, problems = OmegaConf.create({}), [], [], {}
+    with hydra_over(config_dir) as loader:
+        parser = OverridesParser.create(config_loader=loader)
+        for text in arguments:
+            try:
+                [override] = parser.parse_overrides([text])
+            except HydraException:
+                common.append(text)
+                continue
+            key = override.key_or_group
+            if key == "sweep" or key.startswith("sweep."):
+                if override.is_sweep_override():
+                    problems[text] = f"{text}: the settings of a sweep have one value; for a list write {key}=[...]"
+                else:
+                    OmegaConf.update(own, key, override.value(), merge=True)
+            elif key == "run.dir" or key == "run.name" and override.is_sweep_override():
+                problems[text] = f"{text}: each trial has a name and a folder of its own in sweep.dir; set sweep.name or sweep.dir"
+            else:
+                (swept if override.is_sweep_override() else common).append(override if override.is_sweep_override() else text)
+        problems |= _problems_of_values(swept)
+        trials = [] if problems else BasicSweeper.split_arguments(swept, None)[0]
+    sweep = typed.build(OmegaConf.to_container(own).get("sweep", {}), problems, SweepConfig, "sweep")
+    problems |= {path: text for path, interval in RANGES.items() if (value := _get(sweep, path)) is not None
+                 and (text := outside(f"sweep.{path}", value, interval))}
+    if sweep.launcher == "submitit" and sweep.time_minutes:
+        problems["time"] = f"sweep.time_minutes={sweep.time_minutes}: a job's limit is sweep.slurm.time_minutes"
+    if sweep.processes and sweep.processes % sweep.slurm.nodes:
+        problems["nodes"] = f"sweep.processes={sweep.processes} is not a multiple of sweep.slurm.nodes={sweep.slurm.nodes}"
+    if problems:
+        raise ConfigError(list(problems.values()))
+    return sweep, common, trials
+
+
+def _problems_of_values(swept: list[Override]) -> dict[str, str]:
+    problems = {}
+    keys = [override.key_or_group for override in swept]
+    for override in swept:
+        text, key = override.input_line, override.key_or_group
+        if not override.is_discrete_sweep():
+            problems[text] = f"{text}: an interval has no values to be tried one by one; name them as in {key}=1,2 or range(1,3)"
+        elif keys.count(key) > 1:
+            problems[key] = f"{key} has several values twice; put them into one override"
+        elif not list(override.sweep_string_iterator()):
+            problems[text] = f"{text} fits nothing; a glob is for the options of a group, such as parallel=glob(zero*)"
+    return problems
+
+
+def _get(section: Any, path: str) -> Any:
+    for name in path.split("."):
+        section = getattr(section, name)
+    return section
+
+
+def make_trials(sweep: SweepConfig, common: list[str], swept: list[list[str]], config_dir: str | os.PathLike | None,
+                gpus: int) -> list[Trial]:
+    """The trials, composed and checked, on a machine with so many GPUs; sets the sweep's name and folder where it has none.
+
+    Raises `ConfigError` for an override that means nothing, and where no trial is legal.
+    """
+    first = to_config(*gather([*common, *swept[0]], config_dir))
+    sweep.name = sweep.name or f"{first.run.name}-sweep"
+    sweep.dir = sweep.dir or f"runs/{sweep.name}"
+    trials, problems = [], {}
+    for values, name in zip(swept, names(swept)):
+        folder = Path(sweep.dir) / name
+        overrides = [*common, *values, f"run.name={_quoted(f'{sweep.name}/{name}')}", f"run.dir={_quoted(str(folder))}"]
+        plain, wrong = gather(overrides, config_dir)
+        processes = sweep.processes or _processes(to_config(plain, wrong), sweep, gpus)
+        config = to_config(plain, wrong, processes)
+        problems |= wrong
+        refusal = [] if wrong else check_on(config, processes, sweep.slurm.nodes, gpus, sweep.launcher)
+        trials.append(Trial(name, folder, values, overrides, processes, json.loads(json.dumps(typed.plain(config))), refusal))
+    if problems:
+        raise ConfigError(list(problems.values()))
+    if all(trial.refusal for trial in trials):
+        shared = [reason for reason in trials[0].refusal if all(reason in trial.refusal for trial in trials)]
+        raise ConfigError(shared + [f"trial {trial.name}: {reason}" for trial in trials for reason in trial.refusal if reason not in shared])
+    return trials
+
+
+def check_on(config: Config, processes: int, nodes: int, gpus: int, launcher: str) -> list[str]:
+    """Why a trial cannot run on so many processes of so many nodes, of a machine with so many GPUs."""
+    if processes % nodes:
+        return [f"{processes} processes are not a multiple of sweep.slurm.nodes={nodes}; set sweep.processes"]
+    if launcher == "local" and gpus and config.run.device != "cpu" and processes > gpus:
+        return [f"{processes} processes need as many GPUs, and there are {gpus}; set sweep.processes, or run.device=cpu"]
+    before = os.environ.get("LOCAL_WORLD_SIZE")
+    os.environ["LOCAL_WORLD_SIZE"] = str(processes // nodes)  # what the plan's check takes for the size of a node
+    try:
+        return check(config, processes)
+    finally:
+        os.environ.pop("LOCAL_WORLD_SIZE")
+        os.environ |= {"LOCAL_WORLD_SIZE": before} if before else {}
+
+
+def _processes(config: Config, sweep: SweepConfig, gpus: int) -> int:
+    """How many processes a trial has where the sweep does not say."""
+    fewest = fewest_processes(config.parallel)
+    if config.parallel.dp > 0:
+        return fewest
+    if sweep.launcher == "submitit":
+        return sweep.slurm.nodes * sweep.slurm.gpus_per_node or max(fewest, sweep.slurm.nodes)
+    return gpus // sweep.parallel if config.run.device != "cpu" and gpus >= sweep.parallel else fewest
+
+
+def fewest_processes(parallel: ParallelConfig) -> int:
+    return parallel.tp * parallel.pp * max(parallel.dp, parallel.shard, 1)
+
+
+def names(swept: list[list[str]]) -> list[str]:
+    """A readable name for each trial, fit for a folder: `parallel-zero1_peak-0.001`; of a setting, as much as tells it from others.
+
+    A name depends on the trial's own values, so that trials added to a sweep leave those of others.
+    """
+    keys = [text.partition("=")[0].lstrip("+~") for text in swept[0]]
+    short = [next(tail for n in range(1, len(parts) + 1) if (tail := ".".join(parts[-n:])) and
+                  [other for other in keys if f".{other}".endswith(f".{tail}")] == [key])
+             for key in keys for parts in [key.split(".")]]
+    found: list[str] = []
+    for values in swept:
+        tried = [re.sub(r"[^\w.+-]+", "-", text.partition("=")[2]).strip("-") for text in values]
+        name = "_".join(f"{name}-{value}" for name, value in zip(short, tried)) or "single"
+        if name in found or len(name) > 120:
+            name = f"{name[:100]}-{hashlib.blake2b(' '.join(values).encode(), digest_size=4).hexdigest()}"
+        found.append(name)
+    return found
+
+
+def _quoted(text: str) -> str:
+    """A value as Hydra's grammar reads it back."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,188 @@
+"""What has become of each trial: read from its folder, kept in results.jsonl, shown as a table."""
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from trainer.config import ConfigError
+from trainer.memory import lacks_memory, said
+from trainer.observe import metrics
+from trainer.observe.tables import console_for, count, duration, percent, print_table, size
+from trainer.sweep.plan import Trial
+from trainer.typed import flat
+
+Result = dict[str, Any]
+"""A line of results.jsonl: trial, overrides, processes, status, the names of MEASURED, reason, folder."""
+
+MEASURED = ("loss", "eval_loss", "tokens_per_second", "mfu", "memory_gib", "step_seconds_p50")
+FINISHED = ("done", "out_of_memory")
+"""Statuses of trials that a later start of the same sweep leaves as they are."""
+STOPPED = 75
+STARTED = "trial.json"
+
+
+def clear(folder: Path) -> None:
+    """Makes a trial's folder ready for a start: what an earlier one has said of its end says nothing about this one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "status.json").unlink(missing_ok=True)
+    shutil.rmtree(folder / "torchrun", ignore_errors=True)
+
+
+def note_start(trial: Trial, **more: Any) -> None:
+    """Keeps what a trial is started with, so that a later start can tell whether it is the same one."""
+    (trial.folder / STARTED).write_text(json.dumps({"processes": trial.processes, "settings": trial.settings, **more}) + "\n")
+
+
+def read_start(trial: Trial) -> dict[str, Any]:
+    """What was kept of the trial's earlier start; empty if there was none."""
+    try:
+        return json.loads((trial.folder / STARTED).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def changes(trial: Trial, started: dict[str, Any]) -> list[str]:
+    """In what a trial differs from the one that was started in its folder before."""
+    old, new = ({"sweep.processes": one["processes"], **flat(one["settings"])}
+                for one in (started, {"processes": trial.processes, "settings": trial.settings}))
+    return [f"{name}={new.get(name)}, then {old.get(name)}" for name in {**new, **old}
+            if old.get(name) != new.get(name) and name not in ("run.dir", "run.name", "checkpoint.resume")]
+
+
+def oom_kills() -> int | None:
+    """How many processes the kernel has killed for lack of host memory since it started; None where it does not say."""
+    try:
+        return int(re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)[1])
+    except (OSError, TypeError):
+        return None
+
+
+def outcome(folder: Path, code: int | None, asked: str | None = None, kernel_killed: bool | None = None) -> tuple[str, str | None]:
+    """A trial's status and the reason for it, after its start has ended.
+
+    code: of the agent, None if it is not known; asked: the status that the sweep itself asked for by a stop signal;
+    kernel_killed: whether the kernel has meanwhile killed processes for lack of memory, None if that is not known.
+    """
+    status = _read(folder / "status.json")
+    if code == 0 or code is None and status.get("status") == "done":
+        return "done", None
+    errors = error_texts(folder) + ([status["reason"]] if "reason" in status else [])
+    if short := next(filter(lacks_memory, errors), None):
+        return "out_of_memory", said(short)
+    if asked is not None:
+        return asked, None
+    if code == 128 + signal.SIGKILL and kernel_killed is not False:
+        return "out_of_memory", "a process was killed, probably by the kernel for lack of host memory"
+    text = "".join(_tail(path) for path in sorted(folder.glob("log*.txt")))  # of each node: rank 0 may be on any
+    if code == 2:
+        told = re.findall(r"^configuration error[^:\n]*:(.*(?:\n  - .*)*)", text, re.MULTILINE)
+        return "refused", "; ".join(part.strip() for part in told[-1].split("\n  - ") if part.strip()) if told else "see log.txt"
+    if code == STOPPED or status.get("status") == "stopped":
+        return "stopped", "by a signal from elsewhere, after saving"
+    if code == 128 + signal.SIGKILL:
+        return "failed", "a process was killed by SIGKILL, and not by the kernel for lack of memory"
+    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), f"ended with code {code}")
+    return "failed", said(errors[0]) if errors else last
+
+
+def error_texts(folder: Path) -> list[str]:
+    """What the ranks of a trial's last start left for torchrun to report, the first to fail first."""
+    starts = sorted((folder / "torchrun").glob("*/"), key=lambda path: int(path.name))
+    found = []
+    for path in starts[-1].glob("**/error.json") if starts else []:
+        message = _read(path).get("message")
+        if isinstance(message, dict):
+            found.append((int(message.get("extraInfo", {}).get("timestamp", 0)), str(message.get("message"))))
+    return [text for _, text in sorted(found)]
+
+
+def measured(folder: Path) -> dict[str, float | None]:
+    """Last losses, highest memory, and speed: the median over the logged steps, without the first, which warms up."""
+    none = dict.fromkeys(MEASURED)
+    try:
+        lines = metrics.read(folder) if (folder / "status.json").exists() else []
+    except ConfigError:
+        return none
+    steps, evaluations = [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
+    if not steps:
+        return none
+    steady = {name: [line[name] for line in steps[1:] or steps if line[name] is not None] for name in ("tokens_per_second", "mfu")}
+    return none | {name: statistics.median(values) if values else None for name, values in steady.items()} | {
+        "loss": steps[-1]["loss"], "step_seconds_p50": steps[-1]["step_seconds_p50"],
+        "eval_loss": evaluations[-1]["eval_loss"] if evaluations else None,
+        "memory_gib": max((line["memory_gib"] for line in steps if line["memory_gib"] is not None), default=None)}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _tail(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - 2**16))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+class Results:
+    """results.jsonl of a sweep: one object a trial, those of earlier starts included; written anew, atomically, at each change."""
+
+    def __init__(self, folder: Path):
+        self.path, self.lines = folder / "results.jsonl", {}
+        try:
+            for text in self.path.read_text().splitlines():
+                line = json.loads(text)
+                self.lines[line["trial"]] = line
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{self.path} cannot be read as results of a sweep ({error}); set another sweep.name, or remove it") from None
+
+    def put(self, trial: Trial, status: str, reason: str | None = None) -> Result:
+        line = {"trial": trial.name, "overrides": trial.swept, "processes": trial.processes, "status": status,
+                **(dict.fromkeys(MEASURED) if status in ("refused", "not_started", "submitted") else measured(trial.folder)),
+                "reason": reason, "folder": str(trial.folder)}
+        self.lines[trial.name] = line
+        beside = self.path.with_suffix(".jsonl.new")
+        beside.write_text("".join(json.dumps(line) + "\n" for line in self.lines.values()))
+        os.replace(beside, self.path)
+        return line
+
+
+COLUMNS = {"loss": ("loss", lambda value: f"{value:.4f}"), "eval_loss": ("evaluation", lambda value: f"{value:.4f}"),
+           "tokens_per_second": ("tokens/s", count), "mfu": ("MFU", percent), "memory_gib": ("memory", lambda value: size(value * 2**30)),
+           "step_seconds_p50": ("step", duration)}
+
+
+def show(results: Iterable[Result], sort: str) -> None:
+    """Prints the results as a table, the best first; what is not known of any trial has no column."""
+    sign = -1 if sort in ("tokens_per_second", "mfu") else 1
+    rows = sorted(results, key=lambda line: (line["status"] != "done", line[sort] is None, sign * (line[sort] or 0)))
+    console, frame = console_for(None)
+    table = Table(box=frame, header_style="dim", pad_edge=frame is not None)
+    known = [name for name in COLUMNS if any(row[name] is not None for row in rows)]
+    reasons = any(row["reason"] for row in rows)
+    for title in ("trial", "processes", "status", *(COLUMNS[name][0] for name in known), *(["reason"] if reasons else [])):
+        words = title in ("trial", "status", "reason")
+        table.add_column(title, justify="left" if words else "right", no_wrap=title != "reason", overflow="fold")
+    for row in rows:
+        table.add_row(escape(row["trial"]), str(row["processes"]), row["status"].replace("_", " "),
+                      *("-" if row[name] is None else COLUMNS[name][1](row[name]) for name in known),
+                      *([escape(row["reason"] or "")] if reasons else []))
+    print_table(console, table)

@@ -1,0 +1,155 @@
+"""Trials as jobs of Slurm, through submitit: one torchrun on each node; a job that is told to make room saves, and is requeued."""
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config import ConfigError
+from trainer.sweep import results
+from trainer.sweep.local import Ended, command
+from trainer.sweep.plan import SlurmConfig, SweepConfig, Trial
+
+# What submitit asks Slurm to send when the time limit is near: to all processes of a job, of which workers know this one.
+SIGNAL = "USR1"
+os.environ["SUBMITIT_PREEMPT_SIGNAL"] = SIGNAL
+
+try:
+    import submitit
+    from submitit.core.utils import JobPaths
+except ImportError:
+    raise ConfigError("sweep.launcher=submitit needs submitit: pip install 'submitit>=1.5.2,<2'") from None
+
+POLL = 2.0
+"""Seconds between looks at the queue."""
+
+REQUEUES = 1000
+"""How often a trial may reach its time limit; each time it has come on."""
+
+# Run by the job's script on its first node. A node's name need not resolve; a port that is free now is new at every start.
+RENDEZVOUS = [
+    f"export SUBMITIT_PREEMPT_SIGNAL={SIGNAL}",
+    "nodes=($(scontrol show hostnames \"$SLURM_JOB_NODELIST\"))",
+    "head=$(scontrol show node -o \"${nodes[0]}\" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')",
+    "export TRAINER_RENDEZVOUS=$head:"
+    f"$({sys.executable} -c 'import socket; s = socket.socket(); s.bind((\"\", 0)); print(s.getsockname()[1])')"]
+
+
+@dataclass
+class Job:
+    """What submitit calls on every node of a trial's job. processes: of a node."""
+    trial: Trial
+    processes: int
+    config_dir: str | None
+
+    def __call__(self) -> int:
+        """The exit code of this node's agent."""
+        node, restart = int(os.environ["SLURM_PROCID"]), int(os.environ.get("SLURM_RESTART_COUNT", 0))
+        number = os.environ["SLURM_JOB_ID"]
+        rendezvous = ["--nnodes", os.environ["SLURM_JOB_NUM_NODES"], "--nproc-per-node", str(self.processes), "--rdzv-backend", "c10d",
+                      "--rdzv-endpoint", os.environ["TRAINER_RENDEZVOUS"], "--rdzv-id", f"{number}.{restart}"]
+        again = ["checkpoint.resume=auto"] if restart else []  # what the first start has saved, whatever the recipe says
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        with open(self.trial.folder / (f"log-{node}.txt" if node else "log.txt"), "ab") as log:
+            self.agent = subprocess.Popen([*command(self.trial, *rendezvous, config_dir=self.config_dir, start=restart), *again],
+                                          stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        while not self.ended():
+            time.sleep(0.5)
+        code = self.agent.wait()
+        if code == results.STOPPED and node == 0 and _state(number) == "RUNNING":  # a preemption, which tells the workers alone
+            subprocess.run(["scontrol", "requeue", number], check=True)
+            sys.exit(code)  # leaving no result
+        return code
+
+    def ended(self) -> bool:
+        """Whether the agent has; without Popen's lock, since `checkpoint` may interrupt anything."""
+        return os.waitid(os.P_PID, self.agent.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def checkpoint(self) -> submitit.helpers.DelayedSubmission:
+        """What to run after the requeue. submitit asks when the time limit is near; the workers know by themselves, and save."""
+        while not self.ended():
+            time.sleep(0.5)
+        return submitit.helpers.DelayedSubmission(Job(self.trial, self.processes, self.config_dir))
+
+
+def run(trials: list[Trial], sweep: SweepConfig, config_dir: str | None, ended: Ended, say: Callable[[str], None]) -> None:
+    """Submits the trials that have no job yet, and waits for all unless told not to. A signal ends the waiting, not the jobs."""
+    folder, left, stopped = Path(sweep.dir).absolute() / "submitit", list(trials), []
+    for trial in trials:
+        if trial.job is None:
+            _submit(trial, sweep, config_dir, folder)
+            say(f"trial {trial.name}: submitted as job {trial.job}")
+    before = {number: signal.signal(number, lambda *_: stopped.append(True)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while left and not stopped:
+            queued = _queued()
+            for trial in [trial for trial in left if queued is not None and trial.job not in queued]:
+                left.remove(trial)
+                ended(trial, *_outcome(trial, folder, sweep.slurm.nodes))
+            if not sweep.wait:
+                break
+            look = time.monotonic() + POLL
+            while left and not stopped and time.monotonic() < look:
+                time.sleep(0.1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if left:
+        say(f"{len(left)} jobs go on by themselves ({' '.join(str(trial.job) for trial in left)}): the same command, given again, collects "
+            "what has ended; scancel ends them")
+
+
+def _submit(trial: Trial, sweep: SweepConfig, config_dir: str | None, folder: Path) -> None:
+    """Hands a trial to Slurm and keeps the job's number. Raises `ConfigError` with what Slurm says against it."""
+    wanted, nodes = sweep.slurm, sweep.slurm.nodes
+    results.clear(trial.folder)
+    try:
+        executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=REQUEUES)
+        executor.update_parameters(name=f"{sweep.name}/{trial.name}", timeout_min=wanted.time_minutes, nodes=nodes, tasks_per_node=1,
+                                   slurm_stderr_to_stdout=True, slurm_setup=RENDEZVOUS, **_asked(wanted),
+                                   # A quarter of the time is enough to save in tests; five minutes with most models.
+                                   slurm_signal_delay_s=min(300, 15 * wanted.time_minutes),
+                                   slurm_additional_parameters={"requeue": True, **wanted.options})
+        trial.job = executor.submit(Job(trial, trial.processes // nodes, config_dir)).job_id
+    except (RuntimeError, submitit.core.utils.FailedJobError) as error:
+        raise ConfigError(f"trial {trial.name} cannot be submitted: {' '.join(str(error).split())}; see sweep.slurm") from None
+    results.note_start(trial, job=trial.job)
+
+
+def _asked(wanted: SlurmConfig) -> dict[str, object]:
+    given = {"gpus_per_node": wanted.gpus_per_node or None, "cpus_per_task": wanted.cpus_per_node, "mem_gb": wanted.memory_gib,
+             "slurm_partition": wanted.partition, "slurm_account": wanted.account, "slurm_qos": wanted.qos}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _outcome(trial: Trial, folder: Path, nodes: int) -> tuple[str, str | None]:
+    """What became of a job that has left the queue: by what its agents returned or, where Slurm ended them, by what Slurm says."""
+    if all(JobPaths(folder, job_id=trial.job, task_id=task).result_pickle.exists() for task in range(nodes)):
+        try:
+            codes = submitit.SlurmJob(folder, trial.job, tasks=list(range(nodes))).results()
+        except submitit.core.utils.FailedJobError as error:
+            return "failed", str(error).strip().splitlines()[-1]
+        return results.outcome(trial.folder, max(codes, key=lambda code: (code == 128 + signal.SIGKILL, code != 0)))
+    state, (status, reason) = _state(trial.job), results.outcome(trial.folder, None)
+    if state == "OUT_OF_MEMORY":
+        return "out_of_memory", "Slurm ended the job for lack of host memory"
+    if status == "failed":
+        return "stopped" if state == "CANCELLED" else status, f"Slurm ended the job ({state or 'why is forgotten'}); {reason}"
+    return status, reason
+
+
+def _queued() -> set[str] | None:
+    """The numbers of this user's jobs that wait or run; None where Slurm does not answer."""
+    done = subprocess.run(["squeue", "--noheader", "--me", "--format=%A"], capture_output=True, text=True)
+    return set(done.stdout.split()) if done.returncode == 0 else None
+
+
+def _state(job: str) -> str | None:
+    """A job's state, None once Slurm has forgotten it."""
+    shown = subprocess.run(["scontrol", "show", "job", "-o", job], capture_output=True, text=True).stdout
+    return next((part.partition("=")[2] for part in shown.split() if part.startswith("JobState=")), None)
