@@ -80,15 +80,16 @@ class Path:
             step.link.scatter(flat, step.blocks, result, step.places, step.errors, unit, seed)
             flat, seed = result, seed + 1
 
-    def reduce(self, flat: Tensor, unit: Tensor, seed: int) -> None:
-        """All-reduce in place; all ranks get the same bits."""
+    def reduce(self, flat: Tensor, unit: Tensor, seed: int, common: int) -> None:
+        """All-reduce in place; all ranks get the same bits. common: a seed that all have: where the last link is not quantised, ranks
+        of several nodes encode the same values on the way back."""
         share = torch.empty(self.length, device=self.device)
         self.scatter(flat, share, unit, seed)
         moving, codec = share.view(1, -1), None
         for step in self.back:
             if codec is None and step.link.codec is not None:
                 codec = step.link.codec
-                moving = pack(codec, moving.view(-1), step.blocks, step.errors, unit, seed + len(self.there))
+                moving = pack(codec, moving.view(-1), step.blocks, step.errors, unit, common)
             moving = step.link.gather(moving)
         unpack(codec, moving.unsqueeze(0), self.back[-1].places, flat)
 
@@ -166,7 +167,7 @@ class Message:
             values = torch.cat([output[offset:offset + length] for offset, length in self.plain])
             self.owner.whole_reduce.sum_plain(values)
             self._put(values, output)
-        self.reduce_path.reduce(output, self.owner.unit, self._seed(4))
+        self.reduce_path.reduce(output, self.owner.unit, self._seed(4), self._seed(6, rank=0))
         if output.is_cuda:  # FSDP frees it on another stream where gradients are reduced in another type than kept
             output.record_stream(torch.cuda.current_stream())
 
@@ -178,8 +179,8 @@ class Message:
         if output.numel() != self.chunk:
             raise RuntimeError(f"a message of {self.chunk} elements was reduced with {output.numel()}: a parameter had no gradient")
 
-    def _seed(self, use: int) -> int:
-        word = ((self.owner.step * 0x9E3779B1 + self.owner.rank) * 0x85EBCA6B + self.number * 16 + use) & 0xFFFFFFFFFFFF
+    def _seed(self, use: int, rank: int | None = None) -> int:
+        word = ((self.owner.step * 0x9E3779B1 + (self.owner.rank if rank is None else rank)) * 0x85EBCA6B + self.number * 16 + use) & 0xFFFFFFFFFFFF
         return (word ^ word >> 24) & 0x7FFFFFFF
 
 
