@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.config import GradCommConfig, HopConfig
+from trainer.model.init import name_seed
 from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, pack, unpack
 from trainer.parallel.compress.links import Link
 from trainer.parallel.compress.settings import BLOCK, Route, routes
@@ -103,11 +104,11 @@ class Message:
     """The gradients of one FSDP unit. FSDP's reduce-scatter (`set_custom_reduce_scatter`) and its hook after it
     (`set_all_reduce_hook`)."""
 
-    def __init__(self, owner: Compression, number: int, pieces: list[tuple[int, bool]]):
+    def __init__(self, owner: Compression, number: int, pieces: dict[str, tuple[int, bool]]):
         """pieces: of each parameter, its elements in a row and whether they may be quantised."""
-        self.owner, self.number = owner, number
+        self.owner, self.number, self.pieces = owner, number, pieces
         self.coded, self.plain, self.chunk = [], [], 0
-        for length, quantised in pieces:
+        for length, quantised in pieces.values():
             (self.coded if quantised else self.plain).append((self.chunk, length))
             self.chunk += length
         self.partial: Tensor | None = None
@@ -230,8 +231,8 @@ class Compression:
         """Takes over the reductions of a sharded model's units."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for unit in fsdp_units(model):
-            pieces = [(parameter.padded_sharded_param_size.numel(), policies[names[id(parameter.sharded_param)]].quantise)
-                      for parameter in parameter_group(unit).fsdp_params]
+            pieces = {(name := names[id(parameter.sharded_param)]): (parameter.padded_sharded_param_size.numel(), policies[name].quantise)
+                      for parameter in parameter_group(unit).fsdp_params}
             message = Message(self, len(self.messages), pieces)
             message.route()
             self.messages.append(message)
@@ -258,10 +259,13 @@ class Compression:
         return {kind: sum(link.sent for link in self._all_links() if link.kind == kind) for kind in ("inner", "outer")}
 
     def identity(self) -> dict[str, Any]:
-        """What the tensors of a checkpoint depend on."""
+        """What the tensors of a checkpoint depend on, the same on all ranks, which call it together: pipeline ranks have other
+        messages each."""
+        everyone: list[Any] = [None] * self.plan.world
+        dist.all_gather_object(everyone, name_seed(0, json.dumps([message.pieces for message in self.messages])))
         return json.loads(json.dumps({"chosen": sorted(self.chosen), "settings": dataclasses.asdict(self.settings), "plan": dataclasses.asdict(self.plan),
                                       "hops": [[link.kind, link.size] for link in [*self.scatter_links, *self.reduce_links]],
-                                      "messages": [message.chunk for message in self.messages]}))
+                                      "messages": name_seed(0, str(everyone))}))
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds: the errors that this rank has kept."""
