@@ -201,18 +201,20 @@ class Training:
             self.log.event(text)
 
     def load_errors(self, path: Path, saved: dict[str, Any] | None) -> list[str]:
-        """Goes on with what quantisation had left out, where the plan is that of the checkpoint. Returns what is to be said."""
+        """Goes on with what quantisation had left out and with what codec=auto had chosen, where settings and plan are those of the
+        checkpoint; under others it is measured again. Returns what is to be said."""
         compression = self.state.compression
         if compression is None or saved is None:
             return []
         compression.choose(set(saved["chosen"]) & compression.left_open)
-        compression.decided = True
-        self.state.follow(self.state.pipeline.schedule)
         if compression.identity() == saved:
+            compression.decided = True
+            self.state.follow(self.state.pipeline.schedule)
             load(path, compression.tensors())
-        elif compression.tensors():
-            return ["what quantisation had left out of the gradients belongs to the checkpoint's plan, and is dropped"]
-        return []
+            return []
+        lost = bool(compression.tensors())
+        compression.choose(set())
+        return ["what quantisation had left out of the gradients belongs to the checkpoint's plan, and is dropped"] * lost
 
     def codec_trial(self) -> Trial | None:
         """The measurement for codec=auto, unless the run has made it before."""
