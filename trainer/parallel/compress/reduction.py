@@ -153,6 +153,8 @@ class Message:
     @torch.no_grad()
     def reduce(self, output: Tensor) -> None:
         """All-reduce of [chunk] over replicas; before the last reduction of a step it is kept for that one."""
+        if output.is_cuda:  # FSDP lets go of it, where it adds or casts it, without waiting for this stream
+            output.record_stream(torch.cuda.current_stream())
         if self.partial is not None:
             output += self.partial
             self.partial = None
@@ -169,8 +171,6 @@ class Message:
             self.owner.whole_reduce.sum_plain(values)
             self._put(values, output)
         self.reduce_path.reduce(output, self.owner.unit, self._seed(4), self._seed(6, rank=0))
-        if output.is_cuda:  # FSDP frees it on another stream where gradients are reduced in another type than kept
-            output.record_stream(torch.cuda.current_stream())
 
     def _put(self, values: Tensor, output: Tensor) -> None:
         for (offset, length), part in zip(self.plain, values.split([length for _, length in self.plain])):
