@@ -34,8 +34,9 @@ from trainer.observe import metrics
 from trainer.observe.deferred import DeferredScalars
 from trainer.observe.report import peak_memory_gib, print_start, step_meter
 from trainer.observe.sinks import Logger
-from trainer.parallel.mesh import World, join, local_device
+from trainer.parallel.compress.settings import check_grad_comm
 from trainer.parallel.compress.trial import Trial
+from trainer.parallel.mesh import World, join, local_device
 from trainer.parallel.pipeline import ir
 from trainer.parallel.pipeline.channels import PeerError
 from trainer.parallel.pipeline.layout import Pipeline, resolve_pipeline
@@ -71,6 +72,8 @@ def run(config: Config) -> Result:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     spec, weights = starting_point(config)
     plan = resolve_plan(config.parallel, world_size, spec, node_size(world_size))
+    if problems := check_grad_comm(config.parallel.grad_comm, plan, node_size(world_size)):
+        raise ConfigError(problems)
     batch = resolve_batch(config.batch, plan.dp, plan.tp, plan.pp)
     pipeline, batch = saved_choice(Path(config.run.dir), config, spec, plan, batch) or (resolve_pipeline(config, spec, plan, batch), batch)
     device = local_device(config.run)
