@@ -1,12 +1,22 @@
 """Gradients as bytes: the codecs and their error feedback by themselves, the Triton kernels, and plans and runs that use them."""
 from __future__ import annotations
 
+import argparse
+import copy
 import importlib.util
 import itertools
+import json
+import json.decoder
 import math
 import os
+import shutil
 import subprocess
 import sys
+import textwrap
+from fnmatch import fnmatchcase
+from functools import cache
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +24,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed import WORKERS
+import trainer
+import trainer.train
+from distributed import WORKERS, launch
+from trainer.checks import check
+from trainer.config import Config, ConfigError
 from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, decode, encode, pack, rotate, uniform, unpack
 from trainer.parallel.compress.settings import routes
 from trainer.parallel.plan import Plan
+from workers.compress import BROKEN, PLANS, RANKS, RESUMED, STEPS
 
 CPU = torch.device("cpu")
 LARGEST = {"int8": 127, "int4": 7, "fp8": 448}
@@ -402,3 +417,283 @@ def test_kernels_in_tritons_interpreter_have_the_bits_of_the_torch_code():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_kernels_on_a_gpu_have_the_bits_of_the_torch_code():
     compare_kernels("cuda")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What tests/workers/compress.py saw on four processes."""
+    root = tmp_path_factory.mktemp("compress")
+    (root / "corpus").mkdir()
+    for module in (argparse, json.decoder, shutil, textwrap):
+        shutil.copy(module.__file__, root / "corpus" / f"{module.__name__}.txt")
+    try:
+        launch("compress.py", RANKS, root, timeout=400)
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        return error
+    return json.loads((root / "results.json").read_text())
+
+
+@pytest.fixture
+def measured(results):
+    if isinstance(results, Exception):  # for every test that asks, without another launch
+        raise results
+    return results
+
+
+def quantised(name: str, case: dict[str, Any]) -> bool:
+    """Whether the gradient of this parameter may be quantised: not of norms and biases, unless a rule says so."""
+    chosen = "norm" not in name and not name.endswith("bias")
+    for pattern, rule in case.get("rules", {}).items():
+        chosen = rule["quantise"] if fnmatchcase(name, pattern) else chosen
+    return chosen
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_match_one_process_within_their_codecs_tolerance(measured, name):
+    """Losses, norms, weights and every gradient over three steps; and replicas hold the same bits."""
+    seen = measured["plans"][name]
+    assert not seen["reasons"], "\n".join(seen["reasons"][:8])
+
+
+LEAST_AND_MOST = {"bf16": (1e-4, 5e-3), "int8": (2e-3, 2.5e-2), "fp8": (1e-2, 7e-2), "int4": (4e-2, 0.3)}
+"""Of the relative error that a codec makes in a gradient: below the least it was not quantised, above the most it was more often than once."""
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_is_excluded_is_exact_and_all_else_is_quantised(measured, name):
+    seen, case = measured["plans"][name], PLANS[name]
+    least, most = LEAST_AND_MOST[seen["kind"]]
+    exact = {"fp32": 2e-6, "bf16": 5e-2, "fp16": 5e-3}[case["precision"]]
+    layers_alone = {"small": [], "small_layers": ["embedding.weight", "head.weight"]}.get(name)
+    for parameter, off in seen["off"].items():
+        if quantised(parameter, case) and (layers_alone is None or parameter in layers_alone):
+            assert (least / 50 if "norm" in parameter else least) < off < most, (parameter, off)  # norms are blocks of a few numbers
+        else:
+            assert off < exact, (parameter, off)
+
+
+def row_bytes(hop: dict[str, Any], elements: int, plain: int) -> int:
+    """Of a row of whole blocks; `plain` bytes an element where the hop is not quantised."""
+    kind = hop.get("codec", "none")
+    if kind == "none":
+        return plain * elements
+    blocks = elements // block_of(hop)
+    return elements * {"bf16": 16, "int8": 8, "fp8": 8, "int4": 4}[kind] // 8 + (0 if kind == "bf16" else (blocks + 3) // 4 * 16)
+
+
+def block_of(hop: dict[str, Any]) -> int:
+    return 0 if hop.get("codec", "none") == "none" else hop.get("block", 128 if hop["codec"] == "int4" else 256)
+
+
+def hops_of(size: int, local: int, within: str) -> list[tuple[str, int]]:
+    """Kinds of link, and how many ranks they join, of a group that has `local` ranks on each node."""
+    return [(within, size)] if local == size else [("outer", size)] if local == 1 else [("inner", local), ("outer", size // local)]
+
+
+def units_of(parameters: dict[str, Any], pipeline: bool) -> list[dict[str, Any]]:
+    """The parameters of each message: a layer's, and all others of a stage."""
+    units: dict[Any, dict[str, Any]] = {}
+    for name, shape in parameters.items():
+        first = "embedding" in name and "copy" not in name or "position" in name
+        units.setdefault(name.split(".")[1] if name.startswith("layers") else ("first" if first and pipeline else "rest"), {})[name] = shape
+    return [*units.values()]
+
+
+def expected_bytes(case: dict[str, Any], parameters: dict[str, Any]) -> dict[str, int]:
+    """Bytes that a rank sends in a step, by kind of link. Without tensor parallelism, whose cuts are another matter."""
+    hops: dict[str, dict[str, Any]] = {"inner": {}, "outer": {}}
+    for name, value in case["gradients"].items():
+        if "__" in name:
+            hops[name.partition("__")[0]][name.partition("__")[2]] = value
+    shard = 1 if case["stage"] == 0 else case.get("shard", case["dp"])
+    replicate, node = case["dp"] // shard, case["node"]
+    scattered, reduced = hops_of(shard, min(shard, node), "inner"), hops_of(replicate, min(replicate, max(1, node // shard)), "outer")
+    plain, sent = {"fp32": 4, "bf16": 2}[case.get("reduce", "fp32")], {"inner": 0, "outer": 0}
+
+    def coded(links: list[tuple[str, int]], elements: int) -> bool:
+        return math.prod(size for _, size in links) > 1 and any(block_of(hops[kind]) for kind, _ in links) and 4 * elements >= case["gradients"]["min_size"]
+
+    for unit in units_of(parameters, case["pp"] > 1):
+        # Rows of FSDP's shards: the first dimension is filled up to a multiple of their number.
+        pieces = {name: -(-shape[0] // shard) * math.prod(shape[1:]) for name, shape in unit.items()}
+        chunk, some = sum(pieces.values()), any(quantised(name, case) for name in pieces)
+        left_out = sum(size for name, size in pieces.items() if not quantised(name, case))
+        if shard > 1 and not (some and coded(scattered, chunk * shard)):
+            once = case["stage"] < 2 or any(block_of(hops[kind]) for kind, _ in scattered)
+            sent[scattered[-1][0]] += plain * chunk * (shard - 1) * (1 if once else case["micro_batches"])
+        elif shard > 1:
+            grain = max(block_of(hops[kind]) for kind, _ in scattered)
+            row, rows = sum(-(-size // grain) * grain for name, size in pieces.items() if quantised(name, case)), shard
+            for index, (kind, size) in enumerate(scattered):
+                sent[kind] += (size - 1) * (rows // size) * row_bytes(hops[kind], row, plain if index == 0 else 4)
+                rows //= size
+            sent[scattered[-1][0]] += plain * left_out * (shard - 1)
+        if replicate > 1 and not (some and coded(reduced, chunk)):
+            sent[reduced[-1][0]] += 2 * plain * chunk * (replicate - 1) // replicate
+        elif replicate > 1:
+            grain = max(block_of(hops[kind]) for kind, _ in reduced)
+            whole = sum(-(-size // grain) * grain for name, size in pieces.items() if quantised(name, case))
+            row, rows = -(-whole // (replicate * grain)) * grain, replicate
+            for index, (kind, size) in enumerate(reduced):
+                sent[kind] += (size - 1) * (rows // size) * row_bytes(hops[kind], row, plain if index == 0 else 4)
+                rows //= size
+            form: dict[str, Any] = {}
+            for kind, size in reversed(reduced):  # what one link has encoded stays so on those after it
+                form = form if block_of(form) else hops[kind]
+                sent[kind] += (size - 1) * rows * row_bytes(form, row, 4)
+                rows *= size
+            sent[reduced[-1][0]] += 2 * plain * left_out * (replicate - 1) // replicate
+    return sent
+
+
+@pytest.mark.parametrize("name", [name for name, case in PLANS.items() if case["tp"] == 1])
+def test_bytes_on_the_wire_equal_the_formula(measured, name):
+    for rank, seen in enumerate(measured["plans"][name]["ranks"]):
+        expected = expected_bytes(PLANS[name], seen["parameters"])
+        assert seen["sent"] == [expected] * (STEPS + measured["plans"][name]["overflows"]) and sum(expected.values()) > 0, (rank, seen["sent"], expected)
+
+
+def test_accumulation_costs_neither_bytes_nor_accuracy(measured):
+    one, three = measured["plans"]["zero2_1"], measured["plans"]["zero2_3"]
+    assert [rank["sent"] for rank in one["ranks"]] == [rank["sent"] for rank in three["ranks"]]
+    for parameter, off in one["off"].items():
+        assert three["off"][parameter] < 1.05 * off + 1e-6, parameter
+    for name in ("hsdp2_3", "hsdp3_3"):  # the all-reduce over replicas
+        case = PLANS[name] | {"micro_batches": 1}
+        for rank in measured["plans"][name]["ranks"]:
+            assert rank["sent"][0]["outer"] == expected_bytes(case, rank["parameters"])["outer"]
+
+
+def test_quantised_hops_send_a_share_of_the_bytes():
+    """int8 a quarter, int4 an eighth, but for scales, norms, biases and blocks that are filled up."""
+    parameters = {f"layers.{layer}.feed_forward.up.weight": (512, 512) for layer in range(2)}
+    base = {"stage": 2, "dp": 4, "node": 4, "pp": 1, "micro_batches": 1}
+    sent = {codec: expected_bytes(base | {"gradients": {"min_size": 0, "inner__codec": codec}}, parameters)["inner"] for codec in ("none", "int8", "int4")}
+    assert sent["none"] == 3 * 4 * 2 * 512 * 128 and 3.9 < sent["none"] / sent["int8"] < 4 and 7.4 < sent["none"] / sent["int4"] < 8
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_numbers_that_are_not_finite_on_one_rank_skip_the_step_on_all_and_leave_the_errors(measured, name):
+    seen = measured["broken"][name]
+    assert len(seen) == 4 * RANKS
+    for rank in seen[:-RANKS]:
+        assert rank.pop("kept") > 0
+        assert rank == {"good": 0.0, "bad": 1.0, "backoff": 0.5 if "fp16" in name else 1.0, "weights": True, "errors": True}
+    assert seen[-RANKS:] == [{"next": 0.0}] * RANKS
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_with_error_feedback_resumes_bit_by_bit(measured, name):
+    whole, stopped, resumed = (measured["runs"][name][part] for part in ("whole", "stopped", "resumed"))
+    assert [part["code"] for part in (whole, stopped, resumed)] == [0, 75, 0] and len(stopped["lines"]) == 3
+    assert measured["runs"][name]["same"]  # weights, moments and errors after the last step
+    columns = ("step", "loss", "grad_norm", "loss_scale", "comm/bytes_inner", "comm/bytes_outer")
+    assert [[line[column] for column in columns] for line in resumed["lines"]] == [[line[column] for column in columns] for line in whole["lines"]]
+    assert not any("dropped" in text for text in resumed["told"])
+
+
+def test_another_plan_resumes_without_the_errors_and_says_so(measured):
+    seen, whole = measured["runs"]["other_plan"], measured["runs"]["hsdp_classic"]["whole"]
+    assert seen["code"] == 0 and sum("quantisation had left out" in text and "dropped" in text for text in seen["told"]) == 1
+    assert [line["loss"] for line in seen["lines"]] == pytest.approx([line["loss"] for line in whole["lines"]], rel=2e-3)
+
+
+def test_metrics_have_the_bytes(measured):
+    """The most of any rank; null without grad_comm."""
+    plain = measured["runs"]["plain"]
+    assert all(line[f"comm/bytes_{kind}"] is None for line in plain["lines"] for kind in ("inner", "outer"))
+    for name in ("hsdp_classic", "nodes_average8"):
+        changes = RESUMED[name]
+        case = {"dp": 4, "pp": 1, "micro_batches": 1, "stage": changes["parallel.zero.stage"], "shard": changes.get("parallel.shard", 4), "node": changes["node"],
+                "gradients": {"min_size": 0} | {path.removeprefix("parallel.grad_comm.").replace(".", "__"): value for path, value in changes.items()
+                                                if "grad_comm" in path}}
+        expected = expected_bytes(case, plain["parameters"])
+        for line in measured["runs"][name]["whole"]["lines"]:
+            assert {kind: line[f"comm/bytes_{kind}"] for kind in expected} == expected
+
+
+def test_auto_measures_once_and_says_what_it_chose(measured):
+    runs = measured["runs"]
+    assert runs["auto"]["code"] == runs["auto_resumed"]["code"] == runs["auto_other_plan"]["code"] == 0
+    said = [text for text in runs["auto"]["told"] if "quantised hops" in text]
+    assert len(said) == 1 and "a step takes with none" in said[0] and "outer" in said[0]
+    sent = [line["comm/bytes_outer"] for line in runs["auto"]["lines"]]
+    plain, coded, after = set(sent[:4]), set(sent[4:8]), sent[8]
+    assert len(plain) == len(coded) == 1 and 3 < plain.pop() / coded.pop() < 4 and after == (sent[0] if "hops none" in said[0] else sent[4])
+    resumed = runs["auto_resumed"]
+    assert resumed["first"] == [4, 8] and resumed["again"] == [] and not any("quantised hops" in text for text in resumed["told"])
+    assert [line["comm/bytes_outer"] for line in resumed["lines"]][9:] == [after] * 2
+    # Another plan has other hops.
+    assert runs["auto_other_plan"]["measured"] == [15, 19] and any("quantised hops" in text for text in runs["auto_other_plan"]["told"])
+
+
+def test_auto_takes_the_fastest_if_it_is_measurably_faster(measured):
+    """Measured are the medians of three steps each, without the first, on the slowest rank."""
+    everything = [[], ["inner"], ["outer"], ["inner", "outer"]]
+    faster, hardly = measured["trials"]
+    assert faster["decided"] and faster["chosen"] == [*everything, ["outer"]] and faster["steps"] == 16
+    assert "quantised hops outer" in faster["said"] and "outer 0.5 s" in faster["said"]
+    assert hardly["chosen"] == [*everything, []] and "quantised hops none" in hardly["said"]
+
+
+COMMON = ["model=tiny", "data=text", "data.sources.text.path=corpus", "batch.sequence_length=32", "batch.global_size=24", "batch.micro_size=1", "run.device=cpu"]
+REFUSED = {  # processes on nodes of so many; settings of parallel; words of the refusal; the way out
+    "no such codec": (4, 4, {"outer.codec": "int2"}, ["grad_comm.outer.codec=int2", "int8"], {"outer.codec": "int8"}),
+    "block is no power of two": (4, 4, {"outer.codec": "int8", "outer.block": 100}, ["grad_comm.outer.block=100", "power of two from 32 to 4096"], {"outer.block": 128}),
+    "block is too large": (4, 4, {"outer.codec": "int4", "outer.block": 8192}, ["grad_comm.outer.block=8192", "to 4096"], {"outer.block": 4096}),
+    "rotation is no power of two": (4, 4, {"outer.codec": "int8", "outer.hadamard": 12}, ["grad_comm.outer.hadamard=12", "power of two", "128"], {"outer.hadamard": 16}),
+    "rotation is too large": (4, 4, {"outer.codec": "int8", "outer.block": 64, "outer.hadamard": 64}, ["grad_comm.outer.hadamard=64", "32"], {"outer.hadamard": 32}),
+    "rotation exceeds int4's block": (4, 4, {"outer.codec": "int4", "outer.hadamard": 128}, ["grad_comm.outer.hadamard=128", "64"], {"outer.hadamard": 64}),
+    "stochastic fp8": (4, 4, {"outer.codec": "fp8", "outer.stochastic": True}, ["grad_comm.outer.stochastic=true", "codec=fp8", "int8 or int4"], {"outer.codec": "int4"}),
+    "stochastic nothing": (4, 4, {"inner.stochastic": True}, ["grad_comm.inner.stochastic=true", "codec=none"], {"inner.stochastic": False}),
+    "feedback of nothing": (4, 4, {"outer.error_feedback": "classic"}, ["grad_comm.outer.error_feedback=classic", "codec=none", "codec=int8 or int4"],
+                            {"outer.codec": "int8"}),
+    "rotation of bf16": (4, 4, {"outer.codec": "bf16", "outer.hadamard": 16}, ["grad_comm.outer.hadamard=16", "codec=bf16", "leave it out"], {"outer.hadamard": 0}),
+    "no such feedback": (4, 4, {"outer.codec": "int8", "outer.error_feedback": "loco"}, ["grad_comm.outer.error_feedback=loco", "average8"],
+                         {"outer.error_feedback": "average8"}),
+    "no inner hop": (4, 4, {"inner.codec": "int8"}, ["grad_comm.inner.codec=int8", "dp4, ZeRO-0", "grad_comm.outer.codec=int8 instead"],
+                     {"inner.codec": "none", "outer.codec": "int8"}),
+    "no outer hop": (4, 4, {"outer.codec": "int4", "zero.stage": 3}, ["grad_comm.outer.codec=int4", "dp4, ZeRO-3", "grad_comm.inner.codec=int4 instead"],
+                     {"outer.codec": "none", "inner.codec": "int4"}),
+    "no inner hop with one rank a node": (4, 1, {"inner.codec": "int8", "zero.stage": 3}, ["grad_comm.inner.codec=int8", "grad_comm.outer.codec=int8 instead"],
+                                          {"inner.codec": "none", "outer.codec": "int8"}),
+    "no hop": (1, 1, {"outer.codec": "int8"}, ["grad_comm.outer.codec=int8", "dp1", "codec=none", "more processes"], {"outer.codec": "none"}),
+    "uneven nodes": (6, 4, {"outer.codec": "int8"}, ["parallel.grad_comm", "nodes of 4 processes", "codec=none"], {"outer.codec": "none"}),
+    "shards that lie unevenly on nodes": (12, 4, {"inner.codec": "int8", "zero.stage": 3, "shard": 6}, ["parallel.shard=6", "nodes of 4 processes", "divisor or multiple"],
+                                          {"shard": 4}),
+    "a negative size": (4, 4, {"min_size": -1}, ["grad_comm.min_size=-1", "at least 0"], {"min_size": 0}),
+    "a rule with another type": (4, 4, {"precision.types.matrix.quantise": "often"}, ["precision.types.matrix.quantise", "often"],
+                                 {"precision.types.matrix.quantise": False}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_impossible_settings_are_refused_with_a_way_out(monkeypatch, name):
+    world, node, wrong, words, way_out = REFUSED[name]
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
+
+    homes = {"zero": "parallel.", "shard": "parallel.", "precision": ""}
+    full = {path: homes.get(path.partition(".")[0], "parallel.grad_comm.") + path for path in {**wrong, **way_out}}
+    with pytest.raises(ConfigError) as said:
+        trainer.compose(COMMON + [f"{full[path]}={value}" for path, value in wrong.items()])
+    assert len(said.value.problems) == 1 and all(word in str(said.value) for word in words), said.value.problems
+    config = copy.deepcopy(neighbour())
+    for path, value in {**wrong, **way_out}.items():
+        parent, _, field = full[path].rpartition(".")
+        setattr(attrgetter(parent)(config), field, value)
+    assert check(config, world) == []
+
+
+@cache
+def neighbour() -> Config:
+    """A legal configuration, to be changed."""
+    return trainer.compose(COMMON, world_size=1)
+
+
+def test_a_run_refuses_settings_that_nobody_checked(monkeypatch, tmp_path):
+    config = trainer.compose([*COMMON, f"run.dir={tmp_path / 'run'}"])
+    config.parallel.grad_comm.outer.codec = "int8"
+    monkeypatch.setattr(trainer.train, "join", lambda *_: pytest.fail("joined a process group"))
+    with pytest.raises(ConfigError, match="parallel.grad_comm.outer.codec=int8"):
+        trainer.run(config)
