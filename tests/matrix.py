@@ -122,10 +122,21 @@ CUBES = [PLAIN | {"dp": 2, "tp": 2, "pp": 2} | more for more in (
     {"stage": 1, "schedule": "1f1b", "micro_batches": 6, "precision": "fp16", "kv_heads": 1, "family": "gpt2"})]
 
 
+def hop(kind: str, codec: str, **more: Any) -> dict[str, Any]:
+    """Settings of parallel.grad_comm with two underscores for a dot."""
+    return {f"{kind}__{name}": value for name, value in {"codec": codec, **more}.items()}
+
+
+QUANTISED = [PLAIN | {"dp": 2} | more | {"gradients": {"min_size": 0, **gradients}} for more, gradients in (
+    ({"stage": 0, "micro_batches": 3}, hop("outer", "int8")), ({"stage": 3, "precision": "fp16", "recompute": "full"}, hop("inner", "fp8")),
+    ({"stage": 2, "tp": 2, "pp": 2, "schedule": "zb_v", "tied": True}, hop("inner", "int4", hadamard=16, error_feedback="classic")))]
+"""Gradients that travel quantised; four processes: tests/workers/compress.py."""
+
+
 def cases(processes: int, compiled: bool) -> list[Case]:
     """Everything that runs on this number of processes."""
     chosen = [*data_parallel(processes)] if processes <= 4 else []
-    chosen += [case for case in sample() if world(case) == processes]
+    chosen += [case for case in [*sample(), *QUANTISED] if world(case) == processes]
     if processes == 2:
         chosen += [case | {"recompute": recompute, "bits": True} for case in RECOMPUTED for recompute in FACTORS["recompute"]]
         chosen += COMPILED if compiled else []

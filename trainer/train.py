@@ -36,8 +36,9 @@ from trainer.observe import metrics
 from trainer.observe.deferred import DeferredScalars
 from trainer.observe.report import peak_memory_gib, print_start, step_meter
 from trainer.observe.sinks import Logger, Status, reason_of
-from trainer.parallel.mesh import World, join, local_device
+from trainer.parallel.compress.settings import check_grad_comm
 from trainer.parallel.compress.trial import Trial
+from trainer.parallel.mesh import World, join, local_device
 from trainer.parallel.pipeline import ir
 from trainer.parallel.pipeline.channels import PeerError
 from trainer.parallel.pipeline.layout import Pipeline, resolve_pipeline
@@ -73,6 +74,8 @@ def run(config: Config) -> Result:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     spec, weights = starting_point(config)
     plan = resolve_plan(config.parallel, world_size, spec, node_size(world_size))
+    if problems := check_grad_comm(config.parallel.grad_comm, plan, node_size(world_size)):
+        raise ConfigError(problems)
     batch = resolve_batch(config.batch, plan.dp, plan.tp, plan.pp)
     pipeline, batch = saved_choice(Path(config.run.dir), config, spec, plan, batch) or (resolve_pipeline(config, spec, plan, batch), batch)
     device = local_device(config.run)
@@ -209,18 +212,20 @@ class Training:
             self.log.event(text)
 
     def load_errors(self, path: Path, saved: dict[str, Any] | None) -> list[str]:
-        """Goes on with what quantisation had left out, where the plan is that of the checkpoint. Returns what is to be said."""
+        """Goes on with what quantisation had left out and with what codec=auto had chosen, where settings and plan are those of the
+        checkpoint; under others it is measured again. Returns what is to be said."""
         compression = self.state.compression
         if compression is None or saved is None:
             return []
         compression.choose(set(saved["chosen"]) & compression.left_open)
-        compression.decided = True
-        self.state.follow(self.state.pipeline.schedule)
         if compression.identity() == saved:
+            compression.decided = True
+            self.state.follow(self.state.pipeline.schedule)
             load(path, compression.tensors())
-        elif compression.tensors():
-            return ["what quantisation had left out of the gradients belongs to the checkpoint's plan, and is dropped"]
-        return []
+            return []
+        lost = bool(compression.tensors())
+        compression.choose(set())
+        return ["what quantisation had left out of the gradients belongs to the checkpoint's plan, and is dropped"] * lost
 
     def codec_trial(self) -> Trial | None:
         """The measurement for codec=auto, unless the run has made it before."""

@@ -66,7 +66,8 @@ def config_of(case: Case, folder: Path) -> Config:
     schedule = case["schedule"]
     config = settings(parallel__tp=case["tp"], parallel__pp=case["pp"], parallel__zero__stage=case["stage"], parallel__shard=case.get("shard", -1),
                       parallel__zero__offload=case.get("offload", False), precision__compute=case["precision"], precision__reduce=case.get("reduce", "fp32"),
-                      compile=case.get("compile", False), **{f"activation__{name}": value for name, value in RECOMPUTE[case["recompute"]].items()})
+                      compile=case.get("compile", False), **{f"activation__{name}": value for name, value in RECOMPUTE[case["recompute"]].items()},
+                      **{f"parallel__grad_comm__{name}": value for name, value in case.get("gradients", {}).items()})
     config.loss.chunk, config.loss.z_loss = (5 if case["loss"] == "chunk" else 2048), (1e-2 if case["loss"] == "z_loss" else 0.0)
     if schedule == "interleaved3":
         config.parallel.pipeline.schedule, config.parallel.pipeline.chunks = "interleaved", 3
@@ -125,12 +126,12 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
             error.add_note(f"in the case {describe(case)}")
             raise
         if world.rank == 0:
-            key, kind = json.dumps([spec.to_dict(), case["loss"] == "z_loss", case["attention"]]), coarsest(config.precision)
+            key, kind = json.dumps([spec.to_dict(), case["loss"] == "z_loss", case["attention"]]), coarsest(config.precision, config.parallel.grad_comm)
             base = settings(loss__z_loss=config.loss.z_loss)
             if key not in references:
                 references[key] = reference(base, spec, batches(case, spec, device), device)
             if key + kind not in plain:  # fp32 has to do with the table
-                plain[key + kind] = None if kind == "fp32" else compare(
+                plain[key + kind] = None if kind not in DTYPES or kind == "fp32" else compare(
                     reference(base, spec, batches(case, spec, device), device, compute=DTYPES[kind]), references[key])
             result = judge(describe(case), [], kind, seen, references[key], plain[key + kind])
             results.append(dataclasses.asdict(result) | {"case": case, "digest": digest(seen), "seconds": time.perf_counter() - started})

@@ -135,8 +135,7 @@ def train(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, world
         for batches in steps:
             watch.train(batches)
         seen = watch.trajectory()
-    if state.channels is not None:
-        state.channels.close()
+    state.close()
     del state, watch
     gc.collect()  # FSDP's modules refer to each other; the next plan needs the room
     return seen

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.config import GradCommConfig, HopConfig
+from trainer.model.init import name_seed
 from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, pack, unpack
 from trainer.parallel.compress.links import Link
 from trainer.parallel.compress.settings import BLOCK, Route, routes
@@ -80,15 +81,16 @@ class Path:
             step.link.scatter(flat, step.blocks, result, step.places, step.errors, unit, seed)
             flat, seed = result, seed + 1
 
-    def reduce(self, flat: Tensor, unit: Tensor, seed: int) -> None:
-        """All-reduce in place; all ranks get the same bits."""
+    def reduce(self, flat: Tensor, unit: Tensor, seed: int, common: int) -> None:
+        """All-reduce in place; all ranks get the same bits. common: a seed that all have: where the last link is not quantised, ranks
+        of several nodes encode the same values on the way back."""
         share = torch.empty(self.length, device=self.device)
         self.scatter(flat, share, unit, seed)
         moving, codec = share.view(1, -1), None
         for step in self.back:
             if codec is None and step.link.codec is not None:
                 codec = step.link.codec
-                moving = pack(codec, moving.view(-1), step.blocks, step.errors, unit, seed + len(self.there))
+                moving = pack(codec, moving.view(-1), step.blocks, step.errors, unit, common)
             moving = step.link.gather(moving)
         unpack(codec, moving.unsqueeze(0), self.back[-1].places, flat)
 
@@ -102,11 +104,11 @@ class Message:
     """The gradients of one FSDP unit. FSDP's reduce-scatter (`set_custom_reduce_scatter`) and its hook after it
     (`set_all_reduce_hook`)."""
 
-    def __init__(self, owner: Compression, number: int, pieces: list[tuple[int, bool]]):
+    def __init__(self, owner: Compression, number: int, pieces: dict[str, tuple[int, bool]]):
         """pieces: of each parameter, its elements in a row and whether they may be quantised."""
-        self.owner, self.number = owner, number
+        self.owner, self.number, self.pieces = owner, number, pieces
         self.coded, self.plain, self.chunk = [], [], 0
-        for length, quantised in pieces:
+        for length, quantised in pieces.values():
             (self.coded if quantised else self.plain).append((self.chunk, length))
             self.chunk += length
         self.partial: Tensor | None = None
@@ -151,6 +153,8 @@ class Message:
     @torch.no_grad()
     def reduce(self, output: Tensor) -> None:
         """All-reduce of [chunk] over replicas; before the last reduction of a step it is kept for that one."""
+        if output.is_cuda:  # FSDP lets go of it, where it adds or casts it, without waiting for this stream
+            output.record_stream(torch.cuda.current_stream())
         if self.partial is not None:
             output += self.partial
             self.partial = None
@@ -166,9 +170,7 @@ class Message:
             values = torch.cat([output[offset:offset + length] for offset, length in self.plain])
             self.owner.whole_reduce.sum_plain(values)
             self._put(values, output)
-        self.reduce_path.reduce(output, self.owner.unit, self._seed(4))
-        if output.is_cuda:  # FSDP frees it on another stream where gradients are reduced in another type than kept
-            output.record_stream(torch.cuda.current_stream())
+        self.reduce_path.reduce(output, self.owner.unit, self._seed(4), self._seed(6, rank=0))
 
     def _put(self, values: Tensor, output: Tensor) -> None:
         for (offset, length), part in zip(self.plain, values.split([length for _, length in self.plain])):
@@ -178,8 +180,8 @@ class Message:
         if output.numel() != self.chunk:
             raise RuntimeError(f"a message of {self.chunk} elements was reduced with {output.numel()}: a parameter had no gradient")
 
-    def _seed(self, use: int) -> int:
-        word = ((self.owner.step * 0x9E3779B1 + self.owner.rank) * 0x85EBCA6B + self.number * 16 + use) & 0xFFFFFFFFFFFF
+    def _seed(self, use: int, rank: int | None = None) -> int:
+        word = ((self.owner.step * 0x9E3779B1 + (self.owner.rank if rank is None else rank)) * 0x85EBCA6B + self.number * 16 + use) & 0xFFFFFFFFFFFF
         return (word ^ word >> 24) & 0x7FFFFFFF
 
 
@@ -229,8 +231,8 @@ class Compression:
         """Takes over the reductions of a sharded model's units."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for unit in fsdp_units(model):
-            pieces = [(parameter.padded_sharded_param_size.numel(), policies[names[id(parameter.sharded_param)]].quantise)
-                      for parameter in parameter_group(unit).fsdp_params]
+            pieces = {(name := names[id(parameter.sharded_param)]): (parameter.padded_sharded_param_size.numel(), policies[name].quantise)
+                      for parameter in parameter_group(unit).fsdp_params}
             message = Message(self, len(self.messages), pieces)
             message.route()
             self.messages.append(message)
@@ -257,10 +259,13 @@ class Compression:
         return {kind: sum(link.sent for link in self._all_links() if link.kind == kind) for kind in ("inner", "outer")}
 
     def identity(self) -> dict[str, Any]:
-        """What the tensors of a checkpoint depend on."""
+        """What the tensors of a checkpoint depend on, the same on all ranks, which call it together: pipeline ranks have other
+        messages each."""
+        everyone: list[Any] = [None] * self.plan.world
+        dist.all_gather_object(everyone, name_seed(0, json.dumps([message.pieces for message in self.messages])))
         return json.loads(json.dumps({"chosen": sorted(self.chosen), "settings": dataclasses.asdict(self.settings), "plan": dataclasses.asdict(self.plan),
                                       "hops": [[link.kind, link.size] for link in [*self.scatter_links, *self.reduce_links]],
-                                      "messages": [message.chunk for message in self.messages]}))
+                                      "messages": name_seed(0, str(everyone))}))
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds: the errors that this rank has kept."""

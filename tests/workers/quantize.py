@@ -1,0 +1,80 @@
+"""The Triton kernels beside the torch code that they have to equal, bit by bit: on a GPU, or in Triton's interpreter with
+TRITON_INTERPRET=1, which rounds conversions to bf16 and fp8 toward zero, so that those are left to GPUs.
+
+    python tests/workers/quantize.py cpu|cuda
+"""
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from trainer.kernels import quantize
+from trainer.parallel.compress import codec as torch_code
+from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback
+
+LAYOUTS = [  # segments, rows, grain of 256
+    ([(0, 1)], 1, False), ([(5, 256), (300, 255), (555, 257)], 1, False), ([(0, 40), (41, 1700), (1800, 3)], 3, True), ([(7, 6000)], 4, False)]
+
+
+def cases(real: bool) -> Iterator[tuple[Codec, str, torch.dtype, int]]:
+    """Codec, error feedback, type of the gradients, layout; in the interpreter, which is slow, one layout after another."""
+    kinds = ("int8", "int4", "fp8", "bf16") if real else ("int8", "int4")
+    types = (torch.float32, torch.bfloat16, torch.float16) if real else (torch.float32,)
+    for number, (kind, hadamard, stochastic, feedback) in enumerate(itertools.product(
+            kinds, (0, 16), (False, True), ("none", "classic", "average8"))):
+        if stochastic and kind in ("fp8", "bf16") or hadamard and kind == "bf16":
+            continue
+        for block, dtype, layout in itertools.product((32, 64, 256, 4096) if real else (64,), types, range(len(LAYOUTS))):
+            if real or layout == (number + number // 4) % 4:
+                yield Codec(kind, block, min(hadamard, block // 2), stochastic), feedback, dtype, layout
+
+
+def differences(codec: Codec, feedback: str, dtype: torch.dtype, layout: int, device: torch.device) -> list[str]:
+    """What differs over three steps, of which the second is skipped for numbers that are not finite."""
+    segments, rows, coarse = LAYOUTS[layout]
+    where = [Blocks(segments, codec.block, rows, place, max(256, codec.block) if coarse else 0) for place in (torch.device("cpu"), device)]
+    errors = [ErrorFeedback(feedback, blocks) if feedback != "none" else None for blocks in where]
+    wrong, size = [], segments[-1][0] + segments[-1][1] + 9
+    for step in range(3):
+        choose = torch.Generator().manual_seed(step)
+        unit, seed = 2.0 ** (10 - step), (0x12345679 * step) & 0x7FFFFFFF
+        flat = (torch.randn(size, generator=choose) * unit * 10.0 ** (-5 * torch.rand(size, generator=choose))).to(dtype)
+        flat[::37] = 0
+        if step == 1:
+            flat[segments[0][0]], flat[segments[-1][0] + 2] = math.nan, math.inf
+        flats = [flat, flat.to(device)]
+        payloads = [module.pack(codec, part, blocks, kept, torch.tensor(unit, device=part.device), seed)
+                    for module, part, blocks, kept in zip((torch_code, quantize), flats, where, errors)]
+        before = payloads[0] if step == 0 else before
+        senders = torch.stack([before, payloads[0], payloads[0]])
+        results = [torch.full((size,), 3.0, dtype=dtype, device=part.device) for part in flats]
+        for module, blocks, result in zip((torch_code, quantize), where, results):
+            module.unpack(codec, senders.to(result.device), blocks, result)
+        expected, result = results[0], results[1].cpu()
+        finite = torch.isfinite(expected)
+        told = f"{codec}, {feedback}, {dtype}, layout {layout}, step {step}"
+        if not torch.equal(finite, torch.isfinite(result)) or not torch.equal(expected[finite], result[finite]):
+            wrong.append(f"{told}: unpacked values, off by {(expected[finite] - result[finite]).abs().max()} at most")
+        if step != 1:
+            same = payloads[0] == payloads[1].cpu()
+            wrong += [f"{told}: {(~same).sum()} of {same.numel()} packed bytes"] * (not same.all())
+        for kept in filter(None, errors):
+            kept.settle(torch.tensor(float(step == 1), device=kept.kept[0].device), step + 1)
+        if feedback != "none":
+            wrong += [f"{told}: errors" for mine, other in zip(errors[0].kept, errors[1].kept) if not torch.equal(mine, other.cpu())]
+    return wrong
+
+
+def main(device: torch.device) -> int:
+    chosen = list(cases(device.type == "cuda"))
+    wrong = [text for case in chosen for text in differences(*case, device)]
+    print(*wrong[:40], f"{len(chosen)} cases, {len(wrong)} differences", sep="\n")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(torch.device(sys.argv[1])))
