@@ -37,7 +37,17 @@ from workers.compress import BROKEN, PLANS, RANKS, RESUMED, STEPS
 CPU = torch.device("cpu")
 LARGEST = {"int8": 127, "int4": 7, "fp8": 448}
 QUICK = settings(deadline=None, max_examples=60)
-FINITE_KINDS = ("int8", "int4", "fp8", "bf16")
+KINDS = ("int8", "int4", "fp8", "bf16")
+
+SEEDS = st.integers(0, 1 << 30)
+PIECES = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 700)), min_size=1, max_size=6)
+"""Gaps and lengths, in turns."""
+
+
+def placed(pieces: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:
+    """(offset, length) of each piece, and where the last one ends."""
+    ends = list(itertools.accumulate(gap + length for gap, length in pieces))
+    return [(end - length, length) for end, (_, length) in zip(ends, pieces)], ends[-1]
 
 
 def generator(seed: int) -> torch.Generator:
@@ -84,7 +94,7 @@ def most_off(codec: Codec, values: np.ndarray, scales: np.ndarray) -> np.ndarray
 
 
 @QUICK
-@given(st.sampled_from(FINITE_KINDS), st.sampled_from([32, 64, 256, 1024]), st.integers(1, 3), st.integers(1, 9), st.booleans(), st.integers(0, 1 << 30))
+@given(st.sampled_from(KINDS), st.sampled_from([32, 64, 256, 1024]), st.integers(1, 3), st.integers(1, 9), st.booleans(), SEEDS)
 def test_a_code_is_off_by_half_a_step_at_most(kind, block, rows, count, stochastic, seed):
     codec = Codec(kind, block, stochastic=stochastic and kind.startswith("int"))
     values = gradients(seed, rows, count, block)
@@ -101,7 +111,7 @@ def test_a_code_is_off_by_half_a_step_at_most(kind, block, rows, count, stochast
 
 
 @QUICK
-@given(st.sampled_from(FINITE_KINDS), st.sampled_from([32, 128]), st.integers(1, 40))
+@given(st.sampled_from(KINDS), st.sampled_from([32, 128]), st.integers(1, 40))
 def test_the_size_of_a_row(kind, block, count):
     bits = {"int8": 8, "fp8": 8, "int4": 4, "bf16": 16}[kind]
     scales = 0 if kind == "bf16" else (count + 3) // 4 * 16
@@ -109,15 +119,12 @@ def test_the_size_of_a_row(kind, block, count):
 
 
 @QUICK
-@given(st.sampled_from(FINITE_KINDS), st.sampled_from([32, 64, 256]), st.lists(st.tuples(st.integers(0, 40), st.integers(1, 700)), min_size=1, max_size=6),
-       st.integers(1, 4), st.sampled_from([0, 16, 32]), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(0, 1 << 30))
+@given(st.sampled_from(KINDS), st.sampled_from([32, 64, 256]), PIECES, st.integers(1, 4), st.sampled_from([0, 16, 32]),
+       st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), SEEDS)
 def test_ragged_pieces_of_any_type_come_back_to_their_places(kind, block, pieces, rows, hadamard, dtype, seed):
     """Pieces of any length with gaps between them; nothing else is written, and no piece shares a scale with another."""
     codec = Codec(kind, block, 0 if kind == "bf16" else min(hadamard, block // 2))
-    segments, end = [], 0
-    for gap, length in pieces:
-        segments.append((end + gap, length))
-        end += gap + length
+    segments, end = placed(pieces)
     flat = torch.randn(end + 5, generator=generator(seed)).to(dtype)
     for number, (offset, length) in enumerate(segments):
         flat[offset:offset + length] *= 10.0 ** -(number % 4)
@@ -140,13 +147,9 @@ def test_ragged_pieces_of_any_type_come_back_to_their_places(kind, block, pieces
 
 
 @QUICK
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 300)), min_size=1, max_size=8), st.sampled_from([32, 64]), st.sampled_from([1, 2, 4]),
-       st.integers(1, 5))
+@given(PIECES, st.sampled_from([32, 64]), st.sampled_from([1, 2, 4]), st.integers(1, 5))
 def test_gather_scatter_and_the_kernels_table_agree(pieces, block, grains, rows):
-    segments, end = [], 0
-    for gap, length in pieces:
-        segments.append((end + gap, length))
-        end += gap + length
+    segments, end = placed(pieces)
     flat = torch.arange(1.0, end + 1)
     blocks = Blocks(segments, block, rows, CPU, block * grains)
     gathered = blocks.gather(flat)
@@ -169,7 +172,7 @@ def test_gather_scatter_and_the_kernels_table_agree(pieces, block, grains, rows)
     assert torch.equal(coarse.gather(flat).view(-1), gathered.view(-1))
 
 
-@pytest.mark.parametrize("kind", FINITE_KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("hadamard", [0, 16])
 def test_zeros_and_what_is_too_small_become_zeros(kind, hadamard):
     codec = Codec(kind, 32, 0 if kind == "bf16" else hadamard)
@@ -185,7 +188,7 @@ def test_zeros_and_what_is_too_small_become_zeros(kind, hadamard):
 
 
 @QUICK
-@given(st.sampled_from(FINITE_KINDS), st.sampled_from([0, 16]), st.booleans(), st.sampled_from(["nan", "inf", "-inf"]), st.integers(0, 3 * 64 - 1),
+@given(st.sampled_from(KINDS), st.sampled_from([0, 16]), st.booleans(), st.sampled_from(["nan", "inf", "-inf"]), st.integers(0, 3 * 64 - 1),
        st.booleans(), st.integers(0, 1000))
 def test_what_is_not_finite_stays_so_in_its_block_and_nowhere_else(kind, hadamard, stochastic, value, place, zeros, seed):
     codec = Codec(kind, 64, 0 if kind == "bf16" else hadamard, stochastic and kind.startswith("int"))
@@ -202,7 +205,7 @@ def test_what_is_not_finite_stays_so_in_its_block_and_nowhere_else(kind, hadamar
 
 
 @QUICK
-@given(st.sampled_from(["int8", "int4", "fp8"]), st.integers(0, 1 << 30), st.sampled_from([1e38, 3.4e38]))
+@given(st.sampled_from(["int8", "int4", "fp8"]), SEEDS, st.sampled_from([1e38, 3.4e38]))
 def test_the_largest_numbers_stay_finite(kind, seed, size):
     values = torch.rand(1, 2, 64, generator=generator(seed)) * 2 - 1
     values[0, 0, 3] = 1.0
@@ -275,7 +278,7 @@ def test_random_numbers_are_uniform_and_those_of_close_seeds_unrelated():
 
 
 @QUICK
-@given(st.sampled_from(FINITE_KINDS), st.integers(1, 5), st.integers(1, 3), st.integers(1, 5), st.integers(0, 1 << 30))
+@given(st.sampled_from(KINDS), st.integers(1, 5), st.integers(1, 3), st.integers(1, 5), SEEDS)
 def test_what_arrives_is_the_fp32_sum_of_the_senders_in_order(kind, senders, rows, count, seed):
     codec = Codec(kind, 32)
     payloads = torch.stack([encode(codec, gradients(seed + sender, rows, count, 32))[0] for sender in range(senders)])
@@ -325,7 +328,7 @@ def test_average8_keeps_a_moving_average_in_8_bits(kind, hadamard, stochastic):
     """Against the average in fp32, over skipped steps and changes of the loss scale."""
     codec, blocks = Codec(kind, 64, hadamard, stochastic), Blocks([(0, 640)], 64, 1, CPU)
     errors, average = ErrorFeedback("average8", blocks), torch.zeros(1, 10, 64)
-    assert [kept.dtype for kept in errors.kept] == [torch.int8, torch.float32] and [tuple(kept.shape) for kept in errors.kept] == [(1, 10, 64), (1, 10)]
+    assert [(kept.dtype, tuple(kept.shape)) for kept in errors.kept] == [(torch.int8, (1, 10, 64)), (torch.float32, (1, 10))]
     sizes = []
     for step in range(60):
         scale = torch.tensor([1024.0, 64.0][step % 2])
@@ -396,8 +399,7 @@ def test_routes_cover_every_group_by_hops_that_join_as_many_ranks(node):
                 assert all(len({rank // node for rank in part}) == 1 for part in group) and len({len(part) for part in group}) == 1
                 assert len({part[0] // node for part in group}) == len(group)
                 nodes, local = len(group), len(group[0])
-                hops = ([("inner", local), ("outer", nodes)] if nodes > 1 and local > 1 else [("outer", nodes)] if nodes > 1 else [(within, local)])
-                assert list(route.hops) == hops
+                assert list(route.hops) == ([(within, local)] if nodes == 1 else [("inner", local)] * (local > 1) + [("outer", nodes)])
     assert refused or node in (1, 64)
 
 
@@ -405,8 +407,9 @@ def compare_kernels(device: str, **environment: str) -> None:
     """Runs tests/workers/quantize.py, in a process of its own: Triton reads its switches when it is imported."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    done = subprocess.run([sys.executable, str(WORKERS / "quantize.py"), device], env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": os.pathsep.join(
-        [str(WORKERS.parent.parent), os.environ.get("PYTHONPATH", "")])}, capture_output=True, text=True, timeout=500)
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(WORKERS.parent.parent), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, str(WORKERS / "quantize.py"), device], env=os.environ | environment, capture_output=True, text=True,
+                          timeout=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
@@ -511,7 +514,7 @@ def expected_bytes(case: dict[str, Any], parameters: dict[str, Any]) -> dict[str
     plain, sent = {"fp32": 4, "bf16": 2}[case.get("reduce", "fp32")], {"inner": 0, "outer": 0}
 
     def coded(links: list[tuple[str, int]], elements: int) -> bool:
-        return math.prod(size for _, size in links) > 1 and any(block_of(hops[kind]) for kind, _ in links) and 4 * elements >= case["gradients"]["min_size"]
+        return any(block_of(hops[kind]) for kind, _ in links) and 4 * elements >= case["gradients"]["min_size"]
 
     for unit in units_of(parameters, case["pp"] > 1):
         # Rows of FSDP's shards: the first dimension is filled up to a multiple of their number.
@@ -549,8 +552,8 @@ def expected_bytes(case: dict[str, Any], parameters: dict[str, Any]) -> dict[str
 @pytest.mark.parametrize("name", [name for name, case in PLANS.items() if case["tp"] == 1])
 def test_bytes_on_the_wire_equal_the_formula(measured, name):
     for rank, seen in enumerate(measured["plans"][name]["ranks"]):
-        expected = expected_bytes(PLANS[name], seen["parameters"])
-        assert seen["sent"] == [expected] * (STEPS + measured["plans"][name]["overflows"]) and sum(expected.values()) > 0, (rank, seen["sent"], expected)
+        expected, steps = expected_bytes(PLANS[name], seen["parameters"]), STEPS + measured["plans"][name]["overflows"]
+        assert seen["sent"] == [expected] * steps and sum(expected.values()) > 0, (rank, seen["sent"], expected)
 
 
 def test_accumulation_costs_neither_bytes_nor_accuracy(measured):
@@ -568,7 +571,8 @@ def test_quantised_hops_send_a_share_of_the_bytes():
     """int8 a quarter, int4 an eighth, but for scales, norms, biases and blocks that are filled up."""
     parameters = {f"layers.{layer}.feed_forward.up.weight": (512, 512) for layer in range(2)}
     base = {"stage": 2, "dp": 4, "node": 4, "pp": 1, "micro_batches": 1}
-    sent = {codec: expected_bytes(base | {"gradients": {"min_size": 0, "inner__codec": codec}}, parameters)["inner"] for codec in ("none", "int8", "int4")}
+    sent = {codec: expected_bytes(base | {"gradients": {"min_size": 0, "inner__codec": codec}}, parameters)["inner"]
+            for codec in ("none", "int8", "int4")}
     assert sent["none"] == 3 * 4 * 2 * 512 * 128 and 3.9 < sent["none"] / sent["int8"] < 4 and 7.4 < sent["none"] / sent["int4"] < 8
 
 
@@ -587,8 +591,8 @@ def test_a_run_with_error_feedback_resumes_bit_by_bit(measured, name):
     whole, stopped, resumed = (measured["runs"][name][part] for part in ("whole", "stopped", "resumed"))
     assert [part["code"] for part in (whole, stopped, resumed)] == [0, 75, 0] and len(stopped["lines"]) == 3
     assert measured["runs"][name]["same"]  # weights, moments and errors after the last step
-    columns = ("step", "loss", "grad_norm", "loss_scale", "comm/bytes_inner", "comm/bytes_outer")
-    assert [[line[column] for column in columns] for line in resumed["lines"]] == [[line[column] for column in columns] for line in whole["lines"]]
+    for column in ("step", "loss", "grad_norm", "loss_scale", "comm/bytes_inner", "comm/bytes_outer"):
+        assert [line[column] for line in resumed["lines"]] == [line[column] for line in whole["lines"]], column
     assert not any("dropped" in text for text in resumed["told"])
 
 
@@ -604,9 +608,10 @@ def test_metrics_have_the_bytes(measured):
     assert all(line[f"comm/bytes_{kind}"] is None for line in plain["lines"] for kind in ("inner", "outer"))
     for name in ("hsdp_classic", "nodes_average8"):
         changes = RESUMED[name]
-        case = {"dp": 4, "pp": 1, "micro_batches": 1, "stage": changes["parallel.zero.stage"], "shard": changes.get("parallel.shard", 4), "node": changes["node"],
-                "gradients": {"min_size": 0} | {path.removeprefix("parallel.grad_comm.").replace(".", "__"): value for path, value in changes.items()
-                                                if "grad_comm" in path}}
+        gradients = {path.removeprefix("parallel.grad_comm.").replace(".", "__"): value for path, value in changes.items()
+                     if "grad_comm" in path}
+        case = {"dp": 4, "pp": 1, "micro_batches": 1, "stage": changes["parallel.zero.stage"], "shard": changes.get("parallel.shard", 4),
+                "node": changes["node"], "gradients": {"min_size": 0, **gradients}}
         expected = expected_bytes(case, plain["parameters"])
         for line in measured["runs"][name]["whole"]["lines"]:
             assert {kind: line[f"comm/bytes_{kind}"] for kind in expected} == expected
@@ -636,34 +641,56 @@ def test_auto_takes_the_fastest_if_it_is_measurably_faster(measured):
     assert hardly["chosen"] == [*everything, []] and "quantised hops none" in hardly["said"]
 
 
-COMMON = ["model=tiny", "data=text", "data.sources.text.path=corpus", "batch.sequence_length=32", "batch.global_size=24", "batch.micro_size=1", "run.device=cpu"]
-REFUSED = {  # processes on nodes of so many; settings of parallel; words of the refusal; the way out
+COMMON = ["model=tiny", "data=text", "data.sources.text.path=corpus", "batch.sequence_length=32", "batch.global_size=24", "batch.micro_size=1",
+          "run.device=cpu"]
+REFUSED = {  # processes on nodes of so many; settings of parallel.grad_comm; words of the refusal; the way out
     "no such codec": (4, 4, {"outer.codec": "int2"}, ["grad_comm.outer.codec=int2", "int8"], {"outer.codec": "int8"}),
-    "block is no power of two": (4, 4, {"outer.codec": "int8", "outer.block": 100}, ["grad_comm.outer.block=100", "power of two from 32 to 4096"], {"outer.block": 128}),
-    "block is too large": (4, 4, {"outer.codec": "int4", "outer.block": 8192}, ["grad_comm.outer.block=8192", "to 4096"], {"outer.block": 4096}),
-    "rotation is no power of two": (4, 4, {"outer.codec": "int8", "outer.hadamard": 12}, ["grad_comm.outer.hadamard=12", "power of two", "128"], {"outer.hadamard": 16}),
-    "rotation is too large": (4, 4, {"outer.codec": "int8", "outer.block": 64, "outer.hadamard": 64}, ["grad_comm.outer.hadamard=64", "32"], {"outer.hadamard": 32}),
-    "rotation exceeds int4's block": (4, 4, {"outer.codec": "int4", "outer.hadamard": 128}, ["grad_comm.outer.hadamard=128", "64"], {"outer.hadamard": 64}),
-    "stochastic fp8": (4, 4, {"outer.codec": "fp8", "outer.stochastic": True}, ["grad_comm.outer.stochastic=true", "codec=fp8", "int8 or int4"], {"outer.codec": "int4"}),
-    "stochastic nothing": (4, 4, {"inner.stochastic": True}, ["grad_comm.inner.stochastic=true", "codec=none"], {"inner.stochastic": False}),
-    "feedback of nothing": (4, 4, {"outer.error_feedback": "classic"}, ["grad_comm.outer.error_feedback=classic", "codec=none", "codec=int8 or int4"],
-                            {"outer.codec": "int8"}),
-    "rotation of bf16": (4, 4, {"outer.codec": "bf16", "outer.hadamard": 16}, ["grad_comm.outer.hadamard=16", "codec=bf16", "leave it out"], {"outer.hadamard": 0}),
-    "no such feedback": (4, 4, {"outer.codec": "int8", "outer.error_feedback": "loco"}, ["grad_comm.outer.error_feedback=loco", "average8"],
-                         {"outer.error_feedback": "average8"}),
-    "no inner hop": (4, 4, {"inner.codec": "int8"}, ["grad_comm.inner.codec=int8", "dp4, ZeRO-0", "grad_comm.outer.codec=int8 instead"],
-                     {"inner.codec": "none", "outer.codec": "int8"}),
-    "no outer hop": (4, 4, {"outer.codec": "int4", "zero.stage": 3}, ["grad_comm.outer.codec=int4", "dp4, ZeRO-3", "grad_comm.inner.codec=int4 instead"],
-                     {"outer.codec": "none", "inner.codec": "int4"}),
-    "no inner hop with one rank a node": (4, 1, {"inner.codec": "int8", "zero.stage": 3}, ["grad_comm.inner.codec=int8", "grad_comm.outer.codec=int8 instead"],
-                                          {"inner.codec": "none", "outer.codec": "int8"}),
-    "no hop": (1, 1, {"outer.codec": "int8"}, ["grad_comm.outer.codec=int8", "dp1", "codec=none", "more processes"], {"outer.codec": "none"}),
+    "block is no power of two": (
+        4, 4, {"outer.codec": "int8", "outer.block": 100}, ["grad_comm.outer.block=100", "power of two from 32 to 4096"],
+        {"outer.block": 128}),
+    "block is too large": (
+        4, 4, {"outer.codec": "int4", "outer.block": 8192}, ["grad_comm.outer.block=8192", "to 4096"], {"outer.block": 4096}),
+    "rotation is no power of two": (
+        4, 4, {"outer.codec": "int8", "outer.hadamard": 12}, ["grad_comm.outer.hadamard=12", "power of two", "128"],
+        {"outer.hadamard": 16}),
+    "rotation is too large": (
+        4, 4, {"outer.codec": "int8", "outer.block": 64, "outer.hadamard": 64}, ["grad_comm.outer.hadamard=64", "32"],
+        {"outer.hadamard": 32}),
+    "rotation exceeds int4's block": (
+        4, 4, {"outer.codec": "int4", "outer.hadamard": 128}, ["grad_comm.outer.hadamard=128", "64"], {"outer.hadamard": 64}),
+    "stochastic fp8": (
+        4, 4, {"outer.codec": "fp8", "outer.stochastic": True}, ["grad_comm.outer.stochastic=true", "codec=fp8", "int8 or int4"],
+        {"outer.codec": "int4"}),
+    "stochastic nothing": (
+        4, 4, {"inner.stochastic": True}, ["grad_comm.inner.stochastic=true", "codec=none"], {"inner.stochastic": False}),
+    "feedback of nothing": (
+        4, 4, {"outer.error_feedback": "classic"}, ["grad_comm.outer.error_feedback=classic", "codec=none", "codec=int8 or int4"],
+        {"outer.codec": "int8"}),
+    "rotation of bf16": (
+        4, 4, {"outer.codec": "bf16", "outer.hadamard": 16}, ["grad_comm.outer.hadamard=16", "codec=bf16", "leave it out"],
+        {"outer.hadamard": 0}),
+    "no such feedback": (
+        4, 4, {"outer.codec": "int8", "outer.error_feedback": "loco"}, ["grad_comm.outer.error_feedback=loco", "average8"],
+        {"outer.error_feedback": "average8"}),
+    "no inner hop": (
+        4, 4, {"inner.codec": "int8"}, ["grad_comm.inner.codec=int8", "dp4, ZeRO-0", "grad_comm.outer.codec=int8 instead"],
+        {"inner.codec": "none", "outer.codec": "int8"}),
+    "no outer hop": (
+        4, 4, {"outer.codec": "int4", "zero.stage": 3}, ["grad_comm.outer.codec=int4", "dp4, ZeRO-3", "grad_comm.inner.codec=int4 instead"],
+        {"outer.codec": "none", "inner.codec": "int4"}),
+    "no inner hop with one rank a node": (
+        4, 1, {"inner.codec": "int8", "zero.stage": 3}, ["grad_comm.inner.codec=int8", "grad_comm.outer.codec=int8 instead"],
+        {"inner.codec": "none", "outer.codec": "int8"}),
+    "no hop": (
+        1, 1, {"outer.codec": "int8"}, ["grad_comm.outer.codec=int8", "dp1", "codec=none", "more processes"], {"outer.codec": "none"}),
     "uneven nodes": (6, 4, {"outer.codec": "int8"}, ["parallel.grad_comm", "nodes of 4 processes", "codec=none"], {"outer.codec": "none"}),
-    "shards that lie unevenly on nodes": (12, 4, {"inner.codec": "int8", "zero.stage": 3, "shard": 6}, ["parallel.shard=6", "nodes of 4 processes", "divisor or multiple"],
-                                          {"shard": 4}),
+    "shards that lie unevenly on nodes": (
+        12, 4, {"inner.codec": "int8", "zero.stage": 3, "shard": 6}, ["parallel.shard=6", "nodes of 4 processes", "divisor or multiple"],
+        {"shard": 4}),
     "a negative size": (4, 4, {"min_size": -1}, ["grad_comm.min_size=-1", "at least 0"], {"min_size": 0}),
-    "a rule with another type": (4, 4, {"precision.types.matrix.quantise": "often"}, ["precision.types.matrix.quantise", "often"],
-                                 {"precision.types.matrix.quantise": False}),
+    "a rule with another type": (
+        4, 4, {"precision.types.matrix.quantise": "often"}, ["precision.types.matrix.quantise", "often"],
+        {"precision.types.matrix.quantise": False}),
 }
 
 
@@ -672,7 +699,6 @@ def test_impossible_settings_are_refused_with_a_way_out(monkeypatch, name):
     world, node, wrong, words, way_out = REFUSED[name]
     monkeypatch.setenv("WORLD_SIZE", str(world))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
-
     homes = {"zero": "parallel.", "shard": "parallel.", "precision": ""}
     full = {path: homes.get(path.partition(".")[0], "parallel.grad_comm.") + path for path in {**wrong, **way_out}}
     with pytest.raises(ConfigError) as said:

@@ -22,11 +22,15 @@ import trainer.train
 from matrix import PLAIN, SEQUENCES, Case
 from reference import random_batch, rows, settings
 from trainer.batch import BatchPlan
+from trainer.checkpointing.state import read_tensors
 from trainer.config import Config
 from trainer.data.batches import Batch
 from trainer.model.spec import ModelSpec
 from trainer.model.transformer import declarations
+from trainer.observe.sinks import Logger
 from trainer.optim.optimizer import local
+from trainer.parallel.compress.trial import STEPS as TIMED
+from trainer.parallel.compress.trial import Trial
 from trainer.parallel.mesh import World, join
 from trainer.parallel.pipeline.layout import resolve_pipeline
 from trainer.parallel.plan import Plan, resolve_plan
@@ -37,9 +41,6 @@ from trainer.precision.policy import DTYPES
 from trainer.state import TrainState
 from trainer.step import train_step
 from trainer.train import numeric_mode
-from trainer.checkpointing.state import read_tensors
-from trainer.observe.sinks import Logger
-from trainer.parallel.compress.trial import STEPS as TIMED, Trial
 from workers.parallel_runs import Watched, settings as run_settings
 from workers.plans import LENGTH, Worlds, config_of, spec_of
 
@@ -107,18 +108,22 @@ PLANS: dict[str, Case] = {
 }
 
 
-def run_plan(chosen: Case, worlds: Worlds, references: dict[str, Any]) -> dict[str, Any]:
-    """One plan for a few steps, beside one process."""
-    started = time.perf_counter()
+def build(chosen: Case, worlds: Worlds) -> TrainState:
+    """A training state under the plan of a case."""
     os.environ["LOCAL_WORLD_SIZE"] = str(chosen["node"])
     config, spec = config_of(chosen, Path()), spec_of(chosen, CPU)
+    config.precision.loss_scale = chosen.get("loss_scale", config.precision.loss_scale)
     spec.vocab_size, config.precision.types.rules = chosen.get("vocab", spec.vocab_size), chosen.get("rules", {})
     plan = resolve_plan(config.parallel, RANKS, spec, RANKS)
     batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // chosen["micro_batches"], chosen["micro_batches"])
-    world = worlds.of(plan, CPU)
-    sent = []
+    return TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), worlds.of(plan, CPU))
+
+
+def run_plan(chosen: Case, worlds: Worlds, references: dict[str, Any]) -> dict[str, Any]:
+    """One plan for a few steps, beside one process."""
+    started, state, sent = time.perf_counter(), build(chosen, worlds), []
+    config, spec, plan, world = state.config, state.spec, state.plan, state.world
     with numeric_mode(config):
-        state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), world)
         watch = Watch(state)
         for batches in data(chosen, spec, world, plan):
             watch.train(batches)
@@ -162,21 +167,17 @@ def gather(value: Any) -> list[Any]:
 BROKEN: dict[str, Case] = {
     "dp4": case(2, **inner(codec="int8", error_feedback="classic"), **outer(**INT4)),
     "zero3": case(stage=3, micro_batches=3, **inner(codec="int4", error_feedback="average8", stochastic=True)),
-    "hsdp_fp16": case(2, stage=2, shard=2, precision="fp16", **inner(codec="fp8", error_feedback="average8"), **outer(codec="int8", error_feedback="classic")),
+    "hsdp_fp16": case(2, stage=2, shard=2, precision="fp16", **inner(codec="fp8", error_feedback="average8"),
+                      **outer(codec="int8", error_feedback="classic")),
     "pp2_bf16": case(**PP, schedule="1f1b", stage=1, precision="bf16", **inner(codec="bf16", error_feedback="classic")),
 }
 
 
 def break_steps(chosen: Case, worlds: Worlds) -> list[dict[str, Any]]:
     """Steps in each of which one rank's gradients are not finite, with a good one before and after each."""
-    os.environ["LOCAL_WORLD_SIZE"] = str(chosen["node"])
-    config, spec = config_of(chosen, Path()), spec_of(chosen, CPU)
-    config.precision.loss_scale = 1024.0
-    plan = resolve_plan(config.parallel, RANKS, spec, RANKS)
-    batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // chosen["micro_batches"], chosen["micro_batches"])
-    world = worlds.of(plan, CPU)
-    state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), world)
-    batches, results = next(data(chosen, spec, world, plan)), []
+    state = build(chosen | {"loss_scale": 1024.0}, worlds)
+    world = state.world
+    batches, results = next(data(chosen, state.spec, world, state.plan)), []
     for victim, value in ((0, "inf"), (3, "nan"), (2, "-inf")):
         good = train_step(state, batches, False)
         errors = {name: tensor.clone() for name, tensor in state.compression.tensors().items()}
@@ -208,7 +209,8 @@ def run(folder: Path, steps: int, node: int = RANKS, stop_after: int | None = No
     trainer.train.train_step = Watched(stop_after=stop_after)
     began = time.perf_counter()
     try:
-        result = trainer.run(run_settings(folder, **{"run.steps": steps, "eval.every": 0, "parallel.grad_comm.min_size": 0, "run.deterministic": True, **changes}))
+        result = trainer.run(run_settings(folder, **{"run.steps": steps, "eval.every": 0, "run.deterministic": True,
+                                                     "parallel.grad_comm.min_size": 0, **changes}))
     finally:
         Logger.event, trainer.train.train_step = tell, train_step
     lines = [line for line in result.metrics if "loss" in line]
@@ -237,7 +239,8 @@ def whole_runs(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 shutil.copytree(root / name, root / "other_plan")
             dist.barrier()
         resumed = run(root / name, 6, **changes)
-        yield name, {"whole": whole, "stopped": stopped, "resumed": resumed, "same": dist.get_rank() == 0 and same(root / f"{name}_whole", root / name)}
+        bits = dist.get_rank() == 0 and same(root / f"{name}_whole", root / name)
+        yield name, {"whole": whole, "stopped": stopped, "resumed": resumed, "same": bits}
     other = {"parallel.zero.stage": 0, **hops(**outer(codec="int8", error_feedback="classic"))}
     yield "other_plan", run(root / "other_plan", 6, **other)
     measured: list[int] = []

@@ -21,14 +21,16 @@ LAYOUTS = [  # segments, rows, grain of 256
 
 
 def cases(real: bool) -> Iterator[tuple[Codec, str, torch.dtype, int]]:
-    """Codec, error feedback, type of the gradients, layout; in the interpreter, which is slow, one layout after another."""
+    """Codec, error feedback, type of the gradients, layout: two blocks and types for each, of which Triton compiles all anew; in the
+    interpreter, which is slow, one layout each."""
     kinds = ("int8", "int4", "fp8", "bf16") if real else ("int8", "int4")
-    types = (torch.float32, torch.bfloat16, torch.float16) if real else (torch.float32,)
+    forms = [(32, torch.float32), (256, torch.bfloat16), (64, torch.float16), (4096, torch.float32)] if real else [(64, torch.float32)] * 2
     for number, (kind, hadamard, stochastic, feedback) in enumerate(itertools.product(
             kinds, (0, 16), (False, True), ("none", "classic", "average8"))):
         if stochastic and kind in ("fp8", "bf16") or hadamard and kind == "bf16":
             continue
-        for block, dtype, layout in itertools.product((32, 64, 256, 4096) if real else (64,), types, range(len(LAYOUTS))):
+        for which, layout in itertools.product(range(2 if real else 1), range(len(LAYOUTS))):
+            block, dtype = forms[(number + which) % len(forms)]
             if real or layout == (number + number // 4) % 4:
                 yield Codec(kind, block, min(hadamard, block // 2), stochastic), feedback, dtype, layout
 
