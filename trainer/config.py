@@ -113,7 +113,8 @@ class GradCommConfig:
     """Quantised gradient communication. Which parameters take part: precision.types."""
     inner: HopConfig = option(HopConfig(), "between ranks that share one copy of the sharded state, within a node")
     outer: HopConfig = option(HopConfig(), "between replicas, and between nodes")
-    min_size: int = option(65536, "gradients of a layer (or of embedding and head) with fewer bytes in fp32 travel as they are", unit="bytes")
+    min_size: int = option(65536, "what a reduction has of a layer (or of embedding and head) travels as it is if it has fewer bytes in fp32",
+                           unit="bytes")
 
 
 @dataclass

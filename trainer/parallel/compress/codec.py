@@ -148,10 +148,9 @@ class ErrorFeedback:
 
     def settle(self, found_inf: Tensor, step: int) -> None:
         """After step number `step`: takes over what it left out, unless its update was skipped (a scalar, 0 or 1)."""
+        anew = self.kind == "average8" and step % self.RESET == 0
         for kept, left in zip(self.kept, self.left):
-            kept.copy_(torch.where(found_inf > 0, kept, left))
-            if self.kind == "average8" and step % self.RESET == 0:
-                kept.zero_()
+            kept.copy_(torch.where(found_inf > 0, kept, torch.zeros_like(left) if anew else left))
 
 
 def pack(codec: Codec, flat: Tensor, blocks: Blocks, errors: ErrorFeedback | None = None, unit: Tensor | None = None,

@@ -64,7 +64,7 @@ def check_grad_comm(settings: GradCommConfig, plan: Plan, node: int) -> list[str
         there = {kind for route in routes(plan, node) if route for kind, _ in route.hops}
     except ValueError as error:
         return [*problems, f"parallel.grad_comm: {error}, and quantised gradients would cross the network several times over; set "
-                           "parallel.shard to a divisor or multiple of a node's data-parallel ranks, or codec=none"]
+                           "parallel.shard, or the processes on each node, such that a group has as many on every node, or codec=none"]
     for name, hop in asked.items():
         if name not in there and hop.codec != "auto":
             other = "outer" if name == "inner" else "inner"
