@@ -685,7 +685,7 @@ REFUSED = {  # processes on nodes of so many; settings of parallel.grad_comm; wo
         1, 1, {"outer.codec": "int8"}, ["grad_comm.outer.codec=int8", "dp1", "codec=none", "more processes"], {"outer.codec": "none"}),
     "uneven nodes": (6, 4, {"outer.codec": "int8"}, ["parallel.grad_comm", "nodes of 4 processes", "codec=none"], {"outer.codec": "none"}),
     "shards that lie unevenly on nodes": (
-        12, 4, {"inner.codec": "int8", "zero.stage": 3, "shard": 6}, ["parallel.shard=6", "nodes of 4 processes", "divisor or multiple"],
+        12, 4, {"inner.codec": "int8", "zero.stage": 3, "shard": 6}, ["parallel.shard=6", "nodes of 4 processes", "as many on every node"],
         {"shard": 4}),
     "a negative size": (4, 4, {"min_size": -1}, ["grad_comm.min_size=-1", "at least 0"], {"min_size": 0}),
     "a rule with another type": (
