@@ -67,7 +67,7 @@ class TrainState:
                 parameters[name], infos[name] = parameter, declared[name.removesuffix(COPY)]
         policies = parameter_policies({name.removesuffix(COPY): info for name, info in infos.items()}, config.precision.types, config.optimizer)
         optimizer = Optimizer(parameters, {name: policies[name.removesuffix(COPY)] for name in parameters}, config.optimizer)
-        channels = Channels(world.pipeline, edges(pipeline.schedule.placement), world.device) if plan.pp > 1 else None
+        channels = Channels(world.pipeline, edges(pipeline.schedule.placement), world.device, timeout=world.timeout) if plan.pp > 1 else None
         first, last = pipeline.schedule.placement[0], pipeline.schedule.placement[-1]
         here = world.place("pp")
         apart = spec.tied and first != last and here in (first, last)

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator
@@ -30,10 +31,11 @@ from trainer.data.tokens import DataError
 from trainer.model.attention import kernel_priority
 from trainer.model.init import Weights, name_seed
 from trainer.model.spec import ModelSpec
-from trainer.observe import metrics
+from trainer.observe import flight, metrics
 from trainer.observe.deferred import DeferredScalars
 from trainer.observe.report import peak_memory_gib, print_start, step_meter
 from trainer.observe.sinks import Logger
+from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE, STEP, Watchdog
 from trainer.parallel.mesh import World, join, local_device
 from trainer.parallel.pipeline import ir
 from trainer.parallel.pipeline.channels import PeerError
@@ -76,13 +78,16 @@ def run(config: Config) -> Result:
     check_compiler(config, device)
     check_model(config, spec)
     corpus = open_corpus(config)
-    joined_before = dist.is_initialized()
-    world = join(plan, device)
-    with numeric_mode(config), claimed(Path(config.run.dir), world):
-        code = Training(config, spec, weights, plan, pipeline, batch, corpus, world).train()
+    joined_before, folder = dist.is_initialized(), Path(config.run.dir)
+    warn_of_stale_store()
+    if config.guard.stall_factor:
+        flight.enable(folder / "flight")
+    world = join(plan, device, max(1200.0, 2 * config.guard.stall_allowance))
+    with numeric_mode(config), claimed(folder, world), watching(config, world) as watchdog:
+        code = Training(config, spec, weights, plan, pipeline, batch, corpus, world, watchdog).train()
     if not joined_before:  # not after a failure: other ranks may still wait in a collective
         dist.destroy_process_group()
-    return Result(Path(config.run.dir), code)
+    return Result(folder, code)
 
 
 @contextlib.contextmanager
@@ -130,6 +135,26 @@ def claimed(folder: Path, world: World) -> Iterator[None]:
             os.close(descriptor)
 
 
+@contextlib.contextmanager
+def watching(config: Config, world: World) -> Iterator[Watchdog]:
+    """The watchdog of a run; what it leaves lies under the time at which rank 0 started."""
+    start = world.agree(lambda: time.strftime("%Y%m%d-%H%M%S"))
+    watchdog = Watchdog(Path(config.run.dir), start, world.rank, world.size, config.guard, config.run.steps)
+    try:
+        yield watchdog
+    finally:
+        watchdog.close()
+
+
+def warn_of_stale_store() -> None:
+    """Says at the first start that torchrun's restarts would fail. Those of its workers that it starts again read the addresses of
+    the dead ones, unless they have a store of their own."""
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" \
+            and os.environ.get("RANK") == "0":
+        print("torchrun --max-restarts will not work: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment, or start it with "
+              "launch/elastic.sh", file=sys.stderr, flush=True)
+
+
 def main(config: Config) -> int:
     """The command line's run: returns the exit code."""
     try:
@@ -161,8 +186,8 @@ class Training:
     """A run in progress: the state, the position in the data, and everything that is told about each step."""
 
     def __init__(self, config: Config, spec: ModelSpec, weights: Weights | None, plan: Plan, pipeline: Pipeline, batch: BatchPlan,
-                 corpus: Corpus, world: World):
-        self.config, self.spec, self.batch, self.corpus, self.world = config, spec, batch, corpus, world
+                 corpus: Corpus, world: World, watchdog: Watchdog):
+        self.config, self.spec, self.batch, self.corpus, self.world, self.watchdog = config, spec, batch, corpus, world, watchdog
         self.folder = Path(config.run.dir)
         self.tokens, self.skipped, self.skipped_in_row = 0, 0, 0
         self.stop_wanted, self.stop = False, False
@@ -258,6 +283,7 @@ class Training:
                         self.save()
                     self.tell()
                 self.read_back(everything=True)
+                self.watchdog.enter(ENDING, self.state.step)
                 if self.state.step > first and (self.stop or config.checkpoint.at_end) and not self.save_last():
                     print(f"{self.folder}: the last checkpoint, of step {self.state.step}, could not be written", file=sys.stderr, flush=True)
                 else:
@@ -301,7 +327,9 @@ class Training:
         """Fetches the batch, trains on it, and queues what is to be known of the step."""
         state = self.state
         self.deferred.begin()
+        self.watchdog.enter(DATA, state.step + 1)
         batches = next(self.loader)
+        self.watchdog.enter(STEP, state.step + 1)
         torch.manual_seed(name_seed(self.config.run.seed, f"step {state.step} rank {self.world.data.get_local_rank()}"))
         with self.trace():
             scalars = train_step(state, batches, self.stop_wanted)
@@ -351,6 +379,7 @@ class Training:
 
     def reschedule(self) -> None:
         """Ends the measurement for schedule=auto and goes on with what it found best."""
+        self.watchdog.enter(SCHEDULE, self.state.step)
         self.read_back(everything=True)
         auto, self.auto, before = self.auto, None, self.state.pipeline
         try:
@@ -404,6 +433,7 @@ class Training:
     def evaluate(self) -> None:
         """Mean loss on the held-out sequences, the same ones every time and under every plan."""
         self.read_back(everything=True)
+        self.watchdog.enter(EVALUATING, self.state.step)
         batches = eval_batches(self.corpus.eval, self.config.eval.sequences, self.batch.micro_size, self.world.data.get_local_rank(),
                                self.state.plan.dp, mask_documents=self.config.data.mask_documents, device=self.world.device)
         loss = evaluate(self.state, batches).item()
@@ -412,6 +442,7 @@ class Training:
     def save(self, wait: bool = False) -> None:
         """Hands the state to the checkpointer, which writes while training goes on."""
         self.read_back(everything=True)
+        self.watchdog.enter(SAVING, self.state.step)
         plan = dataclasses.asdict(self.state.plan)
         self.checkpointer.save(self.state.step, self.state.tensors(), {
             "spec": self.spec.to_dict(), "plan": plan, "tokens": self.tokens, "samples": self.loader.position,
