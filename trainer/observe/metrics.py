@@ -30,6 +30,8 @@ METRICS: dict[str, str] = {
     "data_seconds": "mean time that a step waited for its batch since the last logged one, in seconds",
     "eta_seconds": "time left for the remaining steps at the mean pace of recent ones, in seconds",
     "bubble": "share of the step in which pipeline ranks wait for each other, 0 to 1",
+    "straggler": "time in forward passes of the slowest rank, as a multiple of the median of the ranks with the same stages",
+    "straggler_rank": "that rank",
     "loss_scale": "fp16 loss scale of this step",
     "skipped": "steps so far whose update was skipped for a non-finite loss or gradient",
     "eval_loss": "mean loss per token on held-out data, in nats",

@@ -41,7 +41,7 @@ FIRST = 8
 """Ranks that give up by themselves. The others do so only if nobody tells them to: all at once they would flood the store."""
 
 PATIENCE = 10.0
-"""Seconds that ranks have for writing down where they are, once one of them has given up."""
+"""At most so many seconds are left to ranks for writing down where they are, once one of them has given up."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,9 @@ class Watchdog:
     """
 
     def __init__(self, folder: Path, start: str, rank: int, size: int, settings: GuardConfig, steps: int):
-        self.folder, self.place, self.rank, self.size, self.settings, self.total = folder, folder / "flight" / start, rank, size, settings, steps
-        self.period = max(0.1, min(5.0, settings.stall_seconds / 5))
+        self.folder, self.place, self.rank, self.size, self.settings, self.total = (
+            folder, folder / "flight" / start, rank, size, settings, steps)
+        self.period, self.patience = max(0.1, min(5.0, settings.stall_seconds / 5)), min(PATIENCE, settings.stall_seconds)
         self.node = socket.gethostname()
         self.count, self.phase, self.step, self.since, self.limit = 0, "", 0, 0.0, 0.0
         self.steps: deque[float] = deque(maxlen=50)
@@ -127,15 +128,18 @@ class Watchdog:
             before = now
             if self.size > 1:
                 # Should a library hold Python's lock for ever, neither thread runs again: a third one, of C, then ends the process.
-                faulthandler.dump_traceback_later(2 * self.limit + PATIENCE, exit=True)
-            limit = self.limit + (0 if self.rank < FIRST else 2 * PATIENCE)
+                faulthandler.dump_traceback_later(2 * self.limit + self.patience, exit=True)
+            limit = self.limit + (0 if self.rank < FIRST else 2 * self.patience)
             if self.stalled.is_set() or now > self.since + limit and not self._excused():
                 self._give_up()
 
     def _excused(self) -> bool:
         """Whether a rank that is behind this one is alive, and in a phase that may take longer."""
         now = time.time()
-        return any(beat.count < self.count and now < beat.until and now - beat.said < 3 * self.period + 2 for beat in self._others().values())
+        return any(beat.count < self.count and now < beat.until and self._alive(beat) for beat in self._others().values())
+
+    def _alive(self, beat: Beat) -> bool:
+        return time.time() - beat.said < 3 * self.period + 1
 
     def _others(self) -> dict[int, Beat]:
         """What all ranks have said last, as far as the store answers."""
@@ -143,7 +147,7 @@ class Watchdog:
             self.answered.clear()
             self.asking.set()
             self.hurry.set()
-            self.answered.wait(3.0)
+            self.answered.wait(self.patience / 3)
         return self.beats
 
     def _talk(self) -> None:
@@ -167,8 +171,9 @@ class Watchdog:
     def _give_up(self) -> None:
         """Writes down where this rank is; one rank also says where all are. Then ends this process."""
         # A file system or torch may hold this thread up.
-        faulthandler.dump_traceback_later(4 * PATIENCE, exit=True)
-        reason = f"no progress for {time.monotonic() - self.since:.1f} s in {self.phase}, step {self.step} (limit {self.limit:.4g} s: {self._rule()})"
+        faulthandler.dump_traceback_later(4 * self.patience, exit=True)
+        reason = (f"no progress for {time.monotonic() - self.since:.1f} s in {self.phase}, step {self.step} (limit {self.limit:.4g} s: "
+                  f"{self._rule()})")
         self.stalled.set()
         beats = dict(self._others())
         self.place.mkdir(parents=True, exist_ok=True)
@@ -176,13 +181,14 @@ class Watchdog:
             faulthandler.dump_traceback(file, all_threads=True)
         self._write(f"rank-{self.rank}.json", json.dumps(asdict(Record(self.beat(), flight.main_thread(), self._recorded()))))
         if self._speaks():
-            lines = describe(self._records(), beats, self.size)
+            answering = [rank for rank in range(self.size) if rank not in beats or self._alive(beats[rank])]
+            lines = describe(self._records(answering), beats, self.size)
             report = "\n  ".join([f"training stalled: {reason}", *lines, f"stacks of all threads: {self.place}/rank-N.stack.txt"])
             print(report, file=sys.stderr, flush=True)
             self._write("report.txt", report + "\n")
             write_status(self.folder, "failed", self.step, self.total, f"{reason}; {lines[0]}")
         else:
-            end = time.monotonic() + 2 * PATIENCE
+            end = time.monotonic() + 2 * self.patience
             while not (self.place / "report.txt").stat().st_size and time.monotonic() < end:
                 time.sleep(0.1)
         sys.stderr.flush()
@@ -206,7 +212,7 @@ class Watchdog:
 
         reader = threading.Thread(target=read, name="flight recorder", daemon=True)
         reader.start()
-        reader.join(PATIENCE / 2)
+        reader.join(self.patience / 2)
         return {name: group for groups in list(found) for name, group in groups.items()}
 
     def _speaks(self) -> bool:
@@ -217,12 +223,12 @@ class Watchdog:
         except FileExistsError:
             return False
 
-    def _records(self) -> dict[int, Record]:
-        """What ranks have written down, waiting for those that have not."""
+    def _records(self, wanted: list[int]) -> dict[int, Record]:
+        """What ranks write down, waiting for those of `wanted`."""
         records: dict[int, Record] = {}
-        end = time.monotonic() + PATIENCE
-        while len(records) < self.size and time.monotonic() < end:
-            for rank in set(range(self.size)) - set(records):
+        end = time.monotonic() + self.patience
+        while set(wanted) - set(records) and time.monotonic() < end:
+            for rank in set(wanted) - set(records):
                 with contextlib.suppress(FileNotFoundError):
                     content = json.loads((self.place / f"rank-{rank}.json").read_text())
                     records[rank] = Record(Beat(**content["beat"]), content["at"], content["groups"])
@@ -250,6 +256,7 @@ def describe(records: dict[int, Record], beats: dict[int, Beat], size: int) -> l
         slowest = max((record.beat for record in group), key=lambda beat: beat.said - beat.since)
         behind = " (behind the others)" if count < max(counts) else ""
         nodes = ", ".join(sorted({record.beat.node for record in group})[:4])
-        texts.append(f"{flight.ranks(record.beat.rank for record in group)}{behind} on {nodes}: {slowest.describe()}, at {at or 'no line of the project'}")
+        who = flight.ranks(record.beat.rank for record in group)
+        texts.append(f"{who}{behind} on {nodes}: {slowest.describe()}, at {at or 'no line of the project'}")
     waits = flight.waits({rank: record.groups for rank, record in records.items()})
     return [*texts[:12], *waits[:8]]
