@@ -12,8 +12,8 @@ import sys
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-SAID = (2, 3, 75)
-"""Exit codes of workers that have said all there is to say: settings refused, unfit machine, saved and stopped."""
+SAID = (2, 3, 70, 75)
+"""Exit codes of workers that have said all there is to say: settings refused, unfit machine, no progress, saved and stopped."""
 
 
 def main(arguments: list[str]) -> int:

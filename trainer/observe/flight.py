@@ -5,9 +5,9 @@ waits for whom is plain data, to be compared among ranks (`waits`).
 """
 from __future__ import annotations
 
-import json
 import os
 import pickle
+import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -30,10 +30,10 @@ first one that has not ended number, what (operation and tensors) and at (source
 
 
 def enable(folder: Path) -> None:
-    """Switches the recorder on for process groups that are made from now on; NCCL's own timeout writes it to `folder` as well.
-    What the environment says already stays."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, value in (("TORCH_FR_BUFFER_SIZE", ENTRIES), ("TORCH_NCCL_DUMP_ON_TIMEOUT", 1), ("TORCH_FR_DUMP_TEMP_FILE", folder / "nccl-")):
+    """Switches the recorder on for process groups that are made from now on; NCCL's own timeout writes it to `folder`, if that
+    exists by then, as well. What the environment says already stays."""
+    for name, value in (("TORCH_FR_BUFFER_SIZE", ENTRIES), ("TORCH_NCCL_DUMP_ON_TIMEOUT", 1),
+                        ("TORCH_FR_DUMP_TEMP_FILE", folder / "nccl_timeout_rank_")):
         os.environ.setdefault(name, str(value))
 
 
@@ -43,16 +43,18 @@ def dumps() -> dict[str, bytes]:
     return {name: getattr(torch._C._distributed_c10d, dump)() for name, dump in names.items() if hasattr(torch._C._distributed_c10d, dump)}
 
 
-def recorded(dump: bytes) -> Groups:
-    """The summary of this process's own dump."""
+def recorded(recorder: str, dump: bytes) -> Groups:
+    """The summary of one of this process's own dumps."""
     world = dist.distributed_c10d._world
-    return summary(pickle.loads(dump), {name: sorted(world.pg_group_ranks.get(group, {})) for group, name in world.pg_names.items()})
+    members = {name: sorted(world.pg_group_ranks.get(group, {})) for group, name in world.pg_names.items()}
+    # Two recorders number the collectives of one group each for itself.
+    return {f"{recorder} {name}": group for name, group in summary(pickle.loads(dump), members).items()}
 
 
 def summary(dump: dict[str, Any], members: dict[str, list[int]]) -> Groups:
-    """A recorder's dump by process group; `members` are the groups' ranks, which gloo's recorder leaves out."""
+    """A recorder's dump by process group. members: the ranks of groups that torch keeps by name, which gloo's recorder leaves out."""
     groups: Groups = {}
-    said = {name: json.loads(group["ranks"]) for name, group in dump.get("pg_config", {}).items()}
+    said = {name: [int(rank) for rank in re.findall(r"\d+", group["ranks"])] for name, group in dump.get("pg_config", {}).items()}
     for entry in dump.get("entries", []):
         name, desc = entry["process_group"]
         kind = "p2p" if entry["is_p2p"] else "collective"  # counted apart
@@ -100,7 +102,8 @@ def waits(everyone: dict[int, Groups]) -> list[str]:
         silent = [rank for rank in absent if rank not in everyone]
         missing = "".join(f", which {ranks(some)} {what}" for some, what in (
             (sorted(set(absent) - set(silent)), "did not enter"), (silent, "may not have entered")) if some)
-        texts.append((not absent, f"{ranks(inside)} in {what} (number {number} of {group['desc'] or name}) at {at or 'an unknown line'}{missing}"))
+        where = f"(number {number} of {group['desc'] or name}) at {at or 'an unknown line'}"
+        texts.append((not absent, f"{ranks(inside)} in {what} {where}{missing}"))
     return [text for _, text in sorted(texts)]
 
 

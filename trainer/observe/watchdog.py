@@ -78,7 +78,7 @@ class Watchdog:
     def __init__(self, folder: Path, start: str, rank: int, size: int, settings: GuardConfig, steps: int):
         self.folder, self.place, self.rank, self.size, self.settings, self.total = (
             folder, folder / "flight" / start, rank, size, settings, steps)
-        self.period, self.patience = max(0.1, min(5.0, settings.stall_seconds / 5)), min(PATIENCE, settings.stall_seconds)
+        self.period, self.patience = max(0.1, min(5.0, settings.stall_seconds / 5)), min(PATIENCE, 2 * settings.stall_seconds)
         self.node = socket.gethostname()
         self.count, self.phase, self.step, self.since, self.limit = 0, "", 0, 0.0, 0.0
         self.steps: deque[float] = deque(maxlen=50)
@@ -88,6 +88,8 @@ class Watchdog:
         self.enter(STARTING, 0)
         if not settings.stall_factor:
             return
+        if dist.is_nccl_available() and size > 1:
+            self.place.parent.mkdir(exist_ok=True)  # for NCCL's own dump
         if size > 1:
             # A connection of its own: on a shared one, whoever waits for a key holds up the others.
             self.store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store().clone())
@@ -208,7 +210,7 @@ class Watchdog:
         def read() -> None:
             for name, dump in flight.dumps().items():
                 (self.place / f"{name}_rank_{self.rank}").write_bytes(dump)
-                found.append(flight.recorded(dump))
+                found.append(flight.recorded(name, dump))
 
         reader = threading.Thread(target=read, name="flight recorder", daemon=True)
         reader.start()
