@@ -18,7 +18,8 @@ folder = Path(sys.argv[1])
 flight.enable(folder / "flight")
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-watchdog = Watchdog(folder, "start", rank, dist.get_world_size(), GuardConfig(stall_factor=10, stall_seconds=3, stall_allowance=30), steps=9)
+guard = GuardConfig(stall_factor=10, stall_seconds=2 if rank == 3 else 3, stall_allowance=30)
+watchdog = Watchdog(folder, "start", rank, dist.get_world_size(), guard, steps=9)
 
 
 def hang() -> None:

@@ -37,10 +37,12 @@ def enable(folder: Path) -> None:
         os.environ.setdefault(name, str(value))
 
 
-def dumps() -> dict[str, bytes]:
-    """What torch has recorded in this process, pickled, by name of the recorder: NCCL's, or that of other backends."""
+def dumps(stacks: bool) -> dict[str, bytes]:
+    """What torch has recorded in this process, pickled, by name of the recorder: NCCL's, or that of other backends. The first one with
+    source lines takes a second of computing, for torch reads symbols then."""
     names = {"nccl_trace": "_dump_nccl_trace", "fr_trace": "_dump_fr_trace"}
-    return {name: getattr(torch._C._distributed_c10d, dump)() for name, dump in names.items() if hasattr(torch._C._distributed_c10d, dump)}
+    found = {name: getattr(torch._C._distributed_c10d, dump, None) for name, dump in names.items()}
+    return {name: dump(includeStackTraces=stacks) for name, dump in found.items() if dump is not None}
 
 
 def recorded(recorder: str, dump: bytes) -> Groups:
@@ -65,7 +67,7 @@ def summary(dump: dict[str, Any], members: dict[str, list[int]]) -> Groups:
         if not entry["retired"] and entry["state"] != "completed" and number <= group.get("number", number):
             sizes = " ".join(f"{dtype}{list(shape)}" for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"]))
             group |= {"number": number, "what": f"{entry['profiling_name'].partition(':')[2]} {sizes}".strip(),
-                      "at": lines((frame["filename"], frame["line"], frame["name"]) for frame in entry["frames"])}
+                      "at": lines((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", []))}
     return groups
 
 
@@ -73,7 +75,8 @@ def lines(frames: Iterable[tuple[str, int, str]]) -> str:
     """The project's own lines of a stack, the innermost first; of a stack without any, the innermost."""
     frames = list(frames)
     own = [(file.removeprefix(PROJECT), line, name) for file, line, name in frames if file.startswith(PROJECT)]
-    return " < ".join(f"{file}:{line} {name}" for file, line, name in (own or frames[:1])[:CALLERS])
+    other = [(os.path.basename(file), line, name) for file, line, name in frames[:1]]
+    return " < ".join(f"{file}:{line} {name}" for file, line, name in (own or other)[:CALLERS])
 
 
 def main_thread() -> str:
@@ -90,20 +93,21 @@ def _frames(frame: Any) -> Iterator[tuple[str, int, str]]:
 def waits(everyone: dict[int, Groups]) -> list[str]:
     """Which collectives ranks wait in, and which ranks have not entered them, a line each and the latter first; from what ranks
     have recorded."""
-    found: dict[tuple[Any, ...], list[int]] = {}
+    found: dict[tuple[str, int, str], list[int]] = {}
     for rank, groups in everyone.items():
         for name, group in groups.items():
             if "number" in group:
-                found.setdefault((name, group["number"], group["what"], group["at"]), []).append(rank)
+                found.setdefault((name, group["number"], group["what"]), []).append(rank)
     texts = []
-    for (name, number, what, at), inside in sorted(found.items()):
+    for (name, number, what), inside in sorted(found.items()):
         group = everyone[inside[0]][name]
         absent = [rank for rank in group["ranks"] if everyone.get(rank, {}).get(name, {"entered": 0})["entered"] < number]
         silent = [rank for rank in absent if rank not in everyone]
-        missing = "".join(f", which {ranks(some)} {what}" for some, what in (
-            (sorted(set(absent) - set(silent)), "did not enter"), (silent, "may not have entered")) if some)
-        where = f"(number {number} of {group['desc'] or name}) at {at or 'an unknown line'}"
-        texts.append((not absent, f"{ranks(inside)} in {what} {where}{missing}"))
+        places = dict.fromkeys(at for rank in inside if (at := everyone[rank][name]["at"]))
+        text = f"{ranks(inside)} in {what} (number {number} of {group['desc'] or name}){' at ' if places else ''}{' and '.join(places)}"
+        for some, verb in ((sorted(set(absent) - set(silent)), "did not enter"), (silent, "may not have entered")):
+            text += f", which {ranks(some)} {verb}" if some else ""
+        texts.append((not absent, text))
     return [text for _, text in sorted(texts)]
 
 

@@ -40,7 +40,7 @@ KNOWN = 3
 FIRST = 8
 """Ranks that give up by themselves. The others do so only if nobody tells them to: all at once they would flood the store."""
 
-PATIENCE = 10.0
+PATIENCE = 15.0
 """At most so many seconds are left to ranks for writing down where they are, once one of them has given up."""
 
 
@@ -78,7 +78,7 @@ class Watchdog:
     def __init__(self, folder: Path, start: str, rank: int, size: int, settings: GuardConfig, steps: int):
         self.folder, self.place, self.rank, self.size, self.settings, self.total = (
             folder, folder / "flight" / start, rank, size, settings, steps)
-        self.period, self.patience = max(0.1, min(5.0, settings.stall_seconds / 5)), min(PATIENCE, 2 * settings.stall_seconds)
+        self.period, self.patience = max(0.1, min(5.0, settings.stall_seconds / 5)), min(PATIENCE, 3 * settings.stall_seconds)
         self.node = socket.gethostname()
         self.count, self.phase, self.step, self.since, self.limit = 0, "", 0, 0.0, 0.0
         self.steps: deque[float] = deque(maxlen=50)
@@ -129,8 +129,9 @@ class Watchdog:
                 self.since += now - before
             before = now
             if self.size > 1:
-                # Should a library hold Python's lock for ever, neither thread runs again: a third one, of C, then ends the process.
-                faulthandler.dump_traceback_later(2 * self.limit + self.patience, exit=True)
+                # Should a library hold Python's lock for ever, neither thread runs again. A third one, of C, then ends the process, when
+                # the other ranks have reported.
+                faulthandler.dump_traceback_later(2 * self.limit + 2 * self.patience, exit=True)
             limit = self.limit + (0 if self.rank < FIRST else 2 * self.patience)
             if self.stalled.is_set() or now > self.since + limit and not self._excused():
                 self._give_up()
@@ -141,7 +142,7 @@ class Watchdog:
         return any(beat.count < self.count and now < beat.until and self._alive(beat) for beat in self._others().values())
 
     def _alive(self, beat: Beat) -> bool:
-        return time.time() - beat.said < 3 * self.period + 1
+        return time.time() - beat.said < 5 * self.period + 1
 
     def _others(self) -> dict[int, Beat]:
         """What all ranks have said last, as far as the store answers."""
@@ -149,7 +150,7 @@ class Watchdog:
             self.answered.clear()
             self.asking.set()
             self.hurry.set()
-            self.answered.wait(self.patience / 3)
+            self.answered.wait(self.patience / 5)
         return self.beats
 
     def _talk(self) -> None:
@@ -178,12 +179,12 @@ class Watchdog:
                   f"{self._rule()})")
         self.stalled.set()
         beats = dict(self._others())
+        answering = {rank for rank in range(self.size) if rank not in beats or self._alive(beats[rank])}
         self.place.mkdir(parents=True, exist_ok=True)
         with open(self.place / f"rank-{self.rank}.stack.txt", "w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         self._write(f"rank-{self.rank}.json", json.dumps(asdict(Record(self.beat(), flight.main_thread(), self._recorded()))))
         if self._speaks():
-            answering = [rank for rank in range(self.size) if rank not in beats or self._alive(beats[rank])]
             lines = describe(self._records(answering), beats, self.size)
             report = "\n  ".join([f"training stalled: {reason}", *lines, f"stacks of all threads: {self.place}/rank-N.stack.txt"])
             print(report, file=sys.stderr, flush=True)
@@ -204,18 +205,20 @@ class Watchdog:
                 f"guard.stall_seconds={guard.stall_seconds:g}")
 
     def _recorded(self) -> flight.Groups:
-        """What the flight recorder has, kept in full beside. In a thread, for what is stuck in torch may hold its locks."""
-        found: list[flight.Groups] = []
+        """What the flight recorder has, kept in full beside. In a thread, for what is stuck in torch may hold its locks; first
+        without source lines, which may take long."""
+        found: flight.Groups = {}
 
         def read() -> None:
-            for name, dump in flight.dumps().items():
-                (self.place / f"{name}_rank_{self.rank}").write_bytes(dump)
-                found.append(flight.recorded(name, dump))
+            for stacks in (False, True):
+                for name, dump in flight.dumps(stacks).items():
+                    found.update(flight.recorded(name, dump))
+                    (self.place / f"{name}_rank_{self.rank}").write_bytes(dump)
 
         reader = threading.Thread(target=read, name="flight recorder", daemon=True)
         reader.start()
         reader.join(self.patience / 2)
-        return {name: group for groups in list(found) for name, group in groups.items()}
+        return dict(found)
 
     def _speaks(self) -> bool:
         """Whether this rank, as the first to ask, reports for all."""
@@ -225,12 +228,14 @@ class Watchdog:
         except FileExistsError:
             return False
 
-    def _records(self, wanted: list[int]) -> dict[int, Record]:
-        """What ranks write down, waiting for those of `wanted`."""
-        records: dict[int, Record] = {}
-        end = time.monotonic() + self.patience
-        while set(wanted) - set(records) and time.monotonic() < end:
-            for rank in set(wanted) - set(records):
+    def _records(self, answering: set[int]) -> dict[int, Record]:
+        """What ranks write down, waiting for all of them, and longer for those that were heard of just before."""
+        everyone, records = set(range(self.size)), {}
+        start = time.monotonic()
+        while (waited := time.monotonic() - start) < self.patience and (missing := everyone - set(records)):
+            if waited > self.patience / 5 and not missing & answering:
+                break
+            for rank in missing:
                 with contextlib.suppress(FileNotFoundError):
                     content = json.loads((self.place / f"rank-{rank}.json").read_text())
                     records[rank] = Record(Beat(**content["beat"]), content["at"], content["groups"])
