@@ -16,8 +16,8 @@ from trainer.observe import metrics
 
 OUT = Path(sys.argv[1])
 STEPS = int(os.environ.get("STEPS", 1500))
-RUN = ["+config=debug", "batch.global_size=16", f"run.steps={STEPS}", "checkpoint.every=25", "run.deterministic=true", "logging.console=plain",
-       "guard.stall_seconds=6", "guard.stall_allowance=120", f"data.cache={OUT / 'cache'}"]
+RUN = ["+config=debug", "batch.global_size=16", f"run.steps={STEPS}", "checkpoint.every=25", "run.deterministic=true",
+       "logging.console=plain", "guard.stall_seconds=6", "guard.stall_allowance=120", f"data.cache={OUT / 'cache'}"]
 REMEDY = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -44,8 +44,12 @@ def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> float:
     return time.monotonic() - start
 
 
+def children(launcher: subprocess.Popen) -> list[int]:
+    return list(map(int, Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()))
+
+
 def rank(launcher: subprocess.Popen, number: int) -> int:
-    for child in map(int, Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()):
+    for child in children(launcher):
         if f"RANK={number}" in Path(f"/proc/{child}/environ").read_text(errors="replace").split("\0"):
             return child
     raise LookupError(f"there is no rank {number}")
@@ -89,7 +93,8 @@ def stopped(victim: int) -> dict[str, Any]:
         process = rank(launcher, victim)
         os.kill(process, signal.SIGSTOP)
         try:
-            told = wait_for(lambda: report.extend(path for path in folder.glob("flight/*/report.txt") if path.read_text()) or report, 60, "report")
+            told = wait_for(lambda: report.extend(file for file in folder.glob("flight/*/report.txt") if file.read_text()) or report,
+                            60, "report")
             time.sleep(2)  # the ranks that can end have ended
             ended = not any(Path(f"/proc/{child}").exists() for child in children(launcher) if child != process)
         finally:
@@ -105,10 +110,6 @@ def stopped(victim: int) -> dict[str, Any]:
     named = f"rank {victim} does not answer" in text and f"which rank {victim} may not have entered" in text
     return {"code": code, "seconds_to_report": told, "seconds_to_resume": again, "peer_ended_itself": ended, "status": status["status"],
             "named": named, "report": text.splitlines(), **result, "ok": result["ok"] and code == 0 and named and ended}
-
-
-def children(launcher: subprocess.Popen) -> list[int]:
-    return list(map(int, Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()))
 
 
 def preflight() -> dict[str, Any]:

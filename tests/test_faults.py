@@ -28,36 +28,35 @@ from trainer.observe import metrics
 ROOT = Path(__file__).parent.parent
 SEED = int(os.environ.get("FAULT_SEED", random.randrange(10**6)))
 STEPS, EVERY = 40, 5
-SETTINGS = ["+config=debug", "model.depth=2", "batch.global_size=4", "batch.micro_size=2", f"run.steps={STEPS}", f"checkpoint.every={EVERY}", "checkpoint.keep_last=3",
-            "checkpoint.at_end=true", "run.deterministic=true", "run.device=cpu", "logging.console=plain", "guard.stall_seconds=5",
-            "guard.stall_allowance=100", "guard.max_skipped=2", "guard.straggler_factor=1.5", "guard.straggler_lines=8"]
+SETTINGS = ["+config=debug", "model.depth=2", "batch.global_size=4", "batch.micro_size=2", f"run.steps={STEPS}",
+            f"checkpoint.every={EVERY}", "checkpoint.keep_last=3", "checkpoint.at_end=true", "run.deterministic=true", "run.device=cpu",
+            "logging.console=plain", "guard.stall_seconds=5", "guard.stall_allowance=40", "guard.max_skipped=2", "guard.straggler_factor=1.5", "guard.straggler_lines=6"]
 
 
 class Launch:
     """A run that is under way: one process, or torchrun's, whose output goes to a file beside the run's folder."""
 
-    def __init__(self, folder: Path, processes: int, *overrides: str, torchrun: tuple[str, ...] = ("--standalone",), worker: bool = True,
-                 name: str = "log", **environment: str):
+    def __init__(self, folder: Path, processes: int, *overrides: str, torchrun: tuple[str, ...] = ("--standalone",), name: str = "log",
+                 **environment: str):
         self.folder, self.log = folder, folder.parent / f"{folder.name}.{name}.txt"
         corpus = folder.parent / "corpus"
         if not corpus.exists():
             shutil.copytree(ROOT / "trainer" / "model", corpus, ignore=shutil.ignore_patterns("__pycache__"))
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), *torchrun] if processes else []
-        module = [str(WORKERS / "faults.py")] if worker else ["-m", "trainer"]
         variables = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
                      "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "BREAK": str(folder.parent / "break"), **environment}
         with open(self.log, "ab") as out:
             self.process = subprocess.Popen(
-                [sys.executable, *launcher, *module, *SETTINGS, "data=text", f"data.sources.text.path={corpus}/**/*.py", f"run.dir={folder}",
-                 f"data.cache={folder.parent / 'cache'}", *overrides], env={**os.environ, **variables}, stdout=out, stderr=out, start_new_session=True)
+                [sys.executable, *launcher, str(WORKERS / "faults.py"), *SETTINGS, "data=text", f"data.sources.text.path={corpus}/**/*.py",
+                 f"run.dir={folder}", f"data.cache={folder.parent / 'cache'}", *overrides],
+                env={**os.environ, **variables}, stdout=out, stderr=out, start_new_session=True)
 
     def wait_for(self, condition: Callable[[], object], what: str, seconds: float = 120) -> None:
         end = time.monotonic() + seconds
         while not condition():
-            if self.process.poll() is not None or time.monotonic() > end:
+            if (ended := self.process.poll() is not None) or time.monotonic() > end:
                 self.kill()
-                raise AssertionError(f"seed {SEED}: no {what}; the launch {'ended' if self.process.returncode is not None else 'lasts'}:\n"
-                                     f"{self.text()[-5000:]}")
+                raise AssertionError(f"seed {SEED}: no {what}; the launch {'ended' if ended else 'lasts'}:\n{self.text()[-5000:]}")
             time.sleep(0.01)
 
     def reached(self, step: int) -> Callable[[], bool]:
@@ -137,9 +136,9 @@ def folder(calm, tmp_path) -> Iterator[Path]:
 
 
 def test_a_slow_rank_is_measured_and_named(calm):
-    lines = metrics.read(calm.folder)[5:]
-    assert sum(line["straggler_rank"] == 1 and line["straggler"] > 1.5 for line in lines) > len(lines) * 0.8
-    assert f"rank 1 on {socket.gethostname()} has been slow for 8 logged steps" in calm.text()
+    slow = [line["straggler_rank"] == 1 and line["straggler"] > 1.5 for line in metrics.read(calm.folder)]
+    assert sum(slow[:20]) > 14 > sum(slow[20:]), slow
+    assert f"rank 1 on {socket.gethostname()} has been slow for 6 logged steps" in calm.text()
 
 
 def test_restarts_that_would_fail_are_told_at_the_first_start(calm, folder):
@@ -182,17 +181,17 @@ def stop_and_read(launch: Launch, rank: int) -> None:
     victim = launch.rank(rank)
     os.kill(victim, signal.SIGSTOP)
     try:
-        launch.wait_for(lambda: "reason" in json.loads((launch.folder / "status.json").read_text()), "report of the watchdog", 60)
+        launch.wait_for(lambda: "reason" in json.loads((launch.folder / "status.json").read_text()), "report of the watchdog")
     finally:
         os.kill(victim, signal.SIGCONT)  # else torchrun waits half a minute before it kills it
     [report] = set((launch.folder / "flight").glob("*/report.txt")) - before
     text, status = report.read_text(), json.loads((launch.folder / "status.json").read_text())
-    assert "guard.stall_seconds=5" in text and f"rank {rank} does not answer" in text.splitlines()[1]
-    assert re.search(rf"rank {1 - rank} in all_reduce .*, which rank {rank} may not have entered", text)
-    assert re.search(r" at (parallel|checkpointing|train\.py|step\.py)", text), text
+    assert "guard.stall_" in text and f"rank {rank} does not answer" in text.splitlines()[1]
+    assert re.search(rf"rank {1 - rank} in \w+ .*, which rank {rank} may not have entered", text), text
+    assert re.search(r" at (parallel/|checkpointing/|train\.py:|step\.py:)", text), text
     assert status["status"] == "failed" and "no progress for" in status["reason"] and f"rank {rank} does not answer" in status["reason"]
     stacks = (report.parent / f"rank-{1 - rank}.stack.txt").read_text()
-    assert "train.py" in stacks and "one_step" in stacks
+    assert "train.py" in stacks
 
 
 def test_a_lost_node_and_a_stopped_launcher(calm, folder):

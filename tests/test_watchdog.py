@@ -72,7 +72,8 @@ def test_the_report_begins_with_who_holds_up_the_others():
              for rank, count, phase in ((0, 17, STEP), (1, 17, STEP), (2, 16, DATA), (3, 2, STARTING))}
     records = {rank: Record(beats[rank], "step.py:32 train_step") for rank in (0, 1, 2)}
     assert describe(records, beats, 4) == [
-        "rank 3 does not answer: its process is stopped or stuck, or its machine is lost; last heard of: starting in step 8 for 12.0 s, on node1",
+        "rank 3 does not answer: its process is stopped or stuck, or its machine is lost; last heard of: starting in step 8 for 12.0 s, "
+        "on node1",
         "rank 2 (behind the others) on node1: waiting for data in step 8 for 12.0 s, at step.py:32 train_step",
         "ranks 0-1 on node0: training in step 8 for 12.0 s, at step.py:32 train_step"]
 
