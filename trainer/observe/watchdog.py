@@ -84,6 +84,7 @@ class Watchdog:
         self.steps: deque[float] = deque(maxlen=50)
         self.began: float | None = None  # the present step
         self.beats: dict[int, Beat] = {}
+        self.reason = ""  # of the first rank to give up
         self.stalled, self.closed, self.hurry, self.asking, self.answered = (threading.Event() for _ in range(5))
         self.enter(STARTING, 0)
         if not settings.stall_factor:
@@ -92,7 +93,7 @@ class Watchdog:
             self.place.parent.mkdir(exist_ok=True)  # for NCCL's own dump
         if size > 1:
             # A connection of its own: on a shared one, whoever waits for a key holds up the others.
-            self.store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store().clone())
+            self.store = dist.PrefixStore(f"watchdog/{start}", dist.distributed_c10d._get_default_store().clone())
             threading.Thread(target=self._talk, name="watchdog's store", daemon=True).start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -160,8 +161,9 @@ class Watchdog:
             while not self.closed.is_set():
                 self.store.set(str(self.rank), json.dumps(asdict(self.beat())))
                 if self.stalled.is_set():
-                    self.store.set("stalled", "")
+                    self.store.set("stalled", self.reason)
                 elif self.store.check(["stalled"]):
+                    self.reason = self.store.get("stalled").decode()
                     self.stalled.set()
                 if self.asking.is_set():
                     present = keys if self.store.check(keys) else [key for key in keys if self.store.check([key])]
@@ -175,10 +177,17 @@ class Watchdog:
         """Writes down where this rank is; one rank also says where all are. Then ends this process."""
         # A file system or torch may hold this thread up.
         faulthandler.dump_traceback_later(4 * self.patience, exit=True)
-        reason = (f"no progress for {time.monotonic() - self.since:.1f} s in {self.phase}, step {self.step} (limit {self.limit:.4g} s: "
-                  f"{self._rule()})")
+        self.reason = self.reason or (f"no progress for {time.monotonic() - self.since:.1f} s in {self.phase}, step {self.step} (limit "
+                                      f"{self.limit:.4g} s: {self._rule()})")
         self.stalled.set()
-        beats = dict(self._others())
+        try:
+            self._write_down(dict(self._others()))
+        except OSError as error:
+            print(f"training stalled: {self.reason}; rank {self.rank}, at {flight.main_thread()}, cannot write to {self.place}: {error}",
+                  file=sys.stderr, flush=True)
+        os._exit(STALLED)
+
+    def _write_down(self, beats: dict[int, Beat]) -> None:
         answering = {rank for rank in range(self.size) if rank not in beats or self._alive(beats[rank])}
         self.place.mkdir(parents=True, exist_ok=True)
         with open(self.place / f"rank-{self.rank}.stack.txt", "w") as file:
@@ -186,16 +195,14 @@ class Watchdog:
         self._write(f"rank-{self.rank}.json", json.dumps(asdict(Record(self.beat(), flight.main_thread(), self._recorded()))))
         if self._speaks():
             lines = describe(self._records(answering), beats, self.size)
-            report = "\n  ".join([f"training stalled: {reason}", *lines, f"stacks of all threads: {self.place}/rank-N.stack.txt"])
+            report = "\n  ".join([f"training stalled: {self.reason}", *lines, f"stacks of all threads: {self.place}/rank-N.stack.txt"])
             print(report, file=sys.stderr, flush=True)
             self._write("report.txt", report + "\n")
-            write_status(self.folder, "failed", self.step, self.total, f"{reason}; {lines[0]}")
+            write_status(self.folder, "failed", self.step, self.total, f"{self.reason}; {lines[0]}")
         else:
             end = time.monotonic() + 2 * self.patience
             while not (self.place / "report.txt").stat().st_size and time.monotonic() < end:
                 time.sleep(0.1)
-        sys.stderr.flush()
-        os._exit(STALLED)
 
     def _rule(self) -> str:
         guard = self.settings
