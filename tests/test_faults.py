@@ -151,7 +151,8 @@ def test_killed_stopped_and_broken_ranks(calm, folder):
     launch = Launch(folder, 2, torchrun=("--standalone", "--max-restarts", "5"))
     try:
         for number, fault in enumerate(draw.sample(["kill", "kill saving", "stop 0", "stop 1", "break"], 5)):
-            launch.wait_for(lambda: len(resumed(launch)) == number and last_step(folder) >= 6 * number + 7, f"progress before '{fault}'")
+            launch.wait_for(lambda: len(resumed(launch)) == number and last_step(folder) >= 6 * number + 7 and newest(folder),
+                            f"progress before '{fault}'")
             time.sleep(draw.uniform(0, 0.3))
             if fault == "kill saving":
                 launch.wait_for(lambda: any((folder / "checkpoints").glob("*.tmp/*")), "save")
