@@ -12,8 +12,8 @@ import sys
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-SAID = (2, 3, 75)
-"""Exit codes of workers that have said all there is to say: settings refused, unfit machine, saved and stopped."""
+SAID = (2, 3, 70, 75)
+"""Exit codes of workers that have said all there is to say: settings refused, unfit machine, no progress, saved and stopped."""
 
 CLOSING = 20.0
 """Seconds: torchrun itself kills the workers that remain after a failure, but only 30 s later."""

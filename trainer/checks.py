@@ -24,7 +24,8 @@ RANGES = {  # as in mathematics: [ includes its bound, ( does not
     "checkpoint.every": "[0, inf)", "checkpoint.keep_last": "[0, inf)", "checkpoint.keep_every": "[0, inf)",
     "eval.every": "[0, inf)", "eval.sequences": "[1, inf)",
     "parallel.pipeline.probe_steps": "[1, inf)", "parallel.grad_comm.min_size": "[0, inf)",
-    "guard.max_skipped": "[1, inf)", "logging.every": "[1, inf)",
+    "guard.max_skipped": "[1, inf)", "guard.stall_factor": "[0, inf)", "guard.stall_seconds": "(0, inf)", "guard.stall_allowance": "(0, inf)",
+    "guard.straggler_factor": "(1, inf)", "guard.straggler_lines": "[1, inf)", "logging.every": "[1, inf)",
 }
 
 
@@ -62,6 +63,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         size = f"data.vocab_size={tokens}" if data.tokenizer == "bpe" else f"the {tokens} tokens of data.tokenizer=bytes"
         other = f" or data.vocab_size={model.vocab_size}" if data.tokenizer == "bpe" else ""
         yield f"model.vocab_size={model.vocab_size} has no rows for {size}; set model.vocab_size={tokens}{other}"
+    if 0 < config.guard.stall_factor <= 1:
+        yield f"guard.stall_factor={config.guard.stall_factor:g} would end ordinary steps; set 2 or more, or 0 for no watchdog"
     if config.activation.mode == "budget" and not config.compile:
         yield "activation.mode=budget lets the compiler choose and needs compile=true; without it use activation=selective"
     for name in ("memory_cap", "chunks", "group_size"):

@@ -222,6 +222,13 @@ class EvalConfig:
 @dataclass
 class GuardConfig:
     max_skipped: int = option(10, "stop after this many steps in a row without an update for a non-finite loss or gradient", unit="steps")
+    stall_factor: float = option(10.0, "a run without progress for this many times its median step ends itself, with the stacks of all "
+                                 "ranks, to be started again; 0 means never", unit="median steps")
+    stall_seconds: float = option(300.0, "but not before so long without progress", unit="seconds")
+    stall_allowance: float = option(900.0, "the same for what is not an ordinary step: the start, the first steps (which compile), "
+                                    "evaluations, saves, a new schedule", unit="seconds")
+    straggler_factor: float = option(1.3, "a rank is called slow when its forward passes take this many times the median of its peers'")
+    straggler_lines: int = option(20, "and do so in this many logged steps in a row", unit="logged steps")
 
 
 @dataclass
@@ -256,6 +263,6 @@ class Config:
     lr: LearningRateConfig = option(LearningRateConfig(), "learning-rate schedule")
     checkpoint: CheckpointConfig = option(CheckpointConfig(), "saving and resuming")
     eval: EvalConfig = option(EvalConfig(), "evaluation on held-out data")
-    guard: GuardConfig = option(GuardConfig(), "non-finite steps")
+    guard: GuardConfig = option(GuardConfig(), "when a run ends itself: non-finite steps, no progress; slow ranks")
     logging: LoggingConfig = option(LoggingConfig(), "metrics")
     compile: bool = option(False, "compile each block with torch.compile")

@@ -74,7 +74,7 @@ class TrainState:
             for model in stages.values():
                 compression.attach(model, policies)
         optimizer = Optimizer(parameters, {name: policies[name.removesuffix(COPY)] for name in parameters}, config.optimizer)
-        channels = Channels(world.pipeline, edges(pipeline.schedule.placement), world.device) if plan.pp > 1 else None
+        channels = Channels(world.pipeline, edges(pipeline.schedule.placement), world.device, timeout=world.timeout) if plan.pp > 1 else None
         first, last = pipeline.schedule.placement[0], pipeline.schedule.placement[-1]
         here = world.place("pp")
         apart = spec.tied and first != last and here in (first, last)

@@ -7,8 +7,10 @@ import fcntl
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator
@@ -22,7 +24,7 @@ from trainer.auto import CHOSEN, Auto, save_choice, saved_choice, write_schedule
 from trainer.batch import BatchPlan, resolve_batch
 from trainer.build import check_compiler, check_model
 from trainer.checkpointing.manifest import read_manifest, step_folder
-from trainer.checkpointing.retention import find_resume
+from trainer.checkpointing.retention import find_newest, find_resume
 from trainer.checkpointing.state import Checkpointer, load
 from trainer.config import Config, ConfigError
 from trainer.data.batches import Loader, eval_batches
@@ -32,10 +34,12 @@ from trainer.memory import advice, missing_memory
 from trainer.model.attention import kernel_priority
 from trainer.model.init import Weights, name_seed
 from trainer.model.spec import ModelSpec
-from trainer.observe import metrics
+from trainer.observe import flight, metrics
 from trainer.observe.deferred import DeferredScalars
 from trainer.observe.report import peak_memory_gib, print_start, step_meter
-from trainer.observe.sinks import Logger, Status, reason_of
+from trainer.observe.sinks import Logger, reason_of, write_status
+from trainer.observe.stragglers import Stragglers, slowest
+from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE, STEP, Watchdog
 from trainer.parallel.compress.settings import check_grad_comm
 from trainer.parallel.compress.trial import Trial
 from trainer.parallel.mesh import World, join, local_device
@@ -82,19 +86,22 @@ def run(config: Config) -> Result:
     check_compiler(config, device)
     check_model(config, spec)
     corpus = open_corpus(config)
-    joined_before = dist.is_initialized()
-    world = join(plan, device)
-    with numeric_mode(config), claimed(Path(config.run.dir), world):
+    joined_before, folder = dist.is_initialized(), Path(config.run.dir)
+    warn_of_stale_store()
+    if config.guard.stall_factor:
+        flight.enable(folder / "flight")
+    world = join(plan, device, max(1200.0, 2 * config.guard.stall_allowance))
+    with numeric_mode(config), claimed(folder, world), watching(config, world) as watchdog:
         try:
-            training = Training(config, spec, weights, plan, pipeline, batch, corpus, world)
+            training = Training(config, spec, weights, plan, pipeline, batch, corpus, world, watchdog)
         except Exception as error:
             if world.rank == 0 and missing_memory(error):  # before there was a log: a model too big for its plan
-                Status(Path(config.run.dir), 0, config.run.steps).close("failed", reason_of(error))
+                write_status(folder, "failed", 0, config.run.steps, reason_of(error))
             raise
         code = training.train()
     if not joined_before:  # not after a failure: other ranks may still wait in a collective
         dist.destroy_process_group()
-    return Result(Path(config.run.dir), code)
+    return Result(folder, code)
 
 
 @contextlib.contextmanager
@@ -142,6 +149,32 @@ def claimed(folder: Path, world: World) -> Iterator[None]:
             os.close(descriptor)
 
 
+@contextlib.contextmanager
+def watching(config: Config, world: World) -> Iterator[Watchdog]:
+    """The watchdog of a run; what it leaves lies under the time at which rank 0 started."""
+    start = world.agree(lambda: time.strftime("%Y%m%d-%H%M%S"))
+    watchdog = Watchdog(Path(config.run.dir), start, world.rank, world.size, config.guard, config.run.steps)
+    try:
+        yield watchdog
+    finally:
+        watchdog.close()
+
+
+def launch_id() -> str:
+    """What names the present launch by a torchrun that may start its processes again, or nothing."""
+    named = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and os.environ["TORCHELASTIC_RUN_ID"] != "none"
+    return os.environ["TORCHELASTIC_RUN_ID"] if named else ""
+
+
+def warn_of_stale_store() -> None:
+    """Says at the first start that torchrun's restarts would fail. Those of its workers that it starts again read the addresses of
+    the dead ones, unless they have a store of their own."""
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" \
+            and os.environ.get("RANK") == "0":
+        print("torchrun --max-restarts will not work: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment, or start it with "
+              "launch/elastic.sh", file=sys.stderr, flush=True)
+
+
 def main(config: Config) -> int:
     """The command line's run: returns the exit code."""
     try:
@@ -173,13 +206,13 @@ class Training:
     """A run in progress: the state, the position in the data, and everything that is told about each step."""
 
     def __init__(self, config: Config, spec: ModelSpec, weights: Weights | None, plan: Plan, pipeline: Pipeline, batch: BatchPlan,
-                 corpus: Corpus, world: World):
-        self.config, self.spec, self.batch, self.corpus, self.world = config, spec, batch, corpus, world
+                 corpus: Corpus, world: World, watchdog: Watchdog):
+        self.config, self.spec, self.batch, self.corpus, self.world, self.watchdog = config, spec, batch, corpus, world, watchdog
         self.folder = Path(config.run.dir)
         self.tokens, self.skipped, self.skipped_in_row = 0, 0, 0
         self.stop_wanted, self.stop = False, False
         self.compare_ranks(pipeline)
-        resume, warnings = world.agree(lambda: find_resume(config.checkpoint.resume, self.folder / "checkpoints", config.checkpoint.verify))
+        resume, warnings = world.agree(self.find_start)
         manifest = world.agree(lambda: self.check_manifest(read_manifest(resume))) if resume else {}
 
         self.state = TrainState.build(config, spec, plan, pipeline, world, weights)
@@ -201,6 +234,7 @@ class Training:
         self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
         self.deferred = DeferredScalars(world.device)
         self.losses: list[float] = []  # first and latest
+        self.stragglers = Stragglers(config.guard)
         self.meter = step_meter(config, spec, world, self.batch.sequence_length)
         if world.rank == 0:
             if config.logging.console != "none":
@@ -238,6 +272,16 @@ class Training:
         return Loader(self.corpus.train, self.batch, world.data.get_local_rank(), self.state.plan.dp, seed=config.run.seed, position=position,
                       mask_documents=config.data.mask_documents, prefetch=config.data.prefetch, device=world.device)
 
+    def find_start(self) -> tuple[Path | None, list[str]]:
+        """The checkpoint to start from, if any, with warnings. What torchrun starts again goes on from what the same launch has
+        saved, wherever that began: checkpoint.resume says where a launch begins."""
+        setting, folder = self.config.checkpoint, self.folder / "checkpoints"
+        if setting.resume != "auto" and launch_id():
+            newest, warnings = find_newest(folder, setting.verify)
+            if newest is not None and read_manifest(newest).get("launch") == launch_id():
+                return newest, warnings
+        return find_resume(setting.resume, folder, setting.verify)
+
     def compare_ranks(self, pipeline: Pipeline) -> None:
         """Refuses processes that were started with different settings or found different data, as happens on several nodes,
         with a command line and a cache each. Folders may differ."""
@@ -254,8 +298,9 @@ class Training:
             raise ConfigError(problems[:5])
 
     def check_manifest(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """Refuses to resume another model, or other data under the old position."""
-        problems = []
+        """Refuses to resume another model, other data under the old position, or a global batch that follows from the number of ranks
+        and is another with theirs."""
+        problems, dp = [], self.batch.global_size // (self.batch.micro_size * self.batch.accumulation)
         saved, mine = flat(manifest["spec"]), flat(self.spec.to_dict())
         differing = [name for name in mine if name.partition(".")[0] not in ("name", "init") and saved.get(name) != mine[name]]
         if differing:
@@ -265,6 +310,11 @@ class Training:
             changed = [name for name, value in self.data_identity().items() if manifest["data"].get(name) != value]
             problems.append(f"the data differ from the checkpoint's in {', '.join(changed)}, so its position means nothing here: set "
                             "checkpoint.data=restart to train on from the first sample of the new data, or restore the old settings")
+        before, given, now = manifest.get("batch", {}).get("global_size"), self.config.batch, self.batch
+        if before not in (None, now.global_size) and given.global_size is None and given.global_tokens is None:
+            problems.append(f"the checkpoint's steps have {before} sequences, but batch.micro_size={now.micro_size} x batch.accumulation="
+                            f"{now.accumulation} x {dp} data-parallel ranks make {now.global_size}: set batch.global_size={before} "
+                            f"batch.accumulation=null, which fits any number of ranks, or batch.global_size={now.global_size} to train on so")
         if problems:
             raise ConfigError(problems)
         return manifest
@@ -295,6 +345,7 @@ class Training:
                         self.save()
                     self.tell()
                 self.read_back(everything=True)
+                self.watchdog.enter(ENDING, self.state.step)
                 if self.state.step > first and (self.stop or config.checkpoint.at_end) and not self.save_last():
                     print(f"{self.folder}: the last checkpoint, of step {self.state.step}, could not be written", file=sys.stderr, flush=True)
                 else:
@@ -341,7 +392,9 @@ class Training:
         """Fetches the batch, trains on it, and queues what is to be known of the step."""
         state = self.state
         self.deferred.begin()
+        self.watchdog.enter(DATA, state.step + 1)
         batches = next(self.loader)
+        self.watchdog.enter(STEP, state.step + 1)
         torch.manual_seed(name_seed(self.config.run.seed, f"step {state.step} rank {self.world.data.get_local_rank()}"))
         with self.trace():
             scalars = train_step(state, batches, self.stop_wanted)
@@ -369,33 +422,51 @@ class Training:
             self.skipped_in_row = self.skipped_in_row + 1 if strike else 0
             self.stop = self.stop or numbers["stop"] > 0
             if step % self.config.logging.every == 0 or step == self.config.run.steps or bad or self.stop:
-                bubble, makespan = self.measure_bubble(host["times"])
+                measured, makespan = self.measure_ranks(host["times"])
                 sent = {name: int(numbers[name]) for name in ("comm/bytes_inner", "comm/bytes_outer") if name in numbers}
-                self.log.step({"step": step, "tokens": host["tokens"], "epoch": host["epoch"], "skipped": self.skipped, "bubble": bubble,
-                               **{name: numbers[name] for name in ("loss", "grad_norm", "lr", "loss_scale", "memory_gib")}, **sent,
+                self.log.step({"step": step, "tokens": host["tokens"], "epoch": host["epoch"], "skipped": self.skipped, **measured, **sent,
+                               **{name: numbers[name] for name in ("loss", "grad_norm", "lr", "loss_scale", "memory_gib")},
                                **self.meter.read()})
                 if self.predicted is not None and step >= self.predicted[1]:
                     expected, self.predicted = self.predicted[0], None
                     self.log.event(f"pipeline: predicted {expected.makespan:.4g} s a step with a bubble of {expected.bubble:.1%}, "
-                                   f"measured {makespan:.4g} s and {bubble:.1%} in step {step}")
+                                   f"measured {makespan:.4g} s and {measured['bubble']:.1%} in step {step}")
+                if self.stragglers.add(measured["straggler"], measured["straggler_rank"]):
+                    self.name_straggler(**measured)
             if bad:
                 self.log.event(f"step {step}: no update, {self.describe_non_finite(numbers)}")
             if self.skipped_in_row >= self.config.guard.max_skipped:
                 self.give_up(step, numbers, host["ids"])
 
-    def measure_bubble(self, times: StepTimes) -> tuple[float | None, float | None]:
-        """The share of a step's computation time in which pipeline ranks had nothing to do, and the seconds from its start to
-        its last action on any rank; None without a pipeline."""
-        if self.state.plan.pp == 1:
-            return None, None
-        mine = torch.tensor([times.busy(), times.finish()], dtype=torch.float64)
+    def measure_ranks(self, times: StepTimes) -> tuple[dict[str, Any], float | None]:
+        """What the ranks' times in one step tell: `bubble`, the share of its computation time in which pipeline ranks had nothing to
+        do, and the slowest rank; besides, the seconds from its start to its last action on any rank. None where it does not apply.
+
+        Ranks are compared by their forward passes: in the backward passes that reduce gradients, they wait for each other.
+        """
+        measured: dict[str, Any] = {"bubble": None, "straggler": None, "straggler_rank": None}
+        if self.world.size == 1:
+            return measured, None
+        mine = torch.tensor([times.busy(), times.finish(), times.busy(("F",)), self.world.place("pp")], dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
         dist.all_gather(everyone, mine)  # on gloo: these are the host's numbers
-        busy, finish = torch.stack(everyone).unbind(1)
-        return 1 - (busy.sum() / (self.world.size * finish.max())).item(), finish.max().item()
+        busy, finish, forward, stage = torch.stack(everyone).unbind(1)
+        measured["straggler"], measured["straggler_rank"] = slowest(forward.tolist(), stage.tolist())
+        if self.state.plan.pp > 1:
+            measured["bubble"] = 1 - (busy.sum() / (self.world.size * finish.max())).item()
+        return measured, finish.max().item()
+
+    def name_straggler(self, straggler: float, straggler_rank: int, **_: Any) -> None:
+        """Tells of a rank that stays slow, with its node. All ranks call it together."""
+        node = [socket.gethostname()]
+        dist.broadcast_object_list(node, src=straggler_rank)
+        self.log.event(f"rank {straggler_rank} on {node[0]} has been slow for {self.config.guard.straggler_lines} logged steps, in this one "
+                       f"{straggler:.2f} times its peers' median; look at its clocks and temperature (nvidia-smi -q -d "
+                       "CLOCK,PERFORMANCE,TEMPERATURE), and at what else runs there")
 
     def reschedule(self) -> None:
         """Ends the measurement for schedule=auto and goes on with what it found best."""
+        self.watchdog.enter(SCHEDULE, self.state.step)
         self.read_back(everything=True)
         auto, self.auto, before = self.auto, None, self.state.pipeline
         try:
@@ -459,6 +530,7 @@ class Training:
     def evaluate(self) -> None:
         """Mean loss on the held-out sequences, the same ones every time and under every plan."""
         self.read_back(everything=True)
+        self.watchdog.enter(EVALUATING, self.state.step)
         batches = eval_batches(self.corpus.eval, self.config.eval.sequences, self.batch.micro_size, self.world.data.get_local_rank(),
                                self.state.plan.dp, mask_documents=self.config.data.mask_documents, device=self.world.device)
         loss = evaluate(self.state, batches).item()
@@ -467,10 +539,13 @@ class Training:
     def save(self, wait: bool = False) -> None:
         """Hands the state to the checkpointer, which writes while training goes on."""
         self.read_back(everything=True)
+        self.watchdog.enter(SAVING, self.state.step)
         plan = dataclasses.asdict(self.state.plan)
         compression = self.state.compression if self.state.compression and self.state.compression.decided else None
         self.checkpointer.save(self.state.step, self.state.tensors() | (compression.tensors() if compression else {}), {
-            "compression": compression.identity() if compression else None, "spec": self.spec.to_dict(), "plan": plan, "tokens": self.tokens, "samples": self.loader.position,
+            "compression": compression.identity() if compression else None,
+            "spec": self.spec.to_dict(), "plan": plan, "batch": dataclasses.asdict(self.batch), "launch": launch_id(),
+            "tokens": self.tokens, "samples": self.loader.position,
             "skipped": self.skipped, "scaler": self.state.scaler.state_dict(), "data": self.data_identity()}, wait=wait)
 
     def describe_non_finite(self, numbers: dict[str, Any]) -> str:

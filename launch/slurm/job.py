@@ -124,7 +124,6 @@ def begin(nodes: int, processes: int, arguments: list[str], environment: dict[st
         (run_dir / "status.json").unlink(missing_ok=True)  # an earlier start's says nothing about this one
         record = start(*read_record(run_dir), environment["SLURM_JOB_ID"])
         (run_dir / "slurm.json").write_text(json.dumps(asdict(record)) + "\n")
-        (run_dir / "flight").mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run.dir={run_dir} cannot be written ({error.strerror}); set another run.dir") from None
     if record.saved and config.checkpoint.resume != "auto":  # none, or another run's checkpoint: right for the first start only

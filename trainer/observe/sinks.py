@@ -158,24 +158,25 @@ class JsonLines:
 
 class Status:
     """status.json: what has become of a run, for scripts that start it again: 'running', 'done', 'stopped' (saved, to be
-    continued) or 'failed', with the last logged step, the number of them and, if known, the reason of a failure. What was
-    killed stays 'running'."""
+    continued) or 'failed' (with the reason, where one is known), with the last logged step and the number of them. What was killed
+    stays 'running'."""
 
     def __init__(self, folder: Path, resume_step: int, total: int):
-        self.path, self.step, self.total = folder / "status.json", resume_step, total
-        self._put("running")
+        self.folder, self.step, self.total = folder, resume_step, total
+        write_status(folder, "running", resume_step, total)
 
     def write(self, record: Record) -> None:
         self.step = record["step"]
 
     def close(self, status: str, reason: str | None = None) -> None:
-        self._put(status, reason)
+        write_status(self.folder, status, self.step, self.total, reason)
 
-    def _put(self, status: str, reason: str | None = None) -> None:
-        beside = self.path.with_suffix(".json.new")
-        because = {"reason": reason} if reason else {}
-        beside.write_text(json.dumps({"status": status, "step": self.step, "steps": self.total, **because}) + "\n")
-        os.replace(beside, self.path)
+
+def write_status(folder: Path, status: str, step: int, total: int, reason: str | None = None) -> None:
+    """Writes a run's status.json, whole or not at all."""
+    beside = folder / "status.json.new"
+    beside.write_text(json.dumps({"status": status, "step": step, "steps": total} | ({"reason": reason} if reason else {})) + "\n")
+    os.replace(beside, folder / "status.json")
 
 
 def _summary(record: Record) -> list[str]:

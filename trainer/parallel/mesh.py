@@ -40,6 +40,8 @@ class World:
     mesh: DeviceMesh
     data: DeviceMesh
     """The ranks that see different data: replicate x shard as one dimension."""
+    timeout: datetime.timedelta
+    """After which communication fails on its own. It has to outlast what a rank may keep the others waiting for, such as compiling."""
 
     @property
     def pipeline(self) -> list[int]:
@@ -77,8 +79,9 @@ class World:
         return values
 
 
-def join(plan: Plan, device: torch.device) -> World:
-    """Starts torch.distributed (NCCL on GPUs, gloo on CPUs) unless it runs, and builds the mesh that the plan asks for.
+def join(plan: Plan, device: torch.device, timeout: float = 1200.0) -> World:
+    """Starts torch.distributed (NCCL on GPUs, gloo on CPUs) unless it runs, and builds the mesh that the plan asks for. timeout: of
+    communication, in seconds.
 
     A plain `python -m trainer` is a world of one and needs no rendezvous.
     """
@@ -86,10 +89,13 @@ def join(plan: Plan, device: torch.device) -> World:
         torch.cuda.set_device(device)
         # Pipelines have a communicator for each direction, which is what NCCL would warn about.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend, limit = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=timeout)
     if not dist.is_initialized():
         rendezvous = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=20), **rendezvous,
+        dist.init_process_group(backend, timeout=limit, **rendezvous,
                                 device_id=device if device.type == "cuda" else None)
     mesh = init_device_mesh(device.type, (plan.pp, plan.replicate, plan.shard, 1, plan.tp), mesh_dim_names=DIMENSIONS)
-    return World(dist.get_rank(), dist.get_world_size(), device, mesh, mesh["replicate", "shard"]._flatten("dp"))
+    data = mesh["replicate", "shard"]._flatten("dp")
+    for group in (*mesh.get_all_groups(), data.get_group()):  # torch would give them 10 minutes with NCCL
+        dist.distributed_c10d._set_pg_timeout(limit, group)
+    return World(dist.get_rank(), dist.get_world_size(), device, mesh, data, limit)

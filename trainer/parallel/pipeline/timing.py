@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.pipeline.ir import Action
+from trainer.parallel.pipeline.ir import COMPUTE, Action
 from trainer.parallel.pipeline.simulate import Span
 
 
@@ -51,8 +51,9 @@ class StepTimes:
         seconds = [first.elapsed_time(mark) / 1000 if self._cuda else mark - first for mark in marks]
         return tuple(Span(action, *seconds[2 * i:2 * i + 2]) for i, action in enumerate(self._actions))
 
-    def busy(self) -> float:
-        return sum(span.end - span.start for span in self.spans())
+    def busy(self, kinds: tuple[str, ...] = COMPUTE) -> float:
+        """Seconds within actions of these kinds."""
+        return sum(span.end - span.start for span in self.spans() if span.action.kind in kinds)
 
     def finish(self) -> float:
         return max((span.end for span in self.spans()), default=0.0)

@@ -1,0 +1,46 @@
+"""`python -m trainer`, with a rank that is slow in the first 20 steps (SLOW_RANK) and one whose gradient breaks when the file BREAK appears.
+
+Two steps after a checkpoint are broken, which guard.max_skipped=2 ends the run for, before the next checkpoint holds the gap.
+"""
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trainer.train
+from trainer.cli import main
+
+RANK, SLOW = int(os.environ.get("RANK", 0)), int(os.environ.get("SLOW_RANK", -1))
+BREAK, EVERY = Path(os.environ["BREAK"]), 5
+train_step = trainer.train.train_step
+broken = 0
+
+
+def faulty_step(state: Any, batches: Any, stop: bool) -> Any:
+    global broken
+    layer, handle = state.stages[0].layers["1"], None
+    if RANK == SLOW and state.step < 20:
+        handle = layer.register_forward_pre_hook(lambda *_: time.sleep(0.15))
+    # The first two steps after a save, in turn.
+    if RANK == state.world.size - 1 and BREAK.exists() and state.step % EVERY == broken + 1:
+        handle = layer.attention.o.register_full_backward_hook(lambda module, inputs, outputs: (torch.full_like(inputs[0], float("nan")),))
+        broken += 1
+        if broken == 2:
+            BREAK.unlink()
+    scalars = train_step(state, batches, stop)
+    if handle:
+        handle.remove()
+    return scalars
+
+
+if __name__ == "__main__":
+    trainer.train.train_step = faulty_step
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,123 @@
+"""What a process knows of where it stands: torch's flight recorder, the line that its main thread is at, the stacks of all threads.
+
+The recorder keeps the last collectives of a process with the source lines that called them. The little of it that tells who
+waits for whom is plain data, to be compared among ranks (`waits`).
+"""
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PROJECT = str(Path(__file__).parents[1]) + os.sep
+CALLERS = 3
+"""Source lines that are told of a call, from the inside out."""
+
+ENTRIES = 2000
+"""Collectives that the recorder keeps."""
+
+Groups = dict[str, dict[str, Any]]
+"""By name of a process group: desc, ranks (of the whole run), entered (how many collectives this rank has entered), and of the
+first one that has not ended number, what (operation and tensors) and at (source lines), if there is one."""
+
+
+def enable(folder: Path) -> None:
+    """Switches the recorder on for process groups that are made from now on; NCCL's own timeout writes it to `folder`, if that
+    exists by then, as well. What the environment says already stays."""
+    for name, value in (("TORCH_FR_BUFFER_SIZE", ENTRIES), ("TORCH_NCCL_DUMP_ON_TIMEOUT", 1),
+                        ("TORCH_FR_DUMP_TEMP_FILE", folder / "nccl_timeout_rank_")):
+        os.environ.setdefault(name, str(value))
+
+
+def dumps(stacks: bool) -> dict[str, bytes]:
+    """What torch has recorded in this process, pickled, by name of the recorder: NCCL's, or that of other backends. The first one with
+    source lines takes a second of computing, for torch reads symbols then."""
+    names = {"nccl_trace": "_dump_nccl_trace", "fr_trace": "_dump_fr_trace"}
+    found = {name: getattr(torch._C._distributed_c10d, dump, None) for name, dump in names.items()}
+    return {name: dump(includeStackTraces=stacks) for name, dump in found.items() if dump is not None}
+
+
+def recorded(recorder: str, dump: bytes) -> Groups:
+    """The summary of one of this process's own dumps."""
+    world = dist.distributed_c10d._world
+    members = {name: sorted(world.pg_group_ranks.get(group, {})) for group, name in world.pg_names.items()}
+    # Two recorders number the collectives of one group each for itself.
+    return {f"{recorder} {name}": group for name, group in summary(pickle.loads(dump), members).items()}
+
+
+def summary(dump: dict[str, Any], members: dict[str, list[int]]) -> Groups:
+    """A recorder's dump by process group. members: the ranks of groups that torch keeps by name, which gloo's recorder leaves out."""
+    groups: Groups = {}
+    said = {name: [int(rank) for rank in re.findall(r"\d+", group["ranks"])] for name, group in dump.get("pg_config", {}).items()}
+    for entry in dump.get("entries", []):
+        name, desc = entry["process_group"]
+        kind = "p2p" if entry["is_p2p"] else "collective"  # counted apart
+        number = entry[f"{kind}_seq_id"]
+        group = groups.setdefault(f"{name} {kind}", {"desc": desc, "ranks": members.get(name) or said.get(name) or [], "entered": 0})
+        group["entered"] = max(group["entered"], number)
+        # gloo marks no work as completed, but retires it.
+        if not entry["retired"] and entry["state"] != "completed" and number <= group.get("number", number):
+            sizes = " ".join(f"{dtype}{list(shape)}" for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"]))
+            group |= {"number": number, "what": f"{entry['profiling_name'].partition(':')[2]} {sizes}".strip(),
+                      "at": lines((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", []))}
+    return groups
+
+
+def lines(frames: Iterable[tuple[str, int, str]]) -> str:
+    """The project's own lines of a stack, the innermost first; of a stack without any, the innermost."""
+    frames = list(frames)
+    own = [(file.removeprefix(PROJECT), line, name) for file, line, name in frames if file.startswith(PROJECT)]
+    other = [(os.path.basename(file), line, name) for file, line, name in frames[:1]]
+    return " < ".join(f"{file}:{line} {name}" for file, line, name in (own or other)[:CALLERS])
+
+
+def main_thread() -> str:
+    """Where the main thread of this process is, also while it waits in C++."""
+    return lines(_frames(sys._current_frames().get(threading.main_thread().ident)))
+
+
+def _frames(frame: Any) -> Iterator[tuple[str, int, str]]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+
+
+def waits(everyone: dict[int, Groups]) -> list[str]:
+    """Which collectives ranks wait in, and which ranks have not entered them, a line each and the latter first; from what ranks
+    have recorded."""
+    found: dict[tuple[str, int, str], list[int]] = {}
+    for rank, groups in everyone.items():
+        for name, group in groups.items():
+            if "number" in group:
+                found.setdefault((name, group["number"], group["what"]), []).append(rank)
+    texts = []
+    for (name, number, what), inside in sorted(found.items()):
+        group = everyone[inside[0]][name]
+        absent = [rank for rank in group["ranks"] if everyone.get(rank, {}).get(name, {"entered": 0})["entered"] < number]
+        silent = [rank for rank in absent if rank not in everyone]
+        places = dict.fromkeys(at for rank in inside if (at := everyone[rank][name]["at"]))
+        text = f"{ranks(inside)} in {what} (number {number} of {group['desc'] or name}){' at ' if places else ''}{' and '.join(places)}"
+        for some, verb in ((sorted(set(absent) - set(silent)), "did not enter"), (silent, "may not have entered")):
+            text += f", which {ranks(some)} {verb}" if some else ""
+        texts.append((not absent, text))
+    return [text for _, text in sorted(texts)]
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    single = len(runs) == 1 and len(runs[0]) == 1
+    return f"rank{'' if single else 's'} " + ", ".join("-".join(map(str, run)) for run in runs)
