@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.config import OptimizerConfig
+from trainer.model.fragment import Fragment
 from trainer.precision.policy import Policy
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum",)}
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor | Fragment) -> Tensor:
     """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, (DTensor, Fragment)) else tensor
 
 
 class Optimizer:
@@ -40,12 +41,17 @@ class Optimizer:
     def step(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         """One update with gradients divided by `grad_scale`; nothing changes where `found_inf` is one. All scalars on the
         device of the parameters."""
+        self.update(rate, grad_scale, found_inf)
+        self.updates += 1 - found_inf
+
+    @torch.no_grad()
+    def update(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+        """`step` without counting it."""
         for policy, names in self.groups.items():
             names = [name for name in names if local(self.parameters[name]).numel()]
             if names:
                 {"adamw": self._adamw, "lion": self._lion, "sgd": self._sgd}[policy.optimizer](
                     policy, names, rate * policy.lr_scale, grad_scale, found_inf)
-        self.updates += 1 - found_inf
 
     def _adamw(self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         first, second = ([self.state[name, moment] for name in names] for moment in MOMENTS["adamw"])
