@@ -74,9 +74,16 @@ def lay_out(config: Config, spec: ModelSpec, layers: range, deferred: DeferredGr
 
 def place(model: Transformer, config: Config, plan: Plan, world: World) -> Transformer:
     """Cuts and shards a stage over the mesh and gives it storage."""
-    tensor.split(model, world.mesh["tp"])
-    shard(model, plan, world, DTYPES[config.precision.compute], DTYPES[config.precision.reduce])
-    model.to_empty(device="cpu" if plan.offload else world.device)
-    for rotary in model.rotaries:  # buffers stay with the computation when parameters are offloaded
-        rotary.to(world.device)
+    compute = DTYPES[config.precision.compute]
+    if plan.engine == "deepspeed":
+        from trainer.parallel.deepspeed import materialize  # imports DeepSpeed, which takes a while
+        model.to(compute)
+        tensor.split(model, world.mesh["tp"])
+        materialize(model, config, world)
+    else:
+        tensor.split(model, world.mesh["tp"])
+        shard(model, plan, world, compute, DTYPES[config.precision.reduce])
+        model.to_empty(device="cpu" if plan.offload else world.device)
+    for rotary in model.rotaries:  # buffers stay with the computation when parameters are offloaded, and in fp32
+        rotary.to(world.device, torch.float32)
     return model

@@ -37,12 +37,17 @@ class Optimizer:
         self.state = {(name, moment): torch.zeros_like(local(parameters[name]), dtype=policy.state_dtype)
                       for policy, names in self.groups.items() for name in names for moment in MOMENTS[policy.optimizer]}
 
+    def gradients(self) -> list[Tensor]:
+        """What this rank holds of every gradient, in the order of the parameters."""
+        return [local(parameter.grad) for parameter in self.parameters.values()]
+
     @torch.no_grad()
-    def step(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+    def step(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> Tensor:
         """One update with gradients divided by `grad_scale`; nothing changes where `found_inf` is one. All scalars on the
-        device of the parameters."""
+        device of the parameters. Returns `found_inf`."""
         self.update(rate, grad_scale, found_inf)
         self.updates += 1 - found_inf
+        return found_inf
 
     @torch.no_grad()
     def update(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
@@ -101,3 +106,12 @@ class Optimizer:
                                            shape=parameter.shape, stride=parameter.stride())
             named[f"optimizer.{moment}.{name}"] = value
         return named
+
+    @torch.no_grad()
+    def loaded(self, copies: list[tuple[str, str]]) -> None:
+        """After `tensors` and the parameters have been filled: brings copies, which a checkpoint does not hold, into line."""
+        for name, copy in copies:
+            local(self.parameters[copy]).copy_(local(self.parameters[name]))
+            for (other, moment), value in self.state.items():
+                if other == copy:
+                    value.copy_(self.state[name, moment])
