@@ -92,10 +92,10 @@ class Updates(torch.optim.Optimizer):
 
 
 class Scaler:
-    """DeepSpeed's dynamic loss scale with the state of our own. ranks: whose gradients DeepSpeed averages, which are to be sums."""
+    """DeepSpeed's dynamic loss scale with the state of our own."""
 
-    def __init__(self, theirs: Any, config: Config, world: World, ranks: int):
-        self.theirs, self.precision, self.device, self.ranks = theirs, config.precision, world.device, ranks
+    def __init__(self, theirs: Any, config: Config, world: World):
+        self.theirs, self.precision, self.device = theirs, config.precision, world.device
         self.enabled = config.precision.compute == "fp16"
         if self.enabled:  # theirs would stop the run at the lowest scale, and knows powers of two only
             theirs.raise_error_at_min_scale, theirs.min_scale = False, 0.0
@@ -107,10 +107,10 @@ class Scaler:
         return torch.tensor(float(self.theirs.cur_scale), device=self.device)
 
     def scale(self, loss: Tensor) -> Tensor:
-        return loss * (self.theirs.cur_scale * self.ranks)
+        return loss * self.theirs.cur_scale
 
     def update(self, found_inf: Tensor) -> None:
-        """DeepSpeed has moved the scale in its step; it counts one good step more than we do before the scale may grow."""
+        """DeepSpeed's step has moved the scale; it counts one good step more than we do before the scale may grow."""
         if self.enabled and self.theirs.last_overflow_iter == self.theirs.cur_iter - 1:
             self._set_tracker(0)
 
@@ -173,8 +173,9 @@ class Zero:
                                 for policy, names in self.groups.items()], self.config.optimizer)
         self.engine, self.zero, *_ = deepspeed.initialize(model=module, optimizer=self.updater, mpu=mpu, dist_init_required=False,
                                                           config=generate(self.config, self.world.device))
-        averaging = 1 if self.config.parallel.zero.stage < 3 else self.world.data.size()
-        self.scaler = Scaler(self.zero.loss_scaler, self.config, self.world, averaging)
+        self.scaler = Scaler(self.zero.loss_scaler, self.config, self.world)
+        # It would move the scale before it unscales by it: half of every gradient, in a step after which the scale grows.
+        self.zero._update_scale = lambda has_overflow=False: None
 
     def share_out(self) -> None:
         """After `start`: makes moments, and finds which part of what this rank has."""
@@ -248,6 +249,7 @@ class Zero:
             self.spoil()
         self.updater.rate = rate
         self.zero.step()
+        self.zero.loss_scaler.update_scale(self.zero.overflow)
         self.zero_grad()
         skipped = torch.full_like(found_inf, float(self.zero.overflow))
         self.updates += 1 - skipped
@@ -436,6 +438,7 @@ class PartitionedZero(Zero):
         (number, model), = stages.items()
         set_z3_leaf_modules(model, [Layer])  # gathered as one, as its parts are not called one by one
         self.start(model, {name: parameters[name] for names in self.groups.values() for name in names})
+        self.zero._gradient_averaging_world_size = lambda parameters, ranks: 1  # gradients are sums here
         self.masters, self.swapped = self.zero.fp32_partitioned_groups_flat, self.zero.swap_optimizer
         self.modules = {number: self.engine}
         self.share_out()
@@ -481,7 +484,7 @@ class PartitionedZero(Zero):
 
     def spoil(self) -> None:
         self.zero.grad_partitions_flat_buffer[:1] = torch.nan
-        for norm in self.zero.norm_for_param_grads.values():
+        for norm in self.zero.norm_for_param_grads.values() if self.zero.offload_optimizer else ():
             norm.fill_(torch.nan)
 
 

@@ -113,7 +113,7 @@ def generate(config: Config, device: torch.device) -> dict[str, Any]:
         "gradient_clipping": config.optimizer.clip_norm,
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,  # the updates are ours, on CPUs too
         "data_types": {} if config.parallel.zero.stage == 1 else {"grad_accum_dtype": "fp32"}, "communication_data_type": precision.reduce,
-        "gradient_allreduce_op": "mean" if config.parallel.zero.stage == 3 else "sum",
+        "gradient_allreduce_op": "mean" if config.parallel.zero.stage == 3 else "sum",  # stage 3 knows no sum
         "bf16": {"enabled": precision.compute == "bf16"},
         "fp16": {"enabled": precision.compute == "fp16", "initial_scale_power": max(0, round(math.log2(precision.loss_scale))),
                  "loss_scale_window": precision.growth_interval, "hysteresis": 1}}
