@@ -63,6 +63,7 @@ def prepare() -> None:
     """What DeepSpeed wants to know of a process in which torch.distributed runs."""
     os.environ.setdefault("LOCAL_RANK", "0")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # serves inference on CPUs, and would be compiled first
+    deepspeed.utils.groups.mpu = None  # of an engine before this one
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, dist_init_required=False)
 
 
@@ -308,8 +309,13 @@ class FlatZero(Zero):
             self.zero.use_grad_accum_attribute = config.precision.compute != "fp32"
         self.group_of = {name: index for index, names in enumerate(self.groups.values()) for name in names}
         for name, parameter in parameters.items():
-            mine = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-            mine.data = shadows[self.copies.get(name, name)].data  # now a part of DeepSpeed's flat tensor
+            flat = shadows[self.copies.get(name, name)].data  # now a part of DeepSpeed's flat tensor
+            if isinstance(parameter, DTensor):
+                whole = DTensor.from_local(flat, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+                                           stride=parameter.stride())
+                torch.utils.swap_tensors(parameter, nn.Parameter(whole))
+            else:
+                parameter.data = flat
             if self.by_hand:
                 parameter.grad_dtype = torch.float32  # what comes from backward is widened, and then added
             else:
