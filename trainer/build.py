@@ -33,6 +33,13 @@ def check_compiler(config: Config, device: torch.device) -> None:
                           "at it, or set compile=false")
 
 
+def check_engine(config: Config, device: torch.device) -> None:
+    """What DeepSpeed itself says of the configuration, and what it needs of the machine, before any process group."""
+    if config.parallel.zero.engine == "deepspeed":
+        from trainer.parallel.deepspeed import check  # DeepSpeed takes a while to import
+        check(config, device)
+
+
 def check_model(config: Config, spec: ModelSpec) -> None:
     """What only the modules can tell, before any process group. Raises `ConfigError`."""
     with torch.device("meta"):
@@ -76,7 +83,7 @@ def place(model: Transformer, config: Config, plan: Plan, world: World) -> Trans
     """Cuts and shards a stage over the mesh and gives it storage."""
     compute = DTYPES[config.precision.compute]
     if plan.engine == "deepspeed":
-        from trainer.parallel.deepspeed import materialize  # imports DeepSpeed, which takes a while
+        from trainer.parallel.deepspeed import materialize
         model.to(compute)
         tensor.split(model, world.mesh["tp"])
         materialize(model, config, world)

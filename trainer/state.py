@@ -82,7 +82,7 @@ class TrainState:
         shared = SharedParameters(parameters, copies, ["embedding.weight"] if apart else [],
                                   channels.connect((first, last), "tied") if apart else None, here == first, world)
         if plan.engine == "deepspeed":
-            from trainer.parallel.deepspeed import FlatZero, PartitionedZero  # DeepSpeed takes a while to import
+            from trainer.parallel.deepspeed import FlatZero, PartitionedZero
             optimizer = (PartitionedZero if plan.stage == 3 else FlatZero)(stages, parameters, infos, policies, shared, config, world)
             optimizer.fill(weights or initial_weights(spec, config.run.seed, world.device))
             scaler = optimizer.scaler

@@ -27,15 +27,18 @@ from torch.distributed.tensor import DTensor
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # or it looks for every kind
 import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder import AsyncIOBuilder
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.utils import set_z3_leaf_modules
 
-from trainer.config import Config, OptimizerConfig
+from trainer.config import Config, ConfigError, OptimizerConfig
 from trainer.model.axes import ParameterInfo, extent
 from trainer.model.fragment import Fragment
 from trainer.model.init import Weights
 from trainer.model.layers import Layer
 from trainer.model.transformer import Transformer
-from trainer.optim.optimizer import Optimizer, local
+from trainer.optim.optimizer import MOMENTS, Optimizer, local
 from trainer.parallel.deepspeed_config import generate
 from trainer.parallel.gradients import SharedParameters
 from trainer.parallel.mesh import World
@@ -44,6 +47,26 @@ from trainer.precision.policy import DTYPES, Policy
 
 deepspeed.utils.logger.setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # which it calls in every step
+
+
+def check(config: Config, device: torch.device) -> None:
+    """Whether DeepSpeed takes the configuration, and finds what it needs on the machine. Raises `ConfigError`."""
+    zero, problems = config.parallel.zero, []
+    if config.precision.compute == "fp16" and not get_accelerator().is_fp16_supported():
+        problems.append(f"precision.compute=fp16: DeepSpeed has none on a {device.type.upper()} like this one; set precision.compute=bf16, or "
+                        "parallel.zero.engine=torch")
+    if zero.nvme is not None:
+        if not os.access(zero.nvme, os.W_OK | os.X_OK):
+            problems.append(f"parallel.zero.nvme={zero.nvme} is no folder that can be written; make it, or name another")
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            problems.append(f"parallel.zero.nvme={zero.nvme}: DeepSpeed compiles what reads and writes the disk with libaio, and finds none here; "
+                            "install libaio-dev, or set parallel.zero.offload=true instead")
+    try:
+        DeepSpeedConfig(generate(config, device))
+    except (ValueError, DeepSpeedConfigError) as error:  # pydantic's errors are of the former kind
+        problems.append(f"parallel.zero.deepspeed={zero.deepspeed}: DeepSpeed says: {error}")
+    if problems:
+        raise ConfigError(problems)
 
 
 def materialize(model: Transformer, config: Config, world: World) -> None:
@@ -70,26 +93,34 @@ def prepare() -> None:
 class Updates(torch.optim.Optimizer):
     """Our optimizer in the form that DeepSpeed wants: updates the flat tensors which it puts into the groups.
 
-    Each group has a `policy`. rate: learning rate of the step; updates: steps that were not skipped; scalars on the device
-    of the flat tensors.
+    rate: learning rate of the step; updates: steps that were not skipped; scalars on the device of the flat tensors.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig):
-        super().__init__(groups, {})
+    def __init__(self, groups: list[list[Tensor]], config: OptimizerConfig):
+        super().__init__([{"params": group, "lr": 0.0} for group in groups], {})
         self.config, self.rate, self.updates = config, torch.zeros(()), torch.zeros(())
-        self.by_flat: dict[Tensor, Optimizer] = {}
+        self.by_flat: dict[Tensor, tuple[Optimizer, dict[str, slice]]] = {}
 
-    def add(self, flat: Tensor, policy: Policy) -> None:
-        """Makes the moments of a flat tensor."""
-        self.by_flat[flat] = Optimizer({"": flat}, {"": policy}, self.config)
-        self.by_flat[flat].updates = self.updates
-        self.state[flat] = {moment: value for (_, moment), value in self.by_flat[flat].state.items()}
+    def add(self, flat: Tensor, parts: dict[str, slice], policies: dict[str, Policy], swapped: bool) -> None:
+        """Makes the moments of a flat tensor in which parameters are at `parts`; a swapped one is updated as a whole, in the
+        way of its first parameter, and DeepSpeed moves its moments between disk and memory, too."""
+        if swapped:
+            parts, policies = {"": slice(None)}, {"": policies[next(iter(parts))]}
+        optimizer = Optimizer({"": flat} if swapped else {name: flat.detach()[part] for name, part in parts.items()}, policies, self.config)
+        optimizer.updates = self.updates
+        self.by_flat[flat] = optimizer, parts
+        if swapped:
+            self.state[flat] = {moment: value for (_, moment), value in optimizer.state.items()}
 
     def step(self, closure: None = None) -> None:
         one = torch.ones_like(self.rate)
-        for group in self.param_groups:
-            for flat in group["params"]:
-                self.by_flat[flat].update(self.rate, one, one - 1)  # DeepSpeed has unscaled, clipped and not skipped
+        for flat in (flat for group in self.param_groups for flat in group["params"] if flat in self.by_flat):
+            optimizer, parts = self.by_flat[flat]
+            for name, part in parts.items():
+                optimizer.parameters[name].grad = flat.grad[part]
+            optimizer.update(self.rate, one, one - 1)  # DeepSpeed has unscaled, clipped and not skipped
+            if not self.state[flat]:
+                optimizer.zero_grad()
 
 
 class Scaler:
@@ -149,7 +180,7 @@ class Zero:
 
     parameters: global name -> this rank's fragment of the fp32 master; it has the reduced gradient from `gradients` to `step`.
     Copies of a tied embedding on one rank are one parameter here. modules: what the runtime calls, by stage. scaler: the
-    loss scale. masters: DeepSpeed's flat fp32 tensors of this rank, each with parameters of one policy.
+    loss scale. masters: DeepSpeed's flat fp32 tensors of this rank.
     """
     masters: list[Tensor]
     modules: dict[int, nn.Module]
@@ -161,17 +192,14 @@ class Zero:
         self.config, self.world, self.ours, self.infos = config, world, parameters, infos
         self.copies = dict(map(reversed, shared.copies))
         self.counted = dict(zip(parameters, shared.counted.tolist()))
-        self.groups: dict[Policy, list[str]] = {}
-        for name in parameters:
-            if name not in self.copies:
-                self.groups.setdefault(policies[name], []).append(name)
+        self.policies = {name: policies[name] for name in parameters if name not in self.copies}
         prepare()
 
-    def start(self, module: nn.Module, theirs: dict[str, Tensor], mpu: Any = None) -> None:
-        """Hands `module` to DeepSpeed. theirs: its parameters by their global names."""
+    def start(self, module: nn.Module, theirs: dict[str, Tensor], groups: list[list[Tensor]], mpu: Any = None) -> None:
+        """Hands `module` to DeepSpeed. theirs: its parameters by their global names; groups: what may share a flat tensor. All
+        ranks have as many groups, or their collectives would not match."""
         self.theirs = theirs
-        self.updater = Updates([{"params": [theirs[name] for name in names], "policy": policy, "lr": 0.0}
-                                for policy, names in self.groups.items()], self.config.optimizer)
+        self.updater = Updates(groups, self.config.optimizer)
         self.engine, self.zero, *_ = deepspeed.initialize(model=module, optimizer=self.updater, mpu=mpu, dist_init_required=False,
                                                           config=generate(self.config, self.world.device))
         self.scaler = Scaler(self.zero.loss_scaler, self.config, self.world)
@@ -181,12 +209,8 @@ class Zero:
     def share_out(self) -> None:
         """After `start`: makes moments, and finds which part of what this rank has."""
         places = self.places()
-        policies = {places[name][0]: policy for policy, names in self.groups.items() for name in names if name in places}
         device = torch.device("cpu") if self.swapped else self.masters[0].device
         self.updates = self.updater.updates = torch.zeros((), device=device)
-        for index, flat in enumerate(self.masters):
-            with self.resident(index):
-                self.updater.add(flat, policies.get(index, next(iter(self.groups))))  # of nothing but padding, if it has none
         self.held: list[dict[str, slice]] = [{} for _ in self.masters]
         self.parameters: dict[str, Fragment] = {}
         for name in self.theirs:
@@ -196,6 +220,10 @@ class Zero:
             self.parameters[name] = Fragment(torch.empty(0, device=device), start, part, offset, whole, self.counted[name])
             if size:
                 self.held[index][name] = slice(at, at + size)
+        for index, (flat, held) in enumerate(zip(self.masters, self.held)):
+            if held:
+                with self.resident(index):
+                    self.updater.add(flat, held, {name: self.policies[name] for name in held}, self.swapped)
         if not self.swapped:
             for name, values in self.values():
                 self.parameters[name].values = values["model"]
@@ -216,9 +244,11 @@ class Zero:
     def values(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Every parameter that this rank has elements of, with these: the master's (`model`) and each moment's."""
         for index, (flat, held) in enumerate(zip(self.masters, self.held)):
-            with self.resident(index):
+            with self.resident(index) if held else nullcontext():
                 for name, part in held.items():
-                    yield name, {"model": flat.detach()[part], **{moment: value[part] for moment, value in self.updater.state[flat].items()}}
+                    moments, state = MOMENTS[self.policies[name].optimizer], self.updater.by_flat[flat][0].state
+                    yield name, {"model": flat.detach()[part], **{
+                        moment: state["", moment][part] if self.swapped else state[name, moment] for moment in moments}}
 
     @torch.no_grad()
     def fill(self, value: Weights) -> None:
@@ -295,19 +325,18 @@ class FlatZero(Zero):
         super().__init__(parameters, infos, policies, shared, config, world)
         self.modules, self.by_hand = dict(stages), config.parallel.zero.stage == 1
         shadows = {}
-        for name in (name for names in self.groups.values() for name in names):
+        for name in self.policies:
             shadows[name] = shadow = nn.Parameter(local(parameters[name]).detach())
             # What DeepSpeed counts in the norm: what is marked as split, and the rest on the first tensor-parallel rank.
             shadow.model_parallel = is_split(parameters[name])
             shadow.ds_pipe_replicated = name in shared.tied and not self.counted[name]
         module = nn.Module()
         module.shadows = nn.ParameterList(shadows.values())
-        self.start(module, shadows, ModelParallel(world) if world.mesh["pp"].size() * world.mesh["tp"].size() > 1 else None)
+        self.start(module, shadows, [list(shadows.values())], ModelParallel(world) if world.mesh["pp"].size() * world.mesh["tp"].size() > 1 else None)
         self.masters = self.zero.single_partition_of_fp32_groups
         if self.by_hand:  # the setting would make DeepSpeed take another optimizer for bf16, which offloads nothing
             self.zero.gradient_accumulation_dtype = torch.float32
             self.zero.use_grad_accum_attribute = config.precision.compute != "fp32"
-        self.group_of = {name: index for index, names in enumerate(self.groups.values()) for name in names}
         for name, parameter in parameters.items():
             flat = shadows[self.copies.get(name, name)].data  # now a part of DeepSpeed's flat tensor
             if isinstance(parameter, DTensor):
@@ -327,7 +356,7 @@ class FlatZero(Zero):
         for name, shadow in self.theirs.items():
             if (mapping := shadow._hp_mapping) is not None:
                 mine, theirs = mapping.lp_fragment_address, mapping.hp_fragment_address
-                places[name] = self.group_of[name], theirs.start, mine.start, theirs.numel
+                places[name] = 0, theirs.start, mine.start, theirs.numel
         return places
 
     def sharding(self, micro_batches: int) -> Unsharded:
@@ -338,11 +367,11 @@ class FlatZero(Zero):
 
     def hook(self, name: str) -> Any:
         """Hands over a gradient as soon as it is complete."""
-        shadow, group = self.theirs[name], self.group_of[name]
+        shadow = self.theirs[name]
 
         def hand_over(parameter: nn.Parameter) -> None:
             shadow.grad, parameter.grad = local(parameter.grad).contiguous(), None
-            self.zero.process_gradients(shadow, group)
+            self.zero.process_gradients(shadow, 0)
         return hand_over
 
     @torch.no_grad()
@@ -358,10 +387,9 @@ class FlatZero(Zero):
             zero.reduce_gradients()
         if zero.cpu_offload:
             zero._wait_for_offload_copies()
-            return {name: self.masters[index].grad[part] for index, held in enumerate(self.held) for name, part in held.items()}
+            return {name: self.masters[0].grad[part] for name, part in self.held[0].items()}
         names = {shadow: name for name, shadow in self.theirs.items()}
-        return {names[shadow]: gradient for index, shadows in enumerate(zero.params_in_partition)
-                for shadow, gradient in zip(shadows, zero.averaged_gradients[index])}
+        return {names[shadow]: gradient for shadow, gradient in zip(zero.params_in_partition[0], zero.averaged_gradients[0])}
 
     def spoil(self) -> None:
         if self.zero.cpu_offload:
@@ -443,7 +471,10 @@ class PartitionedZero(Zero):
         super().__init__(parameters, infos, policies, shared, config, world)
         (number, model), = stages.items()
         set_z3_leaf_modules(model, [Layer])  # gathered as one, as its parts are not called one by one
-        self.start(model, {name: parameters[name] for names in self.groups.values() for name in names})
+        groups: dict[Policy, list[Tensor]] = {}
+        for name, policy in self.policies.items():
+            groups.setdefault(policy, []).append(parameters[name])
+        self.start(model, {name: parameters[name] for name in self.policies}, list(groups.values()))
         self.zero._gradient_averaging_world_size = lambda parameters, ranks: 1  # gradients are sums here
         self.masters, self.swapped = self.zero.fp32_partitioned_groups_flat, self.zero.swap_optimizer
         self.modules = {number: self.engine}
