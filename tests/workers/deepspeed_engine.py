@@ -135,10 +135,10 @@ def overflows() -> list[dict[str, Any]]:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
     CPU_Accelerator.is_fp16_supported = lambda self: True  # torch computes it here, if slowly
     results = []
-    for case in ({"micro": 2, "stage": 1, "tp": 2, "pp": 2}, {"micro": 2, "stage": 1, "pp": 2, "offload": True}, {"micro": 2, "stage": 2},
-                 {"micro": 2, "stage": 2, "offload": True}, {"micro": 2, "stage": 3}, {"micro": 2, "stage": 3, "offload": True}):
+    for case in ({"micro": 2, "stage": 1, "tp": 2, "pp": 2}, {"micro": 2, "stage": 1, "pp": 2, "offload": True},
+                 {"micro": 2, "stage": 2, "offload": True}, {"micro": 2, "stage": 3}):
         seen = {}
-        for engine in ("torch", "deepspeed"):
+        for engine in ("torch", "deepspeed") if not results else ("deepspeed",):  # torch's numbers are those of any plan
             config = settings_of(case | {"compute": "fp16"}, parallel__zero__engine=engine, precision__loss_scale=1024.0,
                                  precision__growth_interval=2, optimizer__clip_norm=0.0)
             state, steps = build(config, case)
@@ -148,7 +148,7 @@ def overflows() -> list[dict[str, Any]]:
             assert state.scaler.state_dict() == tracker
             seen[engine].append({"scaler": tracker})
             state.close()
-        results.append({"case": case, **{engine: gather(steps) for engine, steps in seen.items()}})
+        results.append({"case": case, "torch": results[0]["torch"] if results else None} | {engine: gather(steps) for engine, steps in seen.items()})
     return results
 
 
