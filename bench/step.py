@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import re
+import resource
 import statistics
 import sys
 import time
@@ -41,8 +42,8 @@ KERNELS = {"attention": "flash|fmha|cudnn.*sdpa|cudnn_generated|flex", "communic
 
 
 def main() -> None:
-    own = {"case": "step", "model": "configs/model/tiny.yaml", "length": "256", "micro": "1", "accumulation": "1", "steps": "12",
-           "trace": "", "out": ""}
+    own = {"case": "step", "model": "configs/model/tiny.yaml", "length": "256", "micro": "1", "accumulation": "1", "warm": "4", "steps": "12",
+           "depth": "", "trace": "", "out": ""}
     config, changes = Config(), dict(argument.split("=", 1) for argument in sys.argv[1:])
     for name, value in changes.items():
         if name in own:
@@ -54,7 +55,8 @@ def main() -> None:
         setattr(target, last, yaml.safe_load(value))
     with open(own["model"]) as file:
         spec = ModelSpec.from_dict({k: v for k, v in yaml.safe_load(file).items() if k != "defaults"})
-    length, micro, accumulation, steps = (int(own[name]) for name in ("length", "micro", "accumulation", "steps"))
+    spec.depth = int(own["depth"] or spec.depth)
+    length, micro, accumulation, warm_up, steps = (int(own[name]) for name in ("length", "micro", "accumulation", "warm", "steps"))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     plan, device = resolve_plan(config.parallel, world_size, spec), local_device(config.run)
     batch = BatchPlan(length, micro * accumulation * plan.dp, micro, accumulation)
@@ -85,7 +87,7 @@ def main() -> None:
             choice = auto.choose()
             pipeline, predicted = Pipeline(choice.schedule, choice.split), choice.predicted
             state = rebuilt(state, pipeline)
-        warm = [step() for _ in range(4)]
+        warm = [step() for _ in range(warm_up)]
         seconds = [step() for _ in range(steps)]
         shares = profile(step, own["trace"] if world.rank == 0 else "") if device.type == "cuda" else {}
     median = statistics.median(seconds)
@@ -94,6 +96,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "case": own["case"], "ranks": world_size, "plan": plan.describe(), "tokens_per_second_per_gpu": round(speed, 1),
         "seconds": round(median, 4), "spread": [round(min(seconds), 4), round(max(seconds), 4)], "first_step": round(warm[0], 1),
+        "parameters": cost.parameter_counts(spec)["total"], "host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
         "built": round(built, 1), "settings": changes}
     if plan.pp > 1:
         finish = [None] * world_size

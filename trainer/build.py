@@ -33,6 +33,13 @@ def check_compiler(config: Config, device: torch.device) -> None:
                           "at it, or set compile=false")
 
 
+def check_engine(config: Config, device: torch.device) -> None:
+    """What DeepSpeed itself says of the configuration, and what it needs of the machine, before any process group."""
+    if config.parallel.zero.engine == "deepspeed":
+        from trainer.parallel.deepspeed import check  # DeepSpeed takes a while to import
+        check(config, device)
+
+
 def check_model(config: Config, spec: ModelSpec) -> None:
     """What only the modules can tell, before any process group. Raises `ConfigError`."""
     with torch.device("meta"):
@@ -74,9 +81,16 @@ def lay_out(config: Config, spec: ModelSpec, layers: range, deferred: DeferredGr
 
 def place(model: Transformer, config: Config, plan: Plan, world: World, hsdp: bool = True) -> Transformer:
     """Cuts and shards a stage over the mesh and gives it storage."""
-    tensor.split(model, world.mesh["tp"])
-    shard(model, plan, world, DTYPES[config.precision.compute], DTYPES[config.precision.reduce], hsdp)
-    model.to_empty(device="cpu" if plan.offload else world.device)
-    for rotary in model.rotaries:  # buffers stay with the computation when parameters are offloaded
-        rotary.to(world.device)
+    compute = DTYPES[config.precision.compute]
+    if plan.engine == "deepspeed":
+        from trainer.parallel.deepspeed import materialize
+        model.to(compute)
+        tensor.split(model, world.mesh["tp"])
+        materialize(model, config, world)
+    else:
+        tensor.split(model, world.mesh["tp"])
+        shard(model, plan, world, compute, DTYPES[config.precision.reduce], hsdp)
+        model.to_empty(device="cpu" if plan.offload else world.device)
+    for rotary in model.rotaries:  # buffers stay with the computation when parameters are offloaded, and in fp32
+        rotary.to(world.device, torch.float32)
     return model

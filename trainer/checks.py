@@ -9,6 +9,7 @@ from operator import attrgetter
 
 from trainer.batch import resolve_batch
 from trainer.config import Config, ConfigError
+from trainer.parallel.deepspeed_config import check_settings
 
 RANGES = {  # as in mathematics: [ includes its bound, ( does not
     "run.steps": "[1, inf)", "run.seed": "[0, inf)",
@@ -33,7 +34,7 @@ def check(config: Config, world_size: int) -> list[str]:
     """Everything that is wrong with a typed configuration on `world_size` processes, one sentence each."""
     ranges = [outside(path, attrgetter(path)(config), interval) for path, interval in RANGES.items()]
     model = [] if config.model.from_hf else config.model.check()
-    return [*filter(None, ranges), *model, *_contradictions(config), *_layout(config, world_size)]
+    return [*filter(None, ranges), *model, *_contradictions(config), *check_settings(config), *_layout(config, world_size)]
 
 
 def outside(path: str, value: float, interval: str) -> str | None:

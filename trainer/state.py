@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +10,12 @@ from torch import Tensor, nn
 from trainer.build import Stages, build_stages
 from trainer.config import Config
 from trainer.model.axes import parameter_infos
-from trainer.model.init import Weights, initialize
+from trainer.model.fragment import Fragment
+from trainer.model.init import Weights, initial_weights, initialize, reset_buffers
 from trainer.model.linear import DeferredGrads
 from trainer.model.spec import ModelSpec
 from trainer.model.transformer import declarations
-from trainer.optim.optimizer import Optimizer, local
+from trainer.optim.optimizer import Optimizer
 from trainer.parallel.compress.reduction import Compression
 from trainer.parallel.gradients import SharedParameters
 from trainer.parallel.mesh import World
@@ -25,6 +27,9 @@ from trainer.parallel.plan import Plan
 from trainer.parallel.zero import Sharding
 from trainer.precision.policy import DTYPES, parameter_policies
 from trainer.precision.scaler import GradScaler
+
+if TYPE_CHECKING:
+    from trainer.parallel.deepspeed import Scaler, Zero
 
 COPY = " (copy)"
 """Ends the name of the last stage's copy of a tied embedding where its rank also holds the first stage's."""
@@ -46,8 +51,8 @@ class TrainState:
     channels: Channels | None
     compression: Compression | None
     shared: SharedParameters
-    optimizer: Optimizer
-    scaler: GradScaler
+    optimizer: Optimizer | Zero
+    scaler: GradScaler | Scaler
     runtime: Runtime
     names: list[str]
     step: int = 0
@@ -62,7 +67,10 @@ class TrainState:
                               deferred if pipeline.splits_backward else None, hsdp=compression is None)
         parameters, infos, copies = {}, {}, []
         for model in stages.values():
-            initialize(model, spec, config.run.seed, world.device, weights)
+            if plan.engine == "deepspeed":
+                reset_buffers(model)
+            else:
+                initialize(model, spec, config.run.seed, world.device, weights)
             declared = parameter_infos(model)
             for name, parameter in model.named_parameters():
                 if name in parameters:
@@ -70,18 +78,25 @@ class TrainState:
                 name += COPY * (name in parameters)
                 parameters[name], infos[name] = parameter, declared[name.removesuffix(COPY)]
         policies = parameter_policies({name.removesuffix(COPY): info for name, info in infos.items()}, config.precision.types, config.optimizer)
+        policies = {name: policies[name.removesuffix(COPY)] for name in parameters}
         if compression is not None:
             for model in stages.values():
                 compression.attach(model, policies)
-        optimizer = Optimizer(parameters, {name: policies[name.removesuffix(COPY)] for name in parameters}, config.optimizer)
         channels = Channels(world.pipeline, edges(pipeline.schedule.placement), world.device, timeout=world.timeout) if plan.pp > 1 else None
         first, last = pipeline.schedule.placement[0], pipeline.schedule.placement[-1]
         here = world.place("pp")
         apart = spec.tied and first != last and here in (first, last)
         shared = SharedParameters(parameters, copies, ["embedding.weight"] if apart else [],
                                   channels.connect((first, last), "tied") if apart else None, here == first, world)
-        state = cls(config, spec, plan, pipeline, world, stages, deferred, channels, compression, shared, optimizer,
-                    GradScaler(config.precision, world.device), None, list(declarations(spec)))
+        if plan.engine == "deepspeed":
+            from trainer.parallel.deepspeed import FlatZero, PartitionedZero
+            optimizer = (PartitionedZero if plan.stage == 3 else FlatZero)(stages, parameters, infos, policies, shared, config, world)
+            optimizer.fill(weights or initial_weights(spec, config.run.seed, world.device))
+            scaler = optimizer.scaler
+        else:
+            optimizer, scaler = Optimizer(parameters, policies, config.optimizer), GradScaler(config.precision, world.device)
+        state = cls(config, spec, plan, pipeline, world, stages, deferred, channels, compression, shared, optimizer, scaler, None,
+                    list(declarations(spec)))
         state.follow(pipeline.schedule)
         return state
 
@@ -91,8 +106,12 @@ class TrainState:
         tokens, width = self.plan.tp, self.spec.width
         compute = DTYPES[self.config.precision.compute]
         every = self.plan.stage >= 2 and not (self.compression and self.compression.once)
-        sharding = Sharding(self.stages, self.plan, schedule.microbatches if every else 1, self.compression)
-        self.runtime = Runtime(schedule, self.stages, self.channels, sharding, self.deferred,
+        reductions = schedule.microbatches if every else 1
+        if self.plan.engine == "deepspeed":
+            modules, sharding = self.optimizer.modules, self.optimizer.sharding(reductions)
+        else:
+            modules, sharding = self.stages, Sharding(self.stages, self.plan, reductions, self.compression)
+        self.runtime = Runtime(schedule, modules, self.channels, sharding, self.deferred,
                                lambda batch: (torch.Size((batch.tokens.numel() // tokens, width)), compute), self.world.device,
                                reduce="every" if every else "last")
 
@@ -103,21 +122,16 @@ class TrainState:
                 part.close()
 
     @property
-    def parameters(self) -> dict[str, nn.Parameter]:
+    def parameters(self) -> dict[str, nn.Parameter | Fragment]:
         """The fp32 parameters of this rank by global name. Between forward and backward the modules' own attributes are
         gathered copies in the compute type."""
         return {name: parameter for name, parameter in self.optimizer.parameters.items() if not name.endswith(COPY)}
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor | Fragment]:
         """Everything sharded, by plan-independent name."""
         optimizer = {name: tensor for name, tensor in self.optimizer.tensors().items() if not name.endswith(COPY)}
         return {f"model.{name}": parameter for name, parameter in self.parameters.items()} | optimizer
 
-    @torch.no_grad()
     def loaded(self) -> None:
-        """After `tensors` have been filled: brings copies that a checkpoint does not hold into line."""
-        for name, copy in self.shared.copies:
-            local(self.optimizer.parameters[copy]).copy_(local(self.optimizer.parameters[name]))
-            for (other, moment), value in self.optimizer.state.items():
-                if other == copy:
-                    value.copy_(self.optimizer.state[name, moment])
+        """After `tensors` have been filled: brings what a checkpoint does not hold into line."""
+        self.optimizer.loaded(self.shared.copies)

@@ -34,9 +34,9 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
 
     if state.compression is not None:
         state.compression.begin(state.step, scaler.value)
-    losses = state.runtime.train(batches, scaler.value / valid.float())
+    losses = state.runtime.train(batches, scaler.scale(1 / valid.float()))
     state.shared.sum()
-    total, squares = sum_over_ranks(state, losses.sum(), state.shared.squares())
+    total, squares = sum_over_ranks(state, losses.sum(), state.shared.squares(optimizer.gradients()))
 
     scale = scaler.value.double()
     loss, norm = total / valid, squares.sum().sqrt() / scale
@@ -45,7 +45,7 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
     coefficient = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
     rate = learning_rate(state.config.lr, state.config.run.steps, optimizer.updates)
     target = optimizer.updates.device
-    optimizer.step(rate, (scale / coefficient).float().to(target), found_inf.to(target))
+    found_inf = optimizer.step(rate, (scale / coefficient).float().to(target), found_inf.to(target)).to(world.device)
     optimizer.zero_grad()
     if state.compression is not None:
         state.compression.settle(found_inf)
@@ -68,7 +68,7 @@ def sum_over_ranks(state: TrainState, loss: Tensor, squares: Tensor) -> tuple[Te
     the plan.
     """
     places = {name: index for index, name in enumerate(state.names, start=1)}
-    mine = [places.get(name, 0) for name in state.optimizer.parameters]  # copies are not counted: zeros for place 0
+    mine = [places.get(name, 0) for name in state.shared.parameters]  # copies are not counted: zeros for place 0
     vector = torch.zeros(1 + len(state.names), dtype=torch.float64, device=squares.device)
     vector.index_add_(0, torch.tensor(mine, device=squares.device), squares)
     if state.world.place("tp") == 0:

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer.auto import CHOSEN, Auto, save_choice, saved_choice, write_schedule
 from trainer.batch import BatchPlan, resolve_batch
-from trainer.build import check_compiler, check_model
+from trainer.build import check_compiler, check_engine, check_model
 from trainer.checkpointing.manifest import read_manifest, step_folder
 from trainer.checkpointing.retention import find_newest, find_resume
 from trainer.checkpointing.state import Checkpointer, load
@@ -84,6 +84,7 @@ def run(config: Config) -> Result:
     pipeline, batch = saved_choice(Path(config.run.dir), config, spec, plan, batch) or (resolve_pipeline(config, spec, plan, batch), batch)
     device = local_device(config.run)
     check_compiler(config, device)
+    check_engine(config, device)
     check_model(config, spec)
     corpus = open_corpus(config)
     joined_before, folder = dist.is_initialized(), Path(config.run.dir)

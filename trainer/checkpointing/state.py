@@ -40,7 +40,7 @@ from trainer.checkpointing.manifest import (
 )
 from trainer.checkpointing.retention import prune, publish, sync_folder, tidy
 from trainer.config import CheckpointConfig, ConfigError
-from trainer.model.axes import extent
+from trainer.model.fragment import Fragment, boxes
 
 # One process without a process group is a normal run here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -82,7 +82,7 @@ class Checkpointer:
         """Whether a save is running in the background."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, step: int, tensors: dict[str, Tensor | DTensor], manifest: dict[str, Any],
+    def save(self, step: int, tensors: dict[str, Tensor | Fragment], manifest: dict[str, Any],
              wait: bool = False) -> None:
         """Saves `tensors` by their global names, with rank 0's `manifest` (JSON data), as the checkpoint of `step`.
 
@@ -135,16 +135,17 @@ class Checkpointer:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _own_pieces(self, tensors: dict[str, Tensor | DTensor]) -> dict[str, Piece]:
+    def _own_pieces(self, tensors: dict[str, Tensor | Fragment]) -> dict[str, Piece]:
         """The pieces that this rank has to write: dealt out again only when the layout has changed on some rank."""
-        pieces = {name: piece for name, tensor in tensors.items() if (piece := Piece.of(tensor)) is not None}
-        layout = {(name, piece.offsets): piece.local.nbytes for name, piece in pieces.items()}
+        pieces = {name: piece for name, tensor in tensors.items()
+                  if getattr(tensor, "counted", True) and (piece := Piece.of(tensor)) is not None}
+        layout = {(name, *piece.boxes): piece.local.nbytes for name, piece in pieces.items()}
         changed = torch.tensor(int(layout != self._layout))
         if self._group is not None:
             dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
         if changed:
             self._layout, self._mine = layout, self._deal(layout)
-        return {name: piece for name, piece in pieces.items() if (name, piece.offsets) in self._mine}
+        return {name: piece for name, piece in pieces.items() if (name, *piece.boxes) in self._mine}
 
     def _deal(self, layout: dict[Hashable, int]) -> set[Hashable]:
         if self._group is None:
@@ -168,7 +169,7 @@ class Checkpointer:
         self._buffers = buffers
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
-        return {name: Piece(buffers[name], piece.offsets, piece.shape) for name, piece in pieces.items()}
+        return {name: piece.copied(buffers[name]) for name, piece in pieces.items()}
 
     def _run(self, step: int, pieces: dict[str, Piece], manifest: dict[str, Any], failure: Exception | None) -> None:
         """One save from the pieces to the finished folder; all that goes wrong ends up in a message."""
@@ -241,36 +242,40 @@ class Checkpointer:
 
 
 class Piece:
-    """This rank's part of a tensor: its values (`local`), where they begin in the whole (`offsets`), whose `shape`."""
+    """This rank's part of a tensor of `shape`: its values (`local`), and the same by where in the whole they begin (`boxes`)."""
 
-    def __init__(self, local: Tensor, offsets: torch.Size, shape: torch.Size):
-        self.local, self.offsets, self.shape = local, offsets, shape
+    def __init__(self, tensor: Tensor | Fragment, local: Tensor):
+        self.tensor, self.local, self.shape = tensor, local, tensor.shape
+        whole = tensor.of(local) if isinstance(tensor, Fragment) else tensor
+        self.boxes = {offset: values if isinstance(tensor, Fragment) else local for offset, values in boxes(whole)}
 
     @classmethod
-    def of(cls, tensor: Tensor | DTensor) -> Piece | None:
+    def of(cls, tensor: Tensor | Fragment) -> Piece | None:
         """The piece of `tensor` that lies on this rank, not copied; None where nothing of it does."""
-        if not isinstance(tensor, DTensor):
-            return cls(tensor.detach(), torch.Size([0] * tensor.dim()), tensor.shape)
-        if tensor.device_mesh.get_coordinate() is None:
+        if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
             return None
-        local = tensor.to_local().detach()
-        return cls(local, extent(tensor)[1], tensor.shape) if local.numel() or not tensor.numel() else None
+        local = (tensor.to_local() if isinstance(tensor, (DTensor, Fragment)) else tensor).detach()
+        return cls(tensor, local) if local.numel() or not tensor.shape.numel() else None
+
+    def copied(self, local: Tensor) -> Piece:
+        """The same part with its values in another place."""
+        return Piece(self.tensor, local)
 
     # What torch's planners ask of tensor-like objects.
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(self.offsets, self.local.shape)]
+        return [ChunkStorageMetadata(offset, values.shape) for offset, values in self.boxes.items()]
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        chunk, = self.__create_chunk_list__()
-        data = TensorWriteData(chunk, TensorProperties(dtype=self.local.dtype), self.shape)
-        return [WriteItem(MetadataIndex(name, self.offsets), WriteItemType.SHARD, tensor_data=data)]
+        properties = TensorProperties(dtype=self.local.dtype)
+        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.shape))
+                for chunk in self.__create_chunk_list__()]
 
 
 class PiecePlanner(dcp.DefaultSavePlanner):
     """torch's plan of a save, for a dictionary of pieces."""
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].local
+        return self.state_dict[index.fqn].boxes[index.offset]
 
 
 class PieceLoader(dcp.DefaultLoadPlanner):
@@ -281,7 +286,7 @@ class PieceLoader(dcp.DefaultLoadPlanner):
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].local
+        return self.state_dict[index.fqn].boxes[index.offset]
 
 
 def deal(layouts: list[dict[Hashable, int]]) -> list[set[Hashable]]:
@@ -386,7 +391,7 @@ class HashingStream:
             self.error = self.error or error
 
 
-def load(path: Path, tensors: dict[str, Tensor | DTensor]) -> None:
+def load(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
     """Fills `tensors` in place from the checkpoint folder `path`, whatever plan saved it. All ranks call it together.
 
     Ranks may name different tensors; what the checkpoint holds beyond them is ignored. Raises ConfigError on every rank
@@ -414,7 +419,7 @@ def read_tensors(path: Path, names: list[str] | None = None) -> dict[str, Tensor
     return tensors
 
 
-def _read(path: Path, tensors: dict[str, Tensor | DTensor]) -> None:
+def _read(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
     """Every rank reads what it needs by itself: no collectives, so ranks may ask for different tensors."""
     planner = PieceLoader(flatten_state_dict=False)
     pieces = {name: piece for name, tensor in tensors.items() if (piece := Piece.of(tensor)) is not None}

@@ -62,6 +62,11 @@ def fill(model: nn.Module, value: Weights) -> None:
             parameter.to_local().copy_(part)
         else:
             parameter.copy_(whole)
+    reset_buffers(model)
+
+
+def reset_buffers(model: nn.Module) -> None:
+    """Fills all buffers; they depend on the spec alone."""
     for module in model.modules():
         if hasattr(module, "reset_buffers"):
             module.reset_buffers()
@@ -69,4 +74,9 @@ def fill(model: nn.Module, value: Weights) -> None:
 
 def initialize(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device, weights: Weights | None = None) -> None:
     """Sets all weights of a (sharded, materialised) model: the given ones, or freshly drawn."""
-    fill(model, weights or partial(initial_value, spec, seed, device=device))
+    fill(model, weights or initial_weights(spec, seed, device))
+
+
+def initial_weights(spec: ModelSpec, seed: int, device: torch.device) -> Weights:
+    """Freshly drawn weights, by name."""
+    return partial(initial_value, spec, seed, device=device)

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.config import OptimizerConfig
+from trainer.model.fragment import Fragment
 from trainer.precision.policy import Policy
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum",)}
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor | Fragment) -> Tensor:
     """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, (DTensor, Fragment)) else tensor
 
 
 class Optimizer:
@@ -36,16 +37,26 @@ class Optimizer:
         self.state = {(name, moment): torch.zeros_like(local(parameters[name]), dtype=policy.state_dtype)
                       for policy, names in self.groups.items() for name in names for moment in MOMENTS[policy.optimizer]}
 
+    def gradients(self) -> list[Tensor]:
+        """What this rank holds of every gradient, in the order of the parameters."""
+        return [local(parameter.grad) for parameter in self.parameters.values()]
+
     @torch.no_grad()
-    def step(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+    def step(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> Tensor:
         """One update with gradients divided by `grad_scale`; nothing changes where `found_inf` is one. All scalars on the
-        device of the parameters."""
+        device of the parameters. Returns `found_inf`."""
+        self.update(rate, grad_scale, found_inf)
+        self.updates += 1 - found_inf
+        return found_inf
+
+    @torch.no_grad()
+    def update(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+        """`step` without counting it."""
         for policy, names in self.groups.items():
             names = [name for name in names if local(self.parameters[name]).numel()]
             if names:
                 {"adamw": self._adamw, "lion": self._lion, "sgd": self._sgd}[policy.optimizer](
                     policy, names, rate * policy.lr_scale, grad_scale, found_inf)
-        self.updates += 1 - found_inf
 
     def _adamw(self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         first, second = ([self.state[name, moment] for name in names] for moment in MOMENTS["adamw"])
@@ -95,3 +106,12 @@ class Optimizer:
                                            shape=parameter.shape, stride=parameter.stride())
             named[f"optimizer.{moment}.{name}"] = value
         return named
+
+    @torch.no_grad()
+    def loaded(self, copies: list[tuple[str, str]]) -> None:
+        """After `tensors` and the parameters have been filled: brings copies, which a checkpoint does not hold, into line."""
+        for name, copy in copies:
+            local(self.parameters[copy]).copy_(local(self.parameters[name]))
+            for (other, moment), value in self.state.items():
+                if other == copy:
+                    value.copy_(self.state[name, moment])

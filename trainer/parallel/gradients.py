@@ -46,10 +46,9 @@ class SharedParameters:
                      lambda flat: self.ends.allreduce([flat]).wait())
 
     @torch.no_grad()
-    def squares(self) -> Tensor:
-        """Squared norm of each parameter's local gradient in fp64, zero where another rank counts it: [parameters]."""
-        gradients = [local(parameter.grad) for parameter in self.parameters.values()]
-        norms = iter(torch._foreach_norm([g for g in gradients if g.numel()], 2, torch.float64))
+    def squares(self, gradients: list[Tensor]) -> Tensor:
+        """Squared norms in fp64 of what this rank holds of each parameter's gradient, zero where another counts it: [parameters]."""
+        norms = iter(torch._foreach_norm([g for g in gradients if g.numel()], 2, torch.float64) if any(g.numel() for g in gradients) else ())
         zero = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
         norms = torch.stack([next(norms) if gradient.numel() else zero for gradient in gradients])
         return norms.square().to(self.world.device) * self.counted

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from trainer.config import ConfigError, ParallelConfig
 from trainer.model.spec import ModelSpec, divisors
+from trainer.parallel.deepspeed_config import check_parallel
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Plan:
     tp: int
     stage: int
     offload: bool
+    engine: str = "torch"
 
     @property
     def dp(self) -> int:
@@ -31,7 +33,7 @@ class Plan:
         parts = [f"{name}{size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1]
         return " x ".join([f"dp{self.dp}", *parts]) + f", ZeRO-{self.stage}" + (
             f" over {self.shard} of {self.dp} ranks" if self.stage and self.shard < self.dp else "") + (
-            ", offloaded to host memory" if self.offload else "")
+            ", offloaded to host memory" if self.offload else "") + (", DeepSpeed" if self.engine == "deepspeed" else "")
 
 
 def check_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = None, node: int | None = None) -> list[str]:
@@ -68,7 +70,7 @@ def check_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = No
     if stage == 0 and parallel.zero.offload:
         problems.append("parallel.zero.offload=true keeps sharded state in host memory, and parallel.zero.stage=0 shards none; "
                         "set parallel.zero.stage=1, 2 or 3")
-    return problems
+    return problems + check_parallel(parallel, dp, world // (node or world))
 
 
 def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, node: int) -> list[str]:
@@ -120,4 +122,4 @@ def resolve_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = 
     stage, dp = parallel.zero.stage, world // (parallel.tp * parallel.pp)
     shard = 1 if stage == 0 else dp if parallel.shard == -1 else parallel.shard
     return Plan(world=world, pp=parallel.pp, replicate=dp // shard, shard=shard, tp=parallel.tp, stage=stage,
-                offload=parallel.zero.offload)
+                offload=parallel.zero.offload or parallel.zero.nvme is not None, engine=parallel.zero.engine)

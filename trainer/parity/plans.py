@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from trainer import typed
 from trainer.batch import BatchPlan, resolve_batch
-from trainer.build import check_compiler, check_model
+from trainer.build import check_compiler, check_engine, check_model
 from trainer.checks import check
 from trainer.cli import gather
 from trainer.config import Config, ConfigError, ParallelConfig
@@ -82,6 +82,7 @@ def resolve(text: str, base: Config, spec: ModelSpec, overrides: Sequence[str], 
         if problems:
             raise ConfigError(problems)
         check_compiler(config, device)
+        check_engine(config, device)
         check_model(config, spec)
         plan = resolve_plan(config.parallel, processes, spec, node)
         batch = resolve_batch(config.batch, plan.dp, plan.tp)

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trainer.config import Config
 from trainer.data.batches import Batch
-from trainer.model.axes import extent
+from trainer.model.fragment import boxes
 from trainer.model.init import Weights
 from trainer.model.spec import ModelSpec
 from trainer.model.transformer import declarations
@@ -33,6 +32,7 @@ class Piece(NamedTuple):
     kind: str
     name: str
     offset: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 class Watch:
@@ -67,27 +67,25 @@ class Watch:
         self.norms.append(scalars["grad_norm"].item())
 
     def sum(self) -> None:
-        for name, parameter in self.state.optimizer.parameters.items():
+        for name, parameter in self.state.shared.parameters.items() if self.state.plan.engine == "torch" else ():
             if parameter.grad is None:
                 self.problems.append(f"step {len(self.losses) + 1}: {name} has no gradient on rank {self.state.world.rank}")
                 parameter.grad = torch.zeros_like(parameter)
         self._sum()
 
-    def update(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+    def update(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> Tensor:
         self.told.append(f"{found_inf.item()} {grad_scale.item()}")
         if not found_inf:
             self.keep(f"gradient {len(self.losses)}")
-        self._update(rate, grad_scale, found_inf)
+        return self._update(rate, grad_scale, found_inf)
 
     def keep(self, kind: str) -> None:
         """Copies what this rank holds: the weights, or the gradients without the loss scale."""
         for name, parameter in self.state.optimizer.parameters.items():
-            offset = (0,) * parameter.dim()
-            if isinstance(parameter, DTensor):
-                _, offset = extent(parameter)
-            value = local(parameter.grad) / self.state.scaler.value.item() if kind.startswith("gradient") else local(parameter).detach()
-            if value.numel():
-                self.pieces.append((Piece(kind, name.removesuffix(COPY), tuple(offset)), value.to("cpu", copy=True)))
+            for offset, value in boxes(parameter.grad if kind.startswith("gradient") else parameter):
+                if value.numel():
+                    value = value / self.state.scaler.value.item() if kind.startswith("gradient") else value
+                    self.pieces.append((Piece(kind, name.removesuffix(COPY), tuple(offset), tuple(value.shape)), value.to("cpu", copy=True)))
 
     def trajectory(self) -> Trajectory:
         """What was seen by all ranks together; whole tensors on rank 0 only. All ranks call it together."""

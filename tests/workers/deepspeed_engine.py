@@ -1,0 +1,198 @@
+"""DeepSpeed beside the torch engine on four processes: numbers, overflows under fp16, and runs that change the engine."""
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reference import random_batch, rows, settings, tiny_spec
+from trainer.batch import BatchPlan
+from trainer.config import Config
+from trainer.data.batches import Batch
+from trainer.optim.optimizer import local
+from trainer.parallel.mesh import World, join
+from trainer.parallel.pipeline.layout import resolve_pipeline
+from trainer.parallel.plan import resolve_plan
+from trainer.parity.compare import coarsest, compare, judge
+from trainer.parity.reference import reference
+from trainer.parity.watch import Watch
+from trainer.precision.policy import DTYPES
+from trainer.state import TrainState
+from trainer.step import train_step
+from workers.parallel_runs import gather, run
+
+STEPS, SEQUENCES, LENGTH = 3, 8, 16
+
+THEIRS = {"parallel__zero__engine": "deepspeed"}
+SMALL = {"reduce_bucket_size": 500, "sub_group_size": 4000, "stage3_param_persistence_threshold": 100}
+"""Many buckets and groups, and parameters that are larger than a bucket; few that stay gathered."""
+
+CASES: dict[str, dict[str, Any]] = {  # name -> micro-batches, and settings
+    "zero1": {"micro": 2, "stage": 1},
+    "zero1_buckets": {"micro": 1, "stage": 1, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 500}}},
+    "zero1_offload_bf16": {"micro": 2, "stage": 1, "offload": True, "compute": "bf16"},
+    "zero2": {"micro": 2, "stage": 2, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 500}}},
+    "zero2_offload": {"micro": 2, "stage": 2, "offload": True},
+    "zero2_offload_bf16": {"micro": 2, "stage": 2, "offload": True, "compute": "bf16"},
+    "zero3": {"micro": 2, "stage": 3, "tied": True, "deepspeed": {"zero_optimization": SMALL}, "recompute": "full"},
+    "zero3_offload_bf16": {"micro": 2, "stage": 3, "offload": True, "compute": "bf16", "deepspeed": {"zero_optimization": SMALL}},
+    "tp2": {"micro": 1, "stage": 1, "tp": 2, "recompute": "selective"},
+    "tp4_offload": {"micro": 1, "stage": 1, "tp": 4, "offload": True},
+    "pp2_1f1b": {"micro": 2, "stage": 1, "pp": 2, "schedule": "1f1b", "offload": True, "tied": True},
+    "pp2_zb_v_bf16": {"micro": 4, "stage": 1, "pp": 2, "schedule": "zb_v", "compute": "bf16", "tied": True},
+    "tp2_pp2_interleaved": {"micro": 4, "stage": 1, "tp": 2, "pp": 2, "schedule": "interleaved", "tied": True},
+    "tp2_pp2_zb_h1_offload": {"micro": 4, "stage": 1, "tp": 2, "pp": 2, "schedule": "zb_h1", "offload": True}}
+
+
+def settings_of(case: dict[str, Any], **changes: Any) -> Config:
+    zero = {f"parallel__zero__{name}": case[name] for name in ("stage", "offload", "deepspeed") if name in case}
+    parallel = {f"parallel__{name}": case[name] for name in ("tp", "pp") if name in case}
+    return settings(parallel__pipeline__schedule=case.get("schedule", "1f1b"), precision__compute=case.get("compute", "fp32"),
+                    activation__mode=case.get("recompute", "none"), **zero, **parallel, **changes)
+
+
+class Worlds(dict[tuple, World]):
+    """Meshes by shape; each is made once."""
+
+    def of(self, plan: Any) -> World:
+        return self.setdefault((plan.pp, plan.replicate, plan.shard, plan.tp), None) or self._made(plan)
+
+    def _made(self, plan: Any) -> World:
+        world = self[plan.pp, plan.replicate, plan.shard, plan.tp] = join(plan, torch.device("cpu"))
+        return world
+
+
+WORLDS = Worlds()
+
+
+def build(config: Config, case: dict[str, Any]) -> tuple[TrainState, Iterator[list[Batch]]]:
+    """The state, and the steps of this data-parallel rank."""
+    spec = tiny_spec(tied=case.get("tied", False), depth=4, init={"std": 0.05})
+    plan = resolve_plan(config.parallel, dist.get_world_size(), spec)
+    batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // case["micro"], case["micro"])
+    world = WORLDS.of(plan)
+    state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), world)
+    first, size = world.data.get_local_rank() * SEQUENCES // plan.dp, batch.micro_size
+
+    def steps() -> Iterator[list[Batch]]:
+        for step in range(100):
+            whole = random_batch(step, SEQUENCES, LENGTH, spec.vocab_size, False)
+            yield [rows(whole, start, start + size) for start in range(first, first + SEQUENCES // plan.dp, size)]
+    return state, steps()
+
+
+def parity(name: str, case: dict[str, Any], references: dict[str, Any]) -> dict[str, Any]:
+    """A case against one plain process: loss, norm, every gradient and every parameter."""
+    config = settings_of(case, **THEIRS)
+    config.precision.types.norm.lr_scale, config.precision.types.rules = 0.5, {"layers.1.*": {"weight_decay": 0.3}}
+    state, steps = build(config, case)
+    watch = Watch(state)
+    theirs = []
+    for _ in range(STEPS):
+        watch.train(next(steps))
+        theirs.append(float(state.optimizer.zero._global_grad_norm))
+    seen = watch.trajectory()
+    state.close()
+    kind, tied = coarsest(config.precision), case.get("tied", False)
+    if dist.get_rank() != 0:
+        return {}
+    for compute in {"fp32", kind}:
+        if (tied, compute) not in references:
+            batches = [[random_batch(step, SEQUENCES, LENGTH, state.spec.vocab_size, False)] for step in range(STEPS)]
+            base = dataclasses.replace(config, parallel=Config().parallel)
+            references[tied, compute] = reference(base, state.spec, batches, torch.device("cpu"), compute=DTYPES[compute])
+    expected = references[tied, "fp32"]
+    plain = None if kind == "fp32" else compare(references[tied, kind], expected)
+    return dataclasses.asdict(judge(name, [], kind, seen, expected, plain)) | {"their_norms": theirs}
+
+
+def optimizers() -> dict[str, Any]:
+    """Both engines with an optimizer for each type of parameter, and moments in bf16: the largest difference of parameters."""
+    worst = {}
+    for stage in (1, 3):
+        found = []
+        for engine in ("torch", "deepspeed"):
+            config = settings_of({"stage": stage}, parallel__zero__engine=engine, precision__types__embedding__optimizer="sgd",
+                                 precision__types__bias__optimizer="lion", precision__types__matrix__state_dtype="bf16")
+            state, steps = build(config, {"micro": 2})
+            watch = Watch(state)
+            for _ in range(STEPS):
+                watch.train(next(steps))
+            found.append(watch.trajectory().parameters)
+        worst[str(stage)] = max([(found[0][name] - found[1][name]).abs().max().item() for name in found[0]], default=0.0)
+    return worst
+
+
+def overflows() -> list[dict[str, Any]]:
+    """fp16 under both engines: one rank's gradient of one parameter is infinite in a step, each rank in turn; then the loss alone."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    CPU_Accelerator.is_fp16_supported = lambda self: True  # torch computes it here, if slowly
+    results = []
+    for case in ({"micro": 2, "stage": 1, "tp": 2, "pp": 2}, {"micro": 2, "stage": 1, "pp": 2, "offload": True},
+                 {"micro": 2, "stage": 2, "offload": True}, {"micro": 2, "stage": 3}):
+        seen = {}
+        for engine in ("torch", "deepspeed") if not results else ("deepspeed",):  # torch's numbers are those of any plan
+            config = settings_of(case | {"compute": "fp16"}, parallel__zero__engine=engine, precision__loss_scale=1024.0,
+                                 precision__growth_interval=2, optimizer__clip_norm=0.0)
+            state, steps = build(config, case)
+            seen[engine] = [one_step(state, next(steps), victim) for victim in (None, 0, 1, None, 2, None, None, 3, "loss", None)]
+            tracker = state.scaler.state_dict()
+            state.scaler.load_state_dict(tracker)
+            assert state.scaler.state_dict() == tracker
+            seen[engine].append({"scaler": tracker})
+            state.close()
+        results.append({"case": case, "torch": results[0]["torch"] if results else None} | {engine: gather(steps) for engine, steps in seen.items()})
+    return results
+
+
+def one_step(state: TrainState, batches: list[Batch], victim: int | str | None) -> dict[str, Any]:
+    handle, train = None, state.runtime.train
+    if victim == state.world.rank:
+        layer = next(iter(next(iter(state.stages.values())).layers.values()))
+        handle = layer.feed_forward.down.register_full_backward_hook(lambda module, inputs, outputs: (torch.full_like(inputs[0], torch.inf),))
+    if victim == "loss":
+        state.runtime.train = lambda *arguments: train(*arguments) + torch.inf
+    before = [local(parameter).detach().clone() for parameter in state.parameters.values()]
+    scalars = train_step(state, batches, False)
+    state.runtime.train = train
+    if handle:
+        handle.remove()
+    changed = any(not torch.equal(old, local(parameter)) for old, parameter in zip(before, state.parameters.values()))
+    return {"loss": scalars["loss"].item(), "norm": scalars["grad_norm"].item(), "found_inf": scalars["found_inf"].item(),
+            "scale": scalars["loss_scale"].item(), "updates": state.optimizer.updates.item(), "changed": changed}
+
+
+LEGS = [  # plans of one run, two steps each
+    {"parallel.tp": 2, "parallel.pp": 2, "parallel.pipeline.schedule": "zb_v", "parallel.zero.stage": 1, "parallel.zero.engine": "deepspeed",
+     "batch.micro_size": 1},
+    {"parallel.zero.stage": 3},
+    {"parallel.zero.stage": 3, "parallel.zero.engine": "deepspeed", "parallel.zero.offload": True},
+    {"parallel.zero.stage": 2, "parallel.zero.engine": "deepspeed"},
+    {"parallel.pp": 2, "parallel.zero.stage": 1, "batch.micro_size": 1},
+    {"parallel.pp": 4, "parallel.zero.stage": 1, "parallel.zero.engine": "deepspeed"}]
+
+
+def main(root: Path) -> None:
+    join(resolve_plan(Config().parallel, int(os.environ["WORLD_SIZE"])), torch.device("cpu"))
+    references: dict[str, Any] = {}
+    results: dict[str, Any] = {"parity": {name: parity(name, case, references) for name, case in CASES.items()},
+                               "optimizers": optimizers(), "overflows": overflows(), "legs": []}
+    common = {"model.tied": True, "eval.every": 2, "precision.compute": "fp32"}
+    results["whole"] = run(root / "whole", 2 * len(LEGS), **common, **{"parallel.zero.stage": 1})
+    for leg, plan in enumerate(LEGS, start=1):
+        results["legs"].append(run(root / "legs", 2 * leg, **common, **plan))
+    if dist.get_rank() == 0:
+        (root / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)
