@@ -61,7 +61,7 @@ def main(out: Path, limit: float, only: list[str]) -> None:
 def launch(name: str, gpus: int, arguments: list[str], seconds: float) -> dict[str, Any]:
     """The result of a case, or what its processes said last."""
     threads = max(1, (len(os.sched_getaffinity(0)) - 1) // gpus)  # they update what is offloaded; torchrun would give each process one
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": str(threads), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), *arguments]
     started = time.monotonic()
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
