@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Faults on 2 GPUs with NCCL: a killed rank, a stopped rank, the preflight. About 3 minutes.
-# Usage: bench/faults_gpu.sh OUT_FOLDER; a JSON line a case goes to OUT_FOLDER/faults.jsonl, logs beside it. Exit code 1 if one failed.
+# Usage: bench/faults_gpu.sh OUT_FOLDER [CASE...] (calm killed stopped1 stopped0 preflight; all are compared with calm). A JSON line a case
+# goes to OUT_FOLDER/faults.jsonl, logs beside it. Exit code 1 if one failed.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out=$(realpath "$1"); mkdir -p "$out"
-export PYTHONPATH=$PWD:${PYTHONPATH:-} OMP_NUM_THREADS=8
-exec python3 bench/faults_gpu.py "$out"
+mkdir -p "$1"; out=$(realpath "$1"); shift
+export PYTHONPATH=$PWD:${PYTHONPATH:-} OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+exec python3 bench/faults_gpu.py "$out" "$@"

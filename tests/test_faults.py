@@ -30,7 +30,8 @@ SEED = int(os.environ.get("FAULT_SEED", random.randrange(10**6)))
 STEPS, EVERY = 40, 5
 SETTINGS = ["+config=debug", "model.depth=2", "batch.global_size=4", "batch.micro_size=2", f"run.steps={STEPS}",
             f"checkpoint.every={EVERY}", "checkpoint.keep_last=3", "checkpoint.at_end=true", "run.deterministic=true", "run.device=cpu",
-            "logging.console=plain", "guard.stall_seconds=5", "guard.stall_allowance=40", "guard.max_skipped=2", "guard.straggler_factor=1.5", "guard.straggler_lines=6"]
+            "logging.console=plain", "guard.stall_seconds=5", "guard.stall_allowance=40", "guard.max_skipped=2",
+            "guard.straggler_factor=1.5", "guard.straggler_lines=6"]
 
 
 class Launch:
@@ -146,11 +147,11 @@ def test_restarts_that_would_fail_are_told_at_the_first_start(calm, folder):
 
 
 def test_killed_stopped_and_broken_ranks(calm, folder):
-    """One launch, five faults: a rank killed at any moment and within a save, stopped (the store's host, and another), and NaN."""
+    """One launch, four faults: a rank killed at any moment and within a save, stopped (rank 0 has the store), and NaN."""
     draw = random.Random(SEED)
-    launch = Launch(folder, 2, torchrun=("--standalone", "--max-restarts", "5"))
+    launch = Launch(folder, 2, torchrun=("--standalone", "--max-restarts", "4"))
     try:
-        for number, fault in enumerate(draw.sample(["kill", "kill saving", "stop 0", "stop 1", "break"], 5)):
+        for number, fault in enumerate(draw.sample(["kill", "kill saving", f"stop {draw.randrange(2)}", "break"], 4)):
             launch.wait_for(lambda: len(resumed(launch)) == number and last_step(folder) >= 6 * number + 7 and newest(folder),
                             f"progress before '{fault}'")
             time.sleep(draw.uniform(0, 0.3))
