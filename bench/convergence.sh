@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Evaluation loss of a 10M model after 1,000 steps on the default corpus, by form of the gradients and seed, on all GPUs of this machine
 # (replicas: every gradient is quantised twice, on its way there and back). AT_ONCE runs share the GPUs.
-# Usage: bench/convergence.sh OUT_FOLDER [CASE...]; a JSON line a run goes to OUT_FOLDER/convergence.jsonl.
+# Usage: bench/convergence.sh OUT_FOLDER [CASE...]; a JSON line a run goes to OUT_FOLDER/convergence.jsonl. SEEDS, STEPS and PEAK (learning
+# rate) set the others.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=$1; shift
@@ -16,7 +17,7 @@ run() {
   local case=$1 seed=$2 folder=$runs/$1-$2
   torchrun --standalone --nproc-per-node "$processes" -m trainer +config=demo model.width=320 model.depth=7 model.attention.heads=5 \
     model.attention.kv_heads=5 model.feed_forward.width=896 precision=bf16 activation=none parallel=ddp ${settings[$case]} run.dir="$folder" run.seed="$seed" \
-    run.steps="$steps" lr.warmup=50 batch.sequence_length=256 batch.global_size=32 batch.micro_size=$((32 / processes)) checkpoint.every=0 checkpoint.at_end=false lr.peak=1e-3 eval.every="$steps" eval.sequences=512 \
+    run.steps="$steps" lr.warmup=50 batch.sequence_length=256 batch.global_size=32 batch.micro_size=$((32 / processes)) checkpoint.every=0 checkpoint.at_end=false lr.peak="${PEAK:-1e-3}" eval.every="$steps" eval.sequences=512 \
     logging.console=plain logging.every=50 > "$folder.log" 2>&1 || { echo "$case $seed failed"; tail -3 "$folder.log"; return; }
   python3 - "$case" "$seed" "$folder" <<'PY' >> "$out/convergence.jsonl"
 import json, sys
@@ -30,7 +31,7 @@ mkdir -p "$runs"
 for seed in ${SEEDS:-0 1 2}; do
   for case in "${cases[@]}"; do
     run "$case" "$seed" &
-    while [ "$(jobs -rp | wc -l)" -ge "${AT_ONCE:-6}" ]; do wait -n; done
+    while [ "$(jobs -rp | wc -l)" -ge "${AT_ONCE:-2}" ]; do wait -n; done
   done
 done
 wait
