@@ -53,7 +53,7 @@ def test_lines_have_the_keys_of_the_contract(tmp_path):
     step, evaluation = written(tmp_path)
     contract = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "mfu_full", "memory_gib",
                 "step_seconds", "step_seconds_p50", "step_seconds_p95", "data_seconds", "eta_seconds", "epoch", "bubble",
-                "loss_scale", "skipped", "straggler", "straggler_rank"}
+                "loss_scale", "skipped", "straggler", "straggler_rank", "comm/bytes_inner", "comm/bytes_outer"}
     assert set(step) == contract
     assert evaluation == {"step": 1, "tokens": 4096, "eval_loss": 2.0}
     assert set(metrics.METRICS) == contract | {"eval_loss"} and all(metrics.METRICS.values())
