@@ -39,6 +39,11 @@ def test_every_optimizer_and_type_of_moments(seen):
     assert all(worst < 1e-6 for worst in seen["optimizers"].values()), seen["optimizers"]
 
 
+def test_stage_3_keeps_no_layer_for_backward(seen):
+    alive, whole = seen["gathered"][::2], seen["gathered"][1::2]
+    assert alive == [0, 0] and whole == [4 * 14] * 2
+
+
 def test_overflows_are_skipped_alike_on_all_ranks(seen):
     for result in seen["overflows"]:
         for engine in ("torch", "deepspeed"):

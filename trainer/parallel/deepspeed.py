@@ -474,6 +474,7 @@ class PartitionedZero(Zero):
         groups: dict[Policy, list[Tensor]] = {}
         for name, policy in self.policies.items():
             groups.setdefault(policy, []).append(parameters[name])
+            parameters[name].dropped_after_use = True
         self.start(model, {name: parameters[name] for name in self.policies}, list(groups.values()))
         self.zero._gradient_averaging_world_size = lambda parameters, ranks: 1  # gradients are sums here
         self.masters, self.swapped = self.zero.fp32_partitioned_groups_flat, self.zero.swap_optimizer
