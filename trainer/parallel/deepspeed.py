@@ -64,7 +64,8 @@ def check(config: Config, device: torch.device) -> None:
     try:
         DeepSpeedConfig(generate(config, device))
     except (ValueError, DeepSpeedConfigError) as error:  # pydantic's errors are of the former kind
-        problems.append(f"parallel.zero.deepspeed={zero.deepspeed}: DeepSpeed says: {error}")
+        said = " ".join(line.strip() for line in str(error).splitlines() if "https://" not in line)
+        problems.append(f"parallel.zero.deepspeed={zero.deepspeed}: DeepSpeed says: {said}")
     if problems:
         raise ConfigError(problems)
 
@@ -86,7 +87,7 @@ def prepare() -> None:
     """What DeepSpeed wants to know of a process in which torch.distributed runs."""
     os.environ.setdefault("LOCAL_RANK", "0")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # serves inference on CPUs, and would be compiled first
-    deepspeed.utils.groups.mpu = None  # of an engine before this one
+    deepspeed.utils.groups._release_process_group_references()  # of an engine before this one, whose groups may be gone
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, dist_init_required=False)
 
 
@@ -102,15 +103,15 @@ class Updates(torch.optim.Optimizer):
         self.by_flat: dict[Tensor, tuple[Optimizer, dict[str, slice]]] = {}
 
     def add(self, flat: Tensor, parts: dict[str, slice], policies: dict[str, Policy], swapped: bool) -> None:
-        """Makes the moments of a flat tensor in which parameters are at `parts`; a swapped one is updated as a whole, in the
-        way of its first parameter, and DeepSpeed moves its moments between disk and memory, too."""
+        """Makes the moments of a flat tensor in which parameters are at `parts`. A swapped one is of one policy and updated as a
+        whole, and DeepSpeed moves its moments between disk and memory with it."""
         if swapped:
-            parts, policies = {"": slice(None)}, {"": policies[next(iter(parts))]}
-        optimizer = Optimizer({"": flat} if swapped else {name: flat.detach()[part] for name, part in parts.items()}, policies, self.config)
+            optimizer, parts = Optimizer({"": flat}, {"": policies[next(iter(parts))]}, self.config), {}
+            self.state[flat] = {moment: value for (_, moment), value in optimizer.state.items()}
+        else:
+            optimizer = Optimizer({name: flat.detach()[part] for name, part in parts.items()}, policies, self.config)
         optimizer.updates = self.updates
         self.by_flat[flat] = optimizer, parts
-        if swapped:
-            self.state[flat] = {moment: value for (_, moment), value in optimizer.state.items()}
 
     def step(self, closure: None = None) -> None:
         one = torch.ones_like(self.rate)
@@ -119,8 +120,8 @@ class Updates(torch.optim.Optimizer):
             for name, part in parts.items():
                 optimizer.parameters[name].grad = flat.grad[part]
             optimizer.update(self.rate, one, one - 1)  # DeepSpeed has unscaled, clipped and not skipped
-            if not self.state[flat]:
-                optimizer.zero_grad()
+            for name in parts:
+                optimizer.parameters[name].grad = None
 
 
 class Scaler:
