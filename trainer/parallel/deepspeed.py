@@ -255,7 +255,7 @@ class Zero:
     def fill(self, value: Weights) -> None:
         """Sets all parameters from whole tensors."""
         for name, values in self.values():
-            values["model"].copy_(self.parameters[name].take(value(name, self.infos[name])))
+            values["model"].copy_(self.parameters[name].of(values["model"]).take(value(name, self.infos[name])))
         self.refresh()
 
     def refresh(self) -> None:
