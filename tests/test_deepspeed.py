@@ -15,6 +15,7 @@ from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.parallel.deepspeed_config import check_settings, generate
 from trainer.parallel.plan import check_plan, resolve_plan
 from workers.deepspeed_engine import CASES, LEGS, STEPS
+from workers.parallel_runs import run
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,11 @@ def test_same_numbers_as_one_process(seen, name):
 
 def test_every_optimizer_and_type_of_moments(seen):
     assert all(worst < 1e-6 for worst in seen["optimizers"].values()), seen["optimizers"]
+
+
+def test_stage_3_keeps_no_layer_for_backward(seen):
+    alive, whole = seen["gathered"][::2], seen["gathered"][1::2]
+    assert alive == [0, 0] and whole == [4 * 14] * 2
 
 
 def test_overflows_are_skipped_alike_on_all_ranks(seen):
@@ -144,3 +150,21 @@ def test_what_is_given_is_added_to_what_follows():
 
 def test_imported_only_where_it_is_asked_for():
     subprocess.run([sys.executable, "-c", "import sys, trainer.train, trainer.parity.cli; assert 'deepspeed' not in sys.modules"], check=True)
+
+
+def test_state_on_a_disk(tmp_path):
+    """Where libaio is installed: masters, moments and parameters in files, and checkpoints to and from the torch engine."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("needs libaio-dev, and at the first time a few minutes of compiling")
+    (tmp_path / "corpus").mkdir()
+    shutil.copy(argparse.__file__, tmp_path / "corpus" / "argparse.txt")
+    (tmp_path / "disk").mkdir()
+    large = {"model.width": 256, "parallel.zero.stage": 3}  # DeepSpeed leaves small tensors in memory
+    disk = large | {"parallel.zero.engine": "deepspeed", "parallel.zero.nvme": str(tmp_path / "disk"), "parallel.zero.deepspeed": {
+        "zero_optimization": {"sub_group_size": 1_000_000, "offload_optimizer": {"buffer_count": 5}, "offload_param": {"buffer_size": 1_000_000}}}}
+    whole = run(tmp_path / "whole", 6, **large)
+    for steps, plan in ((2, disk), (4, large), (6, disk)):
+        legs = run(tmp_path / "legs", steps, **plan)
+    assert sum(file.stat().st_size for file in (tmp_path / "disk").rglob("*") if file.is_file()) > 2**24
+    assert legs["losses"] == pytest.approx(whole["losses"], rel=2e-6) and legs["norms"] == pytest.approx(whole["norms"], rel=5e-6)

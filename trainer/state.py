@@ -29,7 +29,7 @@ from trainer.precision.policy import DTYPES, parameter_policies
 from trainer.precision.scaler import GradScaler
 
 if TYPE_CHECKING:
-    from trainer.parallel.deepspeed import Scaler, Zero
+    from trainer.parallel.deepspeed_base import Scaler, Zero
 
 COPY = " (copy)"
 """Ends the name of the last stage's copy of a tied embedding where its rank also holds the first stage's."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from reference import random_batch, rows, settings, tiny_spec
 from trainer.batch import BatchPlan
@@ -169,6 +170,25 @@ def one_step(state: TrainState, batches: list[Batch], victim: int | str | None) 
             "scale": scalars["loss_scale"].item(), "updates": state.optimizer.updates.item(), "changed": changed}
 
 
+def gathered() -> list[int]:
+    """Stage 3 without recompute: how many gathered parameters of layers are in memory when the head begins, each time, and of how many."""
+    zero = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    case = {"micro": 2, "stage": 3, "deepspeed": {"zero_optimization": zero}}
+    state, steps = build(settings_of(case, **THEIRS), case)
+    model, storages, found = state.stages[0], {}, []
+
+    def remember(layer: torch.nn.Module, *_: Any) -> None:
+        storages.update({(id(layer), name): StorageWeakRef(parameter.untyped_storage()) for name, parameter in layer.named_parameters()})
+
+    def count(*_: Any) -> None:
+        found.extend([sum(not storage.expired() for storage in storages.values()), len(storages)])
+    for layer in model.layers.values():
+        layer.attention_norm.register_forward_pre_hook(lambda *_, layer=layer: remember(layer))
+    model.head.register_forward_pre_hook(count)
+    train_step(state, next(steps), False)
+    return found
+
+
 LEGS = [  # plans of one run, two steps each
     {"parallel.tp": 2, "parallel.pp": 2, "parallel.pipeline.schedule": "zb_v", "parallel.zero.stage": 1, "parallel.zero.engine": "deepspeed",
      "batch.micro_size": 1},
@@ -183,7 +203,7 @@ def main(root: Path) -> None:
     join(resolve_plan(Config().parallel, int(os.environ["WORLD_SIZE"])), torch.device("cpu"))
     references: dict[str, Any] = {}
     results: dict[str, Any] = {"parity": {name: parity(name, case, references) for name, case in CASES.items()},
-                               "optimizers": optimizers(), "overflows": overflows(), "legs": []}
+                               "optimizers": optimizers(), "gathered": gathered(), "overflows": overflows(), "legs": []}
     common = {"model.tied": True, "eval.every": 2, "precision.compute": "fp32"}
     results["whole"] = run(root / "whole", 2 * len(LEGS), **common, **{"parallel.zero.stage": 1})
     for leg, plan in enumerate(LEGS, start=1):

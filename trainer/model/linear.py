@@ -163,6 +163,8 @@ class Columns(torch.autograd.Function):
         if numbers:
             to_x = columns_backward(list(gradients), weights, x, numbers)
             return None, to_x, None, *[None] * ctx.count, *to_biases, *[None] * ctx.count
+        if group is None:
+            return None, input_gradient(gradients, weights), None, *[gradient.t() @ x for gradient in gradients], *to_biases
         started = group.gather(x)
         to_x = group.scatter_sum(input_gradient(gradients, weights))
         whole = group.wait(started)
@@ -192,8 +194,11 @@ class Rows(torch.autograd.Function):
 
 def columns(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: TensorGroup | None,
             numbers: Sequence[Tensor] = ()) -> Sequence[Tensor]:
-    """Products of one input with several matrices, column-parallel over `group` if one is given; see `Columns`."""
-    if group is None and not numbers:
+    """Products of one input with several matrices, column-parallel over `group` if one is given; see `Columns`.
+
+    Weights marked `dropped_after_use` get new memory for backward: torch's own product would save a view of the old.
+    """
+    if group is None and not numbers and not getattr(weights[0], "dropped_after_use", False):
         return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases)]
     return Columns.apply(group, x, len(weights), *apart(weights, numbers), *biases, *numbers)
 

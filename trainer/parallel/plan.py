@@ -23,6 +23,7 @@ class Plan:
     stage: int
     offload: bool
     engine: str = "torch"
+    nvme: bool = False
 
     @property
     def dp(self) -> int:
@@ -33,7 +34,7 @@ class Plan:
         parts = [f"{name}{size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1]
         return " x ".join([f"dp{self.dp}", *parts]) + f", ZeRO-{self.stage}" + (
             f" over {self.shard} of {self.dp} ranks" if self.stage and self.shard < self.dp else "") + (
-            ", offloaded to host memory" if self.offload else "") + (", DeepSpeed" if self.engine == "deepspeed" else "")
+            ", on a disk" if self.nvme else ", offloaded to host memory" if self.offload else "") + (", DeepSpeed" if self.engine == "deepspeed" else "")
 
 
 def check_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = None, node: int | None = None) -> list[str]:
@@ -122,4 +123,4 @@ def resolve_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = 
     stage, dp = parallel.zero.stage, world // (parallel.tp * parallel.pp)
     shard = 1 if stage == 0 else dp if parallel.shard == -1 else parallel.shard
     return Plan(world=world, pp=parallel.pp, replicate=dp // shard, shard=shard, tp=parallel.tp, stage=stage,
-                offload=parallel.zero.offload or parallel.zero.nvme is not None, engine=parallel.zero.engine)
+                offload=parallel.zero.offload or parallel.zero.nvme is not None, engine=parallel.zero.engine, nvme=parallel.zero.nvme is not None)
