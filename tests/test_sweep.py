@@ -18,7 +18,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 import trainer
 from slurm.cluster import Cluster, missing, wait_for
 from trainer import cli
-from trainer.config import ConfigError
 from trainer.memory import advice, missing_memory
 from trainer.sweep.plan import expand, make_trials, names
 from trainer.sweep.results import outcome

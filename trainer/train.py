@@ -3,14 +3,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import gc
 import os
 import signal
 import socket
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator
@@ -31,7 +29,6 @@ from trainer.data.batches import Loader, eval_batches
 from trainer.data.corpus import Corpus, open_corpus
 from trainer.data.tokens import DataError
 from trainer.memory import advice, missing_memory
-from trainer.model.attention import kernel_priority
 from trainer.model.init import Weights, name_seed
 from trainer.model.spec import ModelSpec
 from trainer.observe import flight, metrics
@@ -52,6 +49,7 @@ from trainer.parallel.pipeline.timing import StepTimes
 from trainer.parallel.plan import Plan, node_size, resolve_plan
 from trainer.state import TrainState
 from trainer.step import evaluate, train_step
+from trainer.surroundings import claimed, launch_id, numeric_mode, warn_of_stale_store, watching
 from trainer.typed import flat, to_yaml
 
 DONE, FAILED, STOPPED = 0, 1, 75
@@ -103,77 +101,6 @@ def run(config: Config) -> Result:
     if not joined_before:  # not after a failure: other ranks may still wait in a collective
         dist.destroy_process_group()
     return Result(folder, code)
-
-
-@contextlib.contextmanager
-def numeric_mode(config: Config) -> Iterator[None]:
-    """Torch's global switches for a run, set back afterwards."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-    if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.run.deterministic)
-    torch.set_float32_matmul_precision(config.precision.matmul)
-    try:
-        with kernel_priority(config.run.deterministic):
-            yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.set_float32_matmul_precision(before[1])
-
-
-@contextlib.contextmanager
-def claimed(folder: Path, world: World) -> Iterator[None]:
-    """Makes the run folder, and keeps other runs out of it meanwhile. Raises `ConfigError` on every rank."""
-
-    def claim() -> int:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(folder, os.O_RDONLY)
-        except OSError as error:
-            raise ConfigError(f"run.dir={folder} cannot be made a folder ({error.strerror}); set another run.dir") from None
-        if not os.access(folder, os.W_OK):
-            raise ConfigError(f"run.dir={folder} cannot be written; set another run.dir")
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise ConfigError(f"run.dir={folder} is in use by another run; wait for it, or set another run.name or run.dir") from None
-        except OSError:
-            pass  # a file system without locks: the run goes on unguarded
-        return descriptor
-
-    descriptor = world.agree(claim)
-    try:
-        yield
-    finally:
-        if world.rank == 0:
-            os.close(descriptor)
-
-
-@contextlib.contextmanager
-def watching(config: Config, world: World) -> Iterator[Watchdog]:
-    """The watchdog of a run; what it leaves lies under the time at which rank 0 started."""
-    start = world.agree(lambda: time.strftime("%Y%m%d-%H%M%S"))
-    watchdog = Watchdog(Path(config.run.dir), start, world.rank, world.size, config.guard, config.run.steps)
-    try:
-        yield watchdog
-    finally:
-        watchdog.close()
-
-
-def launch_id() -> str:
-    """What names the present launch by a torchrun that may start its processes again, or nothing."""
-    named = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and os.environ["TORCHELASTIC_RUN_ID"] != "none"
-    return os.environ["TORCHELASTIC_RUN_ID"] if named else ""
-
-
-def warn_of_stale_store() -> None:
-    """Says at the first start that torchrun's restarts would fail. Those of its workers that it starts again read the addresses of
-    the dead ones, unless they have a store of their own."""
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" \
-            and os.environ.get("RANK") == "0":
-        print("torchrun --max-restarts will not work: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment, or start it with "
-              "launch/elastic.sh", file=sys.stderr, flush=True)
 
 
 def main(config: Config) -> int:

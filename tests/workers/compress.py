@@ -31,7 +31,7 @@ from trainer.observe.sinks import Logger
 from trainer.optim.optimizer import local
 from trainer.parallel.compress.trial import STEPS as TIMED
 from trainer.parallel.compress.trial import Trial
-from trainer.parallel.mesh import World, join
+from trainer.parallel.mesh import World
 from trainer.parallel.pipeline.layout import resolve_pipeline
 from trainer.parallel.plan import Plan, resolve_plan
 from trainer.parity.compare import coarsest, compare, judge

@@ -28,7 +28,8 @@ from trainer.parity.plans import compose, generated, resolve
 from trainer.parity.reference import Trajectory, reference
 from trainer.parity.watch import train
 from trainer.precision.policy import DTYPES, parameter_policies
-from trainer.train import numeric_mode, starting_point
+from trainer.surroundings import numeric_mode
+from trainer.train import starting_point
 
 USAGE = """\
 usage: torchrun --nproc-per-node N -m trainer.parity +config=RECIPE [SETTING=VALUE ...] ['plans=[PLAN, ...]'] [steps=3] [json=FILE]

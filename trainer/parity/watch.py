@@ -24,7 +24,7 @@ from trainer.parallel.plan import Plan
 from trainer.parity.reference import Trajectory
 from trainer.state import COPY, TrainState
 from trainer.step import train_step
-from trainer.train import numeric_mode
+from trainer.surroundings import numeric_mode
 
 
 class Piece(NamedTuple):

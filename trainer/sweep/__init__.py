@@ -14,7 +14,7 @@ from pathlib import Path
 from trainer.config import ConfigError
 from trainer.observe.tables import count
 from trainer.sweep import local
-from trainer.sweep.plan import SweepConfig, Trial, expand, make_trials
+from trainer.sweep.plan import Trial, expand, make_trials
 from trainer.sweep.results import FINISHED, STOPPED, Results, changes, read_start, show
 
 

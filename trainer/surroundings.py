@@ -1,0 +1,88 @@
+"""What surrounds a training run: torch's global switches, its folder, its watchdog, and the launch that it is a part of."""
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from trainer.config import Config, ConfigError
+from trainer.model.attention import kernel_priority
+from trainer.observe.watchdog import Watchdog
+from trainer.parallel.mesh import World
+
+
+@contextlib.contextmanager
+def numeric_mode(config: Config) -> Iterator[None]:
+    """Torch's global switches for a run, set back afterwards."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.run.deterministic)
+    torch.set_float32_matmul_precision(config.precision.matmul)
+    try:
+        with kernel_priority(config.run.deterministic):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_float32_matmul_precision(before[1])
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, world: World) -> Iterator[None]:
+    """Makes the run folder, and keeps other runs out of it meanwhile. Raises `ConfigError` on every rank."""
+
+    def claim() -> int:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY)
+        except OSError as error:
+            raise ConfigError(f"run.dir={folder} cannot be made a folder ({error.strerror}); set another run.dir") from None
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"run.dir={folder} cannot be written; set another run.dir")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigError(f"run.dir={folder} is in use by another run; wait for it, or set another run.name or run.dir") from None
+        except OSError:
+            pass  # a file system without locks: the run goes on unguarded
+        return descriptor
+
+    descriptor = world.agree(claim)
+    try:
+        yield
+    finally:
+        if world.rank == 0:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def watching(config: Config, world: World) -> Iterator[Watchdog]:
+    """The watchdog of a run; what it leaves lies under the time at which rank 0 started."""
+    start = world.agree(lambda: time.strftime("%Y%m%d-%H%M%S"))
+    watchdog = Watchdog(Path(config.run.dir), start, world.rank, world.size, config.guard, config.run.steps)
+    try:
+        yield watchdog
+    finally:
+        watchdog.close()
+
+
+def launch_id() -> str:
+    """What names the present launch by a torchrun that may start its processes again, or nothing."""
+    named = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and os.environ["TORCHELASTIC_RUN_ID"] != "none"
+    return os.environ["TORCHELASTIC_RUN_ID"] if named else ""
+
+
+def warn_of_stale_store() -> None:
+    """Says at the first start that torchrun's restarts would fail. Those of its workers that it starts again read the addresses of
+    the dead ones, unless they have a store of their own."""
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" \
+            and os.environ.get("RANK") == "0":
+        print("torchrun --max-restarts will not work: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment, or start it with "
+              "launch/elastic.sh", file=sys.stderr, flush=True)
