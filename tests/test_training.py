@@ -137,7 +137,7 @@ def test_the_run_folder_keeps_the_contract(undisturbed):
     assert {path.name for path in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "status.json", "checkpoints", "tokenizer"}
     assert len(losses(folder)) == 30 and "step 30/30" in output and f"everything is in {folder}" in output
     names = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "mfu_full", "memory_gib", "step_seconds", "data_seconds",
-             "bubble", "loss_scale", "skipped", "epoch", "eta_seconds", "step_seconds_p50", "step_seconds_p95", "straggler", "straggler_rank"}
+             "bubble", "loss_scale", "skipped", "epoch", "eta_seconds", "step_seconds_p50", "step_seconds_p95", "straggler", "straggler_rank", "comm/bytes_inner", "comm/bytes_outer"}
     line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert set(line) == names and line["mfu"] is None and line["tokens"] == 30 * 2 * 64
 

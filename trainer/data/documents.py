@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -172,20 +172,26 @@ class Source:
                 yield from (document.text for document in self.documents.read(number, number + 1))
 
 
+def walk(root: str | Path, enter: Callable[[str], bool]) -> Iterator[str]:
+    """All files under a folder, but for folders by whose name `enter` says no."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = filter(enter, folders)
+        yield from (os.path.join(folder, file) for file in files)
+
+
 def find_files(name: str, source: SourceConfig) -> list[str]:
     """The files of a source, sorted. Raises `ConfigError` if there is none or one cannot be read."""
     if source.kind == "stdlib":
         library = Path(sysconfig.get_paths()["stdlib"])
-        paths = [str(path) for path in library.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(library).parts)]
+        paths = [path for path in walk(library, lambda folder: folder not in NOT_LIBRARY) if path.endswith(".py")]
         named = f"data.sources.{name}: the standard library in {library}"
         hint = "this interpreter ships no sources; use data=text"
     else:
         path, suffixes = os.path.expanduser(source.path or ""), SUFFIXES[source.kind]
         named, hint = f"data.sources.{name}.path={source.path}", "name an existing file, folder or glob"
         if os.path.isdir(path):
-            paths = [str(entry) for entry in Path(path).rglob("*")
-                     if entry.is_file() and (suffixes is None or entry.name.endswith(suffixes))
-                     and not any(part.startswith(".") for part in entry.relative_to(path).parts)]
+            paths = [entry for entry in walk(path, lambda folder: not folder.startswith("."))
+                     if (suffixes is None or entry.endswith(suffixes)) and not os.path.basename(entry).startswith(".") and os.path.isfile(entry)]
             hint = f"the folder holds no file{f' that ends in ' + ', '.join(suffixes) if suffixes else ''}"
         else:
             found = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
