@@ -5,7 +5,22 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+WAITING = ("test_slurm.py", "test_sweep.py", "test_faults.py", "test_watchdog.py")
+"""Tests that wait for schedulers, restarts and time limits most of the time. Under pytest-xdist they run beside the others."""
+
+QUIET = ("test_simulator_predicts_measured_times", "test_int8_is_faster_at_fifty_megabits")
+"""Tests that measure times: they come last, when the cores have nothing else to do."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.originalname in QUIET)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("waiting" if item.path.name in WAITING else "computing"))

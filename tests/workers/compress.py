@@ -4,6 +4,7 @@ Nodes are emulated: LOCAL_WORLD_SIZE is all that the project knows of them.
 """
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -289,6 +290,8 @@ def decide(seconds: dict[str, float]) -> dict[str, Any]:
 def main(root: Path) -> None:
     worlds = Worlds()
     worlds.of(resolve_plan(Config().parallel, RANKS), CPU)
+    gc.collect()
+    gc.freeze()  # what is imported stays, and need not be looked at after each case
     results: dict[str, Any] = {"plans": {}, "broken": {}, "runs": {}}
     references: dict[str, Any] = {}
     for name, chosen in PLANS.items():

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -201,6 +202,8 @@ LEGS = [  # plans of one run, two steps each
 
 def main(root: Path) -> None:
     join(resolve_plan(Config().parallel, int(os.environ["WORLD_SIZE"])), torch.device("cpu"))
+    gc.collect()
+    gc.freeze()  # what is imported stays, and need not be looked at after each case
     references: dict[str, Any] = {}
     results: dict[str, Any] = {"parity": {name: parity(name, case, references) for name, case in CASES.items()},
                                "optimizers": optimizers(), "gathered": gathered(), "overflows": overflows(), "legs": []}
