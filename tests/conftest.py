@@ -19,8 +19,9 @@ QUIET = ("test_simulator_predicts_measured_times", "test_int8_is_faster_at_fifty
 """Tests that measure times: they come last, when the cores have nothing else to do."""
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.xdist_group("waiting" if item.path.name in WAITING else "computing"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.originalname in QUIET)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("waiting" if item.path.name in WAITING else "computing"))
