@@ -5,12 +5,16 @@ import os
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+hypothesis.settings.register_profile("suite", deadline=None)  # a first call imports and compiles, and cores are shared
+hypothesis.settings.load_profile("suite")
 
 WAITING = ("test_slurm.py", "test_sweep.py", "test_faults.py", "test_watchdog.py")
 """Tests that wait for schedulers, restarts and time limits most of the time. Under pytest-xdist they run beside the others."""
