@@ -1,8 +1,11 @@
 """Tests run on the CPU with one thread a process, as the many-process ones have to."""
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -16,16 +19,37 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 hypothesis.settings.register_profile("suite", deadline=None)  # a first call imports and compiles, and cores are shared
 hypothesis.settings.load_profile("suite")
 
-WAITING = ("test_slurm.py", "test_sweep.py", "test_faults.py", "test_watchdog.py")
-"""Tests that wait for schedulers, restarts and time limits most of the time. Under pytest-xdist they run beside the others."""
-
 QUIET = ("test_simulator_predicts_measured_times", "test_int8_is_faster_at_fifty_megabits")
-"""Tests that measure times: they come last, when the cores have nothing else to do."""
+"""Tests that measure times: nothing else runs beside them."""
 
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    item.add_marker(pytest.mark.xdist_group("waiting" if item.path.name in WAITING else "computing"))
+LONG = ("test_faults.py", "test_parity.py", "test_deepspeed.py", "test_compress.py", "test_slurm.py", "test_plans.py", "test_parallel_runs.py",
+        "test_sweep.py", "test_training.py")
+"""Files that take longest, in the order in which pytest-xdist's workers take them: what comes last should be short."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.originalname in QUIET)
+    quiet = {item.path for item in items if item.originalname in QUIET}
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: (item.path in quiet, places.get(item.path.name, len(LONG))))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Who has to be alone waits at the door until the others have left, and meanwhile nobody passes it."""
+    kind = fcntl.LOCK_EX if item.originalname in QUIET else fcntl.LOCK_SH
+    with contextlib.ExitStack() as room:
+        with locked(Path(__file__), kind):
+            room.enter_context(locked(Path(__file__).parent, kind))
+        return (yield)
+
+
+@contextlib.contextmanager
+def locked(path: Path, kind: int) -> Iterator[None]:
+    """A lock among processes, by `fcntl.LOCK_SH` or `fcntl.LOCK_EX`."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, kind)
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # processes that were forked meanwhile hold it too
+        os.close(descriptor)
