@@ -67,6 +67,14 @@ def test_the_recorder_says_who_waits_for_whom():
     assert flight.ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8" and flight.ranks([4]) == "rank 4"
 
 
+def test_a_collective_that_torch_calls_by_itself_is_told_by_its_caller():
+    wrappers = [("/env/torch/distributed/distributed_c10d.py", 5, "all_reduce"), ("/env/torch/distributed/c10d_logger.py", 8, "wrapper")]
+    fsdp = [("/env/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", 590, "foreach_reduce"), ("/env/torch/autograd/graph.py", 3, "backward")]
+    assert flight.lines([*wrappers, *fsdp]) == "_fsdp_collectives.py:590 foreach_reduce"
+    assert flight.lines([*wrappers, (f"{flight.PROJECT}step.py", 32, "train_step"), *fsdp]) == "step.py:32 train_step"
+    assert flight.lines(wrappers) == "distributed_c10d.py:5 all_reduce"
+
+
 def test_the_report_begins_with_who_holds_up_the_others():
     beats = {rank: Beat(rank, f"node{rank // 2}", count, phase, 8, 100.0, 110.0, 112.0)
              for rank, count, phase in ((0, 17, STEP), (1, 17, STEP), (2, 16, DATA), (3, 2, STARTING))}

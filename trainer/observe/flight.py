@@ -21,6 +21,9 @@ PROJECT = str(Path(__file__).parents[1]) + os.sep
 CALLERS = 3
 """Source lines that are told of a call, from the inside out."""
 
+WRAPPERS = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", "torch/distributed/_functional_collectives.py")
+"""Files of torch through which every collective goes."""
+
 ENTRIES = 2000
 """Collectives that the recorder keeps."""
 
@@ -72,10 +75,12 @@ def summary(dump: dict[str, Any], members: dict[str, list[int]]) -> Groups:
 
 
 def lines(frames: Iterable[tuple[str, int, str]]) -> str:
-    """The project's own lines of a stack, the innermost first; of a stack without any, the innermost."""
+    """The project's own lines of a stack, the innermost first; of a stack without any, as of FSDP in autograd's thread, the innermost
+    that is none of torch's wrappers of collectives."""
     frames = list(frames)
     own = [(file.removeprefix(PROJECT), line, name) for file, line, name in frames if file.startswith(PROJECT)]
-    other = [(os.path.basename(file), line, name) for file, line, name in frames[:1]]
+    callers = [frame for frame in frames if not frame[0].endswith(WRAPPERS)] or frames
+    other = [(os.path.basename(file), line, name) for file, line, name in callers[:1]]
     return " < ".join(f"{file}:{line} {name}" for file, line, name in (own or other)[:CALLERS])
 
 
