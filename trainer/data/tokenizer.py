@@ -52,11 +52,16 @@ class Tokenizer:
         return self.backend.decode([int(token) for token in ids if token != self.end_id], skip_special_tokens=False)
 
     def save(self, folder: str | Path) -> None:
-        """Writes a folder that `transformers.AutoTokenizer.from_pretrained` opens."""
-        from transformers import PreTrainedTokenizerFast
-        end = self.backend.id_to_token(self.end_id)
-        original = self._original or PreTrainedTokenizerFast(tokenizer_object=self.backend, eos_token=end)
-        original.save_pretrained(str(folder))
+        """Writes a folder that `transformers.AutoTokenizer.from_pretrained` opens. A tokenizer that is not from transformers is written
+        without it, since importing it takes every run's start a second."""
+        if self._original is not None:
+            self._original.save_pretrained(str(folder))
+            return
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.backend.save(str(folder / "tokenizer.json"))
+        described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.backend.id_to_token(self.end_id), "clean_up_tokenization_spaces": False}
+        (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2))
 
 
 class ByteTokenizer(Tokenizer):
