@@ -12,64 +12,110 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 LLAMA = ["model=configs/model/llama3_8b.yaml", "length=8192", "micro=1", "precision.compute=bf16", "activation.mode=selective"]
-DEPTHS = (15, 23, 27)
-"""Layers of the 8B model's width: 4.3, 6.1 and 6.9 billion parameters, at 16 to 18 bytes each in host memory."""
+OUTER, LAYER = 1_050_677_248, 218_112_000
+"""Parameters of the 8B model's embedding, head and final norm, and of one of its layers."""
+
+SPARE = 4 * 2 ** 30
+"""Bytes of host memory at which a measurement is ended: below it the machine would end something, perhaps not this."""
 
 PAGEABLE = "parallel.zero.deepspeed={zero_optimization: {offload_optimizer: {pin_memory: false}}}"
 """One flat tensor holds all: page-locked, it would take as much memory as the next power of two."""
 
 
-def cases() -> list[tuple[str, int, list[str]]]:
+def side_by_side() -> list[tuple[str, int, list[str]]]:
     """Name, GPUs, arguments of bench/step.py, in the order of their weight."""
-    found = []
-    for stage in (3, 1):
-        for engine in ("torch", "deepspeed"):
-            found.append((f"8b zero{stage} {engine}", 2, [*LLAMA, "warm=2", "steps=4", f"parallel.zero.stage={stage}", f"parallel.zero.engine={engine}"]))
-    for depth in DEPTHS:
-        for name, settings in (("torch zero3", ["parallel.zero.stage=3"]),
-                               ("deepspeed zero3", ["parallel.zero.stage=3", "parallel.zero.engine=deepspeed"]),
-                               ("deepspeed zero1", ["parallel.zero.stage=1", "parallel.zero.engine=deepspeed", PAGEABLE])):
-            found.append((f"largest {name} depth {depth}", 1, [*LLAMA, f"depth={depth}", "accumulation=4", "warm=1", "steps=2",
-                                                              "parallel.zero.offload=true", *settings]))
-    return found
+    return [(f"8b zero{stage} {engine}", 2, [*LLAMA, "warm=2", "steps=4", f"parallel.zero.stage={stage}", f"parallel.zero.engine={engine}"])
+            for stage in (3, 1) for engine in ("torch", "deepspeed")]
+
+
+OFFLOADED = {"torch zero3": (16, ["parallel.zero.stage=3"]), "torch zero1": (16, ["parallel.zero.stage=1"]),
+             "deepspeed zero3": (18, ["parallel.zero.stage=3", "parallel.zero.engine=deepspeed"]),
+             "deepspeed zero1": (18, ["parallel.zero.stage=1", "parallel.zero.engine=deepspeed", PAGEABLE])}
+"""Bytes a parameter in host memory, and the settings."""
+
+
+def largest(trains: Callable[[int], bool], start: int) -> int:
+    """The largest number of layers that trains, from a guess: doubling steps up to the first that does not or down to the first that
+    does, then halving what lies between. 0 if one layer does not. `trains` may raise to end the search."""
+    low, high, step = 0, None, 1
+    depth = max(1, start)
+    while high is None or high - low > 1:
+        if trains(depth):
+            low = depth
+        else:
+            high = depth
+        if low and high:
+            depth = (low + high) // 2
+        else:
+            depth = low + step if low else max(1, high - step)
+            step *= 2
+    return low
 
 
 def main(out: Path, limit: float, only: list[str]) -> None:
-    ends, dead = time.monotonic() + limit, set()
-    launches = [("fp16", 2, [str(ROOT / "bench/engines.py"), "fp16"])]
-    launches += [(name, gpus, [str(ROOT / "bench/step.py"), f"case={name}", *arguments]) for name, gpus, arguments in cases()]
-    for name, gpus, arguments in launches:
-        family = name.partition(" depth")[0]
-        if name.split()[0] not in only or family in dead:  # what did not fit will not fit with more layers
-            continue
+    ends = time.monotonic() + limit
+
+    def measure(name: str, gpus: int, arguments: list[str]) -> bool:
+        """Whether it ran; TimeoutError where there is no time for it."""
         left = ends - time.monotonic()
         record = launch(name, gpus, arguments, min(left, 150)) if left > 20 else {"case": name, "error": "no time left"}
-        if "error" in record:
-            dead.add(family)
         with out.open("a") as file:
             file.write(json.dumps(record) + "\n")
         print(json.dumps(record)[:400], flush=True)
+        if left <= 20:
+            raise TimeoutError
+        return "error" not in record
+
+    try:
+        if "fp16" in only:
+            measure("fp16", 2, [str(ROOT / "bench/engines.py"), "fp16"])
+        for case in side_by_side() if "8b" in only else ():
+            measure_step(measure, *case)
+        for name, (bytes_each, settings) in OFFLOADED.items() if "largest" in only else ():
+            guess = int((0.85 * available() / bytes_each - OUTER) // LAYER)
+            depth = largest(lambda depth: measure_step(measure, f"largest {name} depth {depth}", 1, [
+                *LLAMA, f"depth={depth}", "accumulation=4", "warm=1", "steps=2", "parallel.zero.offload=true", *settings]), guess)
+            print(f"{name}: {depth} layers, {(OUTER + depth * LAYER) / 1e9:.2f} billion parameters", flush=True)
+    except TimeoutError:
+        print("no time left", flush=True)
+
+
+def measure_step(measure: Callable[[str, int, list[str]], bool], name: str, gpus: int, arguments: list[str]) -> bool:
+    return measure(name, gpus, [str(ROOT / "bench/step.py"), f"case={name}", *arguments])
+
+
+def available() -> int:
+    """Bytes of host memory that can be had."""
+    return next(1024 * int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
 
 
 def launch(name: str, gpus: int, arguments: list[str], seconds: float) -> dict[str, Any]:
-    """The result of a case, or what its processes said last."""
+    """The result of a case, or what its processes said last. Ended when its time, or the host's memory, is about to be over."""
     threads = max(1, (len(os.sched_getaffinity(0)) - 1) // gpus)  # they update what is offloaded; torchrun would give each process one
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": str(threads), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), *arguments]
-    started = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    try:
-        text, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        text = process.communicate()[0] + f"\nError: killed after {seconds:.0f} s"
+    started, why = time.monotonic(), ""
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        while process.poll() is None and not why:
+            why = (f"Error: killed after {seconds:.0f} s" if time.monotonic() - started > seconds else
+                   "Error: killed, the host's memory was about to end" if available() < SPARE else "")
+            time.sleep(0.1)
+        if why:
+            for pid in [*map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()), process.pid]:
+                os.killpg(pid, signal.SIGKILL)  # torchrun's processes lead groups of their own
+            process.wait()
+        log.seek(0)
+        text = log.read() + "\n" + why
     wall = {"wall": round(time.monotonic() - started, 1), "threads": threads}
     lines = [line for line in text.splitlines() if line.startswith('{"case"')]
     if lines:
