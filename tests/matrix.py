@@ -104,7 +104,11 @@ def data_parallel(processes: int) -> Iterator[Case]:
     for index, (stage, feature) in enumerate(itertools.product(range(4), features)):
         if (1, 2, 4, 4)[(index + index // len(features)) % 4] == processes:
             yield base | {"stage": stage} | feature
-    yield base | {"stage": 3, "offload": True}
+    for more in ({"stage": 2}, {"stage": 3}, {"stage": 3, "micro_batches": 1}, {"stage": 3, "sum_on_host": True}, {"stage": 2, "precision": "bf16", "reduce": "bf16"},
+                 {"stage": 1}, {"stage": 3, "shard": 2}, {"stage": 2, "pp": 2, "dp": processes // 2, "schedule": "zb_h1", "micro_batches": 3}):
+        if "shard" in more and processes < 4 or "pp" in more and processes < 2:
+            continue
+        yield base | {"offload": True} | more
     yield base | {"stage": 2, "precision": "bf16", "reduce": "bf16", "micro_batches": 1}
 
 

@@ -85,6 +85,9 @@ REFUSED = [  # processes, settings, words of the refusal, a legal neighbour that
     (8, {"tp": 2, "shard": 8, "stage": 3}, ["parallel.shard=8", "legal: 1, 2, 4"], {"tp": 2, "shard": 4, "stage": 3}),
     (2, {"shard": 2}, ["parallel.zero.stage=0", "parallel.shard=-1"], {"shard": -1}),
     (4, {"offload": True, "pp": 2}, ["parallel.zero.offload=true", "stage=1, 2 or 3"], {"offload": True, "pp": 2, "stage": 1}),
+    (4, {"sum_on_host": True, "offload": True, "stage": 1}, ["sum_on_host=true", "stage=2 or 3"], {"sum_on_host": True, "offload": True, "stage": 2}),
+    (4, {"sum_on_host": True, "offload": True, "stage": 3, "shard": 2}, ["sum_on_host=true", "parallel.shard=-1"],
+     {"sum_on_host": True, "offload": True, "stage": 3}),
     (2, {"tp": 0}, ["parallel.tp=0 must be at least 1"], {"tp": 1}),
     (2, {"pp": 0}, ["parallel.pp=0 must be at least 1"], {"pp": 1}),
     (2, {"tp": 2, "length": 15}, ["batch.sequence_length=15", "parallel.tp=2", "14 or 16"], {"tp": 2, "length": 16}),
@@ -103,7 +106,7 @@ REFUSED = [  # processes, settings, words of the refusal, a legal neighbour that
 
 def problems(world: int, node: int = 0, length: int = 16, **changes) -> list[str]:
     """What is wrong with a plan of a model of 5 layers and 4 heads, by the names of settings within `parallel`."""
-    where = {"stage": "zero__stage", "offload": "zero__offload", **{name: f"pipeline__{name}" for name in ("schedule", "chunks", "group_size", "split")}}
+    where = {"stage": "zero__stage", "offload": "zero__offload", "sum_on_host": "zero__sum_on_host", **{name: f"pipeline__{name}" for name in ("schedule", "chunks", "group_size", "split")}}
     config, spec = settings(**{f"parallel__{where.get(name, name)}": value for name, value in changes.items()}), tiny_spec(depth=5)
     config.batch.sequence_length, config.batch.global_size, config.batch.accumulation = length, 96, 4
     found = check_plan(config.parallel, world, spec, node or world)

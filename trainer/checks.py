@@ -108,7 +108,7 @@ def _layout(config: Config, world_size: int) -> list[str]:
         if plan and spec:
             check_pipeline(config, spec.depth, plan, batch)
         if plan:
-            problems = problems + check_grad_comm(config.parallel.grad_comm, plan, node)
+            problems = problems + check_grad_comm(config.parallel.grad_comm, config.precision.types, plan, node)
     except ConfigError as error:
         problems = problems + error.problems
     return problems

@@ -77,6 +77,8 @@ class BatchConfig:
 class ZeroConfig:
     stage: int = option(0, "0 replicates; 1 shards optimizer state; 2 also gradients; 3 also parameters", (0, 1, 2, 3))
     offload: bool = option(False, "keep sharded parameters, gradients and optimizer state in host memory")
+    sum_on_host: bool = option(False, "with offload in stages 2 and 3, add up the micro-batches' gradients in host memory too: 4 bytes less "
+                               "on the device for each parameter of the shard, and slow")
     engine: str = option("torch", "what shards and updates: torch (FSDP2), or DeepSpeed: stage 1 under any tp x pp, stages 2 and 3 with "
                          "data parallelism alone", ("torch", "deepspeed"))
     nvme: Optional[str] = option(None, "deepspeed, stage 3: folder on a local disk, in which parameters and optimizer state live instead")

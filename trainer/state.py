@@ -17,6 +17,7 @@ from trainer.model.spec import ModelSpec
 from trainer.model.transformer import declarations
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.compress.reduction import Compression
+from trainer.parallel.compress.settings import asked
 from trainer.parallel.gradients import SharedParameters
 from trainer.parallel.mesh import World
 from trainer.parallel.pipeline.channels import Channels, edges
@@ -61,8 +62,7 @@ class TrainState:
     def build(cls, config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, world: World, weights: Weights | None = None) -> TrainState:
         """Builds the parallel model on every rank, with `weights` or freshly drawn ones. All ranks call it together."""
         deferred = DeferredGrads()
-        settings = config.parallel.grad_comm
-        compression = Compression(settings, plan, world) if {settings.inner.codec, settings.outer.codec} != {"none"} else None
+        compression = Compression(config.parallel.grad_comm, plan, world) if asked(config.parallel.grad_comm) else None
         stages = build_stages(config, spec, pipeline.stages(world.place("pp")), plan, world,
                               deferred if pipeline.splits_backward else None, hsdp=compression is None)
         parameters, infos, copies = {}, {}, []

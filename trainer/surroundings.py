@@ -15,6 +15,7 @@ from trainer.config import Config, ConfigError
 from trainer.model.attention import kernel_priority
 from trainer.observe.watchdog import Watchdog
 from trainer.parallel.mesh import World
+from trainer.parallel.plan import Plan, node_size
 
 
 @contextlib.contextmanager
@@ -31,6 +32,19 @@ def numeric_mode(config: Config) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.set_float32_matmul_precision(before[1])
+
+
+@contextlib.contextmanager
+def host_threads(plan: Plan, device: torch.device) -> Iterator[None]:
+    """Under offload the host updates: a process with a GPU does so with its share of the cores, where it was given one thread, which is
+    what torchrun does unless OMP_NUM_THREADS is set."""
+    before = torch.get_num_threads()
+    if plan.offload and device.type == "cuda" and before == 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // node_size(plan.world)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from trainer.auto import CHOSEN, Auto, save_choice, saved_choice, write_schedule
 from trainer.batch import BatchPlan, resolve_batch
 from trainer.build import check_compiler, check_engine, check_model
 from trainer.checkpointing.manifest import read_manifest, step_folder
-from trainer.checkpointing.retention import find_newest, find_resume
+from trainer.checkpointing.resume import check_manifest, data_identity, find_start
 from trainer.checkpointing.state import Checkpointer, load
 from trainer.config import Config, ConfigError
 from trainer.data.batches import Loader, eval_batches
@@ -33,11 +33,11 @@ from trainer.model.init import Weights, name_seed
 from trainer.model.spec import ModelSpec
 from trainer.observe import flight, metrics
 from trainer.observe.deferred import DeferredScalars
-from trainer.observe.report import peak_memory_gib, print_start, step_meter
+from trainer.observe.report import fullest_rank, peak_memory_gib, print_start, step_meter
 from trainer.observe.sinks import Logger, reason_of, write_status
 from trainer.observe.stragglers import Stragglers, slowest
 from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE, STEP, Watchdog
-from trainer.parallel.compress.settings import check_grad_comm
+from trainer.parallel.compress.settings import asked, check_grad_comm
 from trainer.parallel.compress.trial import Trial
 from trainer.parallel.mesh import World, join, local_device
 from trainer.parallel.pipeline import ir
@@ -49,10 +49,11 @@ from trainer.parallel.pipeline.timing import StepTimes
 from trainer.parallel.plan import Plan, node_size, resolve_plan
 from trainer.state import TrainState
 from trainer.step import evaluate, train_step
-from trainer.surroundings import claimed, launch_id, numeric_mode, warn_of_stale_store, watching
+from trainer.surroundings import claimed, host_threads, launch_id, numeric_mode, warn_of_stale_store, watching
 from trainer.typed import flat, to_yaml
 
 DONE, FAILED, STOPPED = 0, 1, 75
+DROPPED = "what quantisation had left out of the gradients belongs to the checkpoint's plan, and is dropped"
 
 
 class NonFinite(RuntimeError):
@@ -76,7 +77,7 @@ def run(config: Config) -> Result:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     spec, weights = starting_point(config)
     plan = resolve_plan(config.parallel, world_size, spec, node_size(world_size))
-    if problems := check_grad_comm(config.parallel.grad_comm, plan, node_size(world_size)):
+    if problems := check_grad_comm(config.parallel.grad_comm, config.precision.types, plan, node_size(world_size)):
         raise ConfigError(problems)
     batch = resolve_batch(config.batch, plan.dp, plan.tp, plan.pp)
     pipeline, batch = saved_choice(Path(config.run.dir), config, spec, plan, batch) or (resolve_pipeline(config, spec, plan, batch), batch)
@@ -90,7 +91,7 @@ def run(config: Config) -> Result:
     if config.guard.stall_factor:
         flight.enable(folder / "flight")
     world = join(plan, device, max(1200.0, 2 * config.guard.stall_allowance))
-    with numeric_mode(config), claimed(folder, world), watching(config, world) as watchdog:
+    with numeric_mode(config), host_threads(plan, device), claimed(folder, world), watching(config, world) as watchdog:
         try:
             training = Training(config, spec, weights, plan, pipeline, batch, corpus, world, watchdog)
         except Exception as error:
@@ -140,8 +141,9 @@ class Training:
         self.tokens, self.skipped, self.skipped_in_row = 0, 0, 0
         self.stop_wanted, self.stop = False, False
         self.compare_ranks(pipeline)
-        resume, warnings = world.agree(self.find_start)
-        manifest = world.agree(lambda: self.check_manifest(read_manifest(resume))) if resume else {}
+        self.data = data_identity(corpus.fingerprint, config.run.seed, batch)
+        resume, warnings = world.agree(lambda: find_start(config.checkpoint, self.folder / "checkpoints", launch_id()))
+        manifest = world.agree(lambda: check_manifest(read_manifest(resume), config, spec, batch, self.data)) if resume else {}
 
         self.state = TrainState.build(config, spec, plan, pipeline, world, weights)
         position = 0
@@ -151,43 +153,44 @@ class Training:
             self.state.step, self.tokens, self.skipped = manifest["step"], manifest["tokens"], manifest["skipped"]
             self.state.scaler.load_state_dict(manifest["scaler"])
             position = manifest["samples"] if config.checkpoint.data == "continue" else 0
-            warnings = warnings + self.load_errors(resume, manifest.get("compression"))
+            warnings = warnings + self.load_errors(resume, manifest)
 
         self.loader = self.load_from(position)
         # A schedule that was chosen earlier in this run has a name of its own; see `auto.saved_choice`.
         wanted = config.parallel.pipeline.schedule == "auto" and plan.pp > 1 and pipeline.schedule.name != CHOSEN
         self.auto = Auto(self.state, batch) if wanted else None
-        self.trial = self.codec_trial()
+        self.trial = None if wanted else self.codec_trial()  # one measurement after the other: they would change each other's steps
         self.predicted: tuple[Simulation, int] | None = None  # and the step from which its measurement counts
         self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
         self.deferred = DeferredScalars(world.device)
         self.losses: list[float] = []  # first and latest
         self.stragglers = Stragglers(config.guard)
         self.meter = step_meter(config, spec, world, self.batch.sequence_length)
+        compression = self.state.compression
+        states = fullest_rank(config, spec, plan, pipeline, batch, bool(compression and compression.once),
+                              world.most(compression.feedback_bytes if compression else 0))
         if world.rank == 0:
             if config.logging.console != "none":
-                print_start(config, spec, plan, pipeline, batch, corpus, world)
+                print_start(config, spec, plan, pipeline, batch, states, corpus, world)
             corpus.tokenizer.save(self.folder / "tokenizer")
             (self.folder / "config.yaml").write_text(to_yaml(config))
         self.log = Logger(self.folder, config.logging, config.run, self.state.step, dataclasses.asdict(config), world.rank == 0)
         for text in [*warnings, *([f"resumed from {resume} at step {self.state.step}"] if resume else [])]:
             self.log.event(text)
 
-    def load_errors(self, path: Path, saved: dict[str, Any] | None) -> list[str]:
+    def load_errors(self, path: Path, manifest: dict[str, Any]) -> list[str]:
         """Goes on with what quantisation had left out and with what codec=auto had chosen, where settings and plan are those of the
         checkpoint; under others it is measured again. Returns what is to be said."""
-        compression = self.state.compression
-        if compression is None or saved is None:
-            return []
-        compression.choose(set(saved["chosen"]) & compression.left_open)
-        if compression.identity() == saved:
-            compression.decided = True
-            self.state.follow(self.state.pipeline.schedule)
-            load(path, compression.tensors())
-            return []
-        lost = bool(compression.tensors())
-        compression.choose(set())
-        return ["what quantisation had left out of the gradients belongs to the checkpoint's plan, and is dropped"] * lost
+        compression, saved = self.state.compression, manifest.get("compression")
+        if compression is not None and saved is not None:
+            compression.choose(set(saved["chosen"]) & compression.left_open)
+            if compression.identity() == saved:
+                compression.decided = True
+                self.state.follow(self.state.pipeline.schedule)
+                load(path, compression.tensors())
+                return []
+            compression.choose(set())
+        return [DROPPED] * any(name.startswith("compression.") for name in manifest["tensors"])
 
     def codec_trial(self) -> Trial | None:
         """The measurement for codec=auto, unless the run has made it before."""
@@ -200,16 +203,6 @@ class Training:
         return Loader(self.corpus.train, self.batch, world.data.get_local_rank(), self.state.plan.dp, seed=config.run.seed, position=position,
                       mask_documents=config.data.mask_documents, prefetch=config.data.prefetch, device=world.device)
 
-    def find_start(self) -> tuple[Path | None, list[str]]:
-        """The checkpoint to start from, if any, with warnings. What torchrun starts again goes on from what the same launch has
-        saved, wherever that began: checkpoint.resume says where a launch begins."""
-        setting, folder = self.config.checkpoint, self.folder / "checkpoints"
-        if setting.resume != "auto" and launch_id():
-            newest, warnings = find_newest(folder, setting.verify)
-            if newest is not None and read_manifest(newest).get("launch") == launch_id():
-                return newest, warnings
-        return find_resume(setting.resume, folder, setting.verify)
-
     def compare_ranks(self, pipeline: Pipeline) -> None:
         """Refuses processes that were started with different settings or found different data, as happens on several nodes,
         with a command line and a cache each. Folders may differ."""
@@ -218,39 +211,20 @@ class Training:
                 if name not in folders and not (name.startswith("data.sources.") and name.endswith(".path"))}
         mine |= {"the content of data.sources and data.tokenizer": self.corpus.fingerprint, "model": self.spec.to_dict(),
                  "the schedule": name_seed(0, ir.dumps(pipeline.schedule) + str(pipeline.split))}
+        quantised = bool(asked(self.config.parallel.grad_comm))
+        if quantised:  # hops follow from it
+            mine["LOCAL_WORLD_SIZE, the processes of a node,"] = node_size(self.world.size)
         everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, mine)
-        problems = [f"{name}={everyone[0].get(name)} on rank 0, but {other.get(name)} on rank {rank}; start every process with the same settings"
-                    for rank, other in enumerate(everyone) for name in everyone[0] if everyone[0].get(name) != other.get(name)]
+        dist.all_gather_object(everyone, (mine, socket.gethostname()))
+        first = everyone[0][0]
+        problems = [f"{name}={first.get(name)} on rank 0, but {other.get(name)} on rank {rank}; start every process with the same settings"
+                    for rank, (other, _) in enumerate(everyone) for name in first if first.get(name) != other.get(name)]
+        machines = len({machine for _, machine in everyone})
+        if quantised and machines > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
+            problems.append(f"parallel.grad_comm needs to know which of the processes on {machines} machines are on one: set LOCAL_WORLD_SIZE, the "
+                            "processes of a machine, for every process, as torchrun does")
         if problems:
             raise ConfigError(problems[:5])
-
-    def check_manifest(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """Refuses to resume another model, other data under the old position, or a global batch that follows from the number of ranks
-        and is another with theirs."""
-        problems, dp = [], self.batch.global_size // (self.batch.micro_size * self.batch.accumulation)
-        saved, mine = flat(manifest["spec"]), flat(self.spec.to_dict())
-        differing = [name for name in mine if name.partition(".")[0] not in ("name", "init") and saved.get(name) != mine[name]]
-        if differing:
-            problems.append("; ".join(f"model.{name}={mine[name]} but the checkpoint has {saved.get(name)}" for name in differing[:3])
-                            + ": set checkpoint.resume=none or another run.dir to start anew")
-        if manifest["data"] != self.data_identity() and self.config.checkpoint.data == "continue":
-            changed = [name for name, value in self.data_identity().items() if manifest["data"].get(name) != value]
-            problems.append(f"the data differ from the checkpoint's in {', '.join(changed)}, so its position means nothing here: set "
-                            "checkpoint.data=restart to train on from the first sample of the new data, or restore the old settings")
-        before, given, now = manifest.get("batch", {}).get("global_size"), self.config.batch, self.batch
-        if before not in (None, now.global_size) and given.global_size is None and given.global_tokens is None:
-            problems.append(f"the checkpoint's steps have {before} sequences, but batch.micro_size={now.micro_size} x batch.accumulation="
-                            f"{now.accumulation} x {dp} data-parallel ranks make {now.global_size}: set batch.global_size={before} "
-                            f"batch.accumulation=null, which fits any number of ranks, or batch.global_size={now.global_size} to train on so")
-        if problems:
-            raise ConfigError(problems)
-        return manifest
-
-    def data_identity(self) -> dict[str, Any]:
-        """What the position in the data depends on."""
-        return {"corpus (as cut into sequences)": self.corpus.fingerprint, "run.seed": self.config.run.seed,
-                "batch.sequence_length": self.batch.sequence_length}
 
     def train(self) -> int:
         """The loop. Returns the exit code."""
@@ -265,6 +239,7 @@ class Training:
                     last = self.state.step == config.run.steps
                     if self.auto is not None and self.auto.ready() and not last and not self.stop:
                         self.reschedule()
+                        self.trial = self.codec_trial()
                     elif self.trial is not None and self.trial.due(self.state.step):
                         self.try_codecs()
                     if config.eval.every and (self.state.step % config.eval.every == 0 or last) and not self.stop:
@@ -427,6 +402,8 @@ class Training:
             self.log.event("schedule auto keeps the present stages: the checkpoint to cut them anew from could not be written")
             return False
         old, position = self.state, self.loader.position
+        if old.compression is not None and old.compression.feedback_bytes:
+            self.log.event(DROPPED)
         self.loader.close()
         old.close()
         self.batch = dataclasses.replace(self.batch, micro_size=choice.micro_size, accumulation=choice.microbatches)
@@ -444,7 +421,6 @@ class Training:
         self.state.step = old.step
         self.state.scaler.load_state_dict(old.scaler.state_dict())
         self.loader = self.load_from(position)
-        self.trial = self.codec_trial()
         gc.freeze()
         return True
 
@@ -474,7 +450,7 @@ class Training:
             "compression": compression.identity() if compression else None,
             "spec": self.spec.to_dict(), "plan": plan, "batch": dataclasses.asdict(self.batch), "launch": launch_id(),
             "tokens": self.tokens, "samples": self.loader.position,
-            "skipped": self.skipped, "scaler": self.state.scaler.state_dict(), "data": self.data_identity()}, wait=wait)
+            "skipped": self.skipped, "scaler": self.state.scaler.state_dict(), "data": self.data}, wait=wait)
 
     def describe_non_finite(self, numbers: dict[str, Any]) -> str:
         """What was not finite in a step: the loss, or the gradients of which parameters."""

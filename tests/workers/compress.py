@@ -244,6 +244,8 @@ def whole_runs(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, {"whole": whole, "stopped": stopped, "resumed": resumed, "same": bits}
     other = {"parallel.zero.stage": 0, **hops(**outer(codec="int8", error_feedback="classic"))}
     yield "other_plan", run(root / "other_plan", 6, **other)
+    yield "no_codec", run(root / "other_plan", 7)
+    yield "codec_again", run(root / "other_plan", 8, **other)
     measured: list[int] = []
     advance, Trial.advance = Trial.advance, lambda trial, step: (measured.append(step), advance(trial, step))[1]
     yield "auto", run(root / "auto", 9, **hops(outer__codec="auto"))

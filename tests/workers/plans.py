@@ -65,8 +65,9 @@ def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def config_of(case: Case, folder: Path) -> Config:
     schedule = case["schedule"]
     config = settings(parallel__tp=case["tp"], parallel__pp=case["pp"], parallel__zero__stage=case["stage"], parallel__shard=case.get("shard", -1),
-                      parallel__zero__offload=case.get("offload", False), precision__compute=case["precision"], precision__reduce=case.get("reduce", "fp32"),
-                      compile=case.get("compile", False), **{f"activation__{name}": value for name, value in RECOMPUTE[case["recompute"]].items()},
+                      parallel__zero__offload=case.get("offload", False), parallel__zero__sum_on_host=case.get("sum_on_host", False),
+                      precision__compute=case["precision"], precision__reduce=case.get("reduce", "fp32"), compile=case.get("compile", False),
+                      **{f"activation__{name}": value for name, value in RECOMPUTE[case["recompute"]].items()},
                       **{f"parallel__grad_comm__{name}": value for name, value in case.get("gradients", {}).items()})
     config.loss.chunk, config.loss.z_loss = (5 if case["loss"] == "chunk" else 2048), (1e-2 if case["loss"] == "z_loss" else 0.0)
     if schedule == "interleaved3":

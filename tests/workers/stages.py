@@ -1,6 +1,7 @@
 """What the ZeRO stages hold on each rank and which collectives they run."""
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -12,15 +13,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference import random_batch, rows, settings, tiny_spec
 from trainer.batch import BatchPlan
+from trainer.observe.report import fullest_rank
 from trainer.optim.optimizer import local
 from trainer.parallel.mesh import join
 from trainer.parallel.pipeline.layout import resolve_pipeline
 from trainer.parallel.plan import resolve_plan
+from trainer.parallel.zero import parameter_groups
 from trainer.state import TrainState
 from trainer.step import train_step
 
 LENGTH = 16
 ACCUMULATION = 3
+CODEC = {"grad_comm__min_size": 0, "grad_comm__inner__codec": "int8", "grad_comm__inner__error_feedback": "classic"}
+PLANS = [(0, -1, {}), (1, -1, {}), (2, -1, {}), (3, -1, {}), (1, 2, {}), (3, 2, {}), *((stage, -1, {"zero__offload": True}) for stage in (1, 2, 3)),
+         (3, -1, {"zero__offload": True, "zero__sum_on_host": True}), (3, 2, {"zero__offload": True}), (2, -1, CODEC), (3, -1, CODEC)]
+"""Stage, ranks that share, and further settings of the plan."""
 
 
 class Collectives(TorchDispatchMode):
@@ -42,10 +49,11 @@ class Collectives(TorchDispatchMode):
 def main(out: str) -> None:
     results, world_size = [], int(os.environ["WORLD_SIZE"])
     spec = tiny_spec()
-    for stage, shard in ((0, -1), (1, -1), (2, -1), (3, -1), (1, 2), (3, 2)):
-        config = settings(parallel__zero__stage=stage, parallel__shard=shard)
+    for stage, shard, more in PLANS:
+        config = settings(parallel__zero__stage=stage, parallel__shard=shard, **{f"parallel__{name}": value for name, value in more.items()})
         plan = resolve_plan(config.parallel, world_size)
-        pipeline = resolve_pipeline(config, spec, plan, BatchPlan(LENGTH, world_size * ACCUMULATION, 1, ACCUMULATION))
+        batch = BatchPlan(LENGTH, world_size * ACCUMULATION, 1, ACCUMULATION)
+        pipeline = resolve_pipeline(config, spec, plan, batch)
         state = TrainState.build(config, spec, plan, pipeline, join(plan, torch.device("cpu")))
         model, gradients, update = state.stages[0], [], state.optimizer.step
 
@@ -62,26 +70,28 @@ def main(out: str) -> None:
             with Collectives() as collectives:
                 train_step(state, [rows(data, row, row + 1) for row in range(first, first + ACCUMULATION)], False)
             handle.remove()
-        results.append({"stage": stage, "shard": plan.shard, "units": len(model.layers) + 1, "total": sum(p.numel() for p in model.parameters()) * 4,
-                        "parameters": sum(local(p).nbytes for p in model.parameters()), "accumulated": kept[-1],
+        once, feedback = (state.compression.once, state.compression.feedback_bytes) if state.compression else (False, 0)
+        expected = fullest_rank(config, spec, plan, pipeline, batch, once, state.world.most(feedback))
+        results.append({"stage": stage, "shard": plan.shard, "more": more, "expected": dataclasses.asdict(expected), "units": len(model.layers) + 1, "total": sum(p.numel() for p in model.parameters()) * 4,
+                        "parameters": sum(local(p).nbytes for p in model.parameters()), "inside": kept[-1][0], "outside": kept[-1][1], "feedback": feedback,
                         "gradients": gradients[-1], "optimizer": sum(t.nbytes for t in state.optimizer.state.values()),
                         "collectives": collectives.counts})
     if state.world.rank == 0:
         Path(out).write_text(json.dumps(results))
 
 
-def accumulated_bytes(model: torch.nn.Module) -> int:
-    """Bytes of gradients that wait on this rank, whole or sharded, for the step's last micro-batch."""
-    total = 0
-    for module in model.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if hasattr(module, "_get_fsdp_state") else None
-        for parameter in group.fsdp_params if group else []:
+def accumulated_bytes(model: torch.nn.Module) -> tuple[int, int]:
+    """Bytes of gradients that wait on this rank for the step's last micro-batch: where they are computed, whole or in shards, and in the
+    parameters, wherever those are."""
+    inside, outside = 0, 0
+    for group in parameter_groups(model):
+        for parameter in group.fsdp_params:
             whole = getattr(parameter, "_unsharded_param", None)
-            waiting = [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad, parameter.sharded_param.grad]
-            total += sum(local(gradient).nbytes for gradient in waiting if gradient is not None)
-        if group is not None and group._partial_reduce_output is not None:
-            total += group._partial_reduce_output.nbytes
-    return total
+            inside += sum(gradient.nbytes for gradient in (parameter.unsharded_accumulated_grad, None if whole is None else whole.grad)
+                          if gradient is not None)
+            outside += 0 if parameter.sharded_param.grad is None else local(parameter.sharded_param.grad).nbytes
+        inside += 0 if group._partial_reduce_output is None else group._partial_reduce_output.nbytes
+    return inside, outside
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.parallel.compress.codec import LARGEST, Blocks, Codec, ErrorFeedback, factor
+from trainer.parallel.compress.codec import LARGEST, Blocks, Codec, ErrorFeedback, factor, mixed
 
 OPTIONS = {"enable_fp_fusion": False}
 """Launch options: no contraction to fused multiply-adds, which would change the last bit."""
@@ -133,10 +133,10 @@ def _pack(flat, starts, lengths, scales, codes, kept, kept_scales, left, left_sc
 
 
 @triton.jit
-def _unpack(scales, codes, flat, starts, lengths, count, row_bytes, sender_bytes, SENDERS: tl.constexpr, KIND: tl.constexpr,
+def _unpack(scales, codes, flat, starts, lengths, count, row_bytes, rows, SENDERS: tl.constexpr, KIND: tl.constexpr,
            BLOCK: tl.constexpr, SIZE: tl.constexpr, FACTOR: tl.constexpr, TILE: tl.constexpr):
     """Sums over senders what they encoded of row `program_id(1)`, in their order, and writes it to where its blocks lie in
-    `flat`. Payloads of senders are `sender_bytes` apart."""
+    `flat`. Payloads of senders are `rows` rows apart."""
     tile, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     HALF: tl.constexpr = BLOCK // 2
     block = tile * TILE + tl.arange(0, TILE)
@@ -146,7 +146,7 @@ def _unpack(scales, codes, flat, starts, lengths, count, row_bytes, sender_bytes
     low = tl.zeros((TILE, HALF), tl.float32)
     high = tl.zeros((TILE, HALF), tl.float32)
     for sender in tl.static_range(SENDERS):
-        begin = sender * sender_bytes + row * row_bytes
+        begin = (sender * rows + row) * row_bytes  # in 64 bits, as row is
         if KIND == "bf16":
             of = codes.to(tl.pointer_type(tl.bfloat16)) + begin // 2 + block[:, None] * BLOCK + inside
             low += tl.load(of, mask=there, other=0.0).to(tl.float32)
@@ -183,7 +183,7 @@ def pack(codec: Codec, flat: Tensor, blocks: Blocks, errors: ErrorFeedback | Non
     payload = torch.empty(blocks.rows, codec.row_bytes(blocks.count), dtype=torch.uint8, device=flat.device)
     kept, left = ((*errors.kept, None)[:2], (*errors.left, None)[:2]) if errors else ((None, None), (None, None))
     grid, tile = _grid(blocks)
-    _pack[grid](flat, *blocks.table, *_parts(codec, payload, blocks), *kept, *left, unit, seed, blocks.count, payload.shape[1],
+    _pack[grid](flat, *blocks.table, *_parts(codec, payload, blocks), *kept, *left, unit, mixed(seed), blocks.count, payload.shape[1],
                 KIND=codec.kind, LARGEST=LARGEST.get(codec.kind, 1.0), BLOCK=codec.block, SIZE=codec.hadamard, FACTOR=factor(codec.hadamard),
                 STOCHASTIC=codec.stochastic, FEEDBACK=errors.kind if errors else "none", DECAY=ErrorFeedback.DECAY, TILE=tile, **OPTIONS)
     return payload
@@ -193,7 +193,7 @@ def unpack(codec: Codec, payload: Tensor, blocks: Blocks, flat: Tensor) -> None:
     """`codec.unpack` on a GPU."""
     payload = payload.contiguous()
     grid, tile = _grid(blocks)
-    _unpack[grid](*_parts(codec, payload, blocks), flat, *blocks.table, blocks.count, payload.shape[2], payload.shape[1] * payload.shape[2],
+    _unpack[grid](*_parts(codec, payload, blocks), flat, *blocks.table, blocks.count, payload.shape[2], payload.shape[1],
                   SENDERS=payload.shape[0], KIND=codec.kind, BLOCK=codec.block, SIZE=codec.hadamard, FACTOR=factor(codec.hadamard), TILE=tile,
                   **OPTIONS)
 

@@ -57,7 +57,8 @@ class StateBytes:
 
     parameters, gradients, optimizer: what is kept from step to step or micro-batch to micro-batch, in fp32.
     gathered: copies of parameters in the compute type; unreduced: gradients of a unit before they are reduced.
-    offloaded: whether what is kept lies in host memory.
+    offloaded: whether what is kept lies in host memory; sums: of offloaded gradients, on the device until the last micro-batch.
+    feedback: what quantised gradients have left out.
     """
     parameters: int
     gathered: int
@@ -65,6 +66,8 @@ class StateBytes:
     unreduced: int
     optimizer: int
     offloaded: bool
+    sums: int = 0
+    feedback: int = 0
 
     @property
     def host(self) -> int:
@@ -76,12 +79,13 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gathered + self.gradients + self.unreduced + self.optimizer
+        return self.parameters + self.gathered + self.gradients + self.sums + self.unreduced + self.optimizer + self.feedback
 
     def rows(self) -> list[tuple[str, int]]:
         """Labels and bytes for a table; terms of zero are left out."""
         rows = [("parameters", self.parameters), ("gathered copies", self.gathered), ("gradients", self.gradients),
-                ("unreduced gradients", self.unreduced), ("optimizer", self.optimizer)]
+                ("sums of gradients", self.sums), ("unreduced gradients", self.unreduced), ("optimizer", self.optimizer),
+                ("error feedback", self.feedback)]
         if self.offloaded:
             rows += [("sum on the device", self.device), ("sum in host memory", self.host)]
         else:
@@ -89,21 +93,25 @@ class StateBytes:
         return [(label, size) for label, size in rows if size]
 
 
-def state_bytes(spec: ModelSpec, plan: Plan, compute_bytes: int, layers: Iterable[range] | None = None) -> StateBytes:
+def state_bytes(spec: ModelSpec, plan: Plan, compute_bytes: int, layers: Iterable[range] | None = None, once: bool = False,
+                device_sums: bool = False) -> StateBytes:
     """The states on one rank under a plan (ZeRO, arXiv 1910.02054), with AdamW.
 
     compute_bytes: size of an element of the compute type, 4 for fp32, 2 for bf16 and fp16; layers: of each pipeline stage
-    on the rank, all of them in one stage if None.
+    on the rank, all of them in one stage if None; once: whether gradients are reduced once a step whatever the stage; device_sums:
+    whether those that are reduced every micro-batch and offloaded are added up on the device.
     """
     units = [held_units(spec, plan.tp, part) for part in layers or [range(spec.depth)]]
     total, shard = sum(map(sum, units)), plan.shard if plan.stage >= 1 else 1
     # Gathered or unreduced at a time where layers are gathered one by one: each stage's outer unit, and the largest layer.
     at_once = sum(unit[0] for unit in units) + max(max(unit[1:]) for unit in units)
-    kept, whole = -(-total // shard), plan.stage <= 1
+    kept, whole = -(-total // shard), plan.stage <= 1 or once
+    shares_copies = plan.engine == "deepspeed" and plan.stage == 3  # which are kept in the compute type, beside the masters
     return StateBytes(
-        parameters=MASTER_BYTES * kept,
+        parameters=(MASTER_BYTES + compute_bytes * shares_copies) * kept,
         gathered=compute_bytes * (at_once if plan.stage == 3 else total),
-        gradients=MASTER_BYTES * (total if whole else kept),
+        gradients=MASTER_BYTES * (total if whole and not plan.offload else kept),
+        sums=MASTER_BYTES * (total if whole else kept * device_sums) * plan.offload,
         unreduced=0 if whole else compute_bytes * at_once,
         optimizer=MOMENT_BYTES * kept,
         offloaded=plan.offload)

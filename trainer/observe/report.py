@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from trainer.observe.metrics import Meter
 from trainer.parallel.compress.settings import describe
 from trainer.parallel.mesh import World
 from trainer.parallel.pipeline.layout import Pipeline
-from trainer.parallel.plan import Plan
+from trainer.parallel.plan import Plan, node_size
+from trainer.parallel.zero import sums_on_device
 from trainer.precision.policy import DTYPES, parameter_policies
 
 
@@ -42,12 +44,19 @@ def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> Me
                  peak, world.size)
 
 
-def print_start(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, batch: BatchPlan, corpus: Any, world: World) -> None:
+def fullest_rank(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, batch: BatchPlan, once: bool, feedback: int) -> cost.StateBytes:
+    """The states of the pipeline rank that has most. once: whether gradients are reduced once a step whatever the stage; feedback: bytes
+    that quantised gradients have left out, on the rank with most of them."""
+    sums = batch.accumulation > 1 and sums_on_device(plan, DTYPES[config.precision.reduce])
+    ranks = (cost.state_bytes(spec, plan, DTYPES[config.precision.compute].itemsize, pipeline.stages(rank).values(), once, sums) for rank in range(plan.pp))
+    return replace(max(ranks, key=lambda states: states.total), feedback=feedback)
+
+
+def print_start(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, batch: BatchPlan, states: cost.StateBytes, corpus: Any,
+                world: World) -> None:
     """One table: model, plan, batch arithmetic, memory of the states on the fullest rank."""
     counts = cost.parameter_counts(spec)
-    states = max((cost.state_bytes(spec, plan, DTYPES[config.precision.compute].itemsize, pipeline.stages(rank).values())
-                  for rank in range(plan.pp)), key=lambda states: states.total)
-    gradients = describe(config.parallel.grad_comm)
+    gradients = describe(config.parallel.grad_comm, plan, node_size(world.size))
     activation = config.activation.mode + (f", every {config.activation.every} blocks" if config.activation.every > 1 else "")
     tables.startup(
         model=[("name", f"{spec.name} ({spec.family})"), ("parameters", tables.count(counts["total"])),

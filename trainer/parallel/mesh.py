@@ -60,6 +60,12 @@ class World:
         """Sums `values` in place over all ranks; every rank gets the same bits."""
         return self._sum(values, None)
 
+    def most(self, value: int) -> int:
+        """The largest `value` of all ranks."""
+        everyone: list[int] = [0] * self.size
+        dist.all_gather_object(everyone, value)
+        return max(everyone)
+
     def agree(self, decide: Callable[[], Any]) -> Any:
         """What rank 0 decides (a picklable value), on every rank; an error of it is raised on every rank."""
         answer: list[Any] = [None]

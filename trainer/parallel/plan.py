@@ -24,6 +24,7 @@ class Plan:
     offload: bool
     engine: str = "torch"
     nvme: bool = False
+    sum_on_host: bool = False
 
     @property
     def dp(self) -> int:
@@ -71,6 +72,12 @@ def check_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = No
     if stage == 0 and parallel.zero.offload:
         problems.append("parallel.zero.offload=true keeps sharded state in host memory, and parallel.zero.stage=0 shards none; "
                         "set parallel.zero.stage=1, 2 or 3")
+    if parallel.zero.sum_on_host and not (parallel.zero.offload and stage >= 2 and parallel.zero.engine == "torch"):
+        problems.append("parallel.zero.sum_on_host=true is for gradients that FSDP offloads after every micro-batch; set parallel.zero.offload=true, "
+                        "parallel.zero.stage=2 or 3 and parallel.zero.engine=torch, or parallel.zero.sum_on_host=false")
+    elif parallel.zero.sum_on_host and parallel.shard not in (-1, dp):
+        problems.append(f"parallel.zero.sum_on_host=true: with replicas (parallel.shard={parallel.shard} of {dp} ranks) FSDP adds up on the device; "
+                        "set parallel.shard=-1, or parallel.zero.sum_on_host=false")
     return problems + check_parallel(parallel, dp, world // (node or world))
 
 
@@ -95,8 +102,11 @@ def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, 
 
 
 def node_size(world: int) -> int:
-    """Processes on this machine: of the launcher's LOCAL_WORLD_SIZE, else all."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    """Processes on this machine: of the launcher's LOCAL_WORLD_SIZE, else all. Raises `ConfigError`."""
+    given = os.environ.get("LOCAL_WORLD_SIZE", str(world))
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError(f"LOCAL_WORLD_SIZE={given} in the environment must be the number of processes on this machine; unset it, or start with torchrun")
+    return int(given)
 
 
 def cuts(heads: int, kv_heads: int, tp: int) -> bool:
@@ -123,4 +133,5 @@ def resolve_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = 
     stage, dp = parallel.zero.stage, world // (parallel.tp * parallel.pp)
     shard = 1 if stage == 0 else dp if parallel.shard == -1 else parallel.shard
     return Plan(world=world, pp=parallel.pp, replicate=dp // shard, shard=shard, tp=parallel.tp, stage=stage,
-                offload=parallel.zero.offload or parallel.zero.nvme is not None, engine=parallel.zero.engine, nvme=parallel.zero.nvme is not None)
+                offload=parallel.zero.offload or parallel.zero.nvme is not None, engine=parallel.zero.engine, nvme=parallel.zero.nvme is not None,
+                sum_on_host=parallel.zero.sum_on_host)

@@ -8,6 +8,10 @@
 | 3 | as 1 | for each layer's forward and backward | every micro-batch, kept sharded |
 
 With fewer shards than data-parallel ranks (HSDP) the shards are all-reduced over the replicas, once a step.
+
+Offloaded gradients that are reduced every micro-batch are added up on the device, and copied to host memory once a step: FSDP keeps
+partial sums there where replicas follow, so one replica makes it do so. By itself it would copy each to memory that is not
+page-locked, wait for it, and add on the host.
 """
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ def shard(model: nn.Module, plan: Plan, world: World, compute: torch.dtype, redu
     Parameters stay fp32; forward and backward see them in `compute`, gradients are reduced in `reduce`. Without `hsdp` they are
     reduced within the shard group alone, and something else adds up replicas.
     """
-    names = ("replicate", "shard") if plan.replicate > 1 and hsdp else ("shard",)
+    names = ("replicate", "shard") if hsdp and (plan.replicate > 1 or sums_on_device(plan, reduce)) else ("shard",)
     policy = MixedPrecisionPolicy(param_dtype=None if compute is torch.float32 else compute, reduce_dtype=reduce,
                                   cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if plan.offload else OffloadPolicy()
@@ -45,6 +49,12 @@ def shard(model: nn.Module, plan: Plan, world: World, compute: torch.dtype, redu
             module.set_force_sum_reduction_for_comms(True)
 
 
+def sums_on_device(plan: Plan, reduce: torch.dtype) -> bool:
+    """Whether gradients that are reduced every micro-batch and offloaded are added up on the device. Partial sums are in the type
+    `reduce`: without replicas, for which there is no choice, only fp32 is good enough."""
+    return plan.offload and plan.stage >= 2 and (plan.replicate > 1 or not plan.sum_on_host and reduce is torch.float32)
+
+
 class Sharding:
     """What the schedule asks of FSDP for each stage of this rank: when gradients are reduced and what stays gathered.
 
@@ -52,7 +62,8 @@ class Sharding:
     """
 
     def __init__(self, stages: dict[int, FSDPModule], plan: Plan, reductions: int, compression: Compression | None = None):
-        self.stages, self.gather_again, self.replicated = stages, plan.stage == 3, plan.replicate > 1
+        self.stages, self.gather_again = stages, plan.stage == 3
+        self.partial_sums = plan.replicate > 1 or plan.offload  # FSDP may keep those of a unit's reductions until the last
         self.reductions, self.compression = reductions, compression
         self.left = dict.fromkeys(stages, 0)
 
@@ -96,7 +107,7 @@ class Sharding:
         self.accumulate(stage)
         self._reduce_next(stage, True)
         for group in reversed(parameter_groups(self.stages[stage])):
-            if self.replicated:
+            if self.partial_sums:
                 fill_missing(group, last=self.left[stage] == 1)
             group.post_backward()
         self.reduced(stage)
@@ -120,8 +131,8 @@ class Sharding:
 
 
 def fill_missing(group: Any, last: bool) -> None:
-    """Zeros where a reduction finds no gradient because an earlier one took those of two input-gradient passes at once: over
-    replicas FSDP adds up whole groups, and all-reduces in the last reduction only if there is something to reduce."""
+    """Zeros where a reduction finds no gradient because an earlier one took those of two input-gradient passes at once: partial sums
+    are of whole groups, and FSDP ends them in the last reduction only if there is something to reduce."""
     missing = [parameter for parameter in group.fsdp_params
                if parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None]
     for parameter in missing if last or len(missing) < len(group.fsdp_params) else ():

@@ -16,7 +16,7 @@ from trainer.checks import check
 from trainer.cli import gather
 from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.model.spec import ModelSpec, divisors
-from trainer.parallel.compress.settings import describe
+from trainer.parallel.compress.settings import asked, describe
 from trainer.parallel.pipeline.layout import Pipeline, resolve_pipeline
 from trainer.parallel.plan import Plan, check_plan, node_size, resolve_plan
 from trainer.typed import flat
@@ -44,7 +44,7 @@ class Case:
         precision, activation, plan = self.config.precision, self.config.activation, self.plan
         types = precision.compute + (f", {precision.reduce} reduction" if precision.reduce != "fp32" else "")
         extras = [f"{activation.mode} recompute"] * (activation.mode != "none") + ["compiled"] * self.config.compile
-        gradients = describe(self.config.parallel.grad_comm)
+        gradients = describe(self.config.parallel.grad_comm, plan, node_size(plan.world))
         extras += [f"gradients {gradients}"] * bool(gradients)
         pipe = self.pipeline.describe() if plan.pp > 1 else f"{self.batch.accumulation} micro-batches"
         return [f"{plan.describe()}, {', '.join([types, *extras])}", f"{pipe} of {self.batch.micro_size} x {self.batch.sequence_length} tokens"]
@@ -76,6 +76,8 @@ def resolve(text: str, base: Config, spec: ModelSpec, overrides: Sequence[str], 
             raise ConfigError(f"a plan cannot set {', '.join(fixed)}: the reference has it too; set it outside of plans=[...]")
         if config.parallel.pipeline.schedule == "auto" and config.parallel.pp > 1:
             raise ConfigError("parallel.pipeline.schedule=auto is chosen while a run trains; name the CSV file that the run saved, or interleaved")
+        if any(hop.codec == "auto" for hop in asked(config.parallel.grad_comm).values()):
+            raise ConfigError("parallel.grad_comm: codec=auto is chosen while a run trains; name a codec, such as int8")
         node = node_size(processes)
         fit_batch(config, resolve_plan(config.parallel, processes, spec, node), global_size, named)
         problems = check(config, processes)

@@ -13,9 +13,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T", int, Tensor)
 
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 """The largest code."""
@@ -254,9 +257,17 @@ def rotate(blocks: Tensor, size: int) -> Tensor:
 
 def uniform(shape: Sequence[int], seed: int, device: torch.device) -> Tensor:
     """Numbers in [0, 1) as a function of seed and position alone: a 32-bit finaliser (Wellons, lowbias32) of the position."""
-    mask = 0xFFFFFFFF
-    word = torch.arange(math.prod(shape), device=device)
-    word = ((word & mask) ^ (seed & mask))
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        word = ((word ^ word >> shift) * factor) & mask
-    return ((word ^ word >> 16) >> 8).float().mul_(2.0 ** -24).view(shape)
+    word = torch.arange(math.prod(shape), device=device) & 0xFFFFFFFF
+    return (_finalised(word ^ mixed(seed)) >> 8).float().mul_(2.0 ** -24).view(shape)
+
+
+def mixed(seed: int) -> int:
+    """31 bits in which close seeds are far from each other: positions are combined with them bit by bit, and would else draw the same
+    numbers in another order."""
+    return _finalised(seed & 0xFFFFFFFF) & 0x7FFFFFFF
+
+
+def _finalised(word: T) -> T:
+    for shift, multiplier in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        word = ((word ^ word >> shift) * multiplier) & 0xFFFFFFFF
+    return word ^ word >> 16

@@ -258,6 +258,11 @@ class Compression:
         """Bytes that this rank has sent in this step, by kind of hop."""
         return {kind: sum(link.sent for link in self._all_links() if link.kind == kind) for kind in ("inner", "outer")}
 
+    @property
+    def feedback_bytes(self) -> int:
+        """Bytes of what this rank keeps of earlier steps, those of the step in progress included."""
+        return sum(tensor.nbytes for message in self.messages for errors in message.errors for tensor in (*errors.kept, *errors.left))
+
     def identity(self) -> dict[str, Any]:
         """What the tensors of a checkpoint depend on, the same on all ranks, which call it together: pipeline ranks have other
         messages each."""
@@ -298,10 +303,10 @@ def _links(route: Route | None, world: World, name: str) -> list[Link]:
         return [Link(route.hops[0][0], world.mesh[name].get_group(), None)]
     within = [part for group in route.groups for part in group]
     between = [ranks for group in route.groups for ranks in zip(*group)]
-    return [Link(kind, _group(members, world.rank), None) for (kind, _), members in zip(route.hops, (within, between))]
+    return [Link(kind, _group(members, world), None) for (kind, _), members in zip(route.hops, (within, between))]
 
 
-def _group(members: list[tuple[int, ...]], rank: int) -> dist.ProcessGroup:
+def _group(members: list[tuple[int, ...]], world: World) -> dist.ProcessGroup:
     """The group among `members` that this rank is in. All ranks call it together."""
-    groups = [dist.new_group(list(ranks)) for ranks in members]
-    return next(group for group, ranks in zip(groups, members) if rank in ranks)
+    groups = [dist.new_group(list(ranks), timeout=world.timeout) for ranks in members]
+    return next(group for group, ranks in zip(groups, members) if world.rank in ranks)

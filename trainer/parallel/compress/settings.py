@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.config import GradCommConfig, HopConfig
+from trainer.config import GradCommConfig, HopConfig, ParameterTypes
 from trainer.parallel.plan import Plan
 
 BLOCK = {"int8": 256, "int4": 128, "fp8": 256, "bf16": 256}
@@ -43,34 +43,48 @@ def _route(groups: list[list[int]], node: int, what: str, within: str) -> Route:
     return Route(tuple(tuple(map(tuple, group)) for group in laid), hops)
 
 
-def describe(settings: GradCommConfig) -> str:
-    """The form of the gradients on their way, for people; empty where nothing is quantised."""
+def asked(settings: GradCommConfig) -> dict[str, HopConfig]:
+    """The kinds of hops that have a codec."""
+    return {name: hop for name in ("inner", "outer") if (hop := getattr(settings, name)).codec != "none"}
+
+
+def describe(settings: GradCommConfig, plan: Plan, node: int) -> str:
+    """The form of the gradients on their way under a plan, for people; empty where nothing is quantised."""
     words = []
-    for name in ("inner", "outer"):
-        hop = getattr(settings, name)
+    for name, hop in asked(settings).items():
+        if name not in _kinds(plan, node):  # codec=auto may be asked for hops that are not there
+            continue
         extra = [f"{hop.error_feedback} error feedback"] if hop.error_feedback != "none" else []
         extra += [f"rotated by {hop.hadamard}"] * bool(hop.hadamard) + ["stochastic rounding"] * hop.stochastic
-        words += [f"{hop.codec} {name}" + f" ({', '.join(extra)})" * bool(extra)] * (hop.codec != "none")
+        words.append(f"{hop.codec} {name}" + f" ({', '.join(extra)})" * bool(extra))
     return ", ".join(words)
 
 
-def check_grad_comm(settings: GradCommConfig, plan: Plan, node: int) -> list[str]:
-    """Everything that makes the settings impossible under the plan, one sentence each."""
-    asked = {name: hop for name in ("inner", "outer") if (hop := getattr(settings, name)).codec != "none"}
+def _kinds(plan: Plan, node: int) -> set[str]:
+    return {kind for route in routes(plan, node) if route for kind, _ in route.hops}
+
+
+def check_grad_comm(settings: GradCommConfig, types: ParameterTypes, plan: Plan, node: int) -> list[str]:
+    """Everything that makes the settings impossible under the plan, or with what `types` lets be quantised, one sentence each."""
     problems = [problem for name in ("inner", "outer") for problem in _check_hop(f"parallel.grad_comm.{name}", getattr(settings, name))]
-    if not asked:
+    if not asked(settings):
         return problems
     try:
-        there = {kind for route in routes(plan, node) if route for kind, _ in route.hops}
+        there = _kinds(plan, node)
     except ValueError as error:
         return [*problems, f"parallel.grad_comm: {error}, and quantised gradients would cross the network several times over; set "
                            "parallel.shard, or the processes on each node, such that a group has as many on every node, or codec=none"]
-    for name, hop in asked.items():
+    for name, hop in asked(settings).items():
         if name not in there and hop.codec != "auto":
             other = "outer" if name == "inner" else "inner"
             way = f"set parallel.grad_comm.{other}.codec={hop.codec} instead" if other in there else "set codec=none, or start more processes"
             lacks = ("no ranks that share the sharded state within a node" if name == "inner" else "neither replicas nor several nodes")
             problems.append(f"parallel.grad_comm.{name}.codec={hop.codec}: this plan ({plan.describe()}) has {lacks}; {way}")
+    rules = [rule for policy in vars(types).values() for rule in (policy.values() if isinstance(policy, dict) else [vars(policy)])]
+    if not any(rule.get("quantise") for rule in rules):
+        name, hop = next(iter(asked(settings).items()))
+        problems.append(f"parallel.grad_comm.{name}.codec={hop.codec}: precision.types lets no parameter's gradients be quantised; set "
+                        "precision.types.matrix.quantise=true, or codec=none")
     return problems
 
 
