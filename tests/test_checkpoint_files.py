@@ -1,5 +1,6 @@
 """Checkpoint folders: what is written is read back bit by bit under any layout, or known to be damaged."""
 import json
+import re
 import shutil
 import sys
 import threading
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from trainer.checkpointing import manifest, state
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest, step_folder, verify
-from trainer.checkpointing.retention import find_resume, kept
+from trainer.checkpointing.resume import find_start
+from trainer.checkpointing.retention import find_newest, find_resume, kept
 from trainer.checkpointing.state import Checkpointer, deal, load, read_tensors
 from trainer.config import CheckpointConfig, ConfigError
 
@@ -274,19 +276,46 @@ def test_the_manifest_describes_the_checkpoint(tmp_path):
 def test_old_checkpoints_leave_and_milestones_stay(tmp_path):
     save(tmp_path, *range(1, 8), config=CheckpointConfig(keep_last=2, keep_every=3))
     assert list(list_checkpoints(tmp_path)) == [7, 6, 3]
-    save(tmp_path, 4, config=CheckpointConfig(keep_last=1))  # another branch, after resuming from step 3
-    assert names(tmp_path) == {"step-00000007", "step-00000004"}
+    save(tmp_path, 4, config=CheckpointConfig(keep_last=2))  # another branch, after resuming from step 3
+    assert list(list_checkpoints(tmp_path)) == [4, 7] and find_newest(tmp_path, True)[0].name == "step-00000004"
+    save(tmp_path, 5, config=CheckpointConfig(keep_last=2))
+    assert list(list_checkpoints(tmp_path)) == [5, 4], "the run before it leaves first"
 
 
-@given(st.data(), st.sets(st.integers(0, 200), min_size=1), st.integers(0, 5), st.integers(0, 20))
+def test_a_restart_goes_on_from_what_its_own_launch_saved(tmp_path):
+    mine, other = ["node1 11 100", "node2 22 200"], ["node1 11 300"]  # another process may get the number of a dead one
+    save(tmp_path, 9)
+    began_anew, here = CheckpointConfig(resume="none"), tmp_path / "step-00000004"
+    assert find_start(began_anew, tmp_path, mine) == (None, [])  # nothing of this launch yet
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(keep_last=0))
+    checkpointer.save(4, {"weights": torch.zeros(3)}, {"launchers": mine}, wait=True)
+    checkpointer.close()
+    assert find_start(began_anew, tmp_path, mine[1:]) == find_start(CheckpointConfig(resume="auto"), tmp_path, []) == (here, [])  # node1 was lost
+    assert find_start(began_anew, tmp_path, other) == find_start(began_anew, tmp_path, []) == (None, [])
+    back = CheckpointConfig(resume=str(tmp_path / "step-00000009"))
+    assert find_start(back, tmp_path, other) == (tmp_path / "step-00000009", []) and find_start(back, tmp_path, mine) == (here, [])
+
+
+def test_checkpoints_that_do_not_say_when_they_were_saved_count_by_step_and_damaged_ones_by_their_folder(tmp_path):
+    save(tmp_path, 3, 9, 5, config=CheckpointConfig(keep_last=0))
+    assert list(list_checkpoints(tmp_path)) == [5, 9, 3]
+    for step in (3, 9, 5):
+        path = tmp_path / f"step-{step:08d}" / "manifest.json"
+        path.write_text(re.sub(r'"saved": [0-9.]+,\n', "", path.read_text()))
+    assert list(list_checkpoints(tmp_path)) == [9, 5, 3]
+    (tmp_path / "step-00000003" / "manifest.json").unlink()
+    newest, warnings = find_newest(tmp_path, False)
+    assert list(list_checkpoints(tmp_path))[0] == 3 and "manifest.json is missing" in warnings[0]
+
+
+@given(st.data(), st.lists(st.integers(0, 200), min_size=1, unique=True), st.integers(0, 5), st.integers(0, 20))
 def test_retention_rule(data, steps, keep_last, keep_every):
-    saved = data.draw(st.sampled_from(sorted(steps)))
+    saved = data.draw(st.sampled_from(steps))
     stay = kept(steps, saved, keep_last, keep_every)
-    assert stay <= steps and {saved, max(steps)} <= stay
-    newest = sorted(steps)[-keep_last:]
-    for step in steps:
+    for age, step in enumerate(steps):
         milestone = keep_every > 0 and step % keep_every == 0
-        assert (step in stay) == (step in newest or milestone or step in (saved, max(steps)))
+        assert (step in stay) == (age < keep_last or keep_last == 0 or milestone or step == saved)
+    assert stay <= set(steps)
 
 
 @given(st.data(), st.integers(1, 6))

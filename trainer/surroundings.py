@@ -4,12 +4,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from trainer.config import Config, ConfigError
 from trainer.model.attention import kernel_priority
@@ -87,10 +89,17 @@ def watching(config: Config, world: World) -> Iterator[Watchdog]:
         watchdog.close()
 
 
-def launch_id() -> str:
-    """What names the present launch by a torchrun that may start its processes again, or nothing."""
-    named = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and os.environ["TORCHELASTIC_RUN_ID"] != "none"
-    return os.environ["TORCHELASTIC_RUN_ID"] if named else ""
+def launchers(world: World) -> list[str]:
+    """What names the present launch by torchruns that may start its processes again, one for each of them; nothing without. As long as
+    one of them lives it is the same launch, whoever else joins or leaves. All ranks call it together."""
+    mine = ""
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        parent = os.getppid()
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]  # in ticks since the machine's start
+        mine = f"{socket.gethostname()} {parent} {started}"
+    everyone: list[str] = [""] * world.size
+    dist.all_gather_object(everyone, mine)
+    return sorted(set(everyone) - {""})
 
 
 def warn_of_stale_store() -> None:

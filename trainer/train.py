@@ -49,7 +49,7 @@ from trainer.parallel.pipeline.timing import StepTimes
 from trainer.parallel.plan import Plan, node_size, resolve_plan
 from trainer.state import TrainState
 from trainer.step import evaluate, train_step
-from trainer.surroundings import claimed, host_threads, launch_id, numeric_mode, warn_of_stale_store, watching
+from trainer.surroundings import claimed, host_threads, launchers, numeric_mode, warn_of_stale_store, watching
 from trainer.typed import flat, to_yaml
 
 DONE, FAILED, STOPPED = 0, 1, 75
@@ -142,7 +142,8 @@ class Training:
         self.stop_wanted, self.stop = False, False
         self.compare_ranks(pipeline)
         self.data = data_identity(corpus.fingerprint, config.run.seed, batch)
-        resume, warnings = world.agree(lambda: find_start(config.checkpoint, self.folder / "checkpoints", launch_id()))
+        self.launchers = launchers(world)
+        resume, warnings = world.agree(lambda: find_start(config.checkpoint, self.folder / "checkpoints", self.launchers))
         manifest = world.agree(lambda: check_manifest(read_manifest(resume), config, spec, batch, self.data)) if resume else {}
 
         self.state = TrainState.build(config, spec, plan, pipeline, world, weights)
@@ -252,7 +253,7 @@ class Training:
                 if self.state.step > first and (self.stop or config.checkpoint.at_end) and not self.save_last():
                     print(f"{self.folder}: the last checkpoint, of step {self.state.step}, could not be written", file=sys.stderr, flush=True)
                 else:
-                    code = DONE if self.state.step == config.run.steps else STOPPED
+                    code = DONE if self.state.step >= config.run.steps else STOPPED
                     status = "stopped" if code == STOPPED else "done"
                     self.log.event(self.farewell(first, code))
                 if self.state.step > first and self.state.plan.pp > 1:
@@ -448,7 +449,7 @@ class Training:
         compression = self.state.compression if self.state.compression and self.state.compression.decided else None
         self.checkpointer.save(self.state.step, self.state.tensors() | (compression.tensors() if compression else {}), {
             "compression": compression.identity() if compression else None,
-            "spec": self.spec.to_dict(), "plan": plan, "batch": dataclasses.asdict(self.batch), "launch": launch_id(),
+            "spec": self.spec.to_dict(), "plan": plan, "batch": dataclasses.asdict(self.batch), "launchers": self.launchers,
             "tokens": self.tokens, "samples": self.loader.position,
             "skipped": self.skipped, "scaler": self.state.scaler.state_dict(), "data": self.data}, wait=wait)
 

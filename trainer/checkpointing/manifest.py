@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from trainer.config import ConfigError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-OWN_KEYS = ("format", "step", "torch", "files", "tensors", "sha256")
+SAVED = re.compile(rb'"saved": ([0-9]+[.][0-9]+)')
+OWN_KEYS = ("format", "saved", "step", "torch", "files", "tensors", "sha256")
 
 
 class DamagedCheckpoint(ConfigError):
@@ -31,7 +33,8 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """Checkpoints in `folder` by step, newest first, whether whole or not.
+    """Checkpoints in `folder` by step, whether whole or not, the one that was saved last first: a run that began anew or went back to
+    an early checkpoint may lie beside later steps of the run before it.
 
     One that was set aside to be replaced counts until the new one stands in its place.
     """
@@ -39,12 +42,25 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
     for path in sorted(folder.glob("step-*"), reverse=True):  # step-00000100.replaced before step-00000100
         if match := re.fullmatch(r"step-(\d{8,})(\.replaced)?", path.name):
             found[int(match[1])] = path
-    return dict(sorted(found.items(), reverse=True))
+    return dict(sorted(found.items(), key=lambda item: (saved_at(item[1]), item[0]), reverse=True))
+
+
+def saved_at(path: Path) -> float:
+    """When a checkpoint was written, in seconds since 1970: 0 where its manifest is one that does not say, the folder's own time where it
+    is none."""
+    try:
+        with open(path / MANIFEST, "rb") as file:
+            head = file.read(200)
+    except OSError:
+        head = b""
+    if said := SAVED.search(head):
+        return float(said[1])
+    return 0.0 if b'"format"' in head else path.stat().st_mtime
 
 
 def write_manifest(path: Path, content: dict[str, Any]) -> None:
-    """Writes `content` (JSON data), the format and a checksum as the manifest of the folder `path`, one key a line."""
-    content = {"format": FORMAT, **content}
+    """Writes `content` (JSON data), the format, the time and a checksum as the manifest of the folder `path`, one key a line."""
+    content = {"format": FORMAT, "saved": time.time(), **content}
     content["sha256"] = _digest(content)
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
     with open(path / MANIFEST, "w", encoding="utf-8") as file:
@@ -56,7 +72,7 @@ def write_manifest(path: Path, content: dict[str, Any]) -> None:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint folder `path`.
 
-    Keys: what the run saved about itself, and `step`, `format`, `torch` (version), `files` (name -> bytes, sha256),
+    Keys: what the run saved about itself, and `step`, `format`, `saved` (seconds since 1970), `torch` (version), `files` (name -> bytes, sha256),
     `tensors` (name -> shape, dtype). DamagedCheckpoint if it is missing, unreadable, altered, or of a
     later format.
     """

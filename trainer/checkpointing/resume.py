@@ -12,15 +12,15 @@ from trainer.model.spec import ModelSpec
 from trainer.typed import flat
 
 
-def find_start(setting: CheckpointConfig, folder: Path, launch: str) -> tuple[Path | None, list[str]]:
-    """The checkpoint to start from, if any, with warnings. folder: the run's checkpoints; launch: `surroundings.launch_id`.
+def find_start(setting: CheckpointConfig, folder: Path, launchers: list[str]) -> tuple[Path | None, list[str]]:
+    """The checkpoint to start from, if any, with warnings. folder: the run's checkpoints; launchers: `surroundings.launchers`.
 
     What torchrun starts again goes on from what the same launch has saved, wherever that began: checkpoint.resume says where a
     launch begins.
     """
-    if setting.resume != "auto" and launch:
+    if setting.resume != "auto" and launchers:
         newest, warnings = find_newest(folder, setting.verify)
-        if newest is not None and read_manifest(newest).get("launch") == launch:
+        if newest is not None and set(launchers) & set(read_manifest(newest).get("launchers", ())):
             return newest, warnings
     return find_resume(setting.resume, folder, setting.verify)
 

@@ -7,28 +7,29 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.checkpointing.manifest import DamagedCheckpoint, list_checkpoints, verify
 from trainer.config import CheckpointConfig, ConfigError
 
 
-def kept(steps: Collection[int], saved: int, keep_last: int, keep_every: int) -> set[int]:
+def kept(steps: Sequence[int], saved: int, keep_last: int, keep_every: int) -> set[int]:
     """Steps whose checkpoints stay: the `keep_last` newest (0: all) and multiples of `keep_every` (0: none).
 
-    `saved`, the one just written, stays too: it is known to be valid, and not the newest where a run was resumed from
-    an early checkpoint.
+    steps: the one that was saved last first. `saved`, the one just written, stays whatever clocks say: it is known to be valid.
     """
-    newest = sorted(steps)[-keep_last:]
+    newest = steps[:keep_last] if keep_last else steps
     milestones = {step for step in steps if keep_every and step % keep_every == 0}
     return {saved, *newest} | milestones
 
 
 def prune(folder: Path, saved: int, config: CheckpointConfig) -> None:
     """Deletes the checkpoints in `folder` that `config` does not keep, after that of step `saved` was written."""
+    if not config.keep_last:
+        return
     checkpoints = list_checkpoints(folder)
-    for step in checkpoints.keys() - kept(checkpoints, saved, config.keep_last, config.keep_every):
+    for step in checkpoints.keys() - kept([*checkpoints], saved, config.keep_last, config.keep_every):
         leaving = checkpoints[step].with_suffix(".tmp")
         shutil.rmtree(leaving, ignore_errors=True)
         checkpoints[step].rename(leaving)
@@ -66,7 +67,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def find_newest(folder: Path, verify_files: bool) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint in `folder` that is whole, and a warning for each damaged one that was passed over."""
+    """Of the checkpoints in `folder` the one that was saved last and is whole, and a warning for each damaged one that was passed over."""
     warnings = []
     for path in list_checkpoints(folder).values():
         try:
@@ -105,6 +106,6 @@ def find_resume(setting: str, folder: Path, verify_files: bool) -> tuple[Path | 
     if path.resolve().parent == folder.resolve():
         later = [other for other in list_checkpoints(folder).values() if other.name > path.name]
         if later:
-            return path, [f"{later[0]} is later than the checkpoint asked for, and checkpoint.resume=auto would take "
-                          "it: move it away, or give this run another run.dir"]
+            return path, [f"{later[0]} is later than the checkpoint asked for, and checkpoint.resume=auto takes it until this run has "
+                          "saved: move it away, or give this run another run.dir"]
     return path, []
