@@ -92,12 +92,16 @@ def test_a_stall_ends_every_rank_and_names_those_that_hold_up_the_others(tmp_pat
         port = free.getsockname()[1]
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "4",
               "PYTHONPATH": str(Path(__file__).parent.parent)}
-    ranks = [subprocess.Popen([sys.executable, str(WORKERS / "watchdog.py"), str(tmp_path)], env={**common, "RANK": str(rank)},
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(4)]
+    half = [tmp_path / f"error-{rank}.json" for rank in range(4)]  # errors that are being written
+    for path in half:
+        path.touch()
+    ranks = [subprocess.Popen([sys.executable, str(WORKERS / "watchdog.py"), str(tmp_path)],
+                              env={**common, "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(half[rank])}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(4)]
     outputs = [rank.communicate(timeout=120) for rank in ranks]
     codes = [rank.returncode for rank in ranks]
     # A rank whose collective breaks because another has ended may end by that before its own watchdog ends it.
     assert STALLED in codes and set(codes[:3]) <= {STALLED, 1} and codes[3] == 1, outputs
+    assert not any(path.exists() for path, code in zip(half, codes) if code == STALLED)  # torchrun would die of them
     said = [errors for _, errors in outputs if "training stalled" in errors]
     assert len(said) == 1, outputs  # one speaks for all
     report = (tmp_path / "flight" / "start" / "report.txt").read_text()

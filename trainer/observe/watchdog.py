@@ -177,6 +177,7 @@ class Watchdog:
         """Writes down where this rank is; one rank also says where all are. Then ends this process."""
         # A file system or torch may hold this thread up.
         faulthandler.dump_traceback_later(4 * self.patience, exit=True)
+        error_file = os.environ.pop("TORCHELASTIC_ERROR_FILE", "")  # what the training thread may still want to write is no news
         self.reason = self.reason or (f"no progress for {time.monotonic() - self.since:.1f} s in {self.phase}, step {self.step} (limit "
                                       f"{self.limit:.4g} s: {self._rule()})")
         self.stalled.set()
@@ -185,6 +186,11 @@ class Watchdog:
         except OSError as error:
             print(f"training stalled: {self.reason}; rank {self.rank}, at {flight.main_thread()}, cannot write to {self.place}: {error}",
                   file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            try:
+                json.loads(Path(error_file).read_text())
+            except ValueError:  # it has just begun to: torchrun dies of half a file, and restarts nothing
+                os.remove(error_file)
         os._exit(STALLED)
 
     def _write_down(self, beats: dict[int, Beat]) -> None:
