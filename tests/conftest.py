@@ -22,9 +22,11 @@ hypothesis.settings.load_profile("suite")
 QUIET = ("test_simulator_predicts_measured_times", "test_int8_is_faster_at_fifty_megabits")
 """Tests that measure times: nothing else runs beside them."""
 
-LONG = ("test_faults.py", "test_parity.py", "test_deepspeed.py", "test_compress.py", "test_slurm.py", "test_plans.py", "test_parallel_runs.py",
-        "test_sweep.py", "test_training.py")
-"""Files that take longest, in the order in which pytest-xdist's workers take them: what comes last should be short."""
+LONG = ("test_plans.py", "test_slurm.py", "test_training.py", "test_sweep.py", "test_parallel_runs.py", "test_faults.py", "test_recompute.py",
+        "test_deepspeed.py", "test_compress.py", "test_checkpoint_files.py", "test_parity.py", "test_zero.py", "test_pipeline_defects.py",
+        "test_watchdog.py")
+"""Files that take longest, in the order in which pytest-xdist's workers take them: those that compute and those that mostly wait in turn,
+short ones last."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
