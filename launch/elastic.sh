@@ -4,8 +4,9 @@
 #   NODES       nodes, or least:most (1)              PROCESSES   processes a node (its GPUs, or 1)
 #   RESTARTS    restarts after failures (10)          WAIT        seconds to wait for further nodes, at each start (60)
 #   RUN_ID      names the launch, for its nodes to meet (trainer)
-# A restart resumes what the launch has saved last, whatever checkpoint.resume says, on the nodes that are left; a node that comes back joins after a save. Keep parallel.dp=-1
-# (the default) and give the batch by batch.global_size, so that it stays the same whatever the number of ranks.
+# A restart resumes what the launch has saved last, whatever checkpoint.resume says, on the nodes that are left; a node that comes back
+# joins after a save. Keep parallel.dp=-1 (the default) and give the batch by batch.global_size, so that it stays the same whatever the
+# number of ranks.
 set -euo pipefail
 [ $# -ge 1 ] && [[ $1 != *=* ]] || { echo "usage: NODES=2:4 $0 HOST[:PORT] +config=RECIPE [SETTING=VALUE ...]" >&2; exit 2; }
 endpoint=$1; shift
