@@ -43,6 +43,7 @@ def test_the_state_of_the_run_decides_and_not_the_exit_code():
     assert decided("running", 137) == decided("failed", 1) == decided(None, 1) == "again"
     assert decided("running", 137, told=True) == "requeue"  # killed at the time limit: no time to start again
     assert decided("stopped", 75, state="CANCELLED") == decided("failed", 1, state="NODE_FAIL") == "exit=143"
+    assert decided("stopped", state="") == "requeue" and decided("failed", state="") == "again"  # Slurm did not answer
     assert decided(None, job.LOST, progress=False) == "requeue"
     assert decided(None, 2) == "exit=2" and decided(None, 3) == "exit=3"
     assert decided(None, 3, told=True) == "requeue"  # the stop signal ended the preflight
@@ -114,6 +115,38 @@ def test_assignments_survive_the_shell():
     values = {"run_dir": "a 'b' $c", "args": ["x=[1, 2]", "y='", "*"], "cache": ""}
     script = job.shell(values) + '\nprintf "%s\\n" "$run_dir" "$cache" "${args[@]}"'
     assert subprocess.check_output(["bash", "-c", script], text=True).split("\n")[:-1] == ["a 'b' $c", "", "x=[1, 2]", "y='", "*"]
+
+
+def fake(folder: Path, **scripts: str) -> None:
+    """Commands for PATH that note how they were called in folder/calls."""
+    for name, script in scripts.items():
+        path = folder / name
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >>{folder}/calls\n{script}\n')
+        path.chmod(0o755)
+
+
+def script(folder: Path, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+    """Runs the batch script with Slurm's commands replaced by those in `folder`; also what was called."""
+    calm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "1",
+            "SLURM_JOB_ID": "44", "TRAINER_PYTHON": sys.executable, "TRAINER_PREFLIGHT": "0", "FAKES": str(folder)}
+    done = subprocess.run(["bash", SCRIPT, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120,
+                          env={**os.environ, **calm, "PATH": f"{folder}:{os.environ['PATH']}", **environment})
+    return done, (folder / "calls").read_text().splitlines()
+
+
+STOPS = '[[ "$*" = *trainer.agent* ]] && echo "{\\"status\\": \\"stopped\\"}" >$FAKES/run-2/status.json; true'
+
+
+def test_a_task_of_an_array_speaks_for_itself_and_is_patient_with_slurm(tmp_path):
+    """The task that has the array's number, at a time when every second call of scontrol fails."""
+    fake(tmp_path, srun=STOPS, sleep="", scontrol="""
+        [ "$1 $2" = "show hostnames" ] && { echo n1; exit; }
+        [ $(($(grep -c ^scontrol $FAKES/calls) % 2)) = 1 ] || exit 1
+        case "$*" in *node*) echo " NodeAddr=127.0.0.1 " ;; *job*) echo " JobState=RUNNING " ;; esac""")
+    done, calls = script(tmp_path, "+config=debug", f"run.dir={tmp_path}/run-{{task}}", SLURM_ARRAY_JOB_ID="44", SLURM_ARRAY_TASK_ID="2")
+    asked = [call for call in calls if call.startswith("scontrol")]
+    assert asked[1:] == 2 * ["scontrol show node -o n1"] + 2 * ["scontrol show job -o 44_2"] + 2 * ["scontrol requeue 44_2"], (asked, done)
+    assert done.returncode == 75 and "job 44_2: the run stopped with nothing new to save" in done.stdout  # and not by Slurm, which here does nothing
 
 
 def test_a_node_ends_as_its_workers_and_leaves_signals_to_them(tmp_path):
@@ -228,6 +261,24 @@ def test_a_run_survives_time_limit_kill_and_preemption(cluster, tmp_path):
                     f"run.dir={calm}", f"run.steps={third['step'] + 5}", "checkpoint.every=0"],
                    cwd=ROOT, check=True, timeout=300, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert [line["loss"] for line in lines] == [line["loss"] for line in metrics.read(calm)]
+
+
+def test_a_task_of_an_array_stops_and_is_requeued_alone(cluster, tmp_path):
+    """That whose job has the number of the array."""
+    number = submit(cluster, tmp_path / "%a.log", "+config=debug", "run.steps=100000", f"run.dir={tmp_path}/run-{{task}}",
+                    options=("--array=1-2", "--nodes=1", "--time=60"), TRAINER_PREFLIGHT="0")
+    wait_for(lambda: all(last_step(tmp_path / f"run-{task}") > 3 for task in (1, 2)), 180, "step of both tasks")
+    tasks = [line.split() for line in cluster.ask("squeue", "-h", "-o", "%A %K").splitlines()]
+    [(_, same), (_, other)] = sorted(tasks, key=lambda task: task[0] != number)
+    cluster.ask("scancel", "--batch", "--signal=USR1", f"{number}_{same}")  # as the time limit does
+    wait_for(lambda: cluster.job(f"{number}_{same}")["Restarts"] == "1", 60, "requeue")
+    assert json.loads((tmp_path / f"run-{same}" / "status.json").read_text())["status"] == "stopped"
+    assert f"job {number}_{same}: the run stopped after saving" in (tmp_path / f"{same}.log").read_text()
+    left = cluster.job(f"{number}_{other}")
+    assert (left["JobState"], left["Restarts"]) == ("RUNNING", "0")
+    assert json.loads((tmp_path / f"run-{other}" / "status.json").read_text())["status"] == "running"
+    cluster.ask("scancel", number)
+    wait_for(lambda: all(ended(cluster, f"{number}_{task}") for task in (same, other)), 60, "end after scancel")
 
 
 def test_a_cancelled_run_saves_and_stays_cancelled(cluster, tmp_path):

@@ -82,12 +82,12 @@ def decide(status: str | None, code: int, told: bool, state: str, record: Record
     """What to do after a start has ended.
 
     status: of the run's status.json, None if it never got so far; code: srun's, or `LOST`; told: whether the time limit is near;
-    state: the job's, as Slurm has it; progress: whether a checkpoint was written. A stop that nobody asked this script for was a
-    preemption, or a signal from a person, who else would have used scancel: the job is requeued.
+    state: the job's, as Slurm has it, empty if it did not answer; progress: whether a checkpoint was written. A stop that nobody
+    asked this script for was a preemption, or a signal from a person, who else would have used scancel: the job is requeued.
     """
     if status == "done":
         return "exit=0 the run is done"
-    if state != "RUNNING":  # cancelled; or a node is lost, and Slurm itself requeues the job
+    if state not in ("RUNNING", ""):  # cancelled; or a node is lost, and Slurm itself requeues the job
         return f"exit=143 Slurm ends this job ({state}); the same command goes on from the newest checkpoint"
     if code == REFUSED:
         return f"exit={REFUSED} the settings were refused, see above"
