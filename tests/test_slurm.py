@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from slurm.cluster import Cluster, missing, wait_for
+from trainer import cli, compose
 from trainer.config import ConfigError
 from trainer.observe import metrics
 
@@ -34,7 +35,7 @@ job = load("job")
 # What to do when a start has ended
 
 def decided(status=None, code=1, told=False, state="RUNNING", idle=0, progress=True):
-    return job.decide(status, code, told, state, job.Record("7", idle), progress, retries=3).split()[0]
+    return job.decide(status, code, told, state, job.Record(idle), progress, retries=3).split()[0]
 
 
 def test_the_state_of_the_run_decides_and_not_the_exit_code():
@@ -52,11 +53,10 @@ def test_the_state_of_the_run_decides_and_not_the_exit_code():
 def test_starts_without_progress_are_bounded():
     assert decided("failed", idle=1, progress=False) == "again" and decided("failed", idle=2, progress=False) == "exit=1"
     assert decided("stopped", idle=2, progress=False) == "exit=1" and decided("stopped", idle=9, progress=True) == "requeue"
-    record = job.start(None, False, "7")
+    record = job.start(None, False)
     for progress, idle, saved in ((False, 1, False), (False, 2, False), (True, 0, True), (False, 1, True)):
-        record = job.start(record, progress, "7")
+        record = job.start(record, progress)
         assert (record.idle, record.saved) == (idle, saved)
-    assert job.start(record, False, "8") == job.Record("8")  # another job starts its own count
 
 
 def checkpoint(folder: Path, step: int, age: float) -> None:
@@ -74,13 +74,36 @@ def test_a_job_resumes_itself_only_after_it_has_saved(tmp_path):
     assert job.begin(1, 2, overrides, environment)["args"] == overrides
     assert job.begin(1, 2, overrides, environment)["args"] == overrides  # a second start, with nothing saved by the first
     (tmp_path / "status.json").write_text('{"status": "stopped"}')
-    assert job.end(tmp_path, 1, False, "RUNNING", retries=2).startswith("exit=1")
+    assert job.end(tmp_path, "7", 1, False, "RUNNING", retries=2).startswith("exit=1")
     checkpoint(tmp_path, 5, age=-1)
-    assert job.end(tmp_path, 1, False, "RUNNING", retries=2).startswith("requeue")
+    assert job.end(tmp_path, "7", 1, False, "RUNNING", retries=2).startswith("requeue")
     started = job.begin(1, 2, overrides, environment)
     assert started["args"] == [*overrides, "checkpoint.resume=auto"] and started["run_dir"] == str(tmp_path)
     assert float(started["free_gib"]) == pytest.approx(2 * 1002 / 2**30, abs=1e-3)
-    assert not (tmp_path / "status.json").exists()
+    os.utime(tmp_path / "status.json", (time.time() - 1,) * 2)
+    assert job.end(tmp_path, "7", 1, False, "RUNNING", retries=2).startswith("again")  # what an earlier start said does not count
+
+
+def test_a_second_job_on_the_same_folder_changes_nothing_for_the_first(tmp_path):
+    overrides = ["+config=debug", f"run.dir={tmp_path}"]
+    job.begin(1, 2, overrides, {"SLURM_JOB_ID": "7"})
+    (tmp_path / "status.json").write_text('{"status": "running"}')
+    checkpoint(tmp_path, 5, age=-1)
+    os.utime(tmp_path / "slurm" / "7.json", (time.time() - 100,) * 2)
+    os.utime(tmp_path / "status.json", (time.time() - 50,) * 2)
+    assert job.begin(1, 2, overrides, {"SLURM_JOB_ID": "8"})["args"] == overrides  # its own count; the run itself refuses it
+    assert job.end(tmp_path, "8", 2, False, "RUNNING", retries=3).startswith("exit=2")
+    assert job.end(tmp_path, "7", 137, False, "RUNNING", retries=3) == (
+        "again the run ended with code 137 and status running: starting it on the same nodes")
+    assert job.begin(1, 2, overrides, {"SLURM_JOB_ID": "7"})["args"] == [*overrides, "checkpoint.resume=auto"]
+
+
+@pytest.mark.parametrize("name, value", [("TRAINER_RETRIES", "three"), ("TRAINER_PROCESSES", "0"), ("TRAINER_PROCESSES", "abc")])
+def test_counts_of_the_environment_are_checked_before_anything_starts(tmp_path, name, value):
+    fake(tmp_path, srun="", scontrol='echo "n1 NodeAddr=127.0.0.1 "')
+    done, calls = script(tmp_path, "+config=debug", f"run.dir={tmp_path / 'run'}", **{name: value})
+    assert done.returncode == 2 and done.stderr == f"configuration error:\n  - {name}={value} must be a whole number of at least 1\n"
+    assert not any(call.startswith("srun") for call in calls) and not (tmp_path / "run").exists()
 
 
 def test_settings_are_refused_for_the_processes_that_will_run(tmp_path):
@@ -107,6 +130,9 @@ def test_every_task_has_a_run_of_its_own(tmp_path, monkeypatch):
     environment = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
     assert job.begin(1, 1, ["+config=debug", "run.seed={task}"], environment)["run_dir"] == "runs/debug-2"
     assert job.begin(1, 1, ["+config=debug", "run.name=peak-{task}"], environment)["run_dir"] == "runs/peak-2"
+    for number, name in enumerate(("a=b", "a,b", "(q", 'a "b" \\')):
+        started = job.begin(1, 1, ["+config=debug", f"run.name={cli.quoted(name)}"], environment)
+        assert started["run_dir"] == f"runs/{name}-2" and compose(started["args"]).run.name == f"{name}-2"
     with pytest.raises(ConfigError, match="run.dir=all is the same for every task"):
         job.begin(1, 1, ["+config=debug", "run.dir=all"], environment)
 

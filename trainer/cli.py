@@ -24,6 +24,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -172,6 +173,11 @@ def _choose(group: str, chosen: Any, override: str, loader: ConfigLoader, proble
         return None
     defaults = OmegaConf.load(CONFIGS / "config.yaml").defaults
     return ("" if any(group in default for default in defaults if default != "_self_") else "+") + override.lstrip("+")
+
+
+def quoted(text: str) -> str:
+    """A value as Hydra's grammar reads it back."""
+    return QuotedString(text, Quote.double).with_quotes()
 
 
 def to_config(values: dict, problems: typed.Problems, world: int = 1) -> Config:

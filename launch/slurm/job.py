@@ -4,14 +4,16 @@
     job.py end RUN_DIR CODE TOLD STATE           prints what to do and why: again, requeue, or exit=CODE
 
 The run's own state decides, since exit codes do not: torchrun and srun pass on those of some process, and a process that has
-saved may be killed while it ends. run.dir holds `status.json`, which the run writes, its checkpoints, and `slurm.json`, the
-job's record, whose time of change says when the present start was: what is newer is this start's progress.
+saved may be killed while it ends. run.dir holds `status.json`, which the run writes, its checkpoints, and `slurm/JOB.json`, the
+record of a job, whose time of change says when its present start was: what is newer came of that. A second job that is given
+the same run.dir meanwhile, which the run itself will refuse, thus changes nothing that the first will read.
 """
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from trainer.checkpointing.manifest import MANIFEST, list_checkpoints
-from trainer.cli import compose
+from trainer.cli import compose, quoted
 from trainer.config import ConfigError
 
 REFUSED, UNFIT, LOST = 2, 3, 4
@@ -30,7 +32,6 @@ REFUSED, UNFIT, LOST = 2, 3, 4
 class Record:
     """What a job has come to by its present start. idle: starts in a row, before this one, without a new checkpoint; saved:
     whether any start left one."""
-    job: str
     idle: int = 0
     saved: bool = False
 
@@ -62,19 +63,22 @@ def newest_change(run_dir: Path) -> float:
                 if (manifest := path / MANIFEST).exists()), default=0.0)
 
 
-def read_record(run_dir: Path) -> tuple[Record | None, bool]:
-    """The record of the run's latest start, and whether a checkpoint has been written since."""
-    path = run_dir / "slurm.json"
+def record_of(run_dir: Path, job: str) -> Path:
+    return run_dir / "slurm" / f"{job}.json"
+
+
+def read_record(path: Path) -> tuple[Record | None, float]:
+    """A job's record, and when its latest start was."""
     try:
-        return Record(**json.loads(path.read_text())), newest_change(run_dir) > path.stat().st_mtime
+        return Record(**json.loads(path.read_text())), path.stat().st_mtime
     except (OSError, ValueError, TypeError):
-        return None, False
+        return None, 0.0
 
 
-def start(before: Record | None, progress: bool, job: str) -> Record:
+def start(before: Record | None, progress: bool) -> Record:
     """The record of a new start, given the one before and whether that left a checkpoint."""
-    if before is None or before.job != job:
-        return Record(job)
+    if before is None:
+        return Record()
     return replace(before, idle=0 if progress else before.idle + 1, saved=before.saved or progress)
 
 
@@ -102,8 +106,20 @@ def decide(status: str | None, code: int, told: bool, state: str, record: Record
     return f"again the run ended with code {code} and status {status or 'none'}: starting it on the same nodes"
 
 
+def whole(name: str, text: str) -> int:
+    """A count from the environment. Raises `ConfigError`."""
+    if not re.fullmatch("[1-9][0-9]*", text):
+        raise ConfigError(f"{name}={text} must be a whole number of at least 1")
+    return int(text)
+
+
+def retries(environment: dict[str, str]) -> int:
+    return whole("TRAINER_RETRIES", environment.get("TRAINER_RETRIES") or "3")
+
+
 def begin(nodes: int, processes: int, arguments: list[str], environment: dict[str, str]) -> dict[str, str | list[str]]:
     """Checks the settings for these processes, opens the job's record in run.dir, and returns what the script has to know."""
+    retries(environment)  # asked for at the end, which may be hours away
     parser = argparse.ArgumentParser(prog="train.sbatch", allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("overrides", nargs="*")
@@ -114,22 +130,24 @@ def begin(nodes: int, processes: int, arguments: list[str], environment: dict[st
     if task is not None:
         own = [argument for argument in overrides if argument not in options.overrides]
         if not any(argument.lstrip("+").startswith(("run.name=", "run.dir=")) for argument in own):
-            overrides.append(f"run.name={config.run.name}-{task}")
+            overrides.append(f"run.name={quoted(f'{config.run.name}-{task}')}")
             shared, config = config.run.dir, compose(overrides, options.config_dir, world)
             if config.run.dir == shared:
                 raise ConfigError(f"run.dir={shared} is the same for every task of the array; put {{task}} into it, or leave it out")
     run_dir = Path(config.run.dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "status.json").unlink(missing_ok=True)  # an earlier start's says nothing about this one
-        record = start(*read_record(run_dir), environment["SLURM_JOB_ID"])
-        (run_dir / "slurm.json").write_text(json.dumps(asdict(record)) + "\n")
+        path = record_of(run_dir, environment["SLURM_JOB_ID"])
+        path.parent.mkdir(exist_ok=True)
+        before, when = read_record(path)
+        record = start(before, newest_change(run_dir) > when)
+        path.write_text(json.dumps(asdict(record)) + "\n")
     except OSError as error:
         raise ConfigError(f"run.dir={run_dir} cannot be written ({error.strerror}); set another run.dir") from None
     if record.saved and config.checkpoint.resume != "auto":  # none, or another run's checkpoint: right for the first start only
         overrides.append("checkpoint.resume=auto")
     folder = ["--config-dir", options.config_dir] if options.config_dir else []
-    return {"run_dir": str(run_dir), "cache": str(Path(config.data.cache).expanduser()), "args": [*folder, *overrides],
+    return {"run_dir": str(run_dir), "cache": os.path.expanduser(config.data.cache), "args": [*folder, *overrides],
             "free_gib": environment.get("TRAINER_FREE_GIB") or f"{free_wanted(run_dir):.3f}"}
 
 
@@ -145,24 +163,26 @@ def shell(values: dict[str, str | list[str]]) -> str:
                      for name, value in values.items())
 
 
-def end(run_dir: Path, code: int, told: bool, state: str, retries: int) -> str:
-    """What to do now that a start of the run in `run_dir` has ended; see `decide`."""
+def end(run_dir: Path, job: str, code: int, told: bool, state: str, retries: int) -> str:
+    """What to do now that a job's start of the run in `run_dir` has ended; see `decide`."""
+    record, when = read_record(record_of(run_dir, job))
+    status = run_dir / "status.json"
     try:
-        status = json.loads((run_dir / "status.json").read_text())["status"]
+        word = json.loads(status.read_text())["status"] if status.stat().st_mtime >= when else None  # else of an earlier start
     except (OSError, ValueError, KeyError):
-        status = None
-    record, progress = read_record(run_dir)
-    return decide(status, code, told, state, record or Record(""), progress, retries)
+        word = None
+    return decide(word, code, told, state, record or Record(), newest_change(run_dir) > when, retries)
 
 
 def main(arguments: list[str]) -> int:
     try:
         if arguments[0] == "begin":
-            # What the plan's check takes for the size of a node.
-            os.environ["LOCAL_WORLD_SIZE"] = arguments[2]
-            print(shell(begin(int(arguments[1]), int(arguments[2]), arguments[3:], dict(os.environ))))
+            processes = whole("TRAINER_PROCESSES", arguments[2])
+            os.environ["LOCAL_WORLD_SIZE"] = str(processes)  # what the plan's check takes for the size of a node
+            print(shell(begin(int(arguments[1]), processes, arguments[3:], dict(os.environ))))
         else:
-            print(end(Path(arguments[1]), int(arguments[2]), arguments[3] == "1", arguments[4], int(os.environ.get("TRAINER_RETRIES", 3))))
+            folder, code, told, state = arguments[1:]
+            print(end(Path(folder), os.environ["SLURM_JOB_ID"], int(code), told == "1", state, retries(os.environ)))
     except ConfigError as error:
         print("\n  - ".join(["configuration error:", *error.problems]), file=sys.stderr)
         return REFUSED

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from trainer import typed
 from trainer.checks import check, outside
-from trainer.cli import gather, hydra_over, to_config
+from trainer.cli import gather, hydra_over, quoted, to_config
 from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.model.spec import option
 
@@ -144,7 +144,7 @@ def make_trials(sweep: SweepConfig, common: list[str], swept: list[list[str]], c
     trials, problems = [], {}
     for values, name in zip(swept, names(swept)):
         folder = Path(sweep.dir) / name
-        overrides = [*common, *values, f"run.name={_quoted(f'{sweep.name}/{name}')}", f"run.dir={_quoted(str(folder))}"]
+        overrides = [*common, *values, f"run.name={quoted(f'{sweep.name}/{name}')}", f"run.dir={quoted(str(folder))}"]
         plain, wrong = gather(overrides, config_dir)
         processes = sweep.processes or _processes(to_config(plain, wrong), sweep, gpus)
         config = to_config(plain, wrong, processes)
@@ -205,8 +205,3 @@ def names(swept: list[list[str]]) -> list[str]:
             name = f"{name[:100]}-{hashlib.blake2b(' '.join(values).encode(), digest_size=4).hexdigest()}"
         found.append(name)
     return found
-
-
-def _quoted(text: str) -> str:
-    """A value as Hydra's grammar reads it back."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
