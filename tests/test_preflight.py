@@ -156,6 +156,20 @@ def test_wrong_options_are_refused():
     assert done.returncode == 2 and "'node'" in done.stderr and "'skew'" in done.stderr
 
 
+def test_folders_that_cannot_be_used_are_problems(tmp_path, monkeypatch):
+    (tmp_path / "preflight").touch()
+    options = preflight.PreflightOptions("node", cache="~nobodyx/x", run_dir=str(tmp_path), free_gib=0, nodes="n1,n2", patience=0.1)
+    cache, marks = preflight.check_node(options)
+    assert cache.startswith("data.cache=~nobodyx/x: ") and cache.endswith("; set another data.cache")
+    assert marks.startswith(f"{tmp_path}/preflight cannot be used: ")
+
+
+def test_the_network_check_without_torchrun_is_refused():
+    environment = {name: value for name, value in os.environ.items() if name not in preflight.TORCHRUN} | {"RANK": "0", "MASTER_PORT": "1"}
+    done = subprocess.run([sys.executable, "-m", "trainer.preflight", "check=network"], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 2 and done.stderr.endswith("the environment has no LOCAL_RANK, WORLD_SIZE, MASTER_ADDR\n"), done.stderr
+
+
 def unused_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -175,6 +175,13 @@ def test_a_task_of_an_array_speaks_for_itself_and_is_patient_with_slurm(tmp_path
     assert done.returncode == 75 and "job 44_2: the run stopped with nothing new to save" in done.stdout  # and not by Slurm, which here does nothing
 
 
+def test_both_parts_of_the_preflight_get_its_options(tmp_path):
+    fake(tmp_path, srun='[[ "$*" != *check=network* ]] || exit 3', scontrol='echo "n1 NodeAddr=127.0.0.1 JobState=RUNNING "')
+    done, calls = script(tmp_path, "+config=debug", f"run.dir={tmp_path / 'run'}", TRAINER_PREFLIGHT="patience=7 skew=2", TRAINER_PROCESSES="2")
+    asked = [call for call in calls if "trainer.preflight" in call]
+    assert done.returncode == 3 and len(asked) == 2 and all(call.endswith(" patience=7 skew=2") for call in asked), (done, calls)
+
+
 def test_a_node_ends_as_its_workers_and_leaves_signals_to_them(tmp_path):
     """torchrun's launcher with a worker that needs longer to stop than the launcher would wait for a dead one."""
     worker = tmp_path / "worker.py"

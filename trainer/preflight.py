@@ -28,6 +28,7 @@ from trainer.config import ConfigError
 from trainer.model.spec import option
 
 UNFIT = 3
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NODE = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -158,19 +159,25 @@ def check_node(options: PreflightOptions) -> list[str]:
         except ConfigError as error:
             problems += error.problems
     if options.cache:
-        problems += disk_problems("data.cache", Path(options.cache).expanduser(), options.cache_gib)
+        try:
+            problems += disk_problems("data.cache", Path(options.cache).expanduser(), options.cache_gib)
+        except RuntimeError as error:  # ~NAME, of nobody here
+            problems.append(f"data.cache={options.cache}: {str(error).rstrip('.')}; set another data.cache")
     if options.run_dir:
         folder = Path(options.run_dir)
         unwritable = disk_problems("run.dir", folder, options.free_gib)
         problems += unwritable
         if nodes and not (unwritable and "cannot be written" in unwritable[0]):
             marks = folder / "preflight"
-            for old in marks.glob("*"):  # of earlier checks
-                if old.name != options.stamp:
-                    shutil.rmtree(old, ignore_errors=True)
-            problems += [f"sees nothing in run.dir={folder} from {node} for {options.patience:g} s: either that node did not start, or the "
-                         "folder is not the same on both; put run.dir on a shared file system" for node in
-                         unseen(marks / options.stamp, nodes, options.patience)]
+            try:
+                for old in marks.glob("*"):  # of earlier checks
+                    if old.name != options.stamp:
+                        shutil.rmtree(old, ignore_errors=True)
+                problems += [f"sees nothing in run.dir={folder} from {node} for {options.patience:g} s: either that node did not start, or "
+                             "the folder is not the same on both; put run.dir on a shared file system" for node in
+                             unseen(marks / options.stamp, nodes, options.patience)]
+            except OSError as error:
+                problems.append(f"{marks} cannot be used: {error.strerror}; remove it, or set another run.dir")
     return problems
 
 
@@ -325,8 +332,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         options = parse(PreflightOptions, arguments)
-        if options.check == "network" and "RANK" not in os.environ:
-            raise ConfigError("check=network is started by torchrun, on every process of the run")
+        missing = [name for name in TORCHRUN if name not in os.environ]
+        if options.check == "network" and missing:
+            raise ConfigError(f"check=network is started by torchrun, on every process of the run; the environment has no {', '.join(missing)}")
     except ConfigError as error:
         print("\n".join(f"trainer.preflight: {problem}" for problem in error.problems), file=sys.stderr)
         return 2
