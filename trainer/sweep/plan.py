@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ SORTS = ("tokens_per_second", "mfu", "loss", "eval_loss", "memory_gib", "step_se
 RANGES = {"processes": "[1, inf)", "parallel": "[1, inf)", "time_minutes": "(0, inf)", "slurm.time_minutes": "[1, inf)",
           "slurm.nodes": "[1, inf)", "slurm.gpus_per_node": "[0, inf)", "slurm.cpus_per_node": "[1, inf)", "slurm.memory_gib": "(0, inf)"}
 
+MOST = 10_000  # trials of a sweep: more is a slip of the pen
+
 
 @dataclass
 class SlurmConfig:
@@ -48,8 +51,8 @@ class SweepConfig:
     dir: Optional[str] = option(None, "folder of the results, with one of each trial; null means runs/NAME")
     processes: Optional[int] = option(None, "processes of each trial; null means those that its plan names (parallel.dp is set), else "
                                       "the machine's GPUs over sweep.parallel, or the fewest that the plan can have on CPUs")
-    parallel: int = option(1, "trials that run at a time, each on GPUs of its own")
-    time_minutes: Optional[float] = option(None, "a trial that takes longer saves and ends; null means no limit", unit="minutes")
+    parallel: int = option(1, "local: trials that run at a time, each on GPUs of its own")
+    time_minutes: Optional[float] = option(None, "local: a trial that takes longer saves and ends; null means no limit", unit="minutes")
     sort: str = option("tokens_per_second", "what the table is sorted by, best first", SORTS)
     launcher: str = option("local", "where trials run: as processes of this machine, or each as a job of Slurm", ("local", "submitit"))
     wait: bool = option(True, "submitit: wait for the jobs; else the same command, given again, collects what has ended")
@@ -90,8 +93,12 @@ def expand(arguments: Sequence[str], config_dir: str | os.PathLike | None = None
                 continue
             key = override.key_or_group
             if key == "sweep" or key.startswith("sweep."):
-                if override.is_sweep_override():
+                if override.is_delete():
+                    problems[text] = f"{text}: the settings of a sweep cannot be removed; leave it out"
+                elif override.is_sweep_override():
                     problems[text] = f"{text}: the settings of a sweep have one value; for a list write {key}=[...]"
+                elif key == "sweep" and not isinstance(override.value(), dict):
+                    problems[text] = f"{text}: the settings of a sweep are a mapping; one of them is sweep.parallel=2"
                 else:
                     OmegaConf.update(own, key, override.value(), merge=True)
             elif key == "run.dir" or key == "run.name" and override.is_sweep_override():
@@ -105,6 +112,10 @@ def expand(arguments: Sequence[str], config_dir: str | os.PathLike | None = None
                  and (text := outside(f"sweep.{path}", value, interval))}
     if sweep.launcher == "submitit" and sweep.time_minutes:
         problems["time"] = f"sweep.time_minutes={sweep.time_minutes}: a job's limit is sweep.slurm.time_minutes"
+    if sweep.launcher == "submitit" and sweep.parallel > 1:
+        problems["parallel"] = f"sweep.parallel={sweep.parallel}: Slurm decides how many jobs run at a time; leave it out"
+    if sweep.launcher == "local" and (given := _of_slurm(sweep)):
+        problems["launcher"] = f"{', '.join(given)}: trials run on this machine; set sweep.launcher=submitit, or leave it out"
     if sweep.processes and sweep.processes % sweep.slurm.nodes:
         problems["nodes"] = f"sweep.processes={sweep.processes} is not a multiple of sweep.slurm.nodes={sweep.slurm.nodes}"
     if problems:
@@ -112,8 +123,14 @@ def expand(arguments: Sequence[str], config_dir: str | os.PathLike | None = None
     return sweep, common, trials
 
 
+def _of_slurm(sweep: SweepConfig) -> list[str]:
+    """The settings that only jobs have, where they differ from the default."""
+    default, given = (typed.flat({"wait": one.wait, "slurm": typed.plain(one.slurm)}, "sweep.") for one in (SweepConfig(), sweep))
+    return [f"{name}={value}" for name, value in given.items() if name not in default or value != default[name]]
+
+
 def _problems_of_values(swept: list[Override]) -> dict[str, str]:
-    problems = {}
+    problems, trials = {}, 1
     keys = [override.key_or_group for override in swept]
     for override in swept:
         text, key = override.input_line, override.key_or_group
@@ -121,9 +138,25 @@ def _problems_of_values(swept: list[Override]) -> dict[str, str]:
             problems[text] = f"{text}: an interval has no values to be tried one by one; name them as in {key}=1,2 or range(1,3)"
         elif keys.count(key) > 1:
             problems[key] = f"{key} has several values twice; put them into one override"
-        elif not list(override.sweep_string_iterator()):
+        elif not (number := _values(override)):
             problems[text] = f"{text} fits nothing; a glob is for the options of a group, such as parallel=glob(zero*)"
+        else:
+            trials *= number
+    if trials > MOST:
+        asked = " ".join(override.input_line for override in swept)
+        problems["trials"] = f"{asked}: more than {MOST} trials, or without end; leave values out, or split the sweep"
     return problems
+
+
+def _values(override: Override) -> float:
+    """How many values an override has; a range is not multiplied out for it."""
+    if not override.is_range_sweep():
+        return len(list(override.sweep_string_iterator()))
+    found = override.value()
+    start, stop, step = map(float, (found.start, found.stop, found.step))
+    if step == 0 or not math.isfinite(stop - start):
+        return math.inf
+    return max(0, math.ceil((stop - start) / step))
 
 
 def _get(section: Any, path: str) -> Any:
