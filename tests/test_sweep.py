@@ -18,7 +18,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 import trainer
 from slurm.cluster import Cluster, missing, wait_for
 from trainer import cli
+from trainer.config import ConfigError
 from trainer.memory import advice, missing_memory
+from trainer.sweep import main as run_sweep
 from trainer.sweep.plan import expand, make_trials, names
 from trainer.sweep.results import outcome
 from trainer.typed import to_yaml
@@ -287,6 +289,39 @@ def is_worker(pid: int, folder: Path) -> bool:
         return False
 
 
+def test_no_trial_is_submitted_twice(tmp_path, monkeypatch):
+    """Whatever ends the sweep: a refusal of the second job, a death that leaves an old result, a hangup."""
+    pytest.importorskip("submitit", reason="submitit is not installed")
+    calls, queue = tmp_path / "calls", tmp_path / "queue"
+    for name, script in {"sbatch": f"echo >>{calls}; n=$(wc -l <{calls}); [ $n != 2 ] || exit 1; echo Submitted batch job $n",
+                         "squeue": f"cat {queue}", "srun": "", "scontrol": ""}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    arguments = ["+config=debug", "lr.peak=1e-3,2e-3", f"sweep.dir={tmp_path / 'sweep'}", "sweep.launcher=submitit"]
+    with pytest.raises(ConfigError, match="peak-0.002 cannot be submitted"):
+        run_sweep(arguments)
+    path = tmp_path / "sweep" / "results.jsonl"
+    assert {name: line["status"] for name, line in lines(path.parent).items()} == {"peak-0.001": "submitted"}
+
+    path.write_text(path.read_text().replace('"submitted"', '"failed"'))  # of an earlier job; the sweep died before it wrote anew
+    with pytest.raises(ConfigError, match="squeue does not answer"):
+        run_sweep(arguments)
+    queue.write_text("1\n3\n")
+    with pytest.raises(ConfigError, match="holds this trial with other settings"):
+        run_sweep([*arguments, "run.steps=7"])
+    assert run_sweep([*arguments, "sweep.wait=false"]) == 0
+    assert {(line["status"], line["reason"]) for line in lines(path.parent).values()} == {("submitted", None), ("submitted", "job 3")}
+
+    before = signal.signal(signal.SIGHUP, lambda *_: pytest.fail("a hangup outside the waiting"))
+    (tmp_path / "squeue").write_text(f"#!/bin/bash\ncat {queue}\n[ -e {queue}.waiting ] && kill -HUP $PPID\ntouch {queue}.waiting\n")
+    try:
+        assert run_sweep(arguments) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert len(calls.read_text().splitlines()) == 3 and {line["status"] for line in lines(path.parent).values()} == {"submitted"}
+
+
 # A real Slurm
 
 @pytest.fixture(scope="module")
@@ -310,7 +345,7 @@ def test_trials_as_jobs(cluster, tmp_path):
     assert code == 0 and {line["status"] for line in lines(tmp_path).values()} == {"submitted"} and "2 jobs go on by themselves" in out, error
     code, out, error = finish(sweep(*arguments, "parallel=zero3", "model.vocab_size=257,1000000000000", **jobs))
     found = lines(tmp_path)
-    assert code == 0 and "submitted as" not in out, (out, error)
+    assert code == 0 and ": submitted" not in out, (out, error)
     assert [(line["status"], line["processes"]) for line in found.values()] == [("done", 2), ("out_of_memory", 2)]
     assert found["vocab_size-257"]["loss"] > 1 and "can't allocate memory" in found["vocab_size-1000000000000"]["reason"]
     assert (tmp_path / "vocab_size-257" / "log-1.txt").exists()

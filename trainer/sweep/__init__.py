@@ -32,10 +32,13 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
     descriptor = _claim(folder)
     try:
         results = Results(folder)
-        waiting = _waiting(trials, results)
+        waiting = _waiting(trials, results, sweep.launcher == "submitit")
         _say(f"sweep {sweep.name}: {_counted(trials, results, waiting)}; results in {results.path}")
 
+        reached = set()
+
         def ended(trial: Trial, status: str, reason: str | None) -> None:
+            reached.add(trial.name)
             line = results.put(trial, status, reason)
             numbers = [f"loss {line['loss']:.4f}"] if line["loss"] is not None else []
             numbers += [f"{count(line['tokens_per_second'])} tokens/s"] if line["tokens_per_second"] is not None else []
@@ -47,8 +50,8 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
         else:
             local.run(waiting, sweep, config_dir, gpus, ended, _say)
         for trial in waiting:
-            if trial.name not in results.lines:
-                results.put(trial, "submitted" if sweep.launcher == "submitit" else "not_started")
+            if trial.name not in reached:
+                results.put(trial, "not_started" if trial.job is None else "submitted")
         mine = [results.lines[trial.name] for trial in trials]
         show(mine, sweep.sort)
     finally:
@@ -57,21 +60,27 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
     return 1 if "failed" in statuses else STOPPED if statuses & {"stopped", "not_started"} else 0
 
 
-def _waiting(trials: list[Trial], results: Results) -> list[Trial]:
-    """The trials that are to be run, as far as earlier starts of the sweep have not; those that cannot are put down as refused.
+def _waiting(trials: list[Trial], results: Results, as_jobs: bool) -> list[Trial]:
+    """The trials that are to be run, as far as earlier starts of the sweep have not, with the jobs that they have; those that cannot
+    run are put down as refused.
 
-    Raises `ConfigError` where a folder holds the outcome of other settings.
+    Raises `ConfigError` where a folder holds the outcome of other settings, and where Slurm does not say which jobs are under way.
     """
-    waiting, problems = [], []
+    waiting, problems, queued = [], [], set()
+    if as_jobs and any("job" in read_start(trial) for trial in trials):
+        from trainer.sweep import slurm
+        if (queued := slurm.queued()) is None:
+            raise ConfigError("squeue does not answer, and trials of this sweep may have jobs; give the same command later")
     for trial in trials:
         before, started = results.lines.get(trial.name, {}), read_start(trial)
-        changed = changes(trial, started) if started else []
-        if changed and before.get("status") in (*FINISHED, "stopped", "timeout", "submitted"):
+        changed, job = changes(trial, started) if started else [], started.get("job") if as_jobs else None
+        under_way = job in queued
+        if changed and (under_way or before.get("status") in (*FINISHED, "stopped", "timeout", "submitted")):
             problems.append(f"{trial.folder} holds this trial with other settings ({'; '.join(changed[:3])}); set another sweep.name, or "
                             "remove it")
-        elif not (started and before.get("status") in FINISHED):
-            results.lines.pop(trial.name, None)
-            trial.job = started.get("job") if before.get("status", "submitted") == "submitted" else None
+        elif under_way or not (started and before.get("status") in FINISHED):
+            # Its job, unless that has ended and the line says how. If a start of the sweep died, the line may be of a job before.
+            trial.job = job if under_way or before.get("status", "submitted") == "submitted" else None
             if started:  # what it has saved is its own, whatever the recipe says; of other settings it starts anew
                 trial.overrides.append(f"checkpoint.resume={'none' if changed else 'auto'}")
             waiting.append(trial)
@@ -84,7 +93,8 @@ def _waiting(trials: list[Trial], results: Results) -> list[Trial]:
 
 
 def _counted(trials: list[Trial], results: Results, waiting: list[Trial]) -> str:
-    before = Counter(results.lines[trial.name]["status"].replace("_", " ") for trial in trials if trial.name in results.lines)
+    left = {trial.name for trial in waiting}
+    before = Counter(results.lines[trial.name]["status"].replace("_", " ") for trial in trials if trial.name not in left)
     known = [f"{number} {status}" for status, number in before.items()]
     return ", ".join([f"{len(trials)} trial{'s' * (len(trials) > 1)}", *known, f"{len(waiting)} to run"])
 

@@ -78,7 +78,7 @@ def run(trials: list[Trial], sweep: SweepConfig, config_dir: str | None, gpus: l
     """Runs the trials in order, `sweep.parallel` at a time. A stop signal ends those that run, and no other is started; a second
     one kills them."""
     waiting, running, free = list(trials), [], list(gpus)
-    with _signals() as signals:
+    with stop_signals() as signals:
         try:
             while running or waiting and not signals:
                 while waiting and not signals and len(running) < sweep.parallel:
@@ -115,7 +115,7 @@ def _start(trial: Trial, gpus: list[str], sweep: SweepConfig, config_dir: str | 
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
+def stop_signals() -> Iterator[list[int]]:
     """The stop signals that have come so far; the trials, in sessions of their own, do not get a terminal's Ctrl-C."""
     come: list[int] = []
     heeded = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from trainer.config import ConfigError
 from trainer.sweep import results
-from trainer.sweep.local import Ended, command
+from trainer.sweep.local import Ended, command, stop_signals
 from trainer.sweep.plan import SlurmConfig, SweepConfig, Trial
 
 # What submitit asks Slurm to send when the time limit is near: to all processes of a job, of which workers know this one.
@@ -37,7 +38,7 @@ RENDEZVOUS = [
     "nodes=($(scontrol show hostnames \"$SLURM_JOB_NODELIST\"))",
     "head=$(scontrol show node -o \"${nodes[0]}\" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')",
     "export TRAINER_RENDEZVOUS=$head:"
-    f"$({sys.executable} -c 'import socket; s = socket.socket(); s.bind((\"\", 0)); print(s.getsockname()[1])')"]
+    f"$({shlex.quote(sys.executable)} -c 'import socket; s = socket.socket(); s.bind((\"\", 0)); print(s.getsockname()[1])')"]
 
 
 @dataclass
@@ -78,27 +79,25 @@ class Job:
 
 
 def run(trials: list[Trial], sweep: SweepConfig, config_dir: str | None, ended: Ended, say: Callable[[str], None]) -> None:
-    """Submits the trials that have no job yet, and waits for all unless told not to. A signal ends the waiting, not the jobs."""
-    folder, left, stopped = Path(sweep.dir).absolute() / "submitit", list(trials), []
-    for trial in trials:
-        if trial.job is None:
-            _submit(trial, sweep, config_dir, folder)
-            say(f"trial {trial.name}: submitted as job {trial.job}")
-    before = {number: signal.signal(number, lambda *_: stopped.append(True)) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        while left and not stopped:
-            queued = _queued()
-            for trial in [trial for trial in left if queued is not None and trial.job not in queued]:
+    """Submits the trials that have no job yet, and waits for all unless told not to. A signal ends that, not the jobs; what has been
+    submitted by then is a result already, so that no later start submits it again."""
+    folder = Path(sweep.dir).absolute() / "submitit"
+    with stop_signals() as signals:
+        for trial in trials:
+            if trial.job is None and not signals:
+                _submit(trial, sweep, config_dir, folder)
+                ended(trial, "submitted", f"job {trial.job}")
+        left = [trial for trial in trials if trial.job is not None]
+        while left and not signals:
+            now = queued()
+            for trial in [trial for trial in left if now is not None and trial.job not in now]:
                 left.remove(trial)
                 ended(trial, *_outcome(trial, folder, sweep.slurm.nodes))
             if not sweep.wait:
                 break
             look = time.monotonic() + POLL
-            while left and not stopped and time.monotonic() < look:
+            while left and not signals and time.monotonic() < look:
                 time.sleep(0.1)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if left:
         say(f"{len(left)} jobs go on by themselves ({' '.join(str(trial.job) for trial in left)}): the same command, given again, collects "
             "what has ended; scancel ends them")
@@ -143,9 +142,12 @@ def _outcome(trial: Trial, folder: Path, nodes: int) -> tuple[str, str | None]:
     return status, reason
 
 
-def _queued() -> set[str] | None:
+def queued() -> set[str] | None:
     """The numbers of this user's jobs that wait or run; None where Slurm does not answer."""
-    done = subprocess.run(["squeue", "--noheader", "--me", "--format=%A"], capture_output=True, text=True)
+    try:
+        done = subprocess.run(["squeue", "--noheader", "--me", "--format=%A"], capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
     return set(done.stdout.split()) if done.returncode == 0 else None
 
 
