@@ -166,7 +166,8 @@ def test_folders_that_cannot_be_used_are_problems(tmp_path, monkeypatch):
 
 def test_the_network_check_without_torchrun_is_refused():
     environment = {name: value for name, value in os.environ.items() if name not in preflight.TORCHRUN} | {"RANK": "0", "MASTER_PORT": "1"}
-    done = subprocess.run([sys.executable, "-m", "trainer.preflight", "check=network"], capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = subprocess.run([sys.executable, "-m", "trainer.preflight", "check=network"], capture_output=True, text=True, cwd=ROOT,
+                          env=environment)
     assert done.returncode == 2 and done.stderr.endswith("the environment has no LOCAL_RANK, WORLD_SIZE, MASTER_ADDR\n"), done.stderr
 
 

@@ -172,12 +172,14 @@ def test_a_task_of_an_array_speaks_for_itself_and_is_patient_with_slurm(tmp_path
     done, calls = script(tmp_path, "+config=debug", f"run.dir={tmp_path}/run-{{task}}", SLURM_ARRAY_JOB_ID="44", SLURM_ARRAY_TASK_ID="2")
     asked = [call for call in calls if call.startswith("scontrol")]
     assert asked[1:] == 2 * ["scontrol show node -o n1"] + 2 * ["scontrol show job -o 44_2"] + 2 * ["scontrol requeue 44_2"], (asked, done)
-    assert done.returncode == 75 and "job 44_2: the run stopped with nothing new to save" in done.stdout  # and not by Slurm, which here does nothing
+    assert done.returncode == 75  # since nothing ends the script here
+    assert "job 44_2: the run stopped with nothing new to save" in done.stdout
 
 
 def test_both_parts_of_the_preflight_get_its_options(tmp_path):
     fake(tmp_path, srun='[[ "$*" != *check=network* ]] || exit 3', scontrol='echo "n1 NodeAddr=127.0.0.1 JobState=RUNNING "')
-    done, calls = script(tmp_path, "+config=debug", f"run.dir={tmp_path / 'run'}", TRAINER_PREFLIGHT="patience=7 skew=2", TRAINER_PROCESSES="2")
+    settings = {"TRAINER_PREFLIGHT": "patience=7 skew=2", "TRAINER_PROCESSES": "2"}
+    done, calls = script(tmp_path, "+config=debug", f"run.dir={tmp_path / 'run'}", **settings)
     asked = [call for call in calls if "trainer.preflight" in call]
     assert done.returncode == 3 and len(asked) == 2 and all(call.endswith(" patience=7 skew=2") for call in asked), (done, calls)
 

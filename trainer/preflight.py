@@ -334,7 +334,8 @@ def main(arguments: Sequence[str]) -> int:
         options = parse(PreflightOptions, arguments)
         missing = [name for name in TORCHRUN if name not in os.environ]
         if options.check == "network" and missing:
-            raise ConfigError(f"check=network is started by torchrun, on every process of the run; the environment has no {', '.join(missing)}")
+            raise ConfigError("check=network is started by torchrun, on every process of the run; the environment has no "
+                              + ", ".join(missing))
     except ConfigError as error:
         print("\n".join(f"trainer.preflight: {problem}" for problem in error.problems), file=sys.stderr)
         return 2

@@ -171,7 +171,8 @@ def end(run_dir: Path, job: str, code: int, told: bool, state: str, retries: int
         word = json.loads(status.read_text())["status"] if status.stat().st_mtime >= when else None  # else of an earlier start
     except (OSError, ValueError, KeyError):
         word = None
-    return decide(word, code, told, state, record or Record(), newest_change(run_dir) > when, retries)
+    progress = record is not None and newest_change(run_dir) > when
+    return decide(word, code, told, state, record or Record(), progress, retries)
 
 
 def main(arguments: list[str]) -> int:
