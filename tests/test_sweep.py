@@ -170,8 +170,14 @@ def test_lack_of_memory_behind_another_error_and_advice():
 def sweep(*arguments: object, **options) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
                    "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]), **options.pop("environment", {})}
+    start = options.pop("preexec_fn", lambda: None)
+
+    def begin() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the suite itself was started with & by a script
+        start()
+
     SWEEPS.append(subprocess.Popen([sys.executable, "-m", "trainer", "--multirun", *map(str, arguments)], cwd=ROOT, env=environment, text=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options))
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=begin, **options))
     return SWEEPS[-1]
 
 
@@ -184,7 +190,7 @@ def no_sweep_is_left():
     for process in SWEEPS:
         for _ in range(2):  # the second signal kills its trials
             if process.poll() is None:
-                process.send_signal(signal.SIGINT)
+                process.terminate()
                 time.sleep(0.5)
     SWEEPS.clear()
 
