@@ -272,6 +272,8 @@ class PartitionedZero(Zero):
     def reduce(self) -> dict[str, Tensor]:
         zero = self.zero
         zero.finalize_gradient_accumulation_boundary()
+        if zero.offload_optimizer and not get_accelerator().resolves_data_dependency():
+            get_accelerator().current_stream().synchronize()  # on which gradients are being copied to host memory
         if self.swapped:  # they are on the disk already; of their norms there is one number each, which has itself as its norm
             norms = {name: zero.norm_for_param_grads.get(zero.get_param_id(self.theirs[name])) for held in self.held for name in held}
             return {name: norm.cpu().view(1) for name, norm in norms.items() if norm is not None}
