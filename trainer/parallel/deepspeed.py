@@ -93,6 +93,7 @@ class FlatZero(Zero):
         module.shadows = nn.ParameterList(shadows.values())
         self.start(module, shadows, [list(shadows.values())], ModelParallel(world) if world.mesh["pp"].size() * world.mesh["tp"].size() > 1 else None)
         self.masters = self.zero.single_partition_of_fp32_groups
+        self.zero.check_grad_overflow |= self.zero.cpu_offload  # `spoil` would go unseen in fp32
         if self.by_hand:  # the setting would make DeepSpeed take another optimizer for bf16, which offloads nothing
             self.zero.gradient_accumulation_dtype = torch.float32
             self.zero.use_grad_accum_attribute = config.precision.compute != "fp32"
