@@ -73,7 +73,9 @@ def materialize(model: Transformer, config: Config, world: World) -> None:
     for module in [*model.layers.values(), *(child for child in model.children() if child is not model.layers)]:
         module.to_empty(device=world.device)
         model.tie()
-        deepspeed.zero.Init(module=module, config_dict_or_path=generate(config, world.device), dtype=DTYPES[config.precision.compute])
+        deepspeed.zero.Init(module=module, config_dict_or_path=generate(config, world.device), dtype=DTYPES[config.precision.compute],
+                            # Which it would make anew for each, and refuses to.
+                            zero_param_parallel_group=deepspeed.utils.groups._get_zero_param_intra_parallel_group())
 
 
 class FlatZero(Zero):
