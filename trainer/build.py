@@ -16,6 +16,7 @@ from trainer.model.linear import DeferredGrads
 from trainer.model.spec import ModelSpec
 from trainer.model.transformer import Transformer
 from trainer.parallel import tensor
+from trainer.parallel.deepspeed_config import load
 from trainer.parallel.mesh import World
 from trainer.parallel.plan import Plan
 from trainer.parallel.zero import shard
@@ -36,8 +37,7 @@ def check_compiler(config: Config, device: torch.device) -> None:
 def check_engine(config: Config, device: torch.device) -> None:
     """What DeepSpeed itself says of the configuration, and what it needs of the machine, before any process group."""
     if config.parallel.zero.engine == "deepspeed":
-        from trainer.parallel.deepspeed import check  # DeepSpeed takes a while to import
-        check(config, device)
+        load(device).check(config, device)
 
 
 def check_model(config: Config, spec: ModelSpec) -> None:
@@ -83,10 +83,9 @@ def place(model: Transformer, config: Config, plan: Plan, world: World, hsdp: bo
     """Cuts and shards a stage over the mesh and gives it storage."""
     compute = DTYPES[config.precision.compute]
     if plan.engine == "deepspeed":
-        from trainer.parallel.deepspeed import materialize
         model.to(compute)
         tensor.split(model, world.mesh["tp"])
-        materialize(model, config, world)
+        load(world.device).materialize(model, config, world)
     else:
         tensor.split(model, world.mesh["tp"])
         shard(model, plan, world, compute, DTYPES[config.precision.reduce], hsdp)

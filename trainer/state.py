@@ -18,6 +18,7 @@ from trainer.model.transformer import declarations
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.compress.reduction import Compression
 from trainer.parallel.compress.settings import asked
+from trainer.parallel.deepspeed_config import load
 from trainer.parallel.gradients import SharedParameters
 from trainer.parallel.mesh import World
 from trainer.parallel.pipeline.channels import Channels, edges
@@ -89,8 +90,8 @@ class TrainState:
         shared = SharedParameters(parameters, copies, ["embedding.weight"] if apart else [],
                                   channels.connect((first, last), "tied") if apart else None, here == first, world)
         if plan.engine == "deepspeed":
-            from trainer.parallel.deepspeed import FlatZero, PartitionedZero
-            optimizer = (PartitionedZero if plan.stage == 3 else FlatZero)(stages, parameters, infos, policies, shared, config, world)
+            engine = load(world.device)
+            optimizer = (engine.PartitionedZero if plan.stage == 3 else engine.FlatZero)(stages, parameters, infos, policies, shared, config, world)
             optimizer.fill(weights or initial_weights(spec, config.run.seed, world.device))
             scaler = optimizer.scaler
         else:

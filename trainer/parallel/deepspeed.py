@@ -9,7 +9,7 @@ of tensor parallelism, of pipelines, or of who runs backward. Gradients go to it
 parameters accumulate them in fp32; in stage 2 from hooks. Stage 3 (`PartitionedZero`): DeepSpeed's own hooks gather each
 layer and reduce its gradients.
 
-Importing this module imports DeepSpeed.
+`deepspeed_config.load` imports this module, and with it DeepSpeed.
 """
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trainer.parallel.mesh import World
 from trainer.parallel.tensor import is_split
 from trainer.precision.policy import DTYPES, Policy
 
-import deepspeed  # as its module above has set it up
+import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError

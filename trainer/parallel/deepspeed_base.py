@@ -15,9 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # or it looks for every kind
-import deepspeed
-
 from trainer.config import Config, OptimizerConfig
 from trainer.model.axes import ParameterInfo, extent
 from trainer.model.fragment import Fragment
@@ -27,6 +24,8 @@ from trainer.parallel.deepspeed_config import generate
 from trainer.parallel.gradients import SharedParameters
 from trainer.parallel.mesh import World
 from trainer.precision.policy import Policy
+
+import deepspeed  # which `deepspeed_config.load` prepares
 
 deepspeed.utils.logger.setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # which it calls in every step

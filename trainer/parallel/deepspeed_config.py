@@ -1,14 +1,18 @@
-"""parallel.zero.engine=deepspeed: what it cannot run, and DeepSpeed's configuration from ours.
+"""parallel.zero.engine=deepspeed: what it cannot run, DeepSpeed's configuration from ours, and its import.
 
-Pure: imports neither torch nor DeepSpeed, so that refusals come before any process group.
+Imports neither torch nor DeepSpeed but in `load`, so that refusals come before any process group.
 """
 from __future__ import annotations
 
+import importlib
 import math
+import os
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import Config, ParallelConfig
+from trainer.config import Config, ConfigError, ParallelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -119,3 +123,15 @@ def generate(config: Config, device: torch.device) -> dict[str, Any]:
         "bf16": {"enabled": precision.compute == "bf16"},
         "fp16": {"enabled": precision.compute == "fp16", "initial_scale_power": max(0, round(math.log2(precision.loss_scale))),
                  "loss_scale_window": precision.growth_interval, "hysteresis": 1}}
+
+
+def load(device: torch.device) -> ModuleType:
+    """`trainer.parallel.deepspeed`, imported for the kind of the run's device: DeepSpeed settles on one when it is imported, and left
+    to itself on a GPU where there is one. Raises `ConfigError` if it has been imported for another."""
+    if "deepspeed" not in sys.modules:
+        os.environ["DS_ACCELERATOR"] = device.type
+    module = importlib.import_module("trainer.parallel.deepspeed")
+    if (kind := module.get_accelerator().device_name()) != device.type:
+        raise ConfigError([f"run.device={device.type}: DeepSpeed has already been imported in this process, for run.device={kind}; set that, or run "
+                           "in a process of its own"])
+    return module
