@@ -14,6 +14,9 @@ layer and reduce its gradients.
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,15 +52,19 @@ def check(config: Config, device: torch.device) -> None:
         problems.append(f"precision.compute=fp16: DeepSpeed has none on a {device.type.upper()} like this one; set precision.compute=bf16, or "
                         "parallel.zero.engine=torch")
     if zero.nvme is not None:
-        if not os.access(zero.nvme, os.W_OK | os.X_OK):
+        if not (os.path.isdir(zero.nvme) and os.access(zero.nvme, os.W_OK | os.X_OK)):
             problems.append(f"parallel.zero.nvme={zero.nvme} is no folder that can be written; make it, or name another")
-        if not AsyncIOBuilder().is_compatible(verbose=False):
+        needs = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc", os.environ.get("CXX") or "c++", "ninja")
+        if lacking := [tool for tool in (need.split()[0] for need in needs) if not shutil.which(tool)]:
+            problems.append(f"parallel.zero.nvme={zero.nvme}: DeepSpeed compiles what reads and writes the disk, and finds no {', '.join(lacking)} "
+                            "here; install it, or set parallel.zero.offload=true instead")
+        elif not AsyncIOBuilder().is_compatible(verbose=False):
             problems.append(f"parallel.zero.nvme={zero.nvme}: DeepSpeed compiles what reads and writes the disk with libaio, and finds none here; "
                             "install libaio-dev, or set parallel.zero.offload=true instead")
     try:
         DeepSpeedConfig(generate(config, device))
-    except (ValueError, DeepSpeedConfigError) as error:  # pydantic's errors are of the former kind
-        said = " ".join(line.strip() for line in str(error).splitlines() if "https://" not in line)
+    except (ValueError, TypeError, AttributeError, KeyError, AssertionError, DeepSpeedConfigError) as error:
+        said = " ".join(re.sub(r"(For further information visit )?https?://\S+", "", str(error)).split()) or type(error).__name__
         problems.append(f"parallel.zero.deepspeed={zero.deepspeed}: DeepSpeed says: {said}")
     if problems:
         raise ConfigError(problems)

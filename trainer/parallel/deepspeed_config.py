@@ -10,19 +10,58 @@ import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config import Config, ConfigError, ParallelConfig
+from trainer.model.spec import divisors
 
 if TYPE_CHECKING:
     import torch
 
-ZEROPP = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-"""ZeRO++ (arXiv 2306.10209): what saves traffic between nodes, in stage 3."""
+FLAG, COUNT, SIZE, NAMES = "true or false", "a whole number from 0 on", "a whole number from 1 on", "a list of names"
 
-OWN = {"zero_optimization", "aio", "comms_logger", "wall_clock_breakdown", "memory_breakdown", "steps_per_print"}
-"""Sections of DeepSpeed's configuration that may be added to. What else there is follows from our settings or has no effect
-here; of unknown sections DeepSpeed itself would say nothing."""
+STAGE_3, OFFLOAD, NVME = "parallel.zero.stage=3", "parallel.zero.offload=true", "parallel.zero.nvme=FOLDER"
+
+
+class Key(NamedTuple):
+    """What may be given for a key of DeepSpeed's configuration, and the settings without which it does nothing."""
+    value: str | dict[str, Key]
+    needs: tuple[str, ...] = ()
+
+
+OWN = Key({
+    "zero_optimization": Key({
+        "reduce_bucket_size": Key(SIZE), "contiguous_gradients": Key(FLAG),
+        "overlap_comm": Key(FLAG, (STAGE_3,)), "sub_group_size": Key(SIZE, (STAGE_3,)), "zero_hpz_partition_size": Key(COUNT, (STAGE_3,)),
+        **{f"stage3_{name}": Key(COUNT, (STAGE_3,)) for name in (
+            "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters", "max_reuse_distance",
+            "module_granularity_threshold")},
+        **{f"stage3_{name}": Key(FLAG, (STAGE_3,)) for name in ("use_all_reduce_for_fetch_params", "allgather_sequential")},
+        "offload_optimizer": Key({"pin_memory": Key(FLAG), "buffer_count": Key(SIZE, (NVME,)), "pipeline_read": Key(FLAG, (NVME,)),
+                                  "pipeline_write": Key(FLAG, (NVME,))}, (OFFLOAD,)),
+        "offload_param": Key({"pin_memory": Key(FLAG), **{name: Key(SIZE, (NVME,)) for name in ("buffer_count", "buffer_size", "max_in_cpu")}},
+                             (STAGE_3, OFFLOAD))}),
+    "aio": Key({"block_size": Key(SIZE), "queue_depth": Key(SIZE), "intra_op_parallelism": Key(SIZE), "single_submit": Key(FLAG),
+                "overlap_events": Key(FLAG)}, (NVME,)),
+    "comms_logger": Key({"enabled": Key(FLAG), "prof_all": Key(FLAG), "prof_ops": Key(NAMES), "verbose": Key(FLAG), "debug": Key(FLAG)}),
+    "wall_clock_breakdown": Key(FLAG), "memory_breakdown": Key(FLAG), "steps_per_print": Key(SIZE)})
+"""What may be added to DeepSpeed's configuration. The rest follows from our settings, has no effect here, or trains something
+else; of unknown sections DeepSpeed itself would say nothing."""
+
+WHY = {
+    **dict.fromkeys(("stage", "device", "nvme_path"), "follows from the other settings of parallel.zero; leave it out"),
+    **dict.fromkeys(("cpu_offload", "cpu_offload_param"), f"is an old name; leave it out, and set {OFFLOAD}"),
+    "cpu_offload_use_pin_memory": "is an old name; set offload_optimizer: {pin_memory: ...} instead",
+    "allgather_bucket_size": "has no effect, as all is gathered in one call; leave it out",
+    **dict.fromkeys(("round_robin_gradients", "parameter_alignment"),
+                    "moves parameters inside DeepSpeed's flat tensors, where this trainer finds them by their order; leave it out"),
+    "compute_grad_norm": "takes away the norm by which gradients are clipped and judged; leave it out (optimizer.clip_norm=0 does not clip)",
+    "zero_quantized_gradients": "sums over ranks but averages over nodes, so gradients would be scaled wrongly; leave it out, or set "
+                                "parallel.grad_comm with parallel.zero.engine=torch, which quantises gradients too",
+    "zero_quantized_weights": "needs kernels that DeepSpeed has for GPUs only and compiles in the run, and that have been compared with nothing "
+                              "here; leave it out, and set zero_hpz_partition_size for fewer bytes between nodes",
+    "zero_quantized_nontrainable_weights": "is for frozen parameters, and there are none; leave it out"}
+"""Of keys that are refused whatever their value: what they would do, and the way out."""
 
 TORCH = "parallel.zero.engine=torch"
 
@@ -50,29 +89,55 @@ def check_parallel(parallel: ParallelConfig, dp: int, nodes: int) -> list[str]:
                         "parallel.zero.stage=3, or parallel.zero.offload=true for host memory")
     problems += [f"parallel.grad_comm.{name}.codec={codec}: DeepSpeed reduces gradients by itself; set codec=none, or {TORCH}"
                  for name in ("inner", "outer") if (codec := getattr(parallel.grad_comm, name).codec) != "none"]
-    return problems + list(_check_own(parallel, nodes))
+    return problems + list(_check_own(parallel, dp, nodes))
 
 
-def _check_own(parallel: ParallelConfig, nodes: int) -> Iterator[str]:
-    own = parallel.zero.deepspeed
-    for name in own.keys() - OWN:
-        yield (f"parallel.zero.deepspeed.{name} would contradict the other settings or have no effect; what can be added is in "
-               f"{', '.join(sorted(OWN))}")
-    section = own.get("zero_optimization", {})
-    if not isinstance(section, dict):
-        yield f"parallel.zero.deepspeed.zero_optimization={section} must be a mapping, such as {{sub_group_size: 1e8}}"
+def _check_own(parallel: ParallelConfig, dp: int, nodes: int) -> Iterator[str]:
+    zero, path = parallel.zero, "parallel.zero.deepspeed"
+    present = {f"parallel.zero.stage={zero.stage}", *([OFFLOAD] if zero.offload or zero.nvme is not None else []),
+               *([NVME] if zero.nvme is not None else [])}
+    problems = list(_check_key(zero.deepspeed, OWN, present, path))
+    yield from problems
+    if problems or (size := zero.deepspeed.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)) <= 1:
         return
-    for name in sorted(section.keys() & _zero(parallel).keys()):
-        if not (isinstance(section[name], dict) and name.startswith("offload_")):
-            yield f"parallel.zero.deepspeed.zero_optimization.{name} follows from the other settings of parallel.zero; leave it out"
-    for name in ZEROPP:
-        if section.get(name, 0) in (0, 1, False) and section.get(name) is not True:
-            continue
-        if parallel.zero.stage < 3:
-            yield f"parallel.zero.deepspeed.zero_optimization.{name} acts in stage 3 only; leave it out, or set parallel.zero.stage=3"
-        elif nodes < 2:
-            yield (f"parallel.zero.deepspeed.zero_optimization.{name} saves traffic between nodes, and all processes run on one; leave it out "
-                   "there")
+    path += f".zero_optimization.zero_hpz_partition_size={size}"
+    if nodes < 2:
+        yield f"{path} saves traffic between nodes, and all processes run on one; leave it out there"
+    elif zero.nvme is not None:
+        yield f"{path} keeps second copies of parameters in memory, and DeepSpeed has none of what is on a disk; leave it out, or parallel.zero.nvme"
+    elif (node := dp // nodes) % size:
+        yield f"{path} does not divide the {node} processes of a node; legal: {', '.join(map(str, divisors(node)))}"
+
+
+def _check_key(given: Any, key: Key, present: set[str], path: str) -> Iterator[str]:
+    """present: settings that keys may need."""
+    if missing := [setting for setting in key.needs if setting not in present]:
+        yield f"{path} acts with {' and '.join(missing)} only; leave it out, or set that"
+    elif isinstance(key.value, str):
+        if not _fits(given, key.value):
+            yield f"{path}={_shown(given)} must be {key.value}"
+    elif not isinstance(given, dict):
+        yield f"{path}={_shown(given)} must be a mapping with some of {', '.join(key.value)}"
+    else:
+        for name, value in given.items():
+            if name in key.value:
+                yield from _check_key(value, key.value[name], present, f"{path}.{name}")
+            else:
+                yield f"{path}.{name} " + WHY.get(name, "contradicts other settings, has no effect here or has never been tried; leave it out. "
+                                                  f"What can be given is {', '.join(key.value)}")
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if kind == FLAG:
+        return isinstance(value, bool)
+    if kind == NAMES:
+        return isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return type(value) in (int, float) and value % 1 == 0 and value >= (kind == SIZE)
+
+
+def _shown(value: Any) -> str:
+    """As in YAML."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def check_settings(config: Config) -> Iterator[str]:
@@ -94,7 +159,7 @@ def check_settings(config: Config) -> Iterator[str]:
 def _zero(parallel: ParallelConfig) -> dict[str, Any]:
     """DeepSpeed's section on ZeRO, but for what is given."""
     zero = parallel.zero
-    section: dict[str, Any] = {"stage": zero.stage, "overlap_comm": zero.stage == 3}
+    section: dict[str, Any] = {"stage": zero.stage}
     place = {"device": "nvme", "nvme_path": zero.nvme} if zero.nvme is not None else {"device": "cpu"} if zero.offload else None
     if place:
         section["offload_optimizer"] = place
@@ -106,7 +171,8 @@ def _zero(parallel: ParallelConfig) -> dict[str, Any]:
 def generate(config: Config, device: torch.device) -> dict[str, Any]:
     """DeepSpeed's configuration for a run on `device`."""
     precision, own = config.precision, config.parallel.zero.deepspeed
-    zero = {"reduce_bucket_size": 100_000_000, "allgather_bucket_size": 500_000_000, "memory_efficient_linear": False} | _zero(config.parallel)
+    zero = {"reduce_bucket_size": 100_000_000, "overlap_comm": config.parallel.zero.stage == 3, "memory_efficient_linear": False}
+    zero |= _zero(config.parallel)
     for name, value in own.get("zero_optimization", {}).items():
         zero[name] = zero.get(name, {}) | value if isinstance(value, dict) else value
     for name in zero.keys() & {"offload_optimizer", "offload_param"}:
