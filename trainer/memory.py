@@ -5,9 +5,12 @@ error. Needs no torch.
 """
 from __future__ import annotations
 
+import copy
 import re
+from typing import Any
 
 from trainer.config import Config
+from trainer.parallel.deepspeed_config import check_parallel, check_settings
 
 SIGNS = re.compile(r"\bOutOfMemoryError\b|\bMemoryError\b|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
                    r"CUDNN_STATUS_ALLOC_FAILED|DefaultCPUAllocator: can't allocate memory|Cannot allocate memory")
@@ -38,13 +41,28 @@ def said(text: str) -> str:
 
 
 def advice(config: Config) -> str:
-    """What to override so that a run needs less memory, least costly first: only what it does not have already."""
-    parallel, mode = config.parallel, config.activation.mode
+    """What to override so that a run needs less memory, least costly first: only what it does not have already, and its engine takes."""
+    mode, zero = config.activation.mode, config.parallel.zero
+    stages = [stage for stage in range(zero.stage + 1, 4) if _takes(config, stage=stage)]
     ways = [*(["activation=selective (keeps attention and every second product)"] if mode == "none" else []),
             *(["activation=full"] if mode != "full" else []),
             *(["a smaller batch.micro_size (the table at the start shows it)"] if config.batch.micro_size is None else []),
-            *([f"batch.micro_size below {config.batch.micro_size}"] if (config.batch.micro_size or 1) > 1 else []),
-            *([f"parallel.zero.stage={parallel.zero.stage + 1} or more" if parallel.zero.stage < 2 else "parallel.zero.stage=3"]
-              if parallel.zero.stage < 3 else ["parallel.zero.offload=true"] if not parallel.zero.offload else []),
-            f"parallel.tp={2 * parallel.tp}"]
-    return f"{', '.join(ways[:-1])} or {ways[-1]}"
+            *([f"batch.micro_size below {config.batch.micro_size}"] if (config.batch.micro_size or 1) > 1 else [])]
+    if stages:
+        ways.append(f"parallel.zero.stage={stages[0]}" + " or more" * (len(stages) > 1))
+    elif not zero.offload and zero.nvme is None and _takes(config, offload=True):
+        ways.append("parallel.zero.offload=true")
+    elif zero.nvme is None and _takes(config, nvme="FOLDER"):
+        ways.append("parallel.zero.nvme=FOLDER on a local disk")
+    if _takes(config, tp=2 * config.parallel.tp):
+        ways.append(f"parallel.tp={2 * config.parallel.tp}")
+    return " or ".join(filter(None, (", ".join(ways[:-1]), ways[-1]))) if ways else "a smaller model, or start more processes"
+
+
+def _takes(config: Config, **changes: Any) -> bool:
+    """Whether the engine still runs the plan after `changes` of it or of its section `zero`."""
+    changed = copy.deepcopy(config)
+    for name, value in changes.items():
+        setattr(changed.parallel.zero if hasattr(changed.parallel.zero, name) else changed.parallel, name, value)
+    before, after = ({*check_parallel(some.parallel, some.parallel.shard, 1), *check_settings(some)} for some in (config, changed))
+    return after <= before
