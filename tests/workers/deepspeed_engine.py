@@ -1,4 +1,5 @@
-"""DeepSpeed beside the torch engine on four processes: numbers, overflows under fp16, and runs that change the engine."""
+"""DeepSpeed beside the torch engine: numbers, overflows under fp16, lost losses, and on four processes runs that change the engine;
+on eight what is parallel in all three ways."""
 from __future__ import annotations
 
 import dataclasses
@@ -14,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from distributed import fork
 from reference import random_batch, rows, settings, tiny_spec
 from trainer.batch import BatchPlan
 from trainer.config import Config
 from trainer.data.batches import Batch
 from trainer.optim.optimizer import local
+from trainer.parallel.deepspeed_config import load
 from trainer.parallel.mesh import World, join
 from trainer.parallel.pipeline.layout import resolve_pipeline
 from trainer.parallel.plan import resolve_plan
@@ -38,19 +41,38 @@ SMALL = {"reduce_bucket_size": 500, "sub_group_size": 4000, "stage3_param_persis
 
 CASES: dict[str, dict[str, Any]] = {  # name -> micro-batches, and settings
     "zero1": {"micro": 2, "stage": 1},
-    "zero1_buckets": {"micro": 1, "stage": 1, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 500}}},
+    "zero1_buckets": {"micro": 1, "stage": 1, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 500, "contiguous_gradients": False}}},
     "zero1_offload_bf16": {"micro": 2, "stage": 1, "offload": True, "compute": "bf16"},
     "zero2": {"micro": 2, "stage": 2, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 500}}},
     "zero2_offload": {"micro": 2, "stage": 2, "offload": True},
     "zero2_offload_bf16": {"micro": 2, "stage": 2, "offload": True, "compute": "bf16"},
     "zero3": {"micro": 2, "stage": 3, "tied": True, "deepspeed": {"zero_optimization": SMALL}, "recompute": "full"},
-    "zero3_offload_bf16": {"micro": 2, "stage": 3, "offload": True, "compute": "bf16", "deepspeed": {"zero_optimization": SMALL}},
+    "zero2_scattered_bf16": {"micro": 2, "stage": 2, "compute": "bf16", "deepspeed": {
+        "zero_optimization": {"reduce_bucket_size": 500, "contiguous_gradients": False}}},
+    "zero3_offload_bf16": {"micro": 2, "stage": 3, "offload": True, "compute": "bf16", "deepspeed": {
+        "zero_optimization": SMALL | {"stage3_allgather_sequential": True}}},
+    "zero3_keys": {"micro": 2, "stage": 3, "deepspeed": {"wall_clock_breakdown": True, "zero_optimization": SMALL | {
+        "contiguous_gradients": False, "overlap_comm": False, "stage3_prefetch_bucket_size": 0, "stage3_model_persistence_threshold": 0,
+        "stage3_module_granularity_threshold": 100, "stage3_use_all_reduce_for_fetch_params": True}}},
+    "zero3_hpz": {"micro": 2, "stage": 3, "node": 2, "deepspeed": {"zero_optimization": SMALL | {"zero_hpz_partition_size": 2}}},
+    "zero3_hpz_offload_bf16": {"micro": 2, "stage": 3, "node": 2, "offload": True, "compute": "bf16",
+                               "deepspeed": {"zero_optimization": SMALL | {"zero_hpz_partition_size": 2}}},
     "tp2": {"micro": 1, "stage": 1, "tp": 2, "recompute": "selective"},
     "tp4_offload": {"micro": 1, "stage": 1, "tp": 4, "offload": True},
     "pp2_1f1b": {"micro": 2, "stage": 1, "pp": 2, "schedule": "1f1b", "offload": True, "tied": True},
     "pp2_zb_v_bf16": {"micro": 4, "stage": 1, "pp": 2, "schedule": "zb_v", "compute": "bf16", "tied": True},
     "tp2_pp2_interleaved": {"micro": 4, "stage": 1, "tp": 2, "pp": 2, "schedule": "interleaved", "tied": True},
     "tp2_pp2_zb_h1_offload": {"micro": 4, "stage": 1, "tp": 2, "pp": 2, "schedule": "zb_h1", "offload": True}}
+"""On four processes. node: processes of what is to count as one node."""
+
+CUBE = {"micro": 2, "stage": 1, "tp": 2, "pp": 2}
+
+CUBES: dict[str, dict[str, Any]] = {  # on eight
+    "dp2_tp2_pp2_zb_v_offload": CUBE | {"schedule": "zb_v", "offload": True, "tied": True},
+    "dp2_tp2_pp2_1f1b_bf16": CUBE | {"compute": "bf16", "tied": True, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 500}}}}
+
+OVERFLOWS = [{"micro": 2, "stage": 1, "tp": 2, "pp": 2}, {"micro": 2, "stage": 1, "pp": 2, "offload": True},
+             {"micro": 2, "stage": 2, "offload": True}, {"micro": 2, "stage": 3}]
 
 
 def settings_of(case: dict[str, Any], **changes: Any) -> Config:
@@ -77,7 +99,7 @@ WORLDS = Worlds()
 def build(config: Config, case: dict[str, Any]) -> tuple[TrainState, Iterator[list[Batch]]]:
     """The state, and the steps of this data-parallel rank."""
     spec = tiny_spec(tied=case.get("tied", False), depth=4, init={"std": 0.05})
-    plan = resolve_plan(config.parallel, dist.get_world_size(), spec)
+    plan = resolve_plan(config.parallel, dist.get_world_size(), spec, case.get("node"))
     batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // case["micro"], case["micro"])
     world = WORLDS.of(plan)
     state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), world)
@@ -95,12 +117,15 @@ def parity(name: str, case: dict[str, Any], references: dict[str, Any]) -> dict[
     config = settings_of(case, **THEIRS)
     config.precision.types.norm.lr_scale, config.precision.types.rules = 0.5, {"layers.1.*": {"weight_decay": 0.3}}
     state, steps = build(config, case)
-    watch = Watch(state)
-    theirs = []
+    watch, theirs, copied = Watch(state), [], []
+    if "node" in case:  # the node has its own copies of what is dropped after use
+        parameter = next(iter(state.stages[0].layers.values())).feed_forward.down.weight
+        state.stages[0].head.register_forward_pre_hook(lambda *_: copied.append(parameter.ds_secondary_tensor is not None))
     for _ in range(STEPS):
         watch.train(next(steps))
         theirs.append(float(state.optimizer.zero._global_grad_norm))
     seen = watch.trajectory()
+    assert any(copied) == ("node" in case)
     state.close()
     kind, tied = coarsest(config.precision), case.get("tied", False)
     if dist.get_rank() != 0:
@@ -132,25 +157,35 @@ def optimizers() -> dict[str, Any]:
     return worst
 
 
-def overflows() -> list[dict[str, Any]]:
-    """fp16 under both engines: one rank's gradient of one parameter is infinite in a step, each rank in turn; then the loss alone."""
+def overflows(cases: list[dict[str, Any]], victims: tuple[int, int, int, int]) -> list[dict[str, Any]]:
+    """fp16 under both engines: one rank's gradient of one parameter is infinite in a step, each victim in turn; then the loss alone."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
     CPU_Accelerator.is_fp16_supported = lambda self: True  # torch computes it here, if slowly
-    results = []
-    for case in ({"micro": 2, "stage": 1, "tp": 2, "pp": 2}, {"micro": 2, "stage": 1, "pp": 2, "offload": True},
-                 {"micro": 2, "stage": 2, "offload": True}, {"micro": 2, "stage": 3}):
+    results, (first, second, third, fourth) = [], victims
+    for case in cases:
         seen = {}
         for engine in ("torch", "deepspeed") if not results else ("deepspeed",):  # torch's numbers are those of any plan
             config = settings_of(case | {"compute": "fp16"}, parallel__zero__engine=engine, precision__loss_scale=1024.0,
                                  precision__growth_interval=2, optimizer__clip_norm=0.0)
             state, steps = build(config, case)
-            seen[engine] = [one_step(state, next(steps), victim) for victim in (None, 0, 1, None, 2, None, None, 3, "loss", None)]
+            seen[engine] = [one_step(state, next(steps), victim) for victim in (
+                None, first, second, None, third, None, None, fourth, "loss", None)]
             tracker = state.scaler.state_dict()
             state.scaler.load_state_dict(tracker)
             assert state.scaler.state_dict() == tracker
             seen[engine].append({"scaler": tracker})
             state.close()
         results.append({"case": case, "torch": results[0]["torch"] if results else None} | {engine: gather(steps) for engine, steps in seen.items()})
+    return results
+
+
+def lost_losses() -> list[dict[str, Any]]:
+    """Without a loss scale and with all gradients finite, a step whose loss is not."""
+    results = []
+    for case in [{"stage": stage, "offload": offload, "compute": compute} for stage, offload, compute in (
+            (1, True, "fp32"), (1, True, "bf16"), (2, False, "fp32"), (2, True, "fp32"), (3, True, "fp32"))]:
+        state, steps = build(settings_of(case, **THEIRS), {"micro": 2})
+        results.append({"case": case, "steps": [one_step(state, next(steps), victim) for victim in (None, "loss", None)]})
     return results
 
 
@@ -200,19 +235,32 @@ LEGS = [  # plans of one run, two steps each
     {"parallel.pp": 4, "parallel.zero.stage": 1, "parallel.zero.engine": "deepspeed"}]
 
 
-def main(root: Path) -> None:
-    join(resolve_plan(Config().parallel, int(os.environ["WORLD_SIZE"])), torch.device("cpu"))
-    gc.collect()
-    gc.freeze()  # what is imported stays, and need not be looked at after each case
+def four(root: Path) -> dict[str, Any]:
     references: dict[str, Any] = {}
-    results: dict[str, Any] = {"parity": {name: parity(name, case, references) for name, case in CASES.items()},
-                               "optimizers": optimizers(), "gathered": gathered(), "overflows": overflows(), "legs": []}
+    results: dict[str, Any] = {"parity": {name: parity(name, case, references) for name, case in CASES.items()}, "optimizers": optimizers(),
+                               "gathered": gathered(), "lost": lost_losses(), "overflows": overflows(OVERFLOWS, (0, 1, 2, 3)), "legs": []}
     common = {"model.tied": True, "eval.every": 2, "precision.compute": "fp32"}
     results["whole"] = run(root / "whole", 2 * len(LEGS), **common, **{"parallel.zero.stage": 1})
     for leg, plan in enumerate(LEGS, start=1):
         results["legs"].append(run(root / "legs", 2 * leg, **common, **plan))
+    return results
+
+
+def eight() -> dict[str, Any]:
+    references: dict[str, Any] = {}
+    return {"parity": {name: parity(name, case, references) for name, case in CUBES.items()},
+            "overflows": overflows([CUBE | {"schedule": "zb_v"}], (0, 3, 5, 6))}  # unlike in every coordinate
+
+
+def main(root: Path) -> None:
+    load(torch.device("cpu"))
+    gc.collect()
+    gc.freeze()  # what is imported stays, and need not be looked at after each case
+    fork()
+    join(resolve_plan(Config().parallel, int(os.environ["WORLD_SIZE"])), torch.device("cpu"))
+    results = four(root) if dist.get_world_size() == 4 else eight()
     if dist.get_rank() == 0:
-        (root / "results.json").write_text(json.dumps(results))
+        (root / f"{dist.get_world_size()}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
