@@ -126,7 +126,9 @@ REFUSED = [  # processes, nodes, the plan, words of the refusal, a legal neighbo
         "stage": 3, "deepspeed": zero(zero_hpz_partition_size=1)}),
     *((4, nodes, {"stage": stage, "deepspeed": zero(zero_quantized_gradients=value)}, ["zero_quantized_gradients", "parallel.grad_comm"], {})
       for nodes, stage, value in ((2, 3, True), (1, 3, 1), (1, 2, "true"))),
-    (4, 2, {"stage": 3, "deepspeed": zero(zero_quantized_weights="true")}, ["zero_quantized_weights", "GPUs", "leave it out"], {}),
+    (4, 2, {"stage": 3, "deepspeed": zero(zero_quantized_weights="true")}, ["zero_quantized_weights=true must be true or false"],
+     {"stage": 3, "deepspeed": zero(zero_quantized_weights=True)}),
+    (4, 1, {"stage": 3, "deepspeed": zero(zero_quantized_weights=True)}, ["zero_quantized_weights", "between nodes", "leave it out"], {}),
     (4, 2, {"stage": 3, "deepspeed": zero(zero_quantized_nontrainable_weights=1)}, ["frozen", "leave it out"], {}),
     (4, 1, {"deepspeed": zero(stage=3)}, ["zero_optimization.stage", "leave it out"], {}),
     (4, 1, {"deepspeed": {"gradient_clipping": 1.0}}, ["parallel.zero.deepspeed.gradient_clipping", "zero_optimization"], {}),
@@ -183,6 +185,7 @@ def test_deepspeed_checks_its_own_settings(tmp_path, monkeypatch):
     (tmp_path / "file").touch(mode=0o777)
     for change, words in (({"deepspeed": zero(sub_grup_size=1)}, ["sub_grup_size"]), ({"deepspeed": {"aio": 3}}, ["DeepSpeed says", "int"]),
                           ({"deepspeed": zero(mics_shard_size=2)}, ["DeepSpeed says: ", "mics_shard_size"]),
+                          ({"deepspeed": zero(zero_quantized_weights=True)}, ["zero_quantized_weights=true", "run.device=cuda"]),
                           ({"nvme": str(tmp_path / "none")}, ["parallel.zero.nvme", "make it"]),
                           ({"nvme": str(tmp_path / "file")}, ["parallel.zero.nvme", "make it"])):
         with pytest.raises(ConfigError) as caught:

@@ -61,6 +61,9 @@ def check(config: Config, device: torch.device) -> None:
         elif not AsyncIOBuilder().is_compatible(verbose=False):
             problems.append(f"parallel.zero.nvme={zero.nvme}: DeepSpeed compiles what reads and writes the disk with libaio, and finds none here; "
                             "install libaio-dev, or set parallel.zero.offload=true instead")
+    if device.type == "cpu" and zero.deepspeed.get("zero_optimization", {}).get("zero_quantized_weights"):
+        problems.append("parallel.zero.deepspeed.zero_optimization.zero_quantized_weights=true: DeepSpeed's kernels for it are for GPUs; leave it out, or "
+                        "set run.device=cuda")
     try:
         DeepSpeedConfig(generate(config, device))
     except (ValueError, TypeError, AttributeError, KeyError, AssertionError, DeepSpeedConfigError) as error:

@@ -33,6 +33,7 @@ OWN = Key({
     "zero_optimization": Key({
         "reduce_bucket_size": Key(SIZE), "contiguous_gradients": Key(FLAG),
         "overlap_comm": Key(FLAG, (STAGE_3,)), "sub_group_size": Key(SIZE, (STAGE_3,)), "zero_hpz_partition_size": Key(COUNT, (STAGE_3,)),
+        "zero_quantized_weights": Key(FLAG, (STAGE_3,)),
         **{f"stage3_{name}": Key(COUNT, (STAGE_3,)) for name in (
             "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters", "max_reuse_distance",
             "module_granularity_threshold")},
@@ -58,8 +59,6 @@ WHY = {
     "compute_grad_norm": "takes away the norm by which gradients are clipped and judged; leave it out (optimizer.clip_norm=0 does not clip)",
     "zero_quantized_gradients": "sums over ranks but averages over nodes, so gradients would be scaled wrongly; leave it out, or set "
                                 "parallel.grad_comm with parallel.zero.engine=torch, which quantises gradients too",
-    "zero_quantized_weights": "needs kernels that DeepSpeed has for GPUs only and compiles in the run, and that have been compared with nothing "
-                              "here; leave it out, and set zero_hpz_partition_size for fewer bytes between nodes",
     "zero_quantized_nontrainable_weights": "is for frozen parameters, and there are none; leave it out"}
 """Of keys that are refused whatever their value: what they would do, and the way out."""
 
@@ -98,12 +97,15 @@ def _check_own(parallel: ParallelConfig, dp: int, nodes: int) -> Iterator[str]:
                *([NVME] if zero.nvme is not None else [])}
     problems = list(_check_key(zero.deepspeed, OWN, present, path))
     yield from problems
-    if problems or (size := zero.deepspeed.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)) <= 1:
+    section = {} if problems else zero.deepspeed.get("zero_optimization", {})
+    size, path = section.get("zero_hpz_partition_size", 1), f"{path}.zero_optimization"
+    between = {f"{path}.zero_hpz_partition_size={size}": size > 1, f"{path}.zero_quantized_weights=true": section.get("zero_quantized_weights")}
+    for name in (name for name, given in between.items() if given and nodes < 2):
+        yield f"{name} saves traffic between nodes, and all processes run on one; leave it out there"
+    if size <= 1 or nodes < 2:
         return
-    path += f".zero_optimization.zero_hpz_partition_size={size}"
-    if nodes < 2:
-        yield f"{path} saves traffic between nodes, and all processes run on one; leave it out there"
-    elif zero.nvme is not None:
+    path += f".zero_hpz_partition_size={size}"
+    if zero.nvme is not None:
         yield f"{path} keeps second copies of parameters in memory, and DeepSpeed has none of what is on a disk; leave it out, or parallel.zero.nvme"
     elif (node := dp // nodes) % size:
         yield f"{path} does not divide the {node} processes of a node; legal: {', '.join(map(str, divisors(node)))}"
