@@ -1,6 +1,7 @@
-"""Launches a worker script on several processes, the way users do: torchrun on one machine."""
+"""Launches a worker script on several processes: the way users do, by torchrun, or forked from one that has imported everything."""
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import socket
@@ -17,7 +18,7 @@ WORKERS = Path(__file__).parent / "workers"
 def launch(worker: str, world: int, *arguments: object, timeout: float = 300, check: bool = True,
            forks: bool = False) -> subprocess.CompletedProcess:
     """Runs tests/workers/`worker` on `world` gloo processes; with `check`, a failure shows what the workers printed. forks: the worker
-    is one process, and calls `fork` below once it has imported what all need."""
+    is one process, and calls `fork` below."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
                    "PYTHONPATH": os.pathsep.join([str(WORKERS.parent.parent), str(WORKERS.parent)])}
     launcher = [] if forks else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
@@ -30,12 +31,33 @@ def launch(worker: str, world: int, *arguments: object, timeout: float = 300, ch
     return done
 
 
+FORKED: list[int] = []
+"""Of rank 0: the processes of the others."""
+
+
 def fork() -> None:
-    """In a worker that was launched with `forks`: makes its ranks. Many processes that import for themselves would take minutes."""
+    """To be called by a worker that has imported what it needs. Launched with `forks`, it becomes all ranks: many processes that import
+    for themselves would take minutes."""
+    gc.collect()
+    gc.freeze()  # what is imported stays, and need not be looked at after each case
     if "RANK" in os.environ:  # torchrun has made them
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         world, port = os.environ["WORLD_SIZE"], str(free.getsockname()[1])
-    rank = next((rank for rank in range(1, int(world)) if os.fork() == 0), 0)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    mine = 0
+    for rank in range(1, int(world)):
+        if (process := os.fork()) == 0:
+            mine = rank
+            FORKED.clear()
+            break
+        FORKED.append(process)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": world, "RANK": str(mine), "LOCAL_RANK": str(mine)}
+
+
+def leave() -> None:
+    """Ends a worker at once: gloo's threads now and then abort an interpreter that has done its work. Rank 0 waits for the others, and
+    fails if one has."""
+    sys.stdout.flush()
+    failed = [os.waitpid(process, 0)[1] for process in FORKED]
+    os._exit(any(failed))

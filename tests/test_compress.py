@@ -433,7 +433,7 @@ def results(tmp_path_factory):
     for module in (argparse, json.decoder, shutil, textwrap):
         shutil.copy(module.__file__, root / "corpus" / f"{module.__name__}.txt")
     try:
-        launch("compress.py", RANKS, root, timeout=400)
+        launch("compress.py", RANKS, root, timeout=400, forks=True)
     except (AssertionError, subprocess.TimeoutExpired) as error:
         return error
     return json.loads((root / "results.json").read_text())

@@ -17,7 +17,7 @@ TOKENS, WIDTH = 32, 64
 def ranks(tmp_path_factory):
     """By rank and size of the tensor-parallel group, what tests/workers/tensor_parallel.py saw."""
     out = tmp_path_factory.mktemp("tensor") / "out.json"
-    launch("tensor_parallel.py", 4, out)
+    launch("tensor_parallel.py", 4, out, forks=True)
     return json.loads(out.read_text())
 
 

@@ -13,7 +13,7 @@ RANKS, MICRO_BATCHES = 4, 3
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     out = tmp_path_factory.mktemp("stages") / "results.json"
-    launch("stages.py", RANKS, out)
+    launch("stages.py", RANKS, out, forks=True)
     return json.loads(out.read_text())
 
 

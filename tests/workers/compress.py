@@ -4,7 +4,6 @@ Nodes are emulated: LOCAL_WORLD_SIZE is all that the project knows of them.
 """
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 import trainer
 import trainer.train
+from distributed import fork, leave
 from matrix import PLAIN, SEQUENCES, Case
 from reference import random_batch, rows, settings
 from trainer.batch import BatchPlan
@@ -292,8 +292,6 @@ def decide(seconds: dict[str, float]) -> dict[str, Any]:
 def main(root: Path) -> None:
     worlds = Worlds()
     worlds.of(resolve_plan(Config().parallel, RANKS), CPU)
-    gc.collect()
-    gc.freeze()  # what is imported stays, and need not be looked at after each case
     results: dict[str, Any] = {"plans": {}, "broken": {}, "runs": {}}
     references: dict[str, Any] = {}
     for name, chosen in PLANS.items():
@@ -313,6 +311,6 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
+    fork()
     main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    os._exit(0)
+    leave()

@@ -3,7 +3,6 @@ on eight what is parallel in all three ways."""
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from distributed import fork
+from distributed import fork, leave
 from reference import random_batch, rows, settings, tiny_spec
 from trainer.batch import BatchPlan
 from trainer.config import Config
@@ -254,8 +253,6 @@ def eight() -> dict[str, Any]:
 
 def main(root: Path) -> None:
     load(torch.device("cpu"))
-    gc.collect()
-    gc.freeze()  # what is imported stays, and need not be looked at after each case
     fork()
     join(resolve_plan(Config().parallel, int(os.environ["WORLD_SIZE"])), torch.device("cpu"))
     results = four(root) if dist.get_world_size() == 4 else eight()
@@ -265,5 +262,4 @@ def main(root: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    os._exit(0)
+    leave()

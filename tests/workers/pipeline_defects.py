@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distributed import fork, leave
 from reference import random_batch, rows, settings, tiny_spec
 from trainer.batch import BatchPlan
 from trainer.model.layers import Layer
@@ -139,6 +139,6 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
+    fork()
     main(sys.argv[1])
-    sys.stdout.flush()
-    os._exit(0)
+    leave()

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed import CAN_COMPILE
+from distributed import CAN_COMPILE, fork, leave
 from matrix import PLAIN, SEQUENCES, Case, cases, depth
 from reference import random_batch, rows, settings, tiny_spec
 from trainer.batch import BatchPlan
@@ -184,8 +183,6 @@ def main(out: str) -> None:
     device, worlds = local_device(Config().run), Worlds()
     processes = int(os.environ.get("WORLD_SIZE", 1))
     worlds.of(resolve_plan(Config().parallel, processes), device)
-    gc.collect()
-    gc.freeze()  # what is imported stays, and need not be looked at after each case
     results = {"cases": measure(cases(processes, CAN_COMPILE), worlds, device, Path(out).parent),
                "overflow": overflow(worlds, device) if processes == 4 else []}
     if dist.get_rank() == 0:
@@ -193,6 +190,6 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
+    fork()
     main(sys.argv[1])
-    sys.stdout.flush()
-    os._exit(0)
+    leave()

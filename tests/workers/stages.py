@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distributed import fork, leave
 from reference import random_batch, rows, settings, tiny_spec
 from trainer.batch import BatchPlan
 from trainer.observe.report import fullest_rank
@@ -95,6 +96,6 @@ def accumulated_bytes(model: torch.nn.Module) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
+    fork()
     main(sys.argv[1])
-    sys.stdout.flush()
-    os._exit(0)
+    leave()

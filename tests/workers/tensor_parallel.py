@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from distributed import fork, leave
 from trainer.batch import resolve_batch
 from trainer.config import Config
 from trainer.model.init import initialize
@@ -248,6 +248,6 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
+    fork()
     main(sys.argv[1])
-    sys.stdout.flush()
-    os._exit(0)
+    leave()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from distributed import fork, leave
 import trainer
 import trainer.train
 from trainer.checkpointing.state import read_tensors
@@ -122,6 +123,6 @@ def main(root: str) -> None:
 
 
 if __name__ == "__main__":
+    fork()
     main(sys.argv[1])
-    sys.stdout.flush()
-    os._exit(0)
+    leave()
