@@ -91,6 +91,14 @@ def completed(case: Case, needed: Case, left: set[tuple], choose: random.Random)
     return case
 
 
+OFFLOADED = {
+    1: [{"stage": 3}],
+    2: [{"stage": 1}, {"stage": 2}, {"stage": 3, "micro_batches": 1}, {"stage": 3, "sum_on_host": True},
+        {"stage": 2, "precision": "bf16", "reduce": "bf16"}],
+    4: [{"stage": 3}, {"stage": 3, "shard": 2}, {"stage": 2, "pp": 2, "dp": 2, "schedule": "zb_h1", "micro_batches": 3}]}
+"""What is not plain about plans with their state in host memory, by processes."""
+
+
 def data_parallel(processes: int) -> Iterator[Case]:
     """Every ZeRO stage, shard size and accumulation; and each other feature under every stage, on one number of processes or
     another."""
@@ -104,11 +112,7 @@ def data_parallel(processes: int) -> Iterator[Case]:
     for index, (stage, feature) in enumerate(itertools.product(range(4), features)):
         if (1, 2, 4, 4)[(index + index // len(features)) % 4] == processes:
             yield base | {"stage": stage} | feature
-    for more in ({"stage": 2}, {"stage": 3}, {"stage": 3, "micro_batches": 1}, {"stage": 3, "sum_on_host": True}, {"stage": 2, "precision": "bf16", "reduce": "bf16"},
-                 {"stage": 1}, {"stage": 3, "shard": 2}, {"stage": 2, "pp": 2, "dp": processes // 2, "schedule": "zb_h1", "micro_batches": 3}):
-        if "shard" in more and processes < 4 or "pp" in more and processes < 2:
-            continue
-        yield base | {"offload": True} | more
+    yield from (base | {"offload": True} | more for more in OFFLOADED[processes])
     yield base | {"stage": 2, "precision": "bf16", "reduce": "bf16", "micro_batches": 1}
 
 
