@@ -163,6 +163,8 @@ def test_lack_of_memory_behind_another_error_and_advice():
     assert all(part in words for part in ("activation=full", "batch.micro_size", "parallel.zero.stage=1 or more", "parallel.tp=2"))
     words = advice(trainer.compose(["+config=debug", "activation=full", "parallel=zero3", "batch.micro_size=1", "batch.accumulation=8"]))
     assert words == "parallel.zero.offload=true or parallel.tp=2"
+    words = advice(trainer.compose(["+config=debug", "activation=full", "parallel=zero3_offload", "batch.micro_size=1", "batch.accumulation=8"]))
+    assert words == "parallel.zero.sum_on_host=true (slow) or parallel.tp=2"
 
 
 # Sweeps

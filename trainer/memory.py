@@ -54,6 +54,8 @@ def advice(config: Config) -> str:
         ways.append("parallel.zero.offload=true")
     elif zero.nvme is None and _takes(config, nvme="FOLDER"):
         ways.append("parallel.zero.nvme=FOLDER on a local disk")
+    if zero.engine == "torch" and zero.offload and zero.stage >= 2 and not zero.sum_on_host:
+        ways.append("parallel.zero.sum_on_host=true (slow)")
     if _takes(config, tp=2 * config.parallel.tp):
         ways.append(f"parallel.tp={2 * config.parallel.tp}")
     return " or ".join(filter(None, (", ".join(ways[:-1]), ways[-1]))) if ways else "a smaller model, or start more processes"
