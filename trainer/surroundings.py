@@ -2,22 +2,30 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import dataclasses
 import os
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trainer.config import Config, ConfigError
+from trainer.folder import claim
 from trainer.model.attention import kernel_priority
+from trainer.model.init import name_seed
+from trainer.model.spec import ModelSpec
 from trainer.observe.watchdog import Watchdog
+from trainer.parallel.compress.settings import asked
 from trainer.parallel.mesh import World
+from trainer.parallel.pipeline import ir
+from trainer.parallel.pipeline.layout import Pipeline
 from trainer.parallel.plan import Plan, node_size
+from trainer.typed import flat
 
 
 @contextlib.contextmanager
@@ -53,29 +61,36 @@ def host_threads(plan: Plan, device: torch.device) -> Iterator[None]:
 def claimed(folder: Path, world: World) -> Iterator[None]:
     """Makes the run folder, and keeps other runs out of it meanwhile. Raises `ConfigError` on every rank."""
 
-    def claim() -> int:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(folder, os.O_RDONLY)
-        except OSError as error:
-            raise ConfigError(f"run.dir={folder} cannot be made a folder ({error.strerror}); set another run.dir") from None
-        if not os.access(folder, os.W_OK):
-            raise ConfigError(f"run.dir={folder} cannot be written; set another run.dir")
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise ConfigError(f"run.dir={folder} is in use by another run; wait for it, or set another run.name or run.dir") from None
-        except OSError:
-            pass  # a file system without locks: the run goes on unguarded
-        return descriptor
-
-    descriptor = world.agree(claim)
+    descriptor = world.agree(lambda: claim("run.dir", folder, "run", "run.name or run.dir"))
     try:
         yield
     finally:
         if world.rank == 0:
             os.close(descriptor)
+
+
+def compare_ranks(config: Config, spec: ModelSpec, fingerprint: str, pipeline: Pipeline, world: World) -> None:
+    """Refuses processes that were started with different settings or found different data (its `fingerprint`), as happens on several
+    nodes, with a command line and a cache each. Folders may differ. Raises `ConfigError` on every rank."""
+    folders = ("run.dir", "data.cache", "model.from_hf", "checkpoint.resume")
+    mine = {name: value for name, value in flat(dataclasses.asdict(config)).items()
+            if name not in folders and not (name.startswith("data.sources.") and name.endswith(".path"))}
+    mine |= {"the content of data.sources and data.tokenizer": fingerprint, "model": spec.to_dict(),
+             "the schedule": name_seed(0, ir.dumps(pipeline.schedule) + str(pipeline.split))}
+    quantised = bool(asked(config.parallel.grad_comm))
+    if quantised:  # hops follow from it
+        mine["LOCAL_WORLD_SIZE, the processes of a node,"] = node_size(world.size)
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, (mine, socket.gethostname()))
+    first = everyone[0][0]
+    problems = [f"{name}={first.get(name)} on rank 0, but {other.get(name)} on rank {rank}; start every process with the same settings"
+                for rank, (other, _) in enumerate(everyone) for name in first if first.get(name) != other.get(name)]
+    machines = len({machine for _, machine in everyone})
+    if quantised and machines > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
+        problems.append(f"parallel.grad_comm needs to know which of the processes on {machines} machines are on one: set LOCAL_WORLD_SIZE, the "
+                        "processes of a machine, for every process, as torchrun does")
+    if problems:
+        raise ConfigError(problems[:5])
 
 
 @contextlib.contextmanager

@@ -37,10 +37,9 @@ from trainer.observe.report import fullest_rank, peak_memory_gib, print_start, s
 from trainer.observe.sinks import Logger, reason_of, write_status
 from trainer.observe.stragglers import Stragglers, slowest
 from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE, STEP, Watchdog
-from trainer.parallel.compress.settings import asked, check_grad_comm
+from trainer.parallel.compress.settings import check_grad_comm
 from trainer.parallel.compress.trial import Trial
 from trainer.parallel.mesh import World, join, local_device
-from trainer.parallel.pipeline import ir
 from trainer.parallel.pipeline.channels import PeerError
 from trainer.parallel.pipeline.layout import Pipeline, resolve_pipeline
 from trainer.parallel.pipeline.search import Choice
@@ -49,8 +48,8 @@ from trainer.parallel.pipeline.timing import StepTimes
 from trainer.parallel.plan import Plan, node_size, resolve_plan
 from trainer.state import TrainState
 from trainer.step import evaluate, train_step
-from trainer.surroundings import claimed, host_threads, launchers, numeric_mode, warn_of_stale_store, watching
-from trainer.typed import flat, to_yaml
+from trainer.surroundings import claimed, compare_ranks, host_threads, launchers, numeric_mode, warn_of_stale_store, watching
+from trainer.typed import to_yaml
 
 DONE, FAILED, STOPPED = 0, 1, 75
 DROPPED = "what quantisation had left out of the gradients belongs to the checkpoint's plan, and is dropped"
@@ -140,7 +139,7 @@ class Training:
         self.folder = Path(config.run.dir)
         self.tokens, self.skipped, self.skipped_in_row = 0, 0, 0
         self.stop_wanted, self.stop = False, False
-        self.compare_ranks(pipeline)
+        compare_ranks(config, spec, corpus.fingerprint, pipeline, world)
         self.data = data_identity(corpus.fingerprint, config.run.seed, batch)
         self.launchers = launchers(world)
         resume, warnings = world.agree(lambda: find_start(config.checkpoint, self.folder / "checkpoints", self.launchers))
@@ -203,29 +202,6 @@ class Training:
         config, world = self.config, self.world
         return Loader(self.corpus.train, self.batch, world.data.get_local_rank(), self.state.plan.dp, seed=config.run.seed, position=position,
                       mask_documents=config.data.mask_documents, prefetch=config.data.prefetch, device=world.device)
-
-    def compare_ranks(self, pipeline: Pipeline) -> None:
-        """Refuses processes that were started with different settings or found different data, as happens on several nodes,
-        with a command line and a cache each. Folders may differ."""
-        folders = ("run.dir", "data.cache", "model.from_hf", "checkpoint.resume")
-        mine = {name: value for name, value in flat(dataclasses.asdict(self.config)).items()
-                if name not in folders and not (name.startswith("data.sources.") and name.endswith(".path"))}
-        mine |= {"the content of data.sources and data.tokenizer": self.corpus.fingerprint, "model": self.spec.to_dict(),
-                 "the schedule": name_seed(0, ir.dumps(pipeline.schedule) + str(pipeline.split))}
-        quantised = bool(asked(self.config.parallel.grad_comm))
-        if quantised:  # hops follow from it
-            mine["LOCAL_WORLD_SIZE, the processes of a node,"] = node_size(self.world.size)
-        everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, (mine, socket.gethostname()))
-        first = everyone[0][0]
-        problems = [f"{name}={first.get(name)} on rank 0, but {other.get(name)} on rank {rank}; start every process with the same settings"
-                    for rank, (other, _) in enumerate(everyone) for name in first if first.get(name) != other.get(name)]
-        machines = len({machine for _, machine in everyone})
-        if quantised and machines > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
-            problems.append(f"parallel.grad_comm needs to know which of the processes on {machines} machines are on one: set LOCAL_WORLD_SIZE, the "
-                            "processes of a machine, for every process, as torchrun does")
-        if problems:
-            raise ConfigError(problems[:5])
 
     def train(self) -> int:
         """The loop. Returns the exit code."""

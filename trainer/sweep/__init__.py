@@ -5,13 +5,13 @@ Every trial is composed and checked before the first starts. One that cannot run
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config import ConfigError
+from trainer.folder import claim
 from trainer.observe.tables import count
 from trainer.sweep import local
 from trainer.sweep.plan import Trial, expand, make_trials
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
     gpus = local.visible_gpus() if sweep.launcher == "local" else []
     trials = make_trials(sweep, common, swept, config_dir, len(gpus))
     folder = Path(sweep.dir)
-    descriptor = _claim(folder)
+    descriptor = claim("sweep.dir", folder, "sweep", "sweep.name")
     try:
         results = Results(folder)
         waiting = _waiting(trials, results, sweep.launcher == "submitit")
@@ -97,23 +97,6 @@ def _counted(trials: list[Trial], results: Results, waiting: list[Trial]) -> str
     before = Counter(results.lines[trial.name]["status"].replace("_", " ") for trial in trials if trial.name not in left)
     known = [f"{number} {status}" for status, number in before.items()]
     return ", ".join([f"{len(trials)} trial{'s' * (len(trials) > 1)}", *known, f"{len(waiting)} to run"])
-
-
-def _claim(folder: Path) -> int:
-    """Keeps other sweeps out of the folder. Returns what to close afterwards."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise ConfigError(f"sweep.dir={folder} cannot be made a folder ({error.strerror}); set another sweep.dir") from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ConfigError(f"sweep.dir={folder} is in use by another sweep; wait for it, or set another sweep.name") from None
-    except OSError:
-        pass  # a file system without locks
-    return descriptor
 
 
 def _say(text: str) -> None:
