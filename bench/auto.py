@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 
 from step import rebuilt
-from trainer.auto import Auto
-from trainer.batch import BatchPlan
+from trainer.training.auto_schedule import Auto
+from trainer.planning.batch import BatchPlan
 from trainer.config import Config, ConfigError
 from trainer.model.attention import kernel_priority
-from trainer.model.spec import ModelSpec, assign
-from trainer.parallel.mesh import join, local_device
-from trainer.parallel.pipeline.layout import Pipeline, resolve_pipeline
-from trainer.parallel.plan import resolve_plan
-from trainer.state import TrainState
-from trainer.step import train_step
+from trainer.config.model import ModelSpec, assign
+from trainer.distributed.world import join, local_device
+from trainer.planning.pipeline import Pipeline, resolve_pipeline
+from trainer.planning.plan import resolve_plan
+from trainer.training.state import TrainState
+from trainer.training.step import train_step
 
 TEMPLATES = ("1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "v_half", "dualpipe_v", "greedy")
 STEPS = 5

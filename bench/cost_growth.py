@@ -2,7 +2,7 @@
 
     python bench/cost_growth.py [gpus=8,64,512] > table.md
 
-Prints markdown. Simulates the schedules themselves (`trainer.parallel.pipeline.simulate`) on costs from operations; one
+Prints markdown. Simulates the schedules themselves (`trainer.planning.schedules.simulate`) on costs from operations; one
 number, the rate that a device sustains on a layer, is taken from a measurement. docs/cost_growth.md states what is assumed.
 """
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 import yaml
 
 from trainer.config import ActivationConfig
-from trainer.model.cost import flops_per_token, parameter_counts
-from trainer.model.spec import ModelSpec, assign
-from trainer.parallel.pipeline.cost import LayerCosts, StageCosts, layer_costs
-from trainer.parallel.pipeline.partition import partition
-from trainer.parallel.pipeline.simulate import Simulation, simulate
-from trainer.parallel.pipeline.templates import build_schedule
+from trainer.planning.cost.flops import flops_per_token, parameter_counts
+from trainer.config.model import ModelSpec, assign
+from trainer.planning.cost.stages import LayerCosts, StageCosts, layer_costs
+from trainer.planning.schedules.partition import partition
+from trainer.planning.schedules.simulate import Simulation, simulate
+from trainer.planning.schedules.templates import build_schedule
 
 MODELS = Path(__file__).parents[1] / "configs" / "model"
 LENGTH = 8192

@@ -131,14 +131,14 @@ def fp16() -> None:
     import torch
     import torch.distributed as dist
 
-    from trainer.batch import BatchPlan
+    from trainer.planning.batch import BatchPlan
     from trainer.config import Config
-    from trainer.model.spec import ModelSpec
-    from trainer.parallel.mesh import join, local_device
-    from trainer.parallel.pipeline.layout import resolve_pipeline
-    from trainer.parallel.plan import resolve_plan
-    from trainer.state import TrainState
-    from trainer.step import train_step
+    from trainer.config.model import ModelSpec
+    from trainer.distributed.world import join, local_device
+    from trainer.planning.pipeline import resolve_pipeline
+    from trainer.planning.plan import resolve_plan
+    from trainer.training.state import TrainState
+    from trainer.training.step import train_step
 
     def run(engine: str, tp: int = 1, pp: int = 1, stage: int = 1, offload: bool = False) -> list[dict[str, float]]:
         config, spec = Config(), ModelSpec(vocab_size=512, width=256, depth=4)

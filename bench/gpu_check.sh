@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=$1
 gpus=$(nvidia-smi -L | wc -l)
 export PYTHONPATH=.:tests:${PYTHONPATH:-} OMP_NUM_THREADS=8 CUBLAS_WORKSPACE_CONFIG=:4096:8
-CUDA_VISIBLE_DEVICES=0 python3 -m pytest -q tests/test_observe.py tests/test_data_batches.py -k "cuda or gpu" -p no:cacheprovider 2>&1 | tail -3
+CUDA_VISIBLE_DEVICES=0 python3 -m pytest -q tests/observe/test_observe.py tests/data/test_batches.py -k "cuda or gpu" -p no:cacheprovider 2>&1 | tail -3
 timeout 300 torchrun --standalone --nproc-per-node "$gpus" tests/workers/plans.py "$out/plans_$gpus.json" > "$out/plans.log" 2>&1; echo "plans rc $?"; tail -3 "$out/plans.log"
 python3 - "$out/plans_$gpus.json" <<'PY'
 import json, sys

@@ -24,18 +24,18 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from trainer.auto import Auto
-from trainer.batch import BatchPlan
+from trainer.training.auto_schedule import Auto
+from trainer.planning.batch import BatchPlan
 from trainer.config import Config
-from trainer.model import cost
+from trainer.planning.cost import flops as cost
 from trainer.model.attention import kernel_priority
-from trainer.model.spec import ModelSpec
-from trainer.observe.devices import peak_flops
-from trainer.parallel.mesh import join, local_device
-from trainer.parallel.pipeline.layout import Pipeline, resolve_pipeline
-from trainer.parallel.plan import resolve_plan
-from trainer.state import TrainState
-from trainer.step import train_step
+from trainer.config.model import ModelSpec
+from trainer.planning.cost.devices import peak_flops
+from trainer.distributed.world import join, local_device
+from trainer.planning.pipeline import Pipeline, resolve_pipeline
+from trainer.planning.plan import resolve_plan
+from trainer.training.state import TrainState
+from trainer.training.step import train_step
 
 KERNELS = {"attention": "flash|fmha|cudnn.*sdpa|cudnn_generated|flex", "communication": "nccl", "matmul": "gemm|nvjet|cutlass|sm90_xmma|cublas",
            "optimizer": "adam|multi_tensor", "copy": "memcpy|memset|copy|chunk_cat|split_with_sizes"}

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from trainer import export, sample
-from trainer.checkpointing.state import Checkpointer
+from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.config import CheckpointConfig
 from trainer.data.tokenizer import byte_tokenizer
-from trainer.model.init import initialize
-from trainer.model.spec import ModelSpec
+from trainer.model.initial import initialize
+from trainer.config.model import ModelSpec
 from trainer.model.transformer import Transformer
-from trainer.saved import open_saved
+from trainer.checkpointing.saved import open_saved
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,7 +8,7 @@ import importlib
 __version__ = "0.1.0"
 __all__ = ["Config", "ConfigError", "compose", "run"]
 
-_HOMES = {"Config": "trainer.config", "ConfigError": "trainer.config", "compose": "trainer.cli", "run": "trainer.train"}
+_HOMES = {"Config": "trainer.config", "ConfigError": "trainer.config", "compose": "trainer.cli", "run": "trainer.training.run"}
 
 
 def __getattr__(name: str):

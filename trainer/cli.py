@@ -29,10 +29,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer import typed
-from trainer.checks import check
+from trainer.config import typed
+from trainer.planning.checks import check
 from trainer.config import Config, ConfigError
-from trainer.model.spec import nearest
+from trainer.config.fields import nearest
 
 HERE = Path(__file__).parent
 CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "configs"
@@ -242,7 +242,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command line. The exit code: what `trainer.train.main` returns, 2 for a wrong configuration, 1 for a crash."""
+    """Runs the command line. The exit code: what `trainer.training.run.main` returns, 2 for a wrong configuration, 1 for a crash."""
     try:
         options = _parse(arguments)
         if options.help is not None:
@@ -274,7 +274,7 @@ def _shown(options: argparse.Namespace) -> str:
 def _train(config: Config) -> int:
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from trainer import train
+    from trainer.training import run as train
 
     @record  # hands the traceback of a crash to torchrun; a refused configuration is no crash
     def recorded() -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from trainer.command import run_command
-from trainer.model.hf import export
-from trainer.model.spec import option
-from trainer.precision.policy import DTYPES
-from trainer.saved import open_saved
+from trainer.config.options import run_command
+from trainer.hf import export
+from trainer.config.fields import option
+from trainer.optim.groups import DTYPES
+from trainer.checkpointing.saved import open_saved
 
 
 @dataclass

@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.command import parse, usage
+from trainer.config.options import parse, usage
 from trainer.config import ConfigError
-from trainer.model.spec import option
+from trainer.config.fields import option
 
 UNFIT = 3
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

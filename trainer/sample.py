@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.command import run_command
+from trainer.config.options import run_command
 from trainer.config import ConfigError
 from trainer.data.tokenizer import load_tokenizer
-from trainer.model.init import fill
-from trainer.model.spec import option
+from trainer.model.initial import fill
+from trainer.config.fields import option
 from trainer.model.transformer import Transformer
-from trainer.saved import SavedModel, open_saved
+from trainer.checkpointing.saved import SavedModel, open_saved
 
 PAD = 64  # lengths are rounded up to a multiple, so that kernels are chosen and compiled for few lengths
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from trainer.checkpointing.manifest import read_manifest, step_folder
 from trainer.checkpointing.retention import find_resume
-from trainer.checkpointing.state import Checkpointer, load, read_tensors
+from trainer.checkpointing.checkpointer import Checkpointer, load, read_tensors
 from trainer.config import CheckpointConfig, ConfigError
 
 CONFIG = CheckpointConfig()

@@ -18,30 +18,30 @@ import torch
 import torch.distributed as dist
 
 import trainer
-import trainer.train
-from distributed import fork, leave
-from matrix import PLAIN, SEQUENCES, Case
-from reference import random_batch, rows, settings
-from trainer.batch import BatchPlan
-from trainer.checkpointing.state import read_tensors
+import trainer.training.run
+from support.launch import fork, leave
+from support.matrix import PLAIN, SEQUENCES, Case
+from support.reference import random_batch, rows, settings
+from trainer.planning.batch import BatchPlan
+from trainer.checkpointing.checkpointer import read_tensors
 from trainer.config import Config
 from trainer.data.batches import Batch
-from trainer.model.spec import ModelSpec
+from trainer.config.model import ModelSpec
 from trainer.model.transformer import declarations
 from trainer.observe.sinks import Logger
 from trainer.optim.optimizer import local
 from trainer.parallel.compress.trial import STEPS as TIMED
 from trainer.parallel.compress.trial import Trial
-from trainer.parallel.mesh import World
-from trainer.parallel.pipeline.layout import resolve_pipeline
-from trainer.parallel.plan import Plan, resolve_plan
+from trainer.distributed.world import World
+from trainer.planning.pipeline import resolve_pipeline
+from trainer.planning.plan import Plan, resolve_plan
 from trainer.parity.compare import coarsest, compare, judge
 from trainer.parity.reference import reference
 from trainer.parity.watch import Watch
-from trainer.precision.policy import DTYPES
-from trainer.state import TrainState
-from trainer.step import train_step
-from trainer.train import numeric_mode
+from trainer.optim.groups import DTYPES
+from trainer.training.state import TrainState
+from trainer.training.step import train_step
+from trainer.training.run import numeric_mode
 from workers.parallel_runs import Watched, settings as run_settings
 from workers.plans import LENGTH, Worlds, config_of, spec_of
 
@@ -207,13 +207,13 @@ def run(folder: Path, steps: int, node: int = RANKS, stop_after: int | None = No
     os.environ["LOCAL_WORLD_SIZE"] = str(node)
     told: list[str] = []
     tell, Logger.event = Logger.event, lambda logger, text: told.append(text)
-    trainer.train.train_step = Watched(stop_after=stop_after)
+    trainer.training.run.train_step = Watched(stop_after=stop_after)
     began = time.perf_counter()
     try:
         result = trainer.run(run_settings(folder, **{"run.steps": steps, "eval.every": 0, "run.deterministic": True,
                                                      "parallel.grad_comm.min_size": 0, **changes}))
     finally:
-        Logger.event, trainer.train.train_step = tell, train_step
+        Logger.event, trainer.training.run.train_step = tell, train_step
     lines = [line for line in result.metrics if "loss" in line]
     return {"code": result.code, "told": told, "lines": lines, "seconds": time.perf_counter() - began}
 
@@ -254,7 +254,7 @@ def whole_runs(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     measured[:] = []
     yield "auto_other_plan", run(root / "auto", 20, **{"parallel.zero.stage": 1}, **hops(inner__codec="auto")) | {"measured": list(measured)}
     Trial.advance = advance
-    yield "plain", run(root / "plain", 1) | {"parameters": {name: info.shape for name, info in declarations(trainer.train.starting_point(
+    yield "plain", run(root / "plain", 1) | {"parameters": {name: info.shape for name, info in declarations(trainer.training.run.starting_point(
         run_settings(root / "plain"))[0]).items()}}
 
 

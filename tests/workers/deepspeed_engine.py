@@ -14,22 +14,22 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from distributed import fork, leave
-from reference import random_batch, rows, settings, tiny_spec
-from trainer.batch import BatchPlan
+from support.launch import fork, leave
+from support.reference import random_batch, rows, settings, tiny_spec
+from trainer.planning.batch import BatchPlan
 from trainer.config import Config
 from trainer.data.batches import Batch
 from trainer.optim.optimizer import local
-from trainer.parallel.deepspeed_config import load
-from trainer.parallel.mesh import World, join
-from trainer.parallel.pipeline.layout import resolve_pipeline
-from trainer.parallel.plan import resolve_plan
+from trainer.planning.deepspeed import load
+from trainer.distributed.world import World, join
+from trainer.planning.pipeline import resolve_pipeline
+from trainer.planning.plan import resolve_plan
 from trainer.parity.compare import coarsest, compare, judge
 from trainer.parity.reference import reference
 from trainer.parity.watch import Watch
-from trainer.precision.policy import DTYPES
-from trainer.state import TrainState
-from trainer.step import train_step
+from trainer.optim.groups import DTYPES
+from trainer.training.state import TrainState
+from trainer.training.step import train_step
 from workers.parallel_runs import gather, run
 
 STEPS, SEQUENCES, LENGTH = 3, 8, 16

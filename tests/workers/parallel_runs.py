@@ -1,6 +1,6 @@
 """Whole runs under plans of data, tensor and pipeline parallelism: what several processes do in one launch.
 
-`four` and `two` go on with what one process has left in a folder (see tests/test_parallel_runs.py); `dies` is one rank of a
+`four` and `two` go on with what one process has left in a folder (see tests/training/test_parallel_runs.py); `dies` is one rank of a
 run in which a rank vanishes in the middle of a step.
 """
 from __future__ import annotations
@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 
 import trainer
-import trainer.auto
-import trainer.train
+import trainer.training.auto_schedule
+import trainer.training.run
 from trainer import cli
 from trainer.config import Config
 from trainer.model.transformer import Transformer
-from trainer.parallel.mesh import join
-from trainer.parallel.pipeline.search import Choice
-from trainer.parallel.pipeline.templates import build_schedule
-from trainer.parallel.plan import resolve_plan
+from trainer.distributed.world import join
+from trainer.planning.schedules.search import Choice
+from trainer.planning.schedules.templates import build_schedule
+from trainer.planning.plan import resolve_plan
 
-train_step = trainer.train.train_step
+train_step = trainer.training.run.train_step
 
 COMMON = {"model": "tiny", "model.width": 32, "model.depth": 4, "model.feed_forward.width": 48, "model.vocab_size": 257,
           "model.init.embedding_std": 0.3, "data": "text", "data.tokenizer": "bytes", "data.eval_fraction": 0.3, "data.workers": 1,
@@ -115,11 +115,11 @@ def settings(folder: Path, **changes: Any) -> Config:
 def run(folder: Path, steps: int, watched: Watched | None = None, **changes: Any) -> dict[str, Any]:
     """A run to `steps`, resuming what the folder has: its exit code on this process, the samples, and the lines of metrics."""
     watched = watched or Watched()
-    trainer.train.train_step = watched
+    trainer.training.run.train_step = watched
     try:
         result = trainer.run(settings(folder, **{"run.steps": steps, **changes}))
     finally:
-        trainer.train.train_step = train_step
+        trainer.training.run.train_step = train_step
     lines = [line for line in result.metrics if "loss" in line]
     return {"code": result.code, "ids": watched.ids, "steps": [line["step"] for line in lines], "losses": [line["loss"] for line in lines],
             "norms": [line["grad_norm"] for line in lines], "bubbles": [line["bubble"] for line in lines],
@@ -153,15 +153,15 @@ def two(root: Path) -> Iterator[tuple[str, dict]]:
         yield from follow_chain(root, name, 2)
     auto = {"parallel.pp": 2, "parallel.pipeline.schedule": "auto", "parallel.pipeline.probe_steps": 2, "batch.micro_size": None}
     given = {"batch.accumulation": 4, "parallel.pipeline.split": [3, 1], "parallel.pipeline.chunks": 1}
-    choose = trainer.auto.Auto.choose
+    choose = trainer.training.auto_schedule.Auto.choose
     for name, changes, decide in (("auto", {}, choose), ("auto_given", given, choose), ("auto_rebuilt", {}, another_cut)):
         for steps in (5, 7):  # the second goes on where the first ended
             measured: list[int] = []
-            trainer.auto.Auto.choose = lambda auto: (measured.append(auto.state.step), decide(auto))[1]
+            trainer.training.auto_schedule.Auto.choose = lambda auto: (measured.append(auto.state.step), decide(auto))[1]
             yield f"{name}_{steps}", run(root / name, steps, **auto, **changes) | {"measured": measured}
 
 
-def another_cut(auto: trainer.auto.Auto, choose: Any = trainer.auto.Auto.choose) -> Choice:
+def another_cut(auto: trainer.training.auto_schedule.Auto, choose: Any = trainer.training.auto_schedule.Auto.choose) -> Choice:
     """A choice for which the layers have to be cut anew, whatever was measured."""
     return dataclasses.replace(choose(auto), schedule=build_schedule("1f1b", 2, 4), chunks=1, split=(range(3), range(3, 4)),
                                microbatches=4, micro_size=2)

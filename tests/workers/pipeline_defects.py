@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distributed import fork, leave
-from reference import random_batch, rows, settings, tiny_spec
-from trainer.batch import BatchPlan
+from support.launch import fork, leave
+from support.reference import random_batch, rows, settings, tiny_spec
+from trainer.planning.batch import BatchPlan
 from trainer.model.layers import Layer
-from trainer.parallel.mesh import join
-from trainer.parallel.pipeline.layout import resolve_pipeline
-from trainer.parallel.plan import resolve_plan
+from trainer.distributed.world import join
+from trainer.planning.pipeline import resolve_pipeline
+from trainer.planning.plan import resolve_plan
 from trainer.parity.compare import compare
 from trainer.parity.reference import reference
 from trainer.parity.watch import Watch
-from trainer.state import TrainState
-from trainer.step import evaluate, train_step
+from trainer.training.state import TrainState
+from trainer.training.step import evaluate, train_step
 
 SEQUENCES, LENGTH, STEPS = 8, 16, 2
 

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import ConfigError
-from trainer.parallel.pipeline.channels import Channels, PipelineError, edges
-from trainer.parallel.pipeline.cost import StageCosts
-from trainer.parallel.pipeline.ir import Schedule, merge_backward
+from trainer.distributed.channels import Channels, PipelineError, edges
+from trainer.planning.cost.stages import StageCosts
+from trainer.planning.schedules.ir import Schedule, merge_backward
 from trainer.parallel.pipeline.runtime import Runtime
-from trainer.parallel.pipeline.simulate import simulate
-from trainer.parallel.pipeline.templates import TEMPLATES, build_schedule, greedy, place
+from trainer.planning.schedules.simulate import simulate
+from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy, place
 
 WIDTH, VOCABULARY, LAYERS = 6, 11, 16
 GPU = torch.cuda.is_available()

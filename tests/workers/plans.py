@@ -14,25 +14,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed import CAN_COMPILE, fork, leave
-from matrix import PLAIN, SEQUENCES, Case, cases, depth
-from reference import random_batch, rows, settings, tiny_spec
-from trainer.batch import BatchPlan
+from support.launch import CAN_COMPILE, fork, leave
+from support.matrix import PLAIN, SEQUENCES, Case, cases, depth
+from support.reference import random_batch, rows, settings, tiny_spec
+from trainer.planning.batch import BatchPlan
 from trainer.config import Config
 from trainer.data.batches import Batch
-from trainer.model.spec import ModelSpec
+from trainer.config.model import ModelSpec
 from trainer.optim.optimizer import local
-from trainer.parallel.mesh import World, join, local_device
-from trainer.parallel.pipeline import ir
-from trainer.parallel.pipeline.layout import resolve_pipeline
-from trainer.parallel.pipeline.templates import build_schedule
-from trainer.parallel.plan import resolve_plan
+from trainer.distributed.world import World, join, local_device
+from trainer.planning.schedules import ir
+from trainer.planning.pipeline import resolve_pipeline
+from trainer.planning.schedules.templates import build_schedule
+from trainer.planning.plan import resolve_plan
 from trainer.parity.compare import Comparison, coarsest, compare, judge
 from trainer.parity.reference import Trajectory, reference
 from trainer.parity.watch import train
-from trainer.precision.policy import DTYPES
-from trainer.state import TrainState
-from trainer.step import train_step
+from trainer.optim.groups import DTYPES
+from trainer.training.state import TrainState
+from trainer.training.step import train_step
 
 STEPS, LENGTH = 2, 16
 

@@ -11,17 +11,17 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distributed import fork, leave
-from reference import random_batch, rows, settings, tiny_spec
-from trainer.batch import BatchPlan
+from support.launch import fork, leave
+from support.reference import random_batch, rows, settings, tiny_spec
+from trainer.planning.batch import BatchPlan
 from trainer.observe.report import fullest_rank
 from trainer.optim.optimizer import local
-from trainer.parallel.mesh import join
-from trainer.parallel.pipeline.layout import resolve_pipeline
-from trainer.parallel.plan import resolve_plan
-from trainer.parallel.zero import parameter_groups
-from trainer.state import TrainState
-from trainer.step import train_step
+from trainer.distributed.world import join
+from trainer.planning.pipeline import resolve_pipeline
+from trainer.planning.plan import resolve_plan
+from trainer.parallel.fsdp import parameter_groups
+from trainer.training.state import TrainState
+from trainer.training.step import train_step
 
 LENGTH = 16
 ACCUMULATION = 3

@@ -15,21 +15,21 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distributed import fork, leave
-from trainer.batch import resolve_batch
+from support.launch import fork, leave
+from trainer.planning.batch import resolve_batch
 from trainer.config import Config
-from trainer.model.init import initialize
+from trainer.model.initial import initialize
 from trainer.model.layers import Linear
 from trainer.model.linear import DeferredGrads
-from trainer.model.spec import ModelSpec, assign
+from trainer.config.model import ModelSpec, assign
 from trainer.model.transformer import Transformer
 from trainer.optim.optimizer import local
-from trainer.parallel.mesh import World, join
-from trainer.parallel.pipeline.cost import layer_costs
-from trainer.parallel.pipeline.layout import resolve_pipeline
-from trainer.parallel.plan import resolve_plan
+from trainer.distributed.world import World, join
+from trainer.planning.cost.stages import layer_costs
+from trainer.planning.pipeline import resolve_pipeline
+from trainer.planning.plan import resolve_plan
 from trainer.parallel.tensor import split
-from trainer.state import TrainState
+from trainer.training.state import TrainState
 
 GROUPS = (1, 2, 4)
 BATCH, LENGTH = 2, 16

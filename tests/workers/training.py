@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from distributed import fork, leave
+from support.launch import fork, leave
 import trainer
-import trainer.train
-from trainer.checkpointing.state import read_tensors
+import trainer.training.run
+from trainer.checkpointing.checkpointer import read_tensors
 from trainer.config import ConfigError
-from trainer.parallel.mesh import join
-from trainer.parallel.plan import resolve_plan
+from trainer.distributed.world import join
+from trainer.planning.plan import resolve_plan
 
-train_step = trainer.train.train_step
+train_step = trainer.training.run.train_step
 
 
 class Watched:
@@ -58,11 +58,11 @@ def settings(folder: Path, **overrides: object):
 
 def run(folder: Path, watched: Watched | None = None, **overrides: object) -> dict:
     watched = watched or Watched()
-    trainer.train.train_step = watched
+    trainer.training.run.train_step = watched
     answer: dict = {"error": None, "code": None}
     try:
         answer["code"] = trainer.run(settings(folder, **overrides)).code
-    except (ConfigError, trainer.train.NonFinite) as error:
+    except (ConfigError, trainer.training.run.NonFinite) as error:
         answer["error"] = str(error)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] if (folder / "metrics.jsonl").exists() else []
     steps = [line for line in lines if "loss" in line]

@@ -21,8 +21,7 @@ from trainer.data.progress import say
 from trainer.data.shards import Job, read_manifest, tokenise, write_manifest
 from trainer.data.stream import StreamedSequences, hold_out
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
-from trainer.data.tokens import (Packed, Piece, Sequences, TokenWriter, file_digest, hold_out_tail, open_token_file,
-                                 replacing, token_dtype)
+from trainer.data.tokens import Packed, Piece, Sequences, TokenWriter, file_digest, hold_out_tail, open_token_file, replacing, token_dtype
 
 FORMAT = 1
 """Part of every key of the cache; raised when the same input would be prepared differently."""
@@ -231,7 +230,7 @@ def _check_sizes(config: Config, train: Samples, held: Samples) -> None:
 
 def _model_vocab_size(config: Config) -> int:
     if config.model.from_hf:
-        from trainer.model.hf import spec_from_hf
+        from trainer.hf import spec_from_hf
         return spec_from_hf(config.model.from_hf).vocab_size
     return config.model.vocab_size
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from trainer.model.collectives import TensorGroup
+from trainer.distributed.collectives import TensorGroup
 
 TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
 """Axes that tensor parallelism cuts; parameters without one are whole on each of its ranks."""

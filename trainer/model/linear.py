@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.model.collectives import TensorGroup
+from trainer.distributed.collectives import TensorGroup
 
 
 class DeferredGrads:

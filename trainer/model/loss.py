@@ -13,7 +13,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from trainer.model.collectives import TensorGroup
+from trainer.distributed.collectives import TensorGroup
 
 IGNORE = -100
 

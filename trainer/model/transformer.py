@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from trainer.model.attention import build_mask, cap_score
 from trainer.model.axes import Declared, ParameterInfo, parameter_infos
-from trainer.model.collectives import ScatterSum, TensorGroup
+from trainer.distributed.collectives import ScatterSum, TensorGroup
 from trainer.model.layers import Layer, Norm, Rotary
 from trainer.model.linear import columns
 from trainer.model.loss import LinearCrossEntropy, LossSettings
-from trainer.model.spec import ModelSpec
+from trainer.config.model import ModelSpec
 
 
 class Embedding(Declared):

@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-from trainer.batch import BatchPlan
+from trainer.planning.batch import BatchPlan
 from trainer.config import Config
-from trainer.model import cost
-from trainer.model.spec import ModelSpec
+from trainer.planning.cost import flops as cost
+from trainer.config.model import ModelSpec
 from trainer.model.transformer import declarations
-from trainer.observe import tables
-from trainer.observe.devices import peak_flops
+from trainer.util import tables
+from trainer.planning.cost.devices import peak_flops
 from trainer.observe.metrics import Meter
-from trainer.parallel.compress.settings import describe
-from trainer.parallel.mesh import World
-from trainer.parallel.pipeline.layout import Pipeline
-from trainer.parallel.plan import Plan, node_size
-from trainer.parallel.zero import sums_on_device
-from trainer.precision.policy import DTYPES, parameter_policies
+from trainer.planning.gradient_comm import describe
+from trainer.distributed.world import World
+from trainer.planning.pipeline import Pipeline
+from trainer.planning.plan import Plan, node_size
+from trainer.parallel.fsdp import sums_on_device
+from trainer.optim.groups import DTYPES, parameter_policies
 
 
 def device_name(device: torch.device) -> str:

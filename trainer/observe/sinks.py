@@ -26,7 +26,7 @@ from rich.text import Text
 
 from trainer.config import ConfigError, LoggingConfig, RunConfig, WandbConfig
 from trainer.observe import metrics
-from trainer.observe.tables import count, duration, percent, size
+from trainer.util.tables import count, duration, percent, size
 
 Record = dict[str, Any]
 Notify = Callable[[str], None]

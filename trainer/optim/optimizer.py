@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.config import OptimizerConfig
-from trainer.model.fragment import Fragment
-from trainer.precision.policy import Policy
+from trainer.distributed.tensors import Fragment
+from trainer.optim.groups import Policy
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum",)}
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.optim.optimizer import local
-from trainer.parallel.mesh import World
+from trainer.distributed.world import World
 from trainer.parallel.tensor import is_split
 
 CACHED = 2 ** 18

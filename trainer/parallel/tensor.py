@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer.model.axes import Declared
-from trainer.model.collectives import TensorGroup
+from trainer.distributed.collectives import TensorGroup
 from trainer.model.layers import Linear
 from trainer.model.transformer import Transformer
 

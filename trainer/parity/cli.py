@@ -14,22 +14,22 @@ from pathlib import Path
 import torch
 import yaml
 
-from trainer.batch import BatchPlan, resolve_batch
+from trainer.planning.batch import BatchPlan, resolve_batch
 from trainer.cli import refuse
 from trainer.config import BatchConfig, Config, ConfigError, PrecisionConfig
 from trainer.data.batches import Batch, Loader
 from trainer.data.corpus import Samples, open_corpus
-from trainer.model.init import Weights, initial_value
-from trainer.model.spec import ModelSpec
+from trainer.model.initial import Weights, initial_value
+from trainer.config.model import ModelSpec
 from trainer.model.transformer import declarations
-from trainer.parallel.mesh import World, join, local_device
+from trainer.distributed.world import World, join, local_device
 from trainer.parity.compare import Comparison, Result, coarsest, compare, judge, show
 from trainer.parity.plans import compose, generated, resolve
 from trainer.parity.reference import Trajectory, reference
 from trainer.parity.watch import train
-from trainer.precision.policy import DTYPES, parameter_policies
-from trainer.surroundings import numeric_mode
-from trainer.train import starting_point
+from trainer.optim.groups import DTYPES, parameter_policies
+from trainer.training.session import numeric_mode
+from trainer.training.run import starting_point
 
 USAGE = """\
 usage: torchrun --nproc-per-node N -m trainer.parity +config=RECIPE [SETTING=VALUE ...] ['plans=[PLAN, ...]'] [steps=3] [json=FILE]

@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from trainer.config import GradCommConfig, PrecisionConfig
-from trainer.observe.tables import console_for, print_table
+from trainer.util.tables import console_for, print_table
 from trainer.parity.reference import Trajectory
 
 

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from trainer.config import Config
 from trainer.data.batches import Batch
-from trainer.model.fragment import boxes
-from trainer.model.init import Weights
-from trainer.model.spec import ModelSpec
+from trainer.distributed.tensors import boxes
+from trainer.model.initial import Weights
+from trainer.config.model import ModelSpec
 from trainer.model.transformer import declarations
 from trainer.optim.optimizer import local
-from trainer.parallel.mesh import World
-from trainer.parallel.pipeline.layout import Pipeline
-from trainer.parallel.plan import Plan
+from trainer.distributed.world import World
+from trainer.planning.pipeline import Pipeline
+from trainer.planning.plan import Plan
 from trainer.parity.reference import Trajectory
-from trainer.state import COPY, TrainState
-from trainer.step import train_step
-from trainer.surroundings import numeric_mode
+from trainer.training.state import COPY, TrainState
+from trainer.training.step import train_step
+from trainer.training.session import numeric_mode
 
 
 class Piece(NamedTuple):

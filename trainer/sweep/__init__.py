@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config import ConfigError
-from trainer.folder import claim
-from trainer.observe.tables import count
+from trainer.util.files import claim
+from trainer.util.tables import count
 from trainer.sweep import local
 from trainer.sweep.plan import Trial, expand, make_trials
 from trainer.sweep.results import FINISHED, STOPPED, Results, changes, read_start, show

@@ -36,7 +36,7 @@ def visible_gpus() -> list[str]:
 def command(trial: Trial, *torchrun: str, config_dir: str | None, start: int = 0) -> list[str]:
     """What starts a trial's processes on a node; `torchrun` says how they find each other. Errors of ranks go to torchrun/START."""
     folder = ["--config-dir", config_dir] if config_dir else []
-    return [sys.executable, "-m", "trainer.agent", *torchrun, "--log-dir", str(trial.folder.absolute() / "torchrun" / str(start)),
+    return [sys.executable, "-m", "trainer.torchrun", *torchrun, "--log-dir", str(trial.folder.absolute() / "torchrun" / str(start)),
             "-m", "trainer", *folder, *trial.overrides]
 
 

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.config import GradCommConfig, HopConfig
-from trainer.model.init import name_seed
+from trainer.model.initial import name_seed
 from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, pack, unpack
 from trainer.parallel.compress.links import Link
-from trainer.parallel.compress.settings import BLOCK, Route, routes
-from trainer.parallel.mesh import World
-from trainer.parallel.plan import Plan, node_size
-from trainer.parallel.zero import fsdp_units, parameter_group
-from trainer.precision.policy import Policy
+from trainer.planning.gradient_comm import BLOCK, Route, routes
+from trainer.distributed.world import World
+from trainer.planning.plan import Plan, node_size
+from trainer.parallel.fsdp import fsdp_units, parameter_group
+from trainer.optim.groups import Policy
 
 
 @dataclass

@@ -17,11 +17,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from trainer.config import ConfigError
-from trainer.parallel.pipeline.channels import Channels, PeerError, Pending, PipelineError, TransferError
-from trainer.parallel.pipeline.ir import COMPUTE, Action, Schedule
-from trainer.parallel.pipeline.lower import lower
-from trainer.parallel.pipeline.simulate import Span
-from trainer.parallel.pipeline.templates import forward_only
+from trainer.distributed.channels import Channels, PeerError, Pending, PipelineError, TransferError
+from trainer.planning.schedules.ir import COMPUTE, Action, Schedule
+from trainer.planning.schedules.lower import lower
+from trainer.planning.schedules.simulate import Span
+from trainer.planning.schedules.templates import forward_only
 from trainer.parallel.pipeline.timing import LayerProbe, StepTimes
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.pipeline.ir import COMPUTE, Action
-from trainer.parallel.pipeline.simulate import Span
+from trainer.planning.schedules.ir import COMPUTE, Action
+from trainer.planning.schedules.simulate import Span
 
 
 class StepTimes:

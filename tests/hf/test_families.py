@@ -1,0 +1,299 @@
+"""Every family against transformers: weights in, logits, loss and all gradients equal; weights out, logits equal."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.config import ConfigError
+from trainer.model.axes import parameter_infos
+from trainer.hf import HFWeights, export, spec_from_hf
+from trainer.hf.config import config_from_spec, first_difference, spec_from_config
+from trainer.hf.families import FAMILIES
+from trainer.model.initial import fill, initialize
+from trainer.config.model import ModelSpec, RopeSpec
+from trainer.model.transformer import Transformer
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB, LENGTH = 61, 24
+MARKS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+DECODER = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+           "intermediate_size": 44, "max_position_embeddings": 64, "tie_word_embeddings": False, **MARKS}
+GROUPED = {**DECODER, "num_key_value_heads": 2}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, **MARKS}
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # kept, blended, stretched
+CASES = {
+    "llama": ("llama", GROUPED),
+    "llama tied, biases, wide heads": ("llama", {**GROUPED, "tie_word_embeddings": True, "attention_bias": True,
+                                                 "mlp_bias": True, "head_dim": 12, "rms_norm_eps": 1e-3}),
+    "llama linear rope": ("llama", {**DECODER, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e3,
+                                                                   "factor": 4.0}}),
+    "llama llama3 rope": ("llama", {**GROUPED, "rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("mistral", {**GROUPED, "sliding_window": 8, "head_dim": 16}),
+    "mistral without window": ("mistral", {**GROUPED, "sliding_window": None}),
+    "qwen2": ("qwen2", {**GROUPED, "tie_word_embeddings": True}),
+    "qwen2 wide heads, last windows": ("qwen2", {**GROUPED, "use_sliding_window": True, "sliding_window": 8,
+                                                 "max_window_layers": 1, "head_dim": 12}),
+    "qwen3": ("qwen3", {**GROUPED, "head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3 biases": ("qwen3", {**GROUPED, "head_dim": 8, "attention_bias": True}),
+    "olmo2": ("olmo2", {**GROUPED, "rms_norm_eps": 1e-6}),
+    "gemma2": ("gemma2", {**GROUPED, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8,
+                          "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "tie_word_embeddings": True}),
+    "gemma2 untied, no caps": ("gemma2", {**GROUPED, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8,
+                                          "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "phi3": ("phi3", {**GROUPED, "sliding_window": 8}),
+    "phi3 partial rotary": ("phi3", {**GROUPED, "partial_rotary_factor": 0.5}),
+    "gpt_neox": ("gpt_neox", {**DECODER}),
+    "gpt_neox sequential, no biases": ("gpt_neox", {**DECODER, "use_parallel_residual": False, "attention_bias": False,
+                                                    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0,
+                                                                        "partial_rotary_factor": 0.5}}),
+    "gpt2": ("gpt2", GPT2),
+    "gpt2 untied, inner width": ("gpt2", {**GPT2, "tie_word_embeddings": False, "n_inner": 40,
+                                          "activation_function": "relu"}),
+}
+
+
+def theirs(family: str, options: dict) -> torch.nn.Module:
+    """A random transformers model whose norms and biases matter."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    return model
+
+
+def ours(folder: Path) -> Transformer:
+    """Built on the meta device, as a run builds it."""
+    spec = spec_from_hf(folder)
+    with torch.device("meta"):
+        model = Transformer(spec)
+    model.to_empty(device="cpu")
+    fill(model, HFWeights(folder, spec))
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens, targets = torch.randint(0, VOCAB, (2, 2, LENGTH), generator=generator)
+    targets[0, 3:6] = -100
+    return tokens, targets
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> bool:
+    return a.shape == b.shape and ((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item() <= tolerance
+
+
+def their_logits(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+    return model(tokens, use_cache=False).logits
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parity_and_round_trip(case: str, tmp_path: Path) -> None:
+    family, options = CASES[case]
+    tokens, targets = batch()
+    reference = theirs(family, options)
+    reference.save_pretrained(tmp_path / "in", **({"max_shard_size": "20KB"} if "tied" in case else {}))
+    assert (tmp_path / "in/model.safetensors.index.json").exists() == ("tied" in case)
+
+    model = ours(tmp_path / "in")
+    logits = their_logits(reference, tokens)
+    assert close(model(tokens), logits)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    objective, entropy = model(tokens, targets)
+    assert close(objective, loss, 1e-6) and close(entropy, loss, 1e-6)
+
+    loss.backward()
+    objective.backward()
+    for name, parameter in reference.named_parameters():
+        assert parameter.grad is not None, name
+        parameter.data = parameter.grad
+    reference.save_pretrained(tmp_path / "gradients")  # gradients come back under our names by the table under test
+    gradients, infos = HFWeights(tmp_path / "gradients", model.spec), parameter_infos(model)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        expected = gradients(name, infos[name])
+        if name.endswith("k.bias") and model.spec.attention.positions == "none":
+            # Adds the same to the scores of all keys, which the softmax does not see: exactly zero but for rounding.
+            assert max(parameter.grad.abs().max(), expected.abs().max()) < 1e-5, name
+        else:
+            assert close(parameter.grad, expected), name
+
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    export(model.spec, weights, tmp_path / "out", torch.float32, shard_size=20_000 if "tied" in case else "5GB")
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    assert type(opened) is type(reference)
+    assert close(their_logits(opened, tokens), logits.detach())
+    original = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in").state_dict()
+    assert opened.state_dict().keys() == original.keys()
+    for name, tensor in opened.state_dict().items():
+        assert torch.equal(tensor, original[name]), name
+    back = spec_from_hf(tmp_path / "out")
+    assert first_difference(back, model.spec) is None and back.init == model.spec.init
+
+
+def test_every_family_has_a_case() -> None:
+    assert {family for family, _ in CASES.values()} == set(FAMILIES)
+    assert set(FAMILIES) == set(ModelSpec.__dataclass_fields__["family"].metadata["choices"])
+
+
+def saved(tmp_path: Path, family: str = "llama", **options: object) -> Path:
+    """A folder with a tiny model."""
+    theirs(family, {**GROUPED, **options}).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_old_config_files_are_read(tmp_path: Path) -> None:
+    folder = saved(tmp_path, rope_parameters=LLAMA3_ROPE)
+    expected = spec_from_hf(folder)
+    scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("rope_parameters", "attention_bias", "mlp_bias", "head_dim"):
+        del config[key]
+    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0, "rope_scaling": scaling}))
+    assert spec_from_hf(folder) == expected
+
+
+@pytest.mark.parametrize("family, rope", [
+    ("gpt_neox", RopeSpec(theta=500.0, fraction=0.5)), ("phi3", RopeSpec(fraction=0.25)),
+    ("llama", RopeSpec(scaling="linear", factor=4.0)),
+    ("llama", RopeSpec(theta=500.0, scaling="llama3", factor=8.0, low_frequency_factor=2.0, original_length=64))])
+def test_either_generation_of_rope_options_is_enough(family: str, rope: RopeSpec, tmp_path: Path) -> None:
+    """What is exported can be read by transformers 4 (rope_theta, rope_scaling) as well as 5 (rope_parameters)."""
+    theirs(family, GROUPED if family != "gpt_neox" else DECODER).save_pretrained(tmp_path)
+    spec = spec_from_hf(tmp_path)
+    spec.attention.rope = rope
+    config = config_from_spec(spec)
+    dropped = ["rope_parameters"] + (["partial_rotary_factor", "rope_theta"] if family == "gpt_neox" else [])
+    old = {key: value for key, value in config.items() if key not in dropped}
+    replaced = ("rope_theta", "rope_scaling", "rotary", "partial")
+    new = {key: value for key, value in config.items() if not key.startswith(replaced)}
+    assert spec_from_config(old).attention.rope == spec_from_config(new).attention.rope == rope
+    for options in (old, new):
+        (tmp_path / "config.json").write_text(json.dumps(options))
+        assert spec_from_hf(tmp_path).attention.rope == rope
+
+
+def test_checkpoints_of_the_bare_base_model_are_read(tmp_path: Path) -> None:
+    """The published GPT-2 has no `transformer.` prefix and holds the causal mask as a buffer."""
+    from safetensors.torch import load_file, save_file
+    reference = theirs("gpt2", GPT2)
+    reference.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    save_file(tensors, tmp_path / "model.safetensors")
+    tokens, _ = batch()
+    assert close(ours(tmp_path)(tokens), their_logits(reference, tokens))
+
+
+def test_half_precision_export(tmp_path: Path) -> None:
+    spec = ModelSpec(vocab_size=VOCAB, width=32, depth=2)
+    spec.feed_forward.width = 40
+    model = Transformer(spec)
+    initialize(model, spec, 0, torch.device("cpu"))
+    export(spec, dict(model.named_parameters()), tmp_path / "out", torch.bfloat16)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert opened.dtype is torch.bfloat16 and opened.generation_config.eos_token_id is None
+    weight = model.layers["1"].attention.q.weight
+    assert torch.equal(opened.model.layers[1].self_attn.q_proj.weight, weight.bfloat16())
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"model_type": "mixtral"}, ["'mixtral'", "supported: llama, mistral"]),
+    ({"model_type": None}, ["model_type=None", "supported: llama"]),
+    ({"hidden_act": "mish"}, ["hidden_act='mish'", "silu"]),
+    ({"rope_parameters": {**LLAMA3_ROPE, "rope_type": "yarn"}}, ["'yarn'", "default, linear, llama3"]),
+    ({"num_key_value_heads": 3}, ["kv_heads=3", "legal: 1, 2, 4"]),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config"]),
+    ({"hidden_size": "wide"}, ["hidden_size"]),
+])
+def test_unsupported_options_are_refused_by_name(tmp_path: Path, changes: dict, words: list[str]) -> None:
+    folder = saved(tmp_path)
+    edit_config(folder, **changes)
+    with pytest.raises(ConfigError) as caught:
+        spec_from_hf(folder)
+    assert all(word in str(caught.value) for word in ["model.from_hf", str(folder), *words]), caught.value
+
+
+@pytest.mark.parametrize("family, options, word", [
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+                                  "long_factor": [2.0] * 4, "partial_rotary_factor": 1.0},
+              "original_max_position_embeddings": 32}, "'longrope'"),
+    ("qwen2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
+])
+def test_variants_of_a_family_are_refused_by_name(tmp_path: Path, family: str, options: dict, word: str) -> None:
+    common = GPT2 if family == "gpt2" else GROUPED
+    transformers.AutoConfig.for_model(family, **{**common, **options}).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=word):
+        spec_from_hf(tmp_path)
+
+
+def test_damaged_folders_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+    with pytest.raises(ConfigError, match="model.from_hf=.*config.json"):
+        spec_from_hf(tmp_path / "nothing")
+    folder = saved(tmp_path / "model")
+    spec, file = spec_from_hf(folder), folder / "model.safetensors"
+    tensors, name = load_file(file), "model.layers.1.mlp.up_proj.weight"
+    whole = file.read_bytes()
+
+    def refused(*words: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            HFWeights(folder, spec)
+        assert all(word in str(caught.value) for word in (f"model.from_hf={folder}", *words)), caught.value
+
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, file)
+    refused(name, "missing")
+    save_file({**tensors, name: tensors[name][:-1].contiguous()}, file)
+    refused("model.safetensors", name, "[43, 32]", "[44, 32]")
+    save_file({**tensors, "model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}, file)
+    refused("self_attn.q_proj.bias", "not part of the model")
+    file.write_bytes(whole[:-100])
+    refused("model.safetensors", "cannot be read")
+    file.unlink()
+    refused("neither model.safetensors nor")
+    index, shard = folder / "model.safetensors.index.json", "model-00001-of-00001.safetensors"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, shard)}))
+    refused(shard, "cannot be read")
+    index.write_text("[]")
+    refused(index.name)
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda spec: setattr(spec.attention, "qk_norm", "head"), ["model.attention.qk_norm=head", "model.family=llama"]),
+    (lambda spec: setattr(spec.attention, "window", 8), ["model.attention.window=8"]),
+    (lambda spec: setattr(spec, "embedding_scale", 2.0), ["model.embedding_scale=2.0"]),
+    (lambda spec: setattr(spec, "overrides", {"1": {"feed_forward": {"width": 24}}}),
+     ["model.feed_forward.width=24 (layer 1)"]),
+    (lambda spec: setattr(spec.norm, "kind", "layer"), ["model.norm", "layer"]),
+    (lambda spec: setattr(spec.attention, "output_bias", True), ["model.attention.output_bias=True"]),
+])
+def test_a_spec_that_a_family_cannot_express_is_not_exported(tmp_path: Path, change, words: list[str]) -> None:
+    spec = ModelSpec(vocab_size=VOCAB, width=32, depth=2)
+    change(spec)
+    with pytest.raises(ConfigError) as caught:
+        export(spec, {}, tmp_path / "out")
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_does_not_write_over_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="not empty"):
+        export(ModelSpec(), {}, tmp_path)

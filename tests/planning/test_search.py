@@ -1,0 +1,235 @@
+"""Splits of the model into stages, and the search over schedules, micro-batches and splits."""
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import yaml
+from hypothesis import assume, given, settings, strategies as st
+
+from trainer.config import ConfigError
+from trainer.planning.schedules import search as searching
+from trainer.planning.cost.stages import LayerCosts
+from trainer.planning.schedules.ir import validate
+from trainer.planning.schedules.partition import balance, even, explicit, from_sizes, partition
+from trainer.planning.schedules.search import Space, bound, reorder, search
+from trainer.planning.schedules.simulate import simulate
+from trainer.planning.schedules.templates import TEMPLATES, build_schedule, place
+
+
+def costs(layers: list[float], head: float = 0.0, embedding: float = 0.0, activation: list[float] | None = None, **rest) -> LayerCosts:
+    """Layers whose F, I and W take as long as each other."""
+    units = (embedding, *layers, head)
+    return LayerCosts(f=units, i=units, w=units, activation=(0.0, *(activation or [1.0] * len(layers)), 0.0), **rest)
+
+
+def splits(depth: int, stages: int) -> list[tuple[range, ...]]:
+    """All splits into stages of at least one layer."""
+    return [from_sizes([b - a for a, b in itertools.pairwise((0, *cuts, depth))])
+            for cuts in itertools.combinations(range(1, depth), stages - 1)]
+
+
+def stage_costs(layers: LayerCosts, split: tuple[range, ...]) -> list[float]:
+    stage = layers.stage(split)
+    return [f + b for f, b in zip(stage.f, stage.b)]
+
+
+def largest_rank(layers: LayerCosts, split: tuple[range, ...], placement: tuple[int, ...]) -> float:
+    return max(sum(cost for cost, rank in zip(stage_costs(layers, split), placement) if rank == mine) for mine in placement)
+
+
+numbers = st.integers(0, 20).map(float)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), st.integers(1, 8), st.integers(1, 5), numbers, numbers)
+def test_partition_equals_brute_force(data, depth, stages, head, embedding):
+    """Largest stage cost, then the sum of squares."""
+    assume(stages <= depth)
+    layers = costs(data.draw(st.lists(numbers, min_size=depth, max_size=depth)), head, embedding)
+
+    def score(split: tuple[range, ...]) -> tuple[float, float]:
+        each = stage_costs(layers, split)
+        return max(each), sum(cost ** 2 for cost in each)
+
+    assert score(partition(layers, stages)) == min(map(score, splits(depth, stages)))
+
+
+def test_partition_counts_embedding_and_head():
+    assert partition(costs([1.0] * 8), 4) == even(8, 4)
+    assert [len(part) for part in partition(costs([1.0] * 8, head=2.0), 4)] == [2, 2, 3, 1]
+    assert [len(part) for part in partition(costs([1.0] * 8, head=2.0, embedding=2.0), 4)] == [1, 3, 3, 1]
+
+
+def test_partition_breaks_ties_towards_equal_costs():
+    assert [len(part) for part in partition(costs([4, 1, 1, 1, 1]), 3)] == [1, 2, 2]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(0.1, 3), min_size=4, max_size=8), st.floats(0, 6))
+def test_balancing_ranks_never_makes_the_largest_worse(seconds, head):
+    layers, placement = costs(seconds, head), place(2, 2, "v")
+    split = partition(layers, 4)
+    balanced = partition(layers, 4, placement)
+    least = min(largest_rank(layers, other, placement) for other in splits(len(seconds), 4))
+    assert least * (1 - 1e-9) <= largest_rank(layers, balanced, placement) <= largest_rank(layers, split, placement) * (1 + 1e-9)
+    assert balanced == balance(layers, split, placement)
+
+
+def test_balancing_ranks_gives_the_rank_with_the_head_fewer_layers():
+    """In a V the rank with the head holds the first layers too."""
+    layers, placement = costs([1.0] * 16, head=3.0), place(4, 2, "v")
+    balanced = partition(layers, 8, placement)
+    assert largest_rank(layers, partition(layers, 8), placement) > 15.5
+    assert largest_rank(layers, balanced, placement) == 15 and min(map(len, balanced)) >= 1
+
+
+@pytest.mark.parametrize("sizes, depth, stages, text", [
+    ([2, 2], 4, 3, "has 2 entries"), ([2, 2, 1], 4, 3, "adds up to 5 layers"), ([4, 0, 0], 4, 3, "at least one layer"),
+    ([2.0, 1, 1], 4, 3, "at least one layer"), ([-1, 3, 2], 4, 3, "at least one layer")])
+def test_explicit_splits_are_checked(sizes, depth, stages, text):
+    with pytest.raises(ConfigError, match=r"parallel\.pipeline\.split=\[.*legal: for example \[2,1,1\]") as error:
+        explicit(sizes, depth, stages)
+    assert text in str(error.value)
+
+
+def test_explicit_and_even_splits():
+    assert explicit([1, 2, 1], 4, 3) == (range(0, 1), range(1, 3), range(3, 4))
+    assert [len(part) for part in even(10, 4)] == [3, 3, 2, 2]
+    with pytest.raises(ConfigError, match="parallel.pp x parallel.pipeline.chunks=5 stages, but model.depth=4"):
+        partition(costs([1.0] * 4), 5)
+
+
+UNBALANCED = costs([1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 2.0], head=2.5, transfer=0.1, host=0.01)
+
+
+def test_search_finds_the_best_of_brute_force():
+    """Over all templates, chunks and micro-batches with every split there is; greedy schedules may only do better."""
+    ranks, samples = 2, 4
+    best = float("inf")
+    for name, template in TEMPLATES.items():
+        for chunks in template.chunks or (1, 2):
+            for count in (1, 2, 4):
+                try:
+                    schedule = build_schedule(name, ranks, count, chunks)
+                except ConfigError:
+                    continue
+                layers = UNBALANCED.scaled(samples / count)
+                best = min(best, *(simulate(schedule, layers.stage(split)).makespan for split in splits(8, schedule.stages)))
+    templates = search(UNBALANCED.scaled, ranks, samples, space=Space(schedules=tuple(TEMPLATES), chunks=(1, 2)))
+    assert templates.predicted.makespan == pytest.approx(best)
+    assert search(UNBALANCED.scaled, ranks, samples).predicted.makespan <= best * (1 + 1e-9)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.floats(0.2, 3), min_size=6, max_size=6), st.floats(0, 5))
+def test_pruning_loses_nothing(seconds, head):
+    """With the split fixed, the search equals simulating everything."""
+    layers, split = costs(seconds, head), from_sizes([2, 1, 2, 1])
+    best = min(simulate(build_schedule(name, 2, count, 2), layers.scaled(6 / count).stage(split)).makespan
+               for name in ("interleaved", "zb_v", "v_half", "v_min", "dualpipe_v") for count in (2, 3, 6))
+    found = search(layers.scaled, 2, 6, space=Space(schedules=tuple(TEMPLATES), split=split, microbatches=(2, 3, 6)))
+    assert found.predicted.makespan == pytest.approx(best, rel=1e-5)
+    assert found.split == split and found.chunks == 2
+
+
+@pytest.mark.parametrize("splits_backward", [True, False])
+def test_bounds_are_below_every_makespan(monkeypatch, splits_backward):
+    seen = []
+    original = searching.Finder.consider
+
+    def consider(self, name, setup, schedule):
+        makespan = simulate(schedule, setup.costs).makespan
+        assert bound(setup, splits_backward) <= makespan * (1 + 1e-9)
+        seen.append((name, makespan))
+        original(self, name, setup, schedule)
+
+    monkeypatch.setattr(searching.Finder, "consider", consider)
+    found = search(UNBALANCED.scaled, 2, 8, space=Space(splits=splits_backward))
+    assert len(seen) > 10 and found.predicted.makespan == pytest.approx(min(makespan for _, makespan in seen), rel=1e-5)
+
+
+def test_a_memory_limit_is_kept_at_the_price_of_time():
+    constant = (3.0, 1.0)
+    free = search(UNBALANCED.scaled, 2, 8, constant_bytes=constant)
+    limit = max(free.memory) * 0.6
+    tight = search(UNBALANCED.scaled, 2, 8, limit, constant)
+    assert max(tight.memory) <= limit and tight.predicted.makespan > free.predicted.makespan
+    assert all(row.memory <= limit for row in tight.table)
+    assert tight.memory == tuple(held + fixed for held, fixed in zip(tight.predicted.memory, constant))
+    with pytest.raises(ConfigError, match="no schedule fits 0.00 GiB: the one with the least memory needs"):
+        search(UNBALANCED.scaled, 2, 8, 3.5, constant)
+
+
+def test_constant_bytes_may_depend_on_the_split():
+    """Here a layer's state is heavy: splits that give a rank more than four layers do not fit."""
+    def state(split, placement):
+        return [sum(100.0 * len(part) for part, rank in zip(split, placement) if rank == mine) for mine in range(2)]
+
+    found = search(UNBALANCED.scaled, 2, 8, 499.0, state)
+    assert state(found.split, found.schedule.placement) == [400.0, 400.0]
+    assert state(search(UNBALANCED.scaled, 2, 8).split, found.schedule.placement) != [400.0, 400.0]
+
+
+def test_full_backward_only():
+    found = search(UNBALANCED.scaled, 2, 8, space=Space(splits=False))
+    assert not any(action.kind in "IW" for order in found.schedule.orders for action in order)
+    assert any(action.kind == "W" for order in search(UNBALANCED.scaled, 2, 8).schedule.orders for action in order)
+
+
+def test_a_choice_says_how_to_make_it_again():
+    found = search(UNBALANCED.scaled, 2, 8, space=Space(schedules=("1f1b", "interleaved")))
+    again = explicit(yaml.safe_load(next(text for text in found.overrides() if "split" in text).split("=")[1]), 8, found.schedule.stages)
+    assert again == found.split
+    values = dict(text.split("=") for text in found.overrides())
+    assert int(values["batch.accumulation"]) * int(values["batch.micro_size"]) == 8
+    name, chunks = values["parallel.pipeline.schedule"], int(values["parallel.pipeline.chunks"])
+    count = int(values["batch.accumulation"])
+    assert build_schedule(name, 2, count, chunks) == found.schedule
+    nested = yaml.safe_load(found.to_yaml())
+    assert nested["parallel"]["pipeline"] == {"schedule": name, "chunks": chunks, "split": [len(part) for part in found.split]}
+    assert nested["batch"] == {"accumulation": count, "micro_size": 8 // count}
+    assert [row.makespan for row in found.table] == sorted(row.makespan for row in found.table)
+
+
+def test_a_greedy_choice_needs_a_file():
+    found = search(UNBALANCED.scaled, 2, 4, space=Space(schedules=("greedy",)))
+    assert found.name == "greedy" and validate(found.schedule) == []
+    with pytest.raises(ValueError, match="file of its actions"):
+        found.overrides()
+    assert found.overrides("run/schedule.csv")[0] == "parallel.pipeline.schedule=run/schedule.csv"
+
+
+@pytest.mark.parametrize("style, chunks", [("loop", 1), ("loop", 2), ("v", 2)])
+def test_between_steps_only_the_order_changes(style, chunks):
+    placement = place(2, chunks, style)
+    split = from_sizes([4, 4] if chunks == 1 else [3, 1, 2, 2])
+    found = reorder(UNBALANCED, split, placement, 6, 1)
+    assert (found.split, found.schedule.placement) == (split, placement)
+    assert (found.microbatches, found.micro_size, found.chunks) == (6, 1, chunks)
+    assert len({(row.chunks, row.microbatches, row.split) for row in found.table}) == 1 < len(found.table)
+    before = build_schedule("1f1b", 2, 6) if chunks == 1 else build_schedule("interleaved" if style == "loop" else "v_min", 2, 6, 2)
+    assert found.predicted.makespan <= simulate(before, UNBALANCED.stage(split)).makespan
+    limit = min(row.memory for row in found.table)
+    assert max(reorder(UNBALANCED, split, placement, 6, 1, limit).memory) <= limit
+
+
+def test_what_is_impossible_is_refused():
+    with pytest.raises(ConfigError, match="batch.accumulation=3 does not divide the 8 sequences of each .*legal: 1, 2, 4, 8"):
+        search(UNBALANCED.scaled, 2, 8, space=Space(microbatches=(3,)))
+    with pytest.raises(ConfigError, match="parallel.pp=9 .*no split of model.depth=8"):
+        search(UNBALANCED.scaled, 9, 8)
+    with pytest.raises(ConfigError, match="parallel.pipeline.schedule=2f2b is no schedule"):
+        Space(schedules=("2f2b",))
+    with pytest.raises(ValueError, match="constant bytes for 3 ranks, there are 2"):
+        search(UNBALANCED.scaled, 2, 8, 1e9, (1.0, 1.0, 1.0))
+
+
+def test_effort_is_bounded_and_a_heavy_head_is_worth_a_search():
+    layers = costs([1.0] * 32, head=2.0, transfer=0.05, host=0.01)
+    space = Space(effort=600_000)
+    found = search(layers.scaled, 8, 32, space=space)
+    baseline = simulate(build_schedule("1f1b", 8, 32), layers.stage(even(32, 8)))
+    assert found.predicted.makespan < 0.75 * baseline.makespan
+    assert found.schedule == search(layers.scaled, 8, 32, space=space).schedule  # no clock decides
+    assert len(search(layers.scaled, 8, 32, space=Space(effort=1)).table) < 10 < len(found.table)

@@ -1,0 +1,33 @@
+"""How a setting is declared, what a wrong one is answered with, and the error that says so. Imports nothing of the project."""
+from __future__ import annotations
+from typing import Any
+import copy
+import dataclasses
+import difflib
+from dataclasses import field
+
+
+def option(default: Any, doc: str, choices: tuple | None = None, unit: str | None = None) -> Any:
+    """A documented setting: default, meaning, legal values and unit live here and nowhere else."""
+    metadata = {"doc": doc, "choices": choices, "unit": unit}
+    if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
+        return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def nearest(word: str, legal: list[str]) -> str:
+    """`, did you mean 'x'?` when a legal name is close to `word`, else the list of legal names."""
+    close = difflib.get_close_matches(str(word), [str(name) for name in legal], 1, cutoff=0.6)
+    return f"did you mean '{close[0]}'?" if close else "legal: " + ", ".join(map(str, legal))
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+class ConfigError(Exception):
+    """One or several things that are wrong with a configuration; the command line prints them and exits with 2."""
+
+    def __init__(self, problems: list[str] | str):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))

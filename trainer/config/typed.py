@@ -1,0 +1,195 @@
+"""Plain values into the typed configuration, with everything that is wrong found at once.
+
+Hydra composes plain values; here they meet the dataclasses: names, types and legal values of every setting, at any
+depth. A structured config inside Hydra would stop at the first mistake and let `+parallel.tpp=3` pass.
+"""
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf, StringNode, ValidationError
+
+from trainer.config.schema import Config, TypePolicy
+from trainer.config.model import LayerSpec
+from trainer.config.fields import nearest
+
+Problems = dict[str, str]
+"""What is wrong, by setting."""
+
+LEAVES = {int: (IntegerNode, "a whole number"), float: (FloatNode, "a number"), bool: (BooleanNode, "true or false"),
+          str: (StringNode, "text")}
+
+
+@dataclass
+class PatternEntry(LayerSpec):
+    repeat: int
+
+
+# Settings that hold partial dataclasses: only the fields that are given count, so they stay mappings.
+PARTIAL = {"model.pattern": PatternEntry, "model.overrides": LayerSpec, "precision.types.rules": TypePolicy}
+
+
+class Setting(NamedTuple):
+    """One leaf of the schema."""
+    path: str
+    default: Any
+    doc: str
+    choices: tuple | None
+    unit: str | None
+
+
+def settings(section: Any = None, path: str = "") -> Iterator[Setting]:
+    """Every setting of the schema, in its order."""
+    section = Config() if section is None else section
+    for field in dataclasses.fields(section):
+        value, name = getattr(section, field.name), join(path, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from settings(value, name)
+        else:
+            yield Setting(name, plain(value), **field.metadata)
+
+
+def join(path: str, name: object) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses inside `value` as mappings."""
+    if dataclasses.is_dataclass(value):
+        return dataclasses.asdict(value)
+    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{'a': {'b': 1}} -> {'a.b': 1}."""
+    return {name: leaf for key, value in values.items()
+            for name, leaf in (flat(value, f"{prefix}{key}.").items() if isinstance(value, dict) else [(prefix + key, value)])}
+
+
+def complete(section: Any, given: dict) -> dict:
+    """`given` over the defaults of a dataclass instance, in the schema's order.
+
+    Open mappings (`data.sources`) have no defaults here: what Hydra composed is all there is.
+    """
+    known = {}
+    for field in dataclasses.fields(section):
+        default, value = getattr(section, field.name), given.get(field.name)
+        if dataclasses.is_dataclass(default) and isinstance(value, dict):
+            known[field.name] = complete(default, value)
+        else:
+            known[field.name] = given.get(field.name, plain(default))
+    return known | {name: value for name, value in given.items() if name not in known}
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as text; `build` of the parsed text is its inverse."""
+    return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
+
+
+class Invalid(Exception):
+    """A value that its setting cannot take."""
+
+
+def build(values: dict, problems: Problems, schema: type = Config, path: str = "") -> Any:
+    """The typed configuration. What is wrong goes to `problems`, and the setting keeps its default."""
+    return _convert(schema, values, path, problems)
+
+
+def _convert(hint: Any, value: Any, path: str, problems: Problems, choices: tuple | None = None,
+             partial: bool = False) -> Any:
+    """`value` as the type `hint`; raises `Invalid` where the whole of it is wrong."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):  # Optional[T]
+        if value is None:
+            return None
+        hint = arguments[0]
+    if value == "???":
+        raise Invalid(f"{path} has no value; set {path}=VALUE")
+    if dataclasses.is_dataclass(hint):
+        return _section(hint, value, path, problems, partial)
+    if origin in (dict, list):
+        if not isinstance(value, origin):
+            kind = "mapping, such as {name: ...}" if origin is dict else "list, such as [a, b]"
+            raise Invalid(f"{path}={value} must be a {kind}")
+        item, partial = PARTIAL.get(path, arguments[-1]), path in PARTIAL
+        entries = value.items() if origin is dict else enumerate(value)
+        converted = _collect(((str(key), item, entry, None) for key, entry in entries), path, problems, partial)
+        return converted if origin is dict else list(converted.values())
+    if hint is Any:
+        return value
+    node, words = LEAVES[hint]
+    try:
+        result = node().validate_and_convert(value)
+    except ValidationError:
+        result = None
+    if result is None:
+        shown, wanted = "null" if value is None else value, f"one of {_list(choices)}" if choices else words
+        raise Invalid(f"{path}={shown} must be {wanted}")
+    if choices is not None and result not in choices:
+        close = difflib.get_close_matches(str(result), map(str, choices), 1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        raise Invalid(f"{path}={result} is not one of {_list(choices)}{hint}")
+    return result
+
+
+def _section(schema: type, values: Any, path: str, problems: Problems, partial: bool) -> Any:
+    hints, fields = typing.get_type_hints(schema), {field.name: field for field in dataclasses.fields(schema)}
+    if not isinstance(values, dict):
+        example = f"{path}.{next(iter(fields))}=VALUE"
+        raise Invalid(f"{path}={values} must be a mapping of {_list(fields)}; one setting is {example}")
+    for name, value in values.items():
+        if name not in fields:
+            problems[join(path, name)] = unknown(path, str(name), list(fields), value)
+    given = [name for name in fields if name in values]
+    converted = _collect(((name, hints[name], values[name], fields[name].metadata.get("choices")) for name in given),
+                         path, problems, partial)
+    return converted if partial else schema(**converted)
+
+
+def _collect(entries: Iterable[tuple[str, Any, Any, tuple | None]], path: str, problems: Problems,
+             partial: bool) -> dict[str, Any]:
+    """Converts (name, type, value, choices) one by one; what is invalid becomes a problem and is left out."""
+    converted = {}
+    for name, hint, value, choices in entries:
+        try:
+            converted[name] = _convert(hint, value, join(path, name), problems, choices, partial)
+        except Invalid as error:
+            problems[join(path, name)] = str(error)
+    return converted
+
+
+def _list(names: Iterable) -> str:
+    return ", ".join(map(str, names))
+
+
+def unknown(path: str, name: str, names: list[str], value: Any = None) -> str:
+    """Says that `path` has no `name`, and what was probably meant: a neighbour, or the same name in another section."""
+    text = f"unknown setting '{join(path, name)}'"
+    elsewhere = [setting.path for setting in settings() if setting.path.endswith(f".{name}")]
+    elsewhere = [other for other in elsewhere if path and other.startswith(f"{path}.")] or elsewhere
+    if 0 < len(elsewhere) <= 3:
+        text += "; did you mean " + " or ".join(map(repr, elsewhere)) + "?"
+    elif close := difflib.get_close_matches(name, names, 1):
+        text += f"; did you mean '{join(path, close[0])}'?"
+    else:
+        text += f"; {nearest(name, names)}"
+    if not path and isinstance(value, dict):
+        text += " (a recipe, and a file of a group of one's own, starts with the line '# @package _global_')"
+    return text
+
+
+def is_setting(path: str) -> bool:
+    """Whether the schema has a setting or section of this name."""
+    return any(f"{setting.path}.".startswith(f"{path}.") for setting in settings())
+
+
+def is_entry(path: str) -> bool:
+    """Whether `path` names something inside an open mapping, such as `data.sources.stdlib`."""
+    open_mappings = [setting.path for setting in settings() if isinstance(setting.default, dict)]
+    return any(path.startswith(f"{mapping}.") for mapping in open_mappings)

@@ -1,0 +1,205 @@
+"""Safetensors of a transformers folder <-> parameters by global name."""
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Mapping
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.config import ConfigError
+from trainer.model.axes import ParameterInfo
+from trainer.hf.config import config_from_spec
+from trainer.hf.families import FAMILIES, Rule
+from trainer.config.model import ModelSpec
+from trainer.model.transformer import declarations
+
+# Buffers that older versions of transformers saved among the weights.
+BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)$")
+
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a checkpoint and the parameters it holds.
+
+    groups: 1 where they follow one another, or the number of heads by which they alternate.
+    """
+    theirs: str
+    ours: tuple[str, ...]
+    groups: int
+    transposed: bool
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """Parameters -> checkpoint tensor."""
+        whole = torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], 1).flatten(0, 1)
+        return whole.t().contiguous() if self.transposed else whole
+
+    def take(self, whole: Tensor, name: str, infos: Mapping[str, ParameterInfo]) -> Tensor:
+        """Checkpoint tensor -> the parameter `name`."""
+        rows = [infos[part].shape[0] // self.groups for part in self.ours]
+        whole = whole.t() if self.transposed else whole
+        return whole.unflatten(0, (self.groups, -1)).split(rows, 1)[self.ours.index(name)].flatten(0, 1)
+
+    def shape(self, infos: Mapping[str, ParameterInfo]) -> tuple[int, ...]:
+        """Shape of the checkpoint tensor."""
+        rows = sum(infos[part].shape[0] for part in self.ours)
+        shape = (rows, *infos[self.ours[0]].shape[1:])
+        return shape[::-1] if self.transposed else shape
+
+
+def entries(spec: ModelSpec, infos: Mapping[str, ParameterInfo]) -> list[Entry]:
+    """Every tensor of the model's checkpoint, in the order of the layers; a tied head is none of its own."""
+    family = FAMILIES[spec.family]
+    rules = [(rule.theirs, rule.ours, rule) for rule in family.rules]
+    rules += [(f"{family.layers}{index}.{rule.theirs}", tuple(f"layers.{index}.{name}" for name in rule.ours), rule)
+              for index in range(spec.depth) for rule in family.layer_rules]
+    return [entry(spec, theirs, ours, rule, kind) for theirs, ours, rule in rules for kind in ("weight", "bias")
+            if f"{ours[0]}.{kind}" in infos]
+
+
+def entry(spec: ModelSpec, theirs: str, ours: tuple[str, ...], rule: Rule, kind: str) -> Entry:
+    return Entry(f"{theirs}.{kind}", tuple(f"{name}.{kind}" for name in ours),
+                 groups=spec.attention.heads if rule.per_head else 1, transposed=rule.transposed and kind == "weight")
+
+
+class HFWeights:
+    """The weights of a transformers folder, each read when it is asked for: `init.fill(model, HFWeights(...))`.
+
+    Files are memory-mapped. Construction checks that every tensor is there with its shape, and that no tensor is left
+    over, so that an error comes before any memory is taken. Raises `ConfigError` naming the file and the tensors.
+    """
+
+    def __init__(self, folder: str | Path, spec: ModelSpec):
+        self.folder, self.infos = Path(folder).expanduser(), declarations(spec)
+        self.tied, self.base = spec.tied, FAMILIES[spec.family].base
+        self.entries = {name: e for e in entries(spec, self.infos) for name in e.ours}
+        self.handles: dict[str, Any] = {}
+        self.files = self.find_files()
+        self.check()
+
+    def __call__(self, name: str, info: ParameterInfo) -> Tensor:
+        """The whole fp32 parameter `name`."""
+        name = "embedding.weight" if self.tied and name == "head.weight" else name
+        entry = self.entries[name]
+        stored = self.stored_name(entry.theirs)
+        try:
+            whole = self.open(self.files[stored]).get_tensor(stored)
+        except (SafetensorError, OSError) as error:
+            raise self.error(f"{self.files[stored]}: {stored} cannot be read: {error}") from error
+        return entry.take(whole, name, self.infos).float()
+
+    def find_files(self) -> dict[str, str]:
+        """Tensor name -> file name, from the index or from the single file."""
+        index, single = self.folder / "model.safetensors.index.json", "model.safetensors"
+        if index.is_file():
+            try:
+                return dict(json.loads(index.read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise self.error(f"{index.name} is not an index of safetensors files ({error!r})") from error
+        if not (self.folder / single).is_file():
+            raise self.error(f"there is neither {single} nor {index.name}; save the model with transformers' "
+                             "save_pretrained(safe_serialization=True)")
+        return {name: single for name in self.open(single).keys()}
+
+    def open(self, file: str) -> Any:
+        if file not in self.handles:
+            try:
+                self.handles[file] = safe_open(self.folder / file, "pt")
+            except (SafetensorError, OSError) as error:
+                raise self.error(f"{file} cannot be read: {error}") from error
+        return self.handles[file]
+
+    def stored_name(self, name: str) -> str:
+        """The name in the files: checkpoints of a bare base model (the published GPT-2) leave the prefix out."""
+        return name if name in self.files else name.removeprefix(self.base)
+
+    def check(self) -> None:
+        shapes = {e.theirs: e.shape(self.infos) for e in self.entries.values()}
+        stored = {self.stored_name(name) for name in shapes}
+        allowed = {"lm_head.weight", "embed_out.weight"} if self.tied else set()
+        problems = []
+        if missing := [name for name in shapes if self.stored_name(name) not in self.files]:
+            problems.append(f"{some(missing)} missing from the weights")
+        if extra := [name for name in self.files if name not in stored | allowed and not BUFFERS.search(name)]:
+            problems.append(f"{some(extra)} in the weights, but not part of the model that config.json describes")
+        for name, shape in shapes.items():
+            name = self.stored_name(name)
+            if name in self.files and (found := self.stored_shape(name)) != shape:
+                problems.append(f"{self.files[name]}: {name} has shape {list(found)}, but config.json asks for "
+                                f"{list(shape)}")
+        if problems:
+            raise ConfigError([self.message(problem) for problem in problems[:5]])
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        try:
+            return tuple(self.open(self.files[name]).get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise self.error(f"{self.files[name]}: {name} cannot be read: {error}") from error
+
+    def message(self, problem: str) -> str:
+        return f"model.from_hf={self.folder}: {problem}"
+
+    def error(self, problem: str) -> ConfigError:
+        return ConfigError(self.message(problem))
+
+
+def some(names: list[str]) -> str:
+    """The first names of a list, and how many there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def export(spec: ModelSpec, tensors: Callable[[str], Tensor] | Mapping[str, Tensor], folder: str | Path,
+           dtype: torch.dtype = torch.bfloat16, tokenizer: str | Path | None = None,
+           shard_size: int | str = "5GB") -> None:
+    """Writes a folder that `AutoModelForCausalLM.from_pretrained` opens: config, safetensors, tokenizer.
+
+    tensors: whole parameters by global name; asked for one at a time, so that no more than one file's worth of tensors
+    exists beside them. tokenizer: folder to copy. Raises `ConfigError` where the family cannot express the spec. The
+    folder is complete or absent: it is written beside and renamed.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from transformers import GenerationConfig
+
+    folder = Path(folder).expanduser()
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"out={folder} exists and is not empty; give a new folder")
+    config = {**config_from_spec(spec), **special_tokens(tokenizer), "torch_dtype": str(dtype).removeprefix("torch.")}
+    read = tensors if callable(tensors) else tensors.__getitem__
+    infos = declarations(spec)
+    content = {e.theirs: e for e in entries(spec, infos)}
+    shapes = {name: torch.empty(e.shape(infos), dtype=dtype, device="meta") for name, e in content.items()}
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size=shard_size)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: content[name].join([read(part).detach().cpu().to(dtype) for part in content[name].ours])
+                   for name in names}, partial / file, {"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    if tokenizer:
+        shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    GenerationConfig(**{key: config[key] for key in SPECIAL}).save_pretrained(partial)
+    if folder.exists():
+        folder.rmdir()
+    partial.rename(folder)
+
+
+def special_tokens(tokenizer: str | Path | None) -> dict[str, int | None]:
+    """Ids of the tokens that generation stops at and pads with; null without a tokenizer, since leaving one out would
+    mean the default of the architecture."""
+    if tokenizer is None:
+        return dict.fromkeys(SPECIAL)
+    from transformers import AutoTokenizer
+    opened = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+    return {name: getattr(opened, name) for name in SPECIAL}

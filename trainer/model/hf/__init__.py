@@ -1,5 +1,0 @@
-"""Interoperability with transformers: folders with config.json and safetensors, in and out."""
-from trainer.model.hf.config import spec_from_hf
-from trainer.model.hf.weights import HFWeights, export
-
-__all__ = ["HFWeights", "export", "spec_from_hf"]

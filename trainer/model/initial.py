@@ -1,0 +1,82 @@
+"""Initial weights as a function of (seed, global parameter name) alone.
+
+Each parameter is drawn whole from its own generator and then sliced to what the rank holds, so every plan and world size
+starts from the same bits (on the same kind of device).
+"""
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from typing import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainer.model.axes import ParameterInfo, extent, parameter_infos
+from trainer.config.model import ModelSpec
+
+
+Weights = Callable[[str, ParameterInfo], Tensor]
+"""Global name and declaration of a parameter -> its whole value."""
+
+
+def name_seed(seed: int, name: str) -> int:
+    """A 63-bit seed of a global seed and a name."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def initial_std(spec: ModelSpec, info: ParameterInfo) -> float:
+    """Standard deviation of a drawn parameter by the spec's scheme."""
+    std = spec.init.std or (2 / (5 * spec.width)) ** 0.5
+    if info.role == "embedding":
+        return spec.init.embedding_std or std
+    if info.residual and spec.init.residual == "depth":
+        return std / (2 * spec.depth) ** 0.5
+    if info.residual and spec.init.residual == "wang":
+        return 2 / (spec.depth * spec.width ** 0.5)
+    return std
+
+
+def initial_value(spec: ModelSpec, seed: int, name: str, info: ParameterInfo, device: torch.device) -> Tensor:
+    """The whole fp32 parameter `name`, [info.shape]."""
+    value = torch.empty(info.shape, dtype=torch.float32, device=device)
+    if info.role in ("norm", "bias"):
+        return value.fill_(1 - spec.norm.offset if info.role == "norm" and name.endswith("weight") else 0)
+    std, generator = initial_std(spec, info), torch.Generator(device).manual_seed(name_seed(seed, name))
+    if spec.init.truncate:
+        limit = spec.init.truncate * std
+        return nn.init.trunc_normal_(value, 0.0, std, -limit, limit, generator=generator)
+    return value.normal_(0.0, std, generator=generator)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, value: Weights) -> None:
+    """Sets every parameter, sharded or not, from whole tensors; also fills the buffers. Every rank passes the same values."""
+    infos = parameter_infos(model)
+    for name, parameter in model.named_parameters():
+        whole = value(name, infos[name]).to(parameter.device)
+        if isinstance(parameter, DTensor):  # each rank slices its own copy, nothing is sent
+            shape, offsets = extent(parameter)
+            part = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape))]
+            parameter.to_local().copy_(part)
+        else:
+            parameter.copy_(whole)
+    reset_buffers(model)
+
+
+def reset_buffers(model: nn.Module) -> None:
+    """Fills all buffers; they depend on the spec alone."""
+    for module in model.modules():
+        if hasattr(module, "reset_buffers"):
+            module.reset_buffers()
+
+
+def initialize(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device, weights: Weights | None = None) -> None:
+    """Sets all weights of a (sharded, materialised) model: the given ones, or freshly drawn."""
+    fill(model, weights or initial_weights(spec, seed, device))
+
+
+def initial_weights(spec: ModelSpec, seed: int, device: torch.device) -> Weights:
+    """Freshly drawn weights, by name."""
+    return partial(initial_value, spec, seed, device=device)

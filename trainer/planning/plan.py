@@ -1,0 +1,138 @@
+"""The plan: how one model is laid over the ranks. Which plans are legal is decided here and nowhere else.
+
+Pure functions of the configuration and the number of processes; no process group is needed to check a plan.
+"""
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from trainer.config import ConfigError, ParallelConfig
+from trainer.config.model import ModelSpec
+from trainer.config.fields import divisors
+from trainer.planning.deepspeed import check_parallel
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved plan. `world = pp * replicate * shard * tp`, ranks ordered with tp fastest."""
+    world: int
+    pp: int
+    replicate: int
+    shard: int
+    tp: int
+    stage: int
+    offload: bool
+    engine: str = "torch"
+    nvme: bool = False
+    sum_on_host: bool = False
+
+    @property
+    def dp(self) -> int:
+        """Ranks that see different data."""
+        return self.replicate * self.shard
+
+    def describe(self) -> str:
+        parts = [f"{name}{size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1]
+        return " x ".join([f"dp{self.dp}", *parts]) + f", ZeRO-{self.stage}" + (
+            f" over {self.shard} of {self.dp} ranks" if self.stage and self.shard < self.dp else "") + (
+            ", on a disk" if self.nvme else ", offloaded to host memory" if self.offload else "") + (", DeepSpeed" if self.engine == "deepspeed" else "")
+
+
+def check_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = None, node: int | None = None) -> list[str]:
+    """Everything that makes the plan impossible on `world` processes, one sentence each.
+
+    spec: the model, where it is known; node: processes on this machine, all of them if None.
+    """
+    problems = [f"parallel.{name}={size} must be at least 1" for name in ("tp", "pp") if (size := getattr(parallel, name)) < 1]
+    if parallel.dp != -1 and parallel.dp < 1:
+        problems.append(f"parallel.dp={parallel.dp} must be positive, or -1 for the processes that are left")
+    if problems:
+        return problems
+    problems = _check_tensor(parallel, spec, world, node or world) + _check_depth(parallel, spec)
+    model, dp, stage = parallel.tp * parallel.pp, parallel.dp, parallel.zero.stage
+    degrees = f"parallel.tp={parallel.tp} x parallel.pp={parallel.pp}" + ("" if dp == -1 else f" x parallel.dp={dp}")
+    if world % model or dp not in (-1, world // model):
+        ways = [f"start {model * max(dp, 1)} with --nproc-per-node"]
+        if world % model == 0:
+            ways.append(f"set parallel.dp={world // model}, or -1 for what is left")
+        else:
+            fitting = [(n, parallel.pp) for n in divisors(world) if n < parallel.tp and world % (n * parallel.pp) == 0][-1:]
+            fitting += [(parallel.tp, n) for n in divisors(world) if n < parallel.pp and world % (n * parallel.tp) == 0][-1:]
+            fitting = fitting or [(1, 1)]
+            ways += [f"set parallel.tp={tp} parallel.pp={pp}" for tp, pp in fitting]
+        needs = f"needs {model * dp} processes" if dp != -1 else f"needs a multiple of {model} processes"
+        return [*problems, f"{degrees} {needs}, but {world} run; {', or '.join(ways)}"]
+    dp = world // model
+    if parallel.shard != -1 and parallel.shard not in divisors(dp):
+        problems.append(f"parallel.shard={parallel.shard} does not divide the {dp} data-parallel ranks; legal: "
+                        f"{', '.join(map(str, divisors(dp)))}, or -1 for all")
+    if stage == 0 and parallel.shard not in (-1, 1):
+        problems.append(f"parallel.shard={parallel.shard} has nothing to share at parallel.zero.stage=0; set parallel.zero.stage=1, 2 or 3, "
+                        "or parallel.shard=-1")
+    if stage == 0 and parallel.zero.offload:
+        problems.append("parallel.zero.offload=true keeps sharded state in host memory, and parallel.zero.stage=0 shards none; "
+                        "set parallel.zero.stage=1, 2 or 3")
+    if parallel.zero.sum_on_host and not (parallel.zero.offload and stage >= 2 and parallel.zero.engine == "torch"):
+        problems.append("parallel.zero.sum_on_host=true is for gradients that FSDP offloads after every micro-batch; set parallel.zero.offload=true, "
+                        "parallel.zero.stage=2 or 3 and parallel.zero.engine=torch, or parallel.zero.sum_on_host=false")
+    elif parallel.zero.sum_on_host and parallel.shard not in (-1, dp):
+        problems.append(f"parallel.zero.sum_on_host=true: with replicas (parallel.shard={parallel.shard} of {dp} ranks) FSDP adds up on the device; "
+                        "set parallel.shard=-1, or parallel.zero.sum_on_host=false")
+    return problems + check_parallel(parallel, dp, world // (node or world))
+
+
+def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, node: int) -> list[str]:
+    """What keeps the model from being cut into parallel.tp parts, or those from staying inside a node of `node` processes."""
+    tp, problems = parallel.tp, []
+    if spec is not None and tp > 1:
+        shapes = [(a.heads, a.kv_heads) for a in (spec.layer(index).attention for index in range(spec.depth))]
+        wrong = next(((heads, keys) for heads, keys in shapes if not cuts(heads, keys, tp)), None)
+        if wrong is not None:
+            legal = [n for n in divisors(wrong[0]) if all(cuts(heads, keys, n) for heads, keys in shapes)]
+            problems.append(f"parallel.tp={tp} does not divide model.attention.heads={wrong[0]} with kv_heads={wrong[1]}; legal: "
+                            f"{', '.join(map(str, legal))}")
+        sizes = {"model.vocab_size": spec.vocab_size, "model.feed_forward.width": min(
+            spec.layer(index).feed_forward.width for index in range(spec.depth))}
+        problems += [f"parallel.tp={tp} leaves ranks without a part of {name}={size}; legal: up to "
+                     f"{max(n for n in range(1, tp) if fills(size, n))}" for name, size in sizes.items() if not fills(size, tp)]
+    if node < world and node % tp and not parallel.tp_across_nodes:
+        problems.append(f"parallel.tp={tp} spans nodes of {node} processes, and tensor parallelism is slow over their links; set "
+                        f"parallel.tp={max(n for n in divisors(node) if n <= tp)} and use parallel.pp, or force it with parallel.tp_across_nodes=true")
+    return problems
+
+
+def node_size(world: int) -> int:
+    """Processes on this machine: of the launcher's LOCAL_WORLD_SIZE, else all. Raises `ConfigError`."""
+    given = os.environ.get("LOCAL_WORLD_SIZE", str(world))
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError(f"LOCAL_WORLD_SIZE={given} in the environment must be the number of processes on this machine; unset it, or start with torchrun")
+    return int(given)
+
+
+def cuts(heads: int, kv_heads: int, tp: int) -> bool:
+    """Whether each of `tp` ranks gets as many heads, with the key-value heads that they look at."""
+    return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def fills(size: int, tp: int) -> bool:
+    """Whether each of `tp` ranks has a part when `size` is cut into equal parts, the last ones smaller."""
+    return -(-size // tp) * (tp - 1) < size
+
+
+def _check_depth(parallel: ParallelConfig, spec: ModelSpec | None) -> list[str]:
+    if spec is None or parallel.pp <= spec.depth:
+        return []
+    return [f"parallel.pp={parallel.pp} exceeds the {spec.depth} layers of the model; legal: up to {spec.depth}"]
+
+
+def resolve_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = None, node: int | None = None) -> Plan:
+    """The plan on `world` processes. Raises `ConfigError` with all problems."""
+    problems = check_plan(parallel, world, spec, node)
+    if problems:
+        raise ConfigError(problems)
+    stage, dp = parallel.zero.stage, world // (parallel.tp * parallel.pp)
+    shard = 1 if stage == 0 else dp if parallel.shard == -1 else parallel.shard
+    return Plan(world=world, pp=parallel.pp, replicate=dp // shard, shard=shard, tp=parallel.tp, stage=stage,
+                offload=parallel.zero.offload or parallel.zero.nvme is not None, engine=parallel.zero.engine, nvme=parallel.zero.nvme is not None,
+                sum_on_host=parallel.zero.sum_on_host)

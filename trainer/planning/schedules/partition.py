@@ -1,0 +1,151 @@
+"""Which layers make a stage: a contiguous split of the model whose slowest stage is as fast as can be.
+
+The first stage also holds the embedding, the last the final norm, head and loss, and both are counted.
+"""
+from __future__ import annotations
+
+from itertools import accumulate
+from math import inf
+from typing import Any, Callable, Sequence
+
+from trainer.config import ConfigError
+from trainer.planning.cost.stages import LayerCosts
+
+Split = tuple[range, ...]
+
+ROUNDING = 1e-9  # sums of the same numbers in another order differ by less, relative to their size
+
+
+def partition(layers: LayerCosts, stages: int, placement: Sequence[int] | None = None) -> Split:
+    """The split into stages of at least one layer each that minimises the largest stage cost (forward and full backward).
+
+    Among equals, the sum of squared stage costs is minimised. Exact, by dynamic programming in O(stages x layers^2). With a placement (by stage, its rank) that gives a rank several stages, layers
+    then move between stages while that lowers the largest sum of costs on a rank, see `balance`.
+    Raises `ConfigError` where there are fewer layers than stages.
+    """
+    depth = layers.depth
+    if stages > depth:
+        raise ConfigError(f"parallel.pp x parallel.pipeline.chunks={stages} stages, but model.depth={depth} has a layer for each of at "
+                          f"most {depth}; lower parallel.pp or parallel.pipeline.chunks")
+    cost = StageSums(layers.total, stages)
+    largest = solve(depth, stages, cost, max)[0] * (1 + ROUNDING)
+    _, split = solve(depth, stages, lambda *stage: cost(*stage) ** 2 if cost(*stage) <= largest else inf,
+                     lambda before, stage: before + stage)
+    return split if placement is None or len(set(placement)) == stages else balance(layers, split, placement)
+
+
+class StageSums:
+    """Sums of a quantity by unit over the layers `start` to `stop` of a stage, with what else its stage holds."""
+
+    def __init__(self, units: Sequence[float], stages: int):
+        self.sums, self.first, self.last, self.final = [0.0, *accumulate(units[1:-1])], units[0], units[-1], stages - 1
+
+    def __call__(self, stage: int, start: int, stop: int) -> float:
+        return (self.sums[stop] - self.sums[start] + (self.first if stage == 0 else 0.0) + (self.last if stage == self.final else 0.0))
+
+
+def solve(depth: int, stages: int, value: Callable[[int, int, int], float], join: Callable[[float, float], float],
+          ) -> tuple[float, Split]:
+    """The split with the least joined `value(stage, start, stop)`, and that least value."""
+    best = [0.0] + [inf] * depth  # by number of layers in the stages so far
+    starts: list[list[int]] = []
+    for stage in range(stages):
+        after, chosen = [inf] * (depth + 1), [0] * (depth + 1)
+        for stop in range(stage + 1, depth - (stages - stage - 1) + 1):
+            for start in range(stage, stop):
+                if best[start] < after[stop]:  # values are not negative, so a joined value is at least this
+                    joined = join(best[start], value(stage, start, stop))
+                    if joined < after[stop]:
+                        after[stop], chosen[stop] = joined, start
+        best = after
+        starts.append(chosen)
+    split, stop = [], depth
+    for chosen in reversed(starts):
+        split.append(range(chosen[stop], stop))
+        stop = chosen[stop]
+    return best[depth], tuple(reversed(split))
+
+
+def even(depth: int, stages: int) -> Split:
+    """As many layers on every stage, or one more on the first ones."""
+    return from_sizes([depth // stages + (stage < depth % stages) for stage in range(stages)])
+
+
+def from_sizes(sizes: Sequence[int]) -> Split:
+    stops = list(accumulate(sizes))
+    return tuple(range(stop - size, stop) for size, stop in zip(sizes, stops))
+
+
+def explicit(split: Sequence[int], depth: int, stages: int) -> Split:
+    """The split given as numbers of layers by stage. Raises `ConfigError` where it is none of this model and plan."""
+    shown = "parallel.pipeline.split=[" + ",".join(map(str, split)) + "]"
+    sizes = list(split)
+    legal = "[" + ",".join(str(len(part)) for part in even(depth, stages)) + "]" if stages <= depth else "fewer stages"
+    if len(sizes) != stages:
+        raise ConfigError(f"{shown} has {len(sizes)} entries, but parallel.pp x parallel.pipeline.chunks makes {stages} stages; "
+                          f"legal: for example {legal}, or balanced")
+    if any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
+        raise ConfigError(f"{shown} must give every stage at least one layer; legal: for example {legal}, or balanced")
+    if sum(sizes) != depth:
+        raise ConfigError(f"{shown} adds up to {sum(sizes)} layers, but model.depth={depth}; legal: for example {legal}, "
+                          "or balanced")
+    return from_sizes(sizes)
+
+
+def balance(layers: LayerCosts, split: Split, placement: Sequence[int]) -> Split:
+    """A split whose most expensive rank, all its stages together, costs less; `split` itself where none is found.
+
+    Each step takes a layer from one stage and gives one to another, which shifts the stages between by a layer.
+    """
+    total = StageSums(layers.total, len(split))
+
+    def score(candidate: Split) -> tuple[float, float]:
+        ranks = dict.fromkeys(placement, 0.0)
+        for stage, part in enumerate(candidate):
+            ranks[placement[stage]] += total(stage, part.start, part.stop)
+        return max(ranks.values()), sum(cost ** 2 for cost in ranks.values())
+
+    return improve(split, score, transfers)
+
+
+def improve(split: Split, score: Callable[[Split], Any], moves: Callable[[Split], list[Split]], steps: int = 1000) -> Split:
+    """Follows the best of `moves(split)` while `score` (a number or tuple of numbers) falls, at most `steps` times."""
+    best = score(split)
+    for _ in range(steps):
+        scored = [(score(move), tuple(map(len, move)), move) for move in moves(split)]
+        if not scored or not clearly_less(min(scored)[0], best):
+            break
+        best, _, split = min(scored)
+    return split
+
+
+def clearly_less(a: Any, b: Any) -> bool:
+    """Whether a number, or the first number of a tuple that differs, is lower by more than rounding."""
+    for x, y in zip(a if isinstance(a, tuple) else (a,), b if isinstance(b, tuple) else (b,)):
+        if abs(x - y) > ROUNDING * max(abs(x), abs(y)):
+            return x < y
+    return False
+
+
+def transfers(split: Split) -> list[Split]:
+    """All splits with one layer less on one stage and one more on another."""
+    sizes = [len(part) for part in split]
+    found = []
+    for giver in range(len(sizes)):
+        for taker in range(len(sizes)):
+            if giver != taker and sizes[giver] > 1:
+                found.append(from_sizes([size - (stage == giver) + (stage == taker) for stage, size in enumerate(sizes)]))
+    return found
+
+
+def neighbours(split: Split) -> list[Split]:
+    """All splits with one boundary moved by one layer."""
+    stops = [part.stop for part in split]
+    found = []
+    for boundary in range(len(stops) - 1):
+        for step in (-1, 1):
+            moved = [stop + step * (index == boundary) for index, stop in enumerate(stops)]
+            sizes = [stop - start for start, stop in zip([0, *moved], moved)]
+            if min(sizes) > 0:
+                found.append(from_sizes(sizes))
+    return found

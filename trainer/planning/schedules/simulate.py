@@ -1,0 +1,192 @@
+"""How long a schedule takes and what it holds: an event simulation on the costs of stages.
+
+A rank computes its actions in order, each as soon as its input has arrived. Transfers between ranks overlap with
+computation and cost latency only. Parameters of a rank's stages are gathered one stage after the other from the step's
+start, in the order of their first use; gradients are reduced one stage after the other, each after the stage's last
+backward action; both overlap with computation.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from trainer.planning.cost.stages import StageCosts
+from trainer.planning.schedules.ir import Action, Schedule, flat
+
+
+class Span(NamedTuple):
+    """When an action ran, in seconds from the step's start."""
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The course of one step.
+
+    makespan: seconds from the first action to the end of the last action or reduction.
+    busy: by rank, seconds of computation. memory: by rank, the largest sum of held activations, in the unit of the costs.
+    actions, ends: by rank, what ran (the parts of an OVERLAP_F_B one after the other) and when it ended.
+    """
+    makespan: float
+    busy: tuple[float, ...]
+    memory: tuple[float, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
+    costs: StageCosts
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """By rank, the share of the step in which it does not compute."""
+        return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they do not compute: 1 - busy / (ranks x makespan)."""
+        return sum(self.bubbles) / len(self.busy)
+
+    @cached_property
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """By rank, when each action ran."""
+        seconds = {"F": self.costs.f, "I": self.costs.i, "W": self.costs.w, "B": self.costs.b}
+        return tuple(tuple(Span(action, end - seconds[action.kind][action.stage], end) for action, end in zip(actions, ends))
+                     for actions, ends in zip(self.actions, self.ends))
+
+    @cached_property
+    def memory_curve(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """By rank, (time, held activations from then on): they grow when a forward action starts, change when a backward one ends."""
+        train = any(action.kind != "F" for order in self.actions for action in order)
+        curves = []
+        for spans in self.spans:
+            held, curve = 0.0, [(0.0, 0.0)]
+            for action, start, end in spans:
+                held += held_change(action, self.costs, train)
+                curve.append((start if action.kind == "F" else end, held))
+            curves.append(tuple(curve))
+        return tuple(curves)
+
+
+def held_change(action: Action, costs: StageCosts, train: bool) -> float:
+    """By how much an action changes what its rank holds; without backward passes nothing is held for them."""
+    if not train:
+        return 0.0
+    share = {"F": 1.0, "I": costs.kept - 1.0, "W": -costs.kept, "B": -1.0}[action.kind]
+    return share * costs.activation[action.stage]
+
+
+def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
+    """Runs a schedule, with or without backward passes, in time linear in its actions.
+
+    Raises `ValueError` where costs are for another number of stages, and where the schedule cannot finish: it names
+    every rank that waits, its action and what that waits for.
+    """
+    if costs.stages != schedule.stages:
+        raise ValueError(f"costs of {costs.stages} stages for schedule {schedule.name} of {schedule.stages}")
+    orders = tuple(tuple(flat(order)) for order in schedule.orders)
+    stages, count, placement = schedule.stages, schedule.microbatches, schedule.placement
+    size, last, train = stages * count, stages - 1, schedule.trains
+    held = {kind: [held_change(Action(stage, kind, 0), costs, train) for stage in range(stages)] for kind in "FIWB"}
+    # hop[s]: seconds between stage s and s + 1.
+    hop = [costs.transfer if placement[stage] != placement[stage + 1] else 0.0 for stage in range(last)] + [0.0]
+    gathered = gather_ends(orders, costs)
+    done = [-1.0] * (2 * size)  # when a forward action ended (stage x count + micro-batch), then when a gradient was there
+    waiting: dict[int, int] = {}  # what a rank waits for -> the rank
+    ends: list[list[float]] = [[] for _ in orders]
+    free, busy, memory, peak = [0.0] * len(orders), [0.0] * len(orders), [0.0] * len(orders), [0.0] * len(orders)
+    final = [0.0] * stages
+    seconds_f, seconds_i, seconds_w, seconds_b, host = costs.f, costs.i, costs.w, costs.b, costs.host
+    runnable = list(range(len(orders)))[::-1]
+    while runnable:
+        rank = runnable.pop()
+        order, mine, now, worked, bytes_held, most = orders[rank], ends[rank], free[rank], busy[rank], memory[rank], peak[rank]
+        for position in range(len(mine), len(order)):
+            action = order[position]
+            kind, stage = action.kind, action.stage
+            slot = stage * count + action.microbatch
+            if kind == "F":
+                need, seconds, own = slot - count, seconds_f[stage], slot
+                ready = gathered[stage]
+                if stage:
+                    arrival = done[need]
+                    if arrival < 0:
+                        waiting[need] = rank
+                        break
+                    arrival += hop[stage - 1]
+                    if arrival > ready:
+                        ready = arrival
+            else:
+                own = size + slot
+                if kind == "W":
+                    need, seconds = own, seconds_w[stage]
+                else:
+                    need = own + count if stage < last else slot
+                    seconds = seconds_i[stage] if kind == "I" else seconds_b[stage]
+                ready = done[need]
+                if ready < 0:
+                    waiting[need] = rank
+                    break
+                if kind != "W":
+                    ready += hop[stage]
+            end = (ready if ready > now else now) + host + seconds
+            now = end
+            worked += seconds
+            bytes_held += held[kind][stage]
+            if bytes_held > most:
+                most = bytes_held
+            mine.append(end)
+            if kind == "W":
+                final[stage] = end
+                continue
+            if kind == "B":
+                final[stage] = end
+            done[own] = end
+            if own in waiting:
+                runnable.append(waiting.pop(own))
+        free[rank], busy[rank], memory[rank], peak[rank] = now, worked, bytes_held, most
+    blocked = [rank for rank, order in enumerate(orders) if len(ends[rank]) < len(order)]
+    if blocked:
+        raise ValueError(deadlock(schedule, orders, {rank: len(ends[rank]) for rank in blocked}))
+    makespan = max([*free, *reduce_ends(schedule, costs, final)], default=0.0) if train else max(free, default=0.0)
+    return Simulation(makespan, tuple(busy), tuple(peak), orders, tuple(map(tuple, ends)), costs)
+
+
+def gather_ends(orders: tuple[tuple[Action, ...], ...], costs: StageCosts) -> list[float]:
+    """By stage, when its parameters are there."""
+    ends = [0.0] * costs.stages
+    if any(costs.unshard):
+        for order in orders:
+            now = 0.0
+            for stage in dict.fromkeys(action.stage for action in order):
+                now += costs.unshard[stage]
+                ends[stage] = now
+    return ends
+
+
+def reduce_ends(schedule: Schedule, costs: StageCosts, final: list[float]) -> list[float]:
+    """By rank, when its last gradients are reduced. final: by stage, the end of its last backward action."""
+    ends = [0.0] * schedule.ranks
+    if any(costs.reduce):
+        for stage in sorted(range(costs.stages), key=lambda stage: final[stage]):
+            rank = schedule.placement[stage]
+            ends[rank] = max(ends[rank], final[stage]) + costs.reduce[stage]
+    return ends
+
+
+def deadlock(schedule: Schedule, orders: tuple[tuple[Action, ...], ...], positions: dict[int, int]) -> str:
+    """What every blocked rank waits for. positions: by blocked rank, its next action."""
+    lines = []
+    for rank, position in positions.items():
+        action = orders[rank][position]
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind == "F":
+            need = str(Action(stage - 1, "F", microbatch))
+        elif action.kind == "W":
+            need = str(Action(stage, "I", microbatch))
+        elif stage == schedule.stages - 1:
+            need = str(Action(stage, "F", microbatch))
+        else:
+            need = f"{Action(stage + 1, 'I', microbatch)} or {Action(stage + 1, 'B', microbatch)}"
+        lines.append(f"rank {rank} at position {position}, {action}, waits for {need}")
+    return f"schedule {schedule.name} cannot finish: " + "; ".join(lines)

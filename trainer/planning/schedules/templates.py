@@ -1,0 +1,296 @@
+"""The known pipeline schedules by name, built for any number of ranks and micro-batches.
+
+A template is an order of forwards and backwards for each rank. Zero-bubble templates order F and I only and state how many
+activations a rank may hold; `greedy.list_schedule` then places W, counting F, I and W as equally long.
+"""
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Literal
+
+from trainer.config import ConfigError
+from trainer.planning.cost.stages import StageCosts
+from trainer.planning.schedules.greedy import Line, fits, least_cap, list_schedule
+from trainer.planning.schedules.ir import Action, Schedule, flat
+
+
+@dataclass(frozen=True)
+class Template:
+    """A schedule that can be built for any number of ranks.
+
+    build: from ranks, micro-batches, chunks and group size (None for templates without groups).
+    placement: how stages lie on ranks, see `place`.
+    chunks: legal stages per rank, the default first; None for any number, 2 by default.
+    splits: whether it computes I and W apart, so that linear layers have to defer weight gradients.
+    groups: whether it has a group size.
+    """
+    build: Callable[[int, int, int, int | None], Schedule]
+    placement: Literal["loop", "v"]
+    chunks: tuple[int, ...] | None
+    splits: bool
+    groups: bool = False
+
+
+def place(ranks: int, chunks: int, style: Literal["loop", "v"]) -> tuple[int, ...]:
+    """By stage, the rank that holds it: "loop" goes through the ranks again for each chunk, "v" turns at the ends, so that
+    the stages on both sides of a turn share a rank."""
+    return tuple(ranks - 1 - rank if style == "v" and chunk % 2 else rank for chunk in range(chunks) for rank in range(ranks))
+
+
+def build_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None, group_size: int | None = None) -> Schedule:
+    """The named template. Raises `ConfigError` naming the setting and a legal value."""
+    problems = []
+    template = TEMPLATES.get(name)
+    if ranks < 1:
+        problems.append(f"parallel.pp={ranks} must be at least 1")
+    if microbatches < 1:
+        problems.append(f"batch.accumulation={microbatches} must be at least 1: a step has a micro-batch or more")
+    if template is None:
+        problems.append(f"parallel.pipeline.schedule={name} is not a template; legal: {', '.join(TEMPLATES)}")
+        raise ConfigError(problems)
+    if chunks is None:
+        chunks = template.chunks[0] if template.chunks else 2
+    if template.chunks and chunks not in template.chunks:
+        problems.append(f"parallel.pipeline.chunks={chunks}: schedule={name} places {template.chunks[0]} on each rank; legal: "
+                        f"{', '.join(map(str, template.chunks))}" + (", or parallel.pipeline.schedule=interleaved" if chunks > 0 else ""))
+    elif chunks < 1:
+        problems.append(f"parallel.pipeline.chunks={chunks} must be at least 1")
+    if group_size is not None and not template.groups:
+        problems.append(f"parallel.pipeline.group_size={group_size} has no meaning for schedule={name}; leave it out, or use "
+                        "parallel.pipeline.schedule=interleaved")
+    elif group_size is not None and not problems and not (low := min(ranks, microbatches)) <= group_size <= microbatches:
+        problems.append(f"parallel.pipeline.group_size={group_size}: a group has a micro-batch for each of the parallel.pp={ranks} ranks "
+                        f"or more, and at most the step's {microbatches} micro-batches; legal: "
+                        + (f"{low} to {microbatches}" if low < microbatches else str(low)))
+    if problems:
+        raise ConfigError(problems)
+    return template.build(ranks, microbatches, chunks, group_size)
+
+
+def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
+    """Forwards only, for evaluation: micro-batches flow through the ranks without a gap, the latest stage first."""
+    return list_schedule("forward_only", StageCosts.uniform(len(placement)), placement, microbatches, trains=False)[0]
+
+
+def greedy(costs: StageCosts, placement: tuple[int, ...], microbatches: int, cap: float | None = None, split: bool = True,
+           patience: float = 0.5) -> Schedule:
+    """The schedule that list scheduling finds for measured costs, under a memory cap.
+
+    Ranks take what is ready, or keep to an order of forwards and backwards that suits the placement; backwards are split or
+    full. Of these, where they fit the cap, the one that takes least time.
+    cap: the most activation a rank may hold, in the unit of `costs.activation`. Too little for one micro-batch raises
+    `ConfigError`. split: False for full backwards only. patience: a W does not start if an F or I is due within this share of
+    its duration.
+    """
+    found = []
+    for splits in (True, False) if split else (False,):
+        if splits and cap is not None and cap < least_cap(costs, placement):
+            continue  # with much recompute an I leaves more than fits, where a full backward leaves nothing
+        lines = _lines_for(placement, microbatches, "I" if splits else "B")
+        options = [None, *(line for line in lines if fits(line, costs, placement, cap))]
+        found += [list_schedule("greedy", costs, placement, microbatches, cap=cap, split=splits, patience=patience, lines=option)
+                  for option in options]
+    return min(found, key=lambda result: result[1])[0]
+
+
+def _lines_for(placement: tuple[int, ...], microbatches: int, backward: str) -> Iterator[list[Line]]:
+    ranks = max(placement) + 1
+    chunks = len(placement) // ranks
+    if placement == place(ranks, 2, "v"):
+        yield from (_wave(ranks, microbatches, block, backward) for block in BLOCKS)
+    if placement == place(ranks, chunks, "loop"):
+        yield _interleave(ranks, microbatches, chunks, max(1, min(ranks, microbatches)), backward)
+    if placement == place(ranks, 1, "loop"):
+        yield _interleave(ranks, microbatches, 1, 1, backward, warmup=2)
+
+
+def _gpipe(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
+    """All forwards, then all backwards (Huang et al. 2018, arXiv 1811.06965). Holds every micro-batch's activations."""
+    orders = tuple(tuple(Action(rank, kind, m) for kind in "FB" for m in range(microbatches)) for rank in range(ranks))
+    return Schedule("gpipe", orders, place(ranks, 1, "loop"), microbatches)
+
+
+def _one_forward_one_backward(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
+    """1F1B: a rank at distance d from the last holds d + 1 micro-batches (Narayanan et al. 2019)."""
+    lines = _interleave(ranks, microbatches, 1, 1, "B")
+    return Schedule("1f1b", tuple(map(tuple, lines)), place(ranks, 1, "loop"), microbatches)
+
+
+def _interleaved(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
+    """Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2): the bubble of 1F1B divided by the chunks.
+
+    Micro-batches pass the ranks in groups: all of a group through one chunk, then through the next. Groups are as equal as
+    `group_size` or more micro-batches each allow, so that any number of micro-batches is legal. Larger groups hold more
+    activations and leave transfers more time.
+    """
+    lines = _interleave(ranks, microbatches, chunks, group_size or ranks, "B")
+    return Schedule("interleaved", tuple(map(tuple, lines)), place(ranks, chunks, "loop"), microbatches)
+
+
+def _interleave(ranks: int, microbatches: int, chunks: int, group_size: int, backward: str, warmup: int | None = None) -> list[Line]:
+    """Groups of micro-batches through the chunks; each rank first does the forwards that keep the last rank busy until its
+    first backward comes back, then a forward and a backward by turns.
+
+    warmup: forwards done ahead for each rank that follows. 1 is enough for one chunk, and for several 2, since by then each
+    rank on the way does a backward between two forwards.
+    """
+    count = max(1, microbatches // group_size)
+    # The largest groups come first: a rank can start the backwards of a group only if its warm-up reaches the last chunk.
+    sizes = [microbatches // count + (n < microbatches % count) for n in range(count)]
+    groups = [range(sum(sizes[:n]), sum(sizes[:n + 1])) for n in range(count)]
+    warmup = warmup or (1 if chunks == 1 else 2)
+    lines = []
+    for rank in range(ranks):
+        stages = range(rank, ranks * chunks, ranks)
+        forwards = [Action(stage, "F", m) for group in groups for stage in stages for m in group]
+        backwards = [Action(stage, backward, m) for group in groups for stage in reversed(stages) for m in group]
+        ahead = (chunks - 1) * sizes[0] + warmup * (ranks - 1 - rank)
+        pairs = zip_longest(forwards[ahead:], backwards)
+        lines.append(forwards[:ahead] + [action for pair in pairs for action in pair if action])
+    return lines
+
+
+def _zero_bubble(name: str, warmup: int) -> Callable[[int, int, int, int | None], Schedule]:
+    """ZB-H1 and ZB-H2 (Qi et al. 2023, arXiv 2401.10241): 1F1B with W in the gaps. With one forward ahead for each rank that
+    follows the memory is that of 1F1B's first rank, on all ranks; with two no rank idles between its first and last action."""
+    def build(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
+        lines = _interleave(ranks, microbatches, 1, 1, "I", warmup)
+        return _fill(name, place(ranks, 1, "loop"), microbatches, lines, warmup * (ranks - 1) + 1)
+    return build
+
+
+@dataclass(frozen=True)
+class Block:
+    """The course of one micro-batch through a V of two chunks per rank, in slots of one F, I or W of one chunk.
+
+    Every rank spends six slots on a micro-batch, so the next one follows six slots later; no two passes may meet on a rank,
+    that is have equal times modulo six.
+    hops: slots from one rank to the next: forward down (chunk 0) and up (chunk 1), backward down (chunk 1) and up (chunk 0).
+    turns: slots lost between these four passes, by the number of ranks. The sum of the hops is the memory: activations live
+    from the forward to the backward on each rank, so twelve slots a rank fill ranks micro-batches' worth.
+    """
+    hops: tuple[int, int, int, int]
+    turns: Callable[[int], tuple[int, int, int]]
+
+    def times(self, rank: int, ranks: int) -> tuple[int, int, int, int]:
+        """When the rank does F of chunk 0, F of chunk 1, I of chunk 1, I of chunk 0 for micro-batch 0."""
+        times, start = [], 0
+        for number, (hop, turn) in enumerate(zip(self.hops, (*self.turns(ranks), 0))):
+            times.append(start + hop * (rank if number % 2 == 0 else ranks - 1 - rank))
+            start += hop * (ranks - 1) + 1 + turn
+        return tuple(times)
+
+
+BLOCKS = (Block((2, 4, 2, 4), lambda ranks: (0, 0, 0)),
+          Block((1, 2, 1, 2), lambda ranks: (0, 0, 1) if ranks % 2 else (3, 1, 3)),
+          Block((1, 1, 1, 1), lambda ranks: (0, 0, 0) if ranks % 3 else (2, 0, 2)))
+"""By falling memory and rising bubble: V-ZB, V-half, V-min (Qi et al. 2024, arXiv 2405.15362, section 3)."""
+
+
+def _wave(ranks: int, microbatches: int, block: Block, backward: str) -> list[Line]:
+    lines = []
+    for rank in range(ranks):
+        down, up = rank, 2 * ranks - 1 - rank
+        passes = list(zip(block.times(rank, ranks), ((down, "F"), (up, "F"), (up, backward), (down, backward))))
+        timed = sorted((time + 6 * m, stage, kind, m) for m in range(microbatches) for time, (stage, kind) in passes)
+        lines.append([Action(stage, kind, m) for _, stage, kind, m in timed])
+    return lines
+
+
+def _wave_schedule(name: str, memory: Callable[[int], int]) -> Callable[[int, int, int, int | None], Schedule]:
+    """The V schedule of the smallest bubble within `memory(ranks)` micro-batches' activations."""
+    def build(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
+        costs, placement, cap = _unit_costs(2 * ranks), place(ranks, 2, "v"), 2 * memory(ranks)
+        lines = next(lines for block in BLOCKS if fits(lines := _wave(ranks, microbatches, block, "I"), costs, placement, cap))
+        return _fill(name, placement, microbatches, lines, cap)
+    return build
+
+
+def _fill(name: str, placement: tuple[int, ...], microbatches: int, lines: list[Line], cap: float) -> Schedule:
+    """Places W into the lines, for F, I and W of one length and a cap in activations of one stage."""
+    return list_schedule(name, _unit_costs(len(placement)), placement, microbatches, cap=cap, lines=lines)[0]
+
+
+def _unit_costs(stages: int) -> StageCosts:
+    """Activations count until W, as published peak memories do."""
+    return StageCosts.uniform(stages, kept=1.0)
+
+
+def _dualpipe_v(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
+    """DualPipeV (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1, halved to a V): forwards paired with backwards of other
+    micro-batches, for models whose two passes overlap; ranks without that run them one after the other.
+
+    Made for two micro-batches a rank or more; with fewer it is the same order without those that are missing.
+    """
+    orders = []
+    for rank in range(ranks):
+        after, order, steps = ranks - 1 - rank, [], _DualPipeSteps(rank, 2 * ranks - 1 - rank)
+        order += [steps.forward(0) for _ in range(2 * after)]
+        for _ in range(rank + 1):
+            order += steps.forward(0), steps.forward(1)
+        for _ in range(after):
+            order += steps.backward(1, split=True), steps.weight(), steps.forward(1)
+        for number in range(max(microbatches, 2 * ranks) - 2 * ranks + rank + 1):
+            pair = steps.forward(0), steps.backward(1)
+            # The last rank has the backward's forward just behind it: paired, its first two passes would only wait longer.
+            order += pair if number == 0 and after == 0 else [_overlap(*pair)]
+            order.append(_overlap(steps.forward(1), steps.backward(0)))
+        for _ in range(after):
+            order += steps.backward(1), _overlap(steps.forward(1), steps.backward(0))
+        for number in range(2 * (rank + 1)):
+            order.append(steps.backward(1 - number % 2, split=number > rank))
+        for _ in range(after):
+            order += steps.weight(), steps.backward(0, split=True)
+        order += [steps.weight() for _ in range(rank + 1)]
+        orders.append(tuple(kept for action in order for kept in _within(action, microbatches)))
+    return Schedule("dualpipe_v", tuple(orders), place(ranks, 2, "v"), microbatches)
+
+
+class _DualPipeSteps:
+    """The next action of each kind on the two stages of a rank."""
+
+    def __init__(self, *stages: int):
+        self.stages, self.next, self.weights = stages, Counter[tuple[str, int]](), deque[Action]()
+
+    def forward(self, chunk: int) -> Action:
+        return self._take("F", chunk, "F")
+
+    def backward(self, chunk: int, split: bool = False) -> Action:
+        action = self._take("B", chunk, "I" if split else "B")
+        if split:
+            self.weights.append(replace(action, kind="W"))
+        return action
+
+    def weight(self) -> Action:
+        return self.weights.popleft()
+
+    def _take(self, counter: str, chunk: int, kind: str) -> Action:
+        self.next[counter, chunk] += 1
+        return Action(self.stages[chunk], kind, self.next[counter, chunk] - 1)
+
+
+def _overlap(forward: Action, backward: Action) -> Action:
+    return Action(-1, "OVERLAP_F_B", None, (forward, backward))
+
+
+def _within(action: Action, microbatches: int) -> tuple[Action, ...]:
+    """The action if its micro-batches exist; the part that does of a pair."""
+    kept = tuple(part for part in flat([action]) if part.microbatch < microbatches)
+    return (action,) if action.parts and kept == action.parts else kept
+
+
+TEMPLATES = {
+    "gpipe": Template(_gpipe, "loop", (1,), splits=False),
+    "1f1b": Template(_one_forward_one_backward, "loop", (1,), splits=False),
+    "interleaved": Template(_interleaved, "loop", None, splits=False, groups=True),
+    "zb_h1": Template(_zero_bubble("zb_h1", 1), "loop", (1,), splits=True),
+    "zb_h2": Template(_zero_bubble("zb_h2", 2), "loop", (1,), splits=True),
+    "zb_v": Template(_wave_schedule("zb_v", lambda ranks: ranks), "v", (2,), splits=True),
+    "v_half": Template(_wave_schedule("v_half", lambda ranks: (ranks + 2) // 2), "v", (2,), splits=True),
+    "v_min": Template(_wave_schedule("v_min", lambda ranks: (ranks + 4) // 3), "v", (2,), splits=True),
+    "dualpipe_v": Template(_dualpipe_v, "v", (2,), splits=True),
+}
+"""By the value of `parallel.pipeline.schedule`."""

@@ -1,0 +1,329 @@
+"""Pictures of runs, `python -m trainer.plot RUN...`, and of pipeline schedules, `python -m trainer.plot --schedule NAME...`."""
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, Sequence
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as pyplot
+import numpy
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
+
+from trainer.config import ConfigError
+from trainer.observe import metrics
+from trainer.util.tables import count
+from trainer.planning.schedules import ir
+from trainer.planning.cost.stages import StageCosts
+from trainer.plots.schedule import Timeline, chrome_trace, draw_schedule, read_timeline
+from trainer.planning.schedules.simulate import simulate
+from trainer.planning.schedules.templates import TEMPLATES, build_schedule
+
+# Okabe and Ito's palette, told apart under every common colour blindness, without its yellow; then other dashes.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+DASHES = ("-", "--", ":", "-.")
+STYLE = {
+    "figure.dpi": 150, "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.grid": True,
+    "grid.color": "#e6e6e6", "grid.linewidth": 0.7, "axes.axisbelow": True,
+    "xtick.color": "#444444", "ytick.color": "#444444", "lines.linewidth": 1.5, "legend.frameon": False,
+}
+HELD_OUT = {"linewidth": 1.0, "marker": "o", "markersize": 4.5, "markerfacecolor": "white"}
+X_LABELS = {"step": "optimizer step", "tokens": "tokens"}
+TIMELINES = ("planned", "measured")
+"""Files RUN/schedule/NAME.json of a run with a pipeline, in the order of the panels."""
+SETTINGS = {"parallel.pipeline.schedule": "--schedule", "parallel.pipeline.chunks": "--chunks", "parallel.pp": "--ranks",
+            "batch.accumulation": "--microbatches"}
+"""What the settings of a run are called on this command line."""
+RUN_OPTIONS, SCHEDULE_OPTIONS = ("x", "smooth"), ("ranks", "microbatches", "chunks", "costs")
+
+
+def curve(records: Sequence[dict[str, Any]], x: str, y: str) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """The points of metric `y` over `x` ('step' or 'tokens'); lines without `x` or without the key `y` are passed over,
+    null becomes NaN, which is drawn as a gap."""
+    points = [(record[x], record[y]) for record in records if y in record and record.get(x) is not None]
+    return numpy.array([point[0] for point in points], float), numpy.array([point[1] for point in points], float)
+
+
+def smooth(values: numpy.ndarray, window: int) -> numpy.ndarray:
+    """Centred running mean over `window` points; NaN stays NaN and does not spread. The window is narrow at the start,
+    where curves are steep, and cut off at the end, where they are flat and a narrow one would show noise."""
+    known = numpy.isfinite(values)
+    sums = numpy.concatenate([[0.0], numpy.cumsum(numpy.where(known, values, 0.0))])
+    counts = numpy.concatenate([[0], numpy.cumsum(known)])
+    index = numpy.arange(len(values))
+    reach = numpy.minimum(index, (window - 1) // 2)
+    first, last = index - reach, numpy.minimum(index + reach + 1, len(values))
+    return numpy.where(known, (sums[last] - sums[first]) / numpy.maximum(counts[last] - counts[first], 1), numpy.nan)
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """A short name for each run: as many trailing parts of its path as tell it from the others."""
+    parts = [(folder.parent if folder.is_file() else folder).resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts))):
+        names = ["/".join(path[-length:]) for path in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    return names
+
+
+def draw_metrics(runs: dict[str, Sequence[dict[str, Any]]], x: str = "step", window: int = 1) -> Figure:
+    """Loss, learning rate, gradient norm and throughput of the runs, by name, over `x` ('step' or 'tokens').
+
+    With `window` above 1, loss, gradient norm and throughput are running means over that many logged steps, drawn over
+    the faint original.
+    """
+    with pyplot.rc_context(STYLE):
+        figure, panels = pyplot.subplots(2, 2, figsize=(10, 6.4), sharex=True, layout="constrained")
+        loss, rate, norm, speed = panels.flat
+        held_out = False
+        for index, (name, records) in enumerate(runs.items()):
+            look = _look(index)
+            _line(loss, *curve(records, x, "loss"), window, look)
+            _line(rate, *curve(records, x, "lr"), 1, look)
+            _line(norm, *curve(records, x, "grad_norm"), window, look)
+            _line(speed, *curve(records, x, "tokens_per_second"), window, look)
+            steps, values = curve(records, x, "eval_loss")
+            loss.plot(steps, values, **look, **HELD_OUT, zorder=3)
+            held_out |= len(values) > 0
+        _describe(loss, "loss", "nats per token")
+        _describe(rate, "learning rate", "")
+        _describe(norm, "gradient norm", "before clipping")
+        _describe(speed, "throughput", "tokens per second, all ranks")
+        for axes in (rate, norm, speed):
+            axes.set_ylim(bottom=0)
+        if _spread(norm) > 30:
+            norm.set_yscale("log")
+        rate.yaxis.set_major_formatter(FuncFormatter(_power_tick))
+        speed.yaxis.set_major_formatter(FuncFormatter(_count_tick))
+        for axes in panels[1]:
+            axes.set_xlabel(X_LABELS[x])
+            axes.xaxis.set_major_formatter(FuncFormatter(_count_tick))
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        if held_out:
+            keys = [Line2D([], [], color="#555555"), Line2D([], [], color="#555555", **HELD_OUT)]
+            loss.legend(keys, ["training", "held-out"], loc="upper right")
+        columns = max(1, min(len(runs), 100 // (max(map(len, runs)) + 6)))
+        figure.legend([Line2D([], [], **_look(index)) for index in range(len(runs))], list(runs),
+                      loc="outside lower center", ncols=columns)
+    return figure
+
+
+def _look(index: int) -> dict[str, str]:
+    """Colour and dashes of the run at `index`."""
+    turn, colour = divmod(index, len(COLOURS))
+    return {"color": COLOURS[colour], "linestyle": DASHES[turn % len(DASHES)]}
+
+
+def _line(axes: Axes, x: numpy.ndarray, y: numpy.ndarray, window: int, look: dict[str, Any]) -> None:
+    """One curve; a point with no neighbours is shown as a dot, since a line of one point is invisible."""
+    marker = {"marker": "o", "markersize": 4} if numpy.isfinite(y).sum() == 1 else {}
+    if window > 1:
+        axes.plot(x, y, **look | {"linestyle": "-"}, alpha=0.25, linewidth=0.8)
+        y = smooth(y, window)
+    axes.plot(x, y, **look, **marker)
+
+
+def _describe(axes: Axes, title: str, unit: str) -> None:
+    axes.set_title(title)
+    axes.set_ylabel(unit, color="#444444")
+
+
+def _power_tick(value: float, position: int) -> str:
+    return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-") if value else "0"
+
+
+def _count_tick(value: float, position: int) -> str:
+    number, unit = re.fullmatch(r"([-.\d]+)(\D*)", count(value)).groups()
+    return (number.rstrip("0").rstrip(".") if "." in number else number) + unit
+
+
+def _spread(axes: Axes) -> float:
+    """Largest over smallest positive value drawn, 1 where there is none."""
+    values = numpy.concatenate([numpy.asarray(line.get_ydata(), float) for line in axes.lines] or [numpy.ones(1)])
+    values = values[numpy.isfinite(values) & (values > 0)]
+    return float(values.max() / values.min()) if len(values) else 1.0
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes the figure, in the format of the suffix, and closes it. Raises `ConfigError` when that cannot be done."""
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:] not in formats:
+        raise ConfigError(f"--out {path}: unknown format; legal: {', '.join('.' + name for name in sorted(formats))}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{os.getpid()}-{path.name}")
+        figure.savefig(beside)
+        os.replace(beside, path)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot write ({error.strerror})") from None
+    finally:
+        pyplot.close(figure)
+
+
+def load(folders: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
+    """The lines of all runs by label. Raises one `ConfigError` that names every run which cannot be drawn."""
+    problems, runs = [], {}
+    for name, folder in zip(labels(folders), folders):
+        try:
+            runs[name] = metrics.read(folder)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return runs
+
+
+def schedule_of(given: str, ranks: int | None, microbatches: int | None, chunks: int | None) -> ir.Schedule:
+    """A template by its name, or what a CSV file holds. Raises `ConfigError`, in terms of the command line."""
+    if given in TEMPLATES:
+        if ranks is None or microbatches is None:
+            raise ConfigError(f"--schedule {given} needs --ranks and --microbatches, for instance --ranks 4 --microbatches 8")
+        try:
+            return build_schedule(given, ranks, microbatches, chunks)
+        except ConfigError as error:
+            raise ConfigError([_option_names(problem) for problem in error.problems]) from None
+    if not given.endswith(".csv"):
+        raise ConfigError(f"--schedule {given}: no such template; legal: {', '.join(TEMPLATES)}, or the name of a file that "
+                          "ends in .csv")
+    try:
+        schedule = ir.loads(Path(given).read_text(), name=given)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--schedule {given}: cannot read ({getattr(error, 'strerror', 'no text')})") from None
+    problems = ir.validate(schedule)
+    if problems:
+        raise ConfigError([f"{given}: {problem}" for problem in problems])
+    return schedule
+
+
+def _option_names(text: str) -> str:
+    for setting, option in SETTINGS.items():
+        text = text.replace(setting, option)
+    return text
+
+
+def simulated(schedule: ir.Schedule, costs: Sequence[float]) -> Timeline:
+    """The course of a schedule whose ranks take `costs` (F, I, W) for a micro-batch, in equal parts on their chunks."""
+    return simulate(schedule, StageCosts.uniform(schedule.stages, *(cost / schedule.chunks for cost in costs))).spans
+
+
+def parse_costs(text: str) -> tuple[float, ...]:
+    """Three durations from 'F,I,W'."""
+    try:
+        costs = tuple(map(float, text.split(",")))
+    except ValueError:
+        costs = ()
+    if len(costs) != 3 or not all(0 < cost < math.inf for cost in costs):
+        raise ConfigError(f"--costs {text}: give three positive numbers F,I,W, for instance 1,1.7,0.5")
+    return costs
+
+
+def draw_templates(given: argparse.Namespace) -> list[Path]:
+    """Draws what --schedule names, one panel each; returns the files written."""
+    named = [f"--{option}" for option in ("ranks", "microbatches", "chunks") if getattr(given, option) is not None]
+    if named and all(name.endswith(".csv") for name in given.schedule):
+        raise ConfigError(f"{', '.join(named)}: said by the file {given.schedule[0]}; leave it out")
+    costs = parse_costs(given.costs or "1,1,1")
+    timelines = {}
+    for name in given.schedule:
+        schedule = schedule_of(name, given.ranks, given.microbatches, given.chunks)
+        chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+        timelines[f"{name}: {schedule.ranks} ranks{chunks}, {schedule.microbatches} micro-batches"] = simulated(schedule, costs)
+    out = given.out or Path("schedule.png")
+    save(draw_schedule(timelines, seconds=False), out)
+    return [out, *trace(timelines, given.trace)]
+
+
+def draw_runs(given: argparse.Namespace) -> list[Path]:
+    """Draws the metrics of the runs and, of a single one, its pipeline's timelines; returns the files written."""
+    smooth = 1 if given.smooth is None else given.smooth
+    if smooth < 1:
+        raise ConfigError(f"--smooth {smooth}: give a number of logged steps, 1 or more")
+    run = given.runs[0].parent if given.runs[0].is_file() else given.runs[0]
+    single = len(given.runs) == 1
+    files = {name: run / "schedule" / f"{name}.json" for name in TIMELINES if single}
+    read = {name: read_timeline(path) for name, path in files.items() if path.exists()}
+    if given.trace and not read:
+        raise ConfigError(f"--trace {given.trace}: {run} has no timeline (schedule/measured.json)" if single else
+                          f"--trace {given.trace}: give one run, not {len(given.runs)}")
+    out = given.out or (run if single else Path()) / "metrics.png"
+    save(draw_metrics(load(given.runs), given.x or "step", smooth), out)
+    if not read:
+        return [out]
+    timelines = {name: ranks for name, (ranks, _) in read.items()}
+    beside = out.with_name(f"{out.stem}-schedule{out.suffix}") if given.out else run / "schedule.png"
+    save(draw_schedule(timelines, labels([run])[0], makespans={name: makespan for name, (_, makespan) in read.items()}), beside)
+    return [out, beside, *trace(timelines, given.trace)]
+
+
+def trace(timelines: dict[str, Timeline], path: Path | None) -> list[Path]:
+    """Writes the Chrome trace that --trace asks for."""
+    if path is None:
+        return []
+    try:
+        chrome_trace(timelines, path)
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: cannot write ({error.strerror})") from None
+    return [path]
+
+
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.plot", formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s RUN [RUN ...] [--x step|tokens] [--smooth N] [--out FILE] [--trace FILE]\n"
+              "       %(prog)s --schedule NAME|CSV [...] [--ranks N] [--microbatches N] [--chunks N] [--costs F,I,W]\n"
+              "                              [--out FILE] [--trace FILE]",
+        description="Draw loss, learning rate, gradient norm and throughput of one or more runs, and the pipeline schedule of\n"
+                    "one run, planned above measured; or pipeline schedules without a run.")
+    parser.add_argument("--out", metavar="FILE", type=Path,
+                        help="picture to write, .png, .svg, .pdf, ... (default: RUN/metrics.png, or ./metrics.png for several "
+                        "runs, or ./schedule.png); a run's schedule goes to RUN/schedule.png, or beside FILE as NAME-schedule")
+    parser.add_argument("--trace", metavar="FILE", type=Path,
+                        help="also write the timelines as a trace for ui.perfetto.dev or chrome://tracing (.json)")
+    runs = parser.add_argument_group("runs")
+    runs.add_argument("runs", metavar="RUN", nargs="*", type=Path, help="run folder, or a metrics.jsonl")
+    runs.add_argument("--x", choices=tuple(X_LABELS), help="horizontal axis (default: step)")
+    runs.add_argument("--smooth", metavar="N", type=int, help="running mean over N logged steps (default: 1, none)")
+    schedules = parser.add_argument_group("schedules without a run")
+    schedules.add_argument("--schedule", metavar="NAME|CSV", nargs="+",
+                           help=f"one panel each: a template ({', '.join(TEMPLATES)}), or a file in the CSV format of "
+                           "torch.distributed.pipelining, such as RUN/schedule/schedule.csv")
+    schedules.add_argument("--ranks", metavar="N", type=int, help="pipeline ranks of the templates")
+    schedules.add_argument("--microbatches", metavar="N", type=int, help="micro-batches of the templates")
+    schedules.add_argument("--chunks", metavar="N", type=int, help="stages on a rank (default: the template's)")
+    schedules.add_argument("--costs", metavar="F,I,W",
+                           help="time that a rank takes for one micro-batch's forward, input gradient and weight gradient, "
+                           "shared by its chunks; a full backward takes I + W (default: 1,1,1)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit code is 0, or 2 after one message about what cannot be drawn."""
+    parser = command_line()
+    given = parser.parse_args(arguments)
+    if bool(given.runs) == bool(given.schedule):
+        parser.error("give a RUN or --schedule, not both" if given.runs else "give a RUN, or --schedule")
+    for option in RUN_OPTIONS if given.schedule else SCHEDULE_OPTIONS:
+        if getattr(given, option) is not None:
+            parser.error(f"--{option} goes with {'a RUN' if given.schedule else '--schedule'}")
+    try:
+        written = (draw_templates if given.schedule else draw_runs)(given)
+    except ConfigError as error:
+        print(f"trainer.plot: {error}", file=sys.stderr)
+        return 2
+    print(*written, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

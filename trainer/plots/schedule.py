@@ -1,0 +1,298 @@
+"""Pictures, traces and files of pipeline timelines: what every rank computed and when, planned or measured.
+
+A timeline holds one sequence of spans a rank, in seconds from the start of the step. Its makespan is the end of its last
+span unless the step is said to last longer (gradients may still be reduced then); a rank's bubble is the share of the
+makespan in which the rank does not compute.
+"""
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Iterable, Iterator, NamedTuple, Sequence
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter
+
+from trainer.config import ConfigError
+from trainer.util.tables import duration, percent
+from trainer.planning.schedules.ir import COMPUTE, Action, parse
+from trainer.planning.schedules.simulate import Span
+
+Timeline = Sequence[Sequence[Span]]
+
+
+class Look(NamedTuple):
+    """How a kind of action appears: its name, the colour of the rank's first chunk, how far that of the last chunk is from it
+    towards white, the colour of numbers on both, and the colour in traces."""
+    name: str
+    colour: str
+    lighter: float
+    ink: str
+    trace: str
+
+
+# Hues told apart under the common colour blindnesses, and steps of lightness that also tell them apart in grey print. The
+# colours of traces are those that catapult's viewer knows by name.
+LOOKS = {
+    "F": Look("forward", "#173f86", 0.25, "white", "rail_response"),
+    "B": Look("full backward", "#c24a12", 0.25, "white", "terrible"),
+    "I": Look("input gradient", "#e0921a", 0.25, "#222222", "rail_animation"),
+    "W": Look("weight gradient", "#a8dec6", 0.5, "#222222", "thread_state_running"),
+}
+OTHER = Look("parameters", "#8a8a8a", 0.25, "white", "grey")
+BUBBLE = {"facecolor": "#f4f4f4", "edgecolor": "#c9c9c9", "hatch": "/////", "linewidth": 0}
+STYLE = {
+    "figure.dpi": 150, "font.size": 9, "hatch.linewidth": 0.6, "legend.frameon": False,
+    "xtick.color": "#444444", "ytick.color": "#444444", "axes.edgecolor": "#888888",
+}
+BAR = 0.84  # height of a bar, of its row
+DIGIT = 0.64  # width of a digit, of the size of its font
+SMALLEST_NUMBER = 4.5  # points
+MARGINS = 1.3  # inches of the width that the time axis leaves to both sides
+
+
+def idle(spans: Iterable[Span], makespan: float) -> list[tuple[float, float]]:
+    """The gaps (start, length) between the computations of one rank, from 0 to `makespan`."""
+    gaps, done = [], 0.0
+    computed = [(start, end) for action, start, end in spans if action.parts or action.kind in COMPUTE]
+    for start, end in [*sorted(computed), (makespan, makespan)]:
+        if start - done > 1e-9 * makespan:  # not what rounding leaves between two actions
+            gaps.append((done, start - done))
+        done = max(done, end)
+    return gaps
+
+
+def measure(ranks: Timeline, makespan: float | None = None) -> tuple[float, float, tuple[float, ...]]:
+    """A timeline's makespan in seconds, at least `makespan`, its bubble (the mean over ranks) and that of each rank, 0 to 1."""
+    makespan = max([makespan or 0.0, *(span.end for spans in ranks for span in spans)])
+    bubbles = tuple(sum(length for _, length in idle(spans, makespan)) / makespan if makespan else 0.0 for spans in ranks)
+    return makespan, sum(bubbles) / len(bubbles) if bubbles else 0.0, bubbles
+
+
+def draw_schedule(timelines: dict[str, Timeline], title: str | None = None, seconds: bool = True,
+                  makespans: dict[str, float] | None = None) -> Figure:
+    """Each timeline as a panel under its name, all on one time axis: a row a rank, a bar an action, bubbles hatched.
+
+    A bar's colour is the action's kind, its shade the rank's chunk, its number the micro-batch, left out where it does not
+    fit. An overlapped forward and backward share a row, one above the other. The row's end tells the rank's bubble, the
+    panel's title makespan and bubble. With `seconds` false times are plain numbers without a unit. `makespans` are those of
+    timelines, by name, whose step lasts longer than their last span.
+    """
+    measures = {name: measure(ranks, (makespans or {}).get(name)) for name, ranks in timelines.items()}
+    makespan = max(total for total, _, _ in measures.values()) or 1.0
+    lengths = _lengths(timelines)
+    width = min(max(9.0, 0.15 * makespan / min(lengths.values(), default=makespan)), 18.0)
+    point = makespan / (72 * (width - MARGINS))  # time that one point of the axis stands for
+    row = min(max(0.22, 1.6 / max(map(len, timelines.values()))), 0.34)  # inches
+    heights = [0.3 + row * len(ranks) for ranks in timelines.values()]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, sum(heights) + 0.35 * len(heights) + 0.75 + 0.3 * bool(title)), layout="constrained")
+        panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        edge = min(0.6, 0.12 * min(lengths.values(), default=makespan) / point)
+        sizes = _number_sizes(timelines, lengths, point, row)
+        shown: dict[str, int] = {}
+        for axes, (name, ranks) in zip(panels, timelines.items()):
+            for kind, chunks in _bars(axes, ranks, measures[name][0], edge).items():
+                shown[kind] = max(chunks, shown.get(kind, 0))
+            _numbers(axes, ranks, sizes, point)
+            _describe(axes, name, *measures[name], seconds)
+        unit, scale = _unit(makespan) if seconds else ("units", 1.0)
+        panels[-1].set_xlim(0, makespan)
+        panels[-1].set_xlabel(f"time ({unit})", color="#444444")
+        panels[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value * scale:g}"))
+        for axes in panels[:-1]:
+            axes.tick_params(bottom=False)
+            axes.spines["bottom"].set_visible(False)
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        _legend(figure, shown)
+    return figure
+
+
+def _parts(ranks: Timeline) -> Iterator[tuple[int, Span, Action, float, float]]:
+    """What is drawn: rank, span, action, and from where and how high on the rank's row, rows being 1 apart. The two actions
+    of an overlap are half a bar each."""
+    for rank, spans in enumerate(ranks):
+        for span in spans:
+            actions = span.action.parts or (span.action,)
+            for index, action in enumerate(actions):
+                yield rank, span, action, rank - BAR / 2 + index * BAR / len(actions), BAR / len(actions)
+
+
+def _lengths(timelines: dict[str, Timeline]) -> dict[str, float]:
+    """By kind, the duration that most of its actions reach: the lower quartile."""
+    lengths: dict[str, list[float]] = {}
+    for ranks in timelines.values():
+        for _, span, action, _, _ in _parts(ranks):
+            if span.end > span.start and action.kind in LOOKS:
+                lengths.setdefault(action.kind, []).append(span.end - span.start)
+    return {kind: sorted(values)[len(values) // 4] for kind, values in lengths.items()}
+
+
+def _number_sizes(timelines: dict[str, Timeline], lengths: dict[str, float], point: float, row: float) -> dict[str, float]:
+    """The font size, in points and the same for all, by kinds whose bars take a number. A kind has numbers when most of its
+    bars hold the longest one in a readable size, since the first ten alone would puzzle."""
+    lowest = min((height for ranks in timelines.values() for *_, height in _parts(ranks)), default=BAR)
+    longest = max((len(str(action.microbatch)) for ranks in timelines.values() for _, _, action, _, _ in _parts(ranks)
+                   if action.kind in LOOKS), default=1)
+    sizes = {kind: (length / point - 1) / (DIGIT * longest) for kind, length in lengths.items()}
+    readable = {kind: size for kind, size in sizes.items() if size >= SMALLEST_NUMBER}
+    return dict.fromkeys(readable, min([8.0, 54 * row * lowest, *readable.values()]))
+
+
+def _bars(axes: Axes, ranks: Timeline, makespan: float, edge: float) -> dict[str, int]:
+    """Draws the bars, parted by a line of `edge` points, and the gaps; returns by kind how many chunks it has."""
+    for rank, spans in enumerate(ranks):
+        axes.broken_barh(idle(spans, makespan), (rank - BAR / 2, BAR), **BUBBLE, label="bubble", gid=f"rank{rank}-bubble")
+    chunk = _chunks(ranks)
+    alike: dict[tuple[int, float, float, str, int], list[tuple[float, float]]] = {}
+    for rank, span, action, bottom, height in _parts(ranks):
+        kind = action.kind if action.kind in LOOKS else "other"
+        alike.setdefault((rank, bottom, height, kind, chunk[rank, action.stage]), []).append((span.start, span.end - span.start))
+    count = max(chunk.values(), default=0) + 1
+    for (rank, bottom, height, kind, index), places in alike.items():
+        axes.broken_barh(places, (bottom, height), facecolor=_colour(kind, index, count), edgecolor="white", linewidth=edge,
+                         label=kind, gid=f"rank{rank}-{kind}{index}{'' if height == BAR else '-overlap'}")
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    return dict.fromkeys((kind for _, _, _, kind, _ in alike), count)
+
+
+def _numbers(axes: Axes, ranks: Timeline, sizes: dict[str, float], point: float) -> None:
+    """Writes the micro-batches into the bars that are wide enough, a point of the axis standing for `point` seconds."""
+    for _, span, action, bottom, height in _parts(ranks):
+        text, size = str(action.microbatch), sizes.get(action.kind)
+        if size and span.end - span.start >= DIGIT * len(text) * size * point:
+            axes.text((span.start + span.end) / 2, bottom + height / 2, text, ha="center", va="center_baseline", fontsize=size,
+                      clip_on=True, in_layout=False, color=LOOKS[action.kind].ink)
+
+
+def _chunks(ranks: Timeline) -> dict[tuple[int, int], int]:
+    """By rank and stage, the stage's place among those of the rank."""
+    held: list[set[int]] = [set() for _ in ranks]
+    for rank, _, action, _, _ in _parts(ranks):
+        held[rank].add(action.stage)
+    return {(rank, stage): index for rank, stages in enumerate(held) for index, stage in enumerate(sorted(stages))}
+
+
+def _colour(kind: str, chunk: int, chunks: int) -> tuple[float, ...]:
+    look = LOOKS.get(kind, OTHER)
+    white = look.lighter * chunk / max(chunks - 1, 1)
+    return tuple(part + (1 - part) * white for part in to_rgb(look.colour))
+
+
+def _describe(axes: Axes, name: str, makespan: float, bubble: float, bubbles: Sequence[float], seconds: bool) -> None:
+    axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
+    length = duration(makespan) if seconds else f"{makespan:.4g}"
+    axes.set_title(f"makespan {length}, bubble {percent(bubble)}", loc="right", fontsize=9, color="#444444")
+    axes.set_yticks(range(len(bubbles)), [f"rank {rank}" for rank in range(len(bubbles))])
+    axes.tick_params(left=False)
+    axes.spines[["top", "left", "right"]].set_visible(False)
+    beside = {"fontsize": 8, "color": "#444444"}
+    axes.annotate("by rank", (1.006, 1), xycoords="axes fraction", xytext=(0, 6), textcoords="offset points", **beside)
+    for rank, share in enumerate(bubbles):
+        axes.text(1.006, rank, percent(share), transform=axes.get_yaxis_transform(), va="center_baseline", **beside)
+
+
+def _unit(makespan: float) -> tuple[str, float]:
+    """The unit in which a time axis of that many seconds is read, and how many of them a second has."""
+    return ("s", 1.0) if makespan >= 2 else ("ms", 1e3) if makespan >= 2e-3 else ("µs", 1e6)
+
+
+def _legend(figure: Figure, shown: dict[str, int]) -> None:
+    """Below the panels: each kind with the shades of its chunks, and the bubble."""
+    handles: list[Any] = []
+    names = []
+    for kind in (*LOOKS, "other"):
+        if kind in shown:
+            handles.append(tuple(Patch(facecolor=_colour(kind, chunk, shown[kind])) for chunk in range(shown[kind])))
+            names.append(LOOKS.get(kind, OTHER).name)
+    chunks = max(shown.values(), default=1)
+    if chunks > 1:
+        names[0] += f" (chunks 0{',' if chunks == 2 else ' to'} {chunks - 1})"
+    figure.legend([*handles, Patch(**BUBBLE)], [*names, "bubble"], loc="outside lower center", ncols=len(handles) + 1,
+                  handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, handlelength=2.2)
+
+
+def chrome_trace(timelines: dict[str, Timeline], path: Path) -> None:
+    """Writes the timelines for chrome://tracing or ui.perfetto.dev: a process each, a thread a rank, times in microseconds.
+
+    Raises `OSError` when the file cannot be written.
+    """
+    events: list[dict[str, Any]] = []
+    for process, (name, ranks) in enumerate(timelines.items()):
+        events += _label("process", name, process, process, 0)
+        for rank, spans in enumerate(ranks):
+            events += _label("thread", f"rank {rank}", rank, process, rank)
+            events += [{"ph": "X", "pid": process, "tid": rank, "name": str(span.action), "cat": span.action.kind,
+                        "ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6,
+                        "cname": LOOKS.get(span.action.kind, OTHER).trace, "args": _arguments(span.action)} for span in spans]
+    _write(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False))
+
+
+def _label(what: str, name: str, order: int, process: int, thread: int) -> list[dict[str, Any]]:
+    where = {"ph": "M", "pid": process, "tid": thread}
+    return [{**where, "name": f"{what}_name", "args": {"name": name}},
+            {**where, "name": f"{what}_sort_index", "args": {"sort_index": order}}]
+
+
+def _arguments(action: Action) -> dict[str, Any]:
+    if action.parts:
+        return {"kind": action.kind, **dict(zip(("forward", "backward"), map(_arguments, action.parts)))}
+    return {"kind": action.kind, "stage": action.stage, "microbatch": action.microbatch}
+
+
+def write_timeline(path: Path, ranks: Timeline, makespan: float | None = None) -> None:
+    """Writes one timeline as JSON: makespan, bubble, and by rank its actions with start and end in seconds.
+
+    Raises `OSError` when the file cannot be written.
+    """
+    makespan, bubble, _ = measure(ranks, makespan)
+    rows = [json.dumps([{"action": str(action), "start": start, "end": end} for action, start, end in spans], allow_nan=False)
+            for spans in ranks]
+    numbers = f'"makespan": {json.dumps(makespan)}, "bubble": {json.dumps(bubble)}'
+    _write(path, f'{{{numbers}, "ranks": [\n' + ",\n".join(rows) + "\n]}\n")
+
+
+def read_timeline(path: Path) -> tuple[tuple[tuple[Span, ...], ...], float]:
+    """The timeline that `write_timeline` wrote, and its makespan. Raises `ConfigError` naming the file and what is wrong."""
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read ({error.strerror})") from None
+    except ValueError:
+        raise ConfigError(f"{path}: not JSON; the file is damaged") from None
+    rows = content.get("ranks") if isinstance(content, dict) else None
+    if not isinstance(rows, list) or not any(rows) or not all(isinstance(row, list) for row in rows):
+        raise ConfigError(f"{path}: no actions under 'ranks'; the file is damaged")
+    ranks = tuple(tuple(_span(entry, f"{path}, rank {rank}, action {position}") for position, entry in enumerate(row))
+                  for rank, row in enumerate(rows))
+    makespan, last = content.get("makespan"), measure(ranks)[0]
+    if not isinstance(makespan, (int, float)) or not last <= makespan < math.inf:
+        raise ConfigError(f"{path}: makespan {json.dumps(makespan)}, but the last action ends at {last}; the file is damaged")
+    return ranks, makespan
+
+
+def _span(entry: Any, where: str) -> Span:
+    try:
+        span = Span(parse(entry["action"]), float(entry["start"]), float(entry["end"]))
+    except (ConfigError, KeyError, TypeError, ValueError):
+        raise ConfigError(f"{where}: {json.dumps(entry)} is no action with start and end; the file is damaged") from None
+    if not -math.inf < span.start <= span.end < math.inf:  # clocks of ranks may put a start before 0
+        raise ConfigError(f"{where}: {span.action} from {span.start} to {span.end} is no time in a step; the file is damaged")
+    return span
+
+
+def _write(path: Path, text: str) -> None:
+    """Puts the file there in one piece, its folder too, so that a reader never meets half of it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{os.getpid()}-{path.name}")
+    beside.write_text(text)
+    os.replace(beside, path)

@@ -1,0 +1,240 @@
+"""`parallel.pipeline.schedule=auto`: measure the layers while the first steps run, then choose schedule, split and micro-batches.
+
+Also what a run's folder says of its schedule: `schedule/schedule.csv` (torch's notation), `schedule/planned.json` and
+`schedule/measured.json` (for `python -m trainer.plot`); `schedule/choice.yaml` and `schedule/chosen.csv` (what auto chose).
+"""
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from trainer.planning.batch import BatchPlan
+from trainer.config import Config, ConfigError
+from trainer.planning.cost import flops as cost
+from trainer.config.model import ModelSpec
+from trainer.planning.schedules import ir
+from trainer.planning.cost.stages import LayerCosts, layer_costs
+from trainer.planning.pipeline import Pipeline, estimated_costs
+from trainer.planning.schedules.partition import Split, from_sizes
+from trainer.planning.schedules.search import Choice, Space, reorder, search
+from trainer.planning.schedules.simulate import Span, simulate
+from trainer.parallel.pipeline.timing import LayerProbe, Measured
+from trainer.planning.plan import Plan
+from trainer.optim.groups import DTYPES
+from trainer.training.state import TrainState
+
+CHOSEN = "auto"
+"""Name of a schedule that an earlier start of the run chose."""
+
+WORTH_REBUILDING = 0.03
+"""Predicted gain, as a share of the step, for which the layers are cut anew; a new order of the same stages is free."""
+
+USABLE = 0.92
+"""Share of a GPU's memory that a schedule may plan with."""
+
+
+class Auto:
+    """Probes the steps of a run, and chooses when enough have been measured. All ranks call it together."""
+
+    def __init__(self, state: TrainState, batch: BatchPlan):
+        self.state, self.batch, self.steps = state, batch, 0
+        self.probe = LayerProbe(state.stages, state.world.device)
+        state.runtime.probe = self.probe
+
+    def ready(self) -> bool:
+        """After each step: whether enough steps have been measured. The first is not: it compiles and allocates."""
+        self.steps += 1
+        if self.steps == 1:
+            self.probe.measured()
+        return self.steps > self.state.config.parallel.pipeline.probe_steps
+
+    def choose(self) -> Choice:
+        """Ends the measurement; the best choice, the same on every rank. Settings that the user gave are kept.
+
+        Raises `ConfigError` on every rank where nothing fits the memory.
+        """
+        state, batch, settings = self.state, self.batch, self.state.config.parallel.pipeline
+        pipeline, plan, world = state.pipeline, state.plan, state.world
+        everyone: list[Any] = [None] * world.size
+        mine = self.probe.measured(), state.runtime.finish(), transfer_seconds(state, batch), peak_bytes(world.device)
+        dist.all_gather_object(everyone, mine)
+        self.probe.remove()
+        state.runtime.probe = None
+
+        def decide() -> Choice:
+            layers = replace(measured_layers(state, batch, [measured for measured, *_ in everyone]),
+                             transfer=max(seconds for _, _, seconds, _ in everyone))
+            layers = calibrated(layers, pipeline, max(finish for _, finish, _, _ in everyone))
+            element = DTYPES[state.config.precision.compute].itemsize
+            seen = simulate(pipeline.schedule, layers.stage(pipeline.split))
+            states = constant_bytes(state.spec, plan, element, pipeline.split, pipeline.schedule.placement)
+            # What the formulas do not know: communication buffers, fragments, the compiler's workspaces.
+            extra = max(0.0, max(peak for *_, peak in everyone) - max(a + b for a, b in zip(states, seen.memory)))
+            limit = memory_limit(world.device)
+
+            def constant(split: Split, placement: tuple[int, ...]) -> list[float]:
+                return [size + extra for size in constant_bytes(state.spec, plan, element, split, placement)]
+
+            if settings.memory_cap is not None:
+                limit, constant = settings.memory_cap * layers.stage(pipeline.split).share(pipeline.schedule.placement), None
+            given = state.config.batch
+            fixed = (batch.accumulation,) if given.accumulation or given.micro_size else None
+            space = Space(microbatches=fixed, chunks=(settings.chunks,) if settings.chunks else (1, 2, 4),
+                          split=from_sizes(settings.split) if isinstance(settings.split, list) else None)
+            best = search(lambda micro: layers.scaled(micro / batch.micro_size), plan.pp, batch.micro_size * batch.accumulation, limit,
+                          constant, space)
+            try:
+                here = reorder(layers, pipeline.split, pipeline.schedule.placement, batch.accumulation, batch.micro_size, limit,
+                               constant and constant(pipeline.split, pipeline.schedule.placement))
+            except ConfigError:  # only other cuts fit
+                return best
+            return best if best.predicted.makespan < (1 - WORTH_REBUILDING) * here.predicted.makespan else here
+
+        return world.agree(decide)
+
+
+def measured_layers(state: TrainState, batch: BatchPlan, ranks: list[Measured]) -> LayerCosts:
+    """Costs by unit of the model: medians over micro-batches, of the slowest rank where several hold a unit.
+
+    The weight gradients of a stage are shared out to its layers by their matrix products; so are, where backward passes
+    are not split, the input's and the weights' part of them, and the bytes of a stage's activations.
+    """
+    element = DTYPES[state.config.precision.compute].itemsize
+    formula = layer_costs(state.spec, batch.sequence_length, batch.micro_size, state.plan.tp, 1.0, recompute=state.config.activation,
+                          element_bytes=element)
+    seconds: dict[tuple[int, str], float] = defaultdict(float)
+    weights: dict[int, float] = defaultdict(float)
+    held: dict[int, float] = defaultdict(float)
+    for measured in ranks:
+        for found, values in ((seconds, measured.seconds), (weights, measured.weights), (held, measured.bytes)):
+            for key, samples in values.items():
+                found[key] = max(found[key], statistics.median(samples))
+    f, i, w, b = ([0.0] * len(formula.f) for _ in range(4))
+    for stage, part in enumerate(state.pipeline.split):
+        units = [*([0] if part.start == 0 else []), *(layer + 1 for layer in part), *([len(f) - 1] if part.stop == state.spec.depth else [])]
+        # The head's weight gradient is part of the input's: it would keep the logits.
+        products = [0.0 if unit in (0, len(f) - 1) else formula.w[unit] for unit in units]
+        for unit, product in zip(units, products):
+            f[unit] = seconds[unit, "F"]
+            share = product / ((formula.i[unit] + formula.w[unit]) or 1.0)
+            if (unit, "I") in seconds:
+                i[unit], w[unit] = seconds[unit, "I"], weights[stage] * product / sum(products)
+            else:
+                i[unit], w[unit] = seconds[unit, "B"] * (1 - share), seconds[unit, "B"] * share
+            b[unit] = seconds[unit, "B"] if (unit, "B") in seconds else i[unit] + w[unit]
+    expected = sum(formula.activation)
+    scale = sum(held.values()) / expected if sum(held.values()) > 0 else 1.0
+    return replace(formula, f=tuple(f), i=tuple(i), w=tuple(w), b=tuple(b), activation=tuple(scale * size for size in formula.activation))
+
+
+def calibrated(layers: LayerCosts, pipeline: Pipeline, makespan: float) -> LayerCosts:
+    """The costs with the host time of an action that makes the simulation of the probed steps last as long as they did."""
+    def late(host: float) -> bool:
+        return simulate(pipeline.schedule, replace(layers, host=host).stage(pipeline.split)).makespan > makespan
+
+    low, high = 0.0, makespan / max(map(len, pipeline.schedule.orders))
+    if late(low):
+        return replace(layers, host=0.0)
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (low, middle) if late(middle) else (middle, high)
+    return replace(layers, host=low)
+
+
+def transfer_seconds(state: TrainState, batch: BatchPlan, repeats: int = 5) -> float:
+    """Time of one hidden state from the neighbour before this rank, with nothing else going on; zero on the first rank."""
+    channels, device = state.channels, state.world.device
+    shape = torch.Size((batch.micro_size * batch.sequence_length // state.plan.tp, state.spec.width))
+    dtype = DTYPES[state.config.precision.compute]
+    taken = 0.0
+    for sender in range(len(channels.ranks) - 1):
+        edge = sender, sender + 1
+        dist.barrier()
+        if channels.rank == edge[0]:
+            for _ in range(repeats):
+                channels.send(torch.zeros(shape, dtype=dtype, device=device), edge[1])
+            channels.flush()
+        elif channels.rank == edge[1]:
+            started = 0.0
+            for number in range(repeats):
+                channels.recv(shape, dtype, edge[0]).wait()
+                synchronize(device)
+                if number == 0:
+                    started = time.perf_counter()
+            taken = (time.perf_counter() - started) / (repeats - 1)
+    return taken
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_bytes(device: torch.device) -> float:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0.0
+
+
+def memory_limit(device: torch.device) -> float | None:
+    """Bytes that a schedule may plan with; unknown on a CPU."""
+    return USABLE * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def constant_bytes(spec: ModelSpec, plan: Plan, element: int, split: Split, placement: tuple[int, ...]) -> list[float]:
+    """Bytes of parameters, gradients and optimizer state on each pipeline rank."""
+    return [cost.state_bytes(spec, plan, element, [part for part, place in zip(split, placement) if place == rank]).device
+            for rank in range(plan.pp)]
+
+
+def write_schedule(run: Path, state: TrainState, batch: BatchPlan, measured: list[tuple[Span, ...]]) -> None:
+    """Writes the schedule of a run and two timelines: of the step as measured by pipeline rank, and as simulated from the
+    layers' operations, on the scale of what was measured."""
+    from trainer.plots.schedule import write_timeline
+    folder, schedule, split = run / "schedule", state.pipeline.schedule, state.pipeline.split
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "schedule.csv").write_text(ir.dumps(schedule))
+    costs = estimated_costs(state.config, state.spec, state.plan, batch)
+    work = sum(simulate(schedule, costs.stage(split)).busy)
+    busy = sum(span.end - span.start for spans in measured for span in spans)
+    plan = simulate(schedule, costs.scaled(busy / work).stage(split))
+    write_timeline(folder / "planned.json", plan.spans, plan.makespan)
+    write_timeline(folder / "measured.json", measured)
+
+
+def save_choice(run: Path, choice: Choice, config: Config, spec: ModelSpec, plan: Plan) -> None:
+    """Writes what was chosen, beside the conditions under which a resumed run takes it again."""
+    folder = run / "schedule"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "chosen.csv").write_text(ir.dumps(choice.schedule))
+    (folder / "choice.yaml").write_text(choice.to_yaml(str(folder / "chosen.csv")))
+    (folder / "conditions.yaml").write_text(yaml.safe_dump(conditions(config, spec, plan), sort_keys=False))
+
+
+def saved_choice(run: Path, config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan) -> tuple[Pipeline, BatchPlan] | None:
+    """What auto chose earlier in this run under the same conditions, if it did."""
+    folder = run / "schedule"
+    if config.parallel.pipeline.schedule != "auto" or plan.pp == 1:
+        return None
+    try:
+        if yaml.safe_load((folder / "conditions.yaml").read_text()) != conditions(config, spec, plan):
+            return None
+        settings = yaml.safe_load((folder / "choice.yaml").read_text())
+        schedule = ir.loads((folder / "chosen.csv").read_text(), name=CHOSEN)
+        pipeline = Pipeline(schedule, from_sizes(settings["parallel"]["pipeline"]["split"]))
+        batch = replace(batch, micro_size=settings["batch"]["micro_size"], accumulation=settings["batch"]["accumulation"])
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError, ConfigError):
+        return None  # none, or damaged: it is measured again
+    return None if ir.validate(schedule) else (pipeline, batch)
+
+
+def conditions(config: Config, spec: ModelSpec, plan: Plan) -> dict[str, Any]:
+    """What a choice depends on."""
+    settings = {name: asdict(getattr(config, name)) for name in ("parallel", "batch", "activation", "precision")}
+    return {"processes": plan.world, "model": spec.to_dict(), "compile": config.compile, **settings}

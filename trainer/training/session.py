@@ -1,0 +1,126 @@
+"""What surrounds a training run: torch's global switches, its folder, its watchdog, and the launch that it is a part of."""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.config import Config, ConfigError
+from trainer.util.files import claim
+from trainer.model.attention import kernel_priority
+from trainer.model.initial import name_seed
+from trainer.config.model import ModelSpec
+from trainer.observe.watchdog import Watchdog
+from trainer.planning.gradient_comm import asked
+from trainer.distributed.world import World
+from trainer.planning.schedules import ir
+from trainer.planning.pipeline import Pipeline
+from trainer.planning.plan import Plan, node_size
+from trainer.config.typed import flat
+
+
+@contextlib.contextmanager
+def numeric_mode(config: Config) -> Iterator[None]:
+    """Torch's global switches for a run, set back afterwards."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.run.deterministic)
+    torch.set_float32_matmul_precision(config.precision.matmul)
+    try:
+        with kernel_priority(config.run.deterministic):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_float32_matmul_precision(before[1])
+
+
+@contextlib.contextmanager
+def host_threads(plan: Plan, device: torch.device) -> Iterator[None]:
+    """Under offload the host updates: a process with a GPU does so with its share of the cores, where it was given one thread, which is
+    what torchrun does unless OMP_NUM_THREADS is set."""
+    before = torch.get_num_threads()
+    if plan.offload and device.type == "cuda" and before == 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // node_size(plan.world)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, world: World) -> Iterator[None]:
+    """Makes the run folder, and keeps other runs out of it meanwhile. Raises `ConfigError` on every rank."""
+
+    descriptor = world.agree(lambda: claim("run.dir", folder, "run", "run.name or run.dir"))
+    try:
+        yield
+    finally:
+        if world.rank == 0:
+            os.close(descriptor)
+
+
+def compare_ranks(config: Config, spec: ModelSpec, fingerprint: str, pipeline: Pipeline, world: World) -> None:
+    """Refuses processes that were started with different settings or found different data (its `fingerprint`), as happens on several
+    nodes, with a command line and a cache each. Folders may differ. Raises `ConfigError` on every rank."""
+    folders = ("run.dir", "data.cache", "model.from_hf", "checkpoint.resume")
+    mine = {name: value for name, value in flat(dataclasses.asdict(config)).items()
+            if name not in folders and not (name.startswith("data.sources.") and name.endswith(".path"))}
+    mine |= {"the content of data.sources and data.tokenizer": fingerprint, "model": spec.to_dict(),
+             "the schedule": name_seed(0, ir.dumps(pipeline.schedule) + str(pipeline.split))}
+    quantised = bool(asked(config.parallel.grad_comm))
+    if quantised:  # hops follow from it
+        mine["LOCAL_WORLD_SIZE, the processes of a node,"] = node_size(world.size)
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, (mine, socket.gethostname()))
+    first = everyone[0][0]
+    problems = [f"{name}={first.get(name)} on rank 0, but {other.get(name)} on rank {rank}; start every process with the same settings"
+                for rank, (other, _) in enumerate(everyone) for name in first if first.get(name) != other.get(name)]
+    machines = len({machine for _, machine in everyone})
+    if quantised and machines > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
+        problems.append(f"parallel.grad_comm needs to know which of the processes on {machines} machines are on one: set LOCAL_WORLD_SIZE, the "
+                        "processes of a machine, for every process, as torchrun does")
+    if problems:
+        raise ConfigError(problems[:5])
+
+
+@contextlib.contextmanager
+def watching(config: Config, world: World) -> Iterator[Watchdog]:
+    """The watchdog of a run; what it leaves lies under the time at which rank 0 started."""
+    start = world.agree(lambda: time.strftime("%Y%m%d-%H%M%S"))
+    watchdog = Watchdog(Path(config.run.dir), start, world.rank, world.size, config.guard, config.run.steps)
+    try:
+        yield watchdog
+    finally:
+        watchdog.close()
+
+
+def launchers(world: World) -> list[str]:
+    """What names the present launch by torchruns that may start its processes again, one for each of them; nothing without. As long as
+    one of them lives it is the same launch, whoever else joins or leaves. All ranks call it together."""
+    mine = ""
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        parent = os.getppid()
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]  # in ticks since the machine's start
+        mine = f"{socket.gethostname()} {parent} {started}"
+    everyone: list[str] = [""] * world.size
+    dist.all_gather_object(everyone, mine)
+    return sorted(set(everyone) - {""})
+
+
+def warn_of_stale_store() -> None:
+    """Says at the first start that torchrun's restarts would fail. Those of its workers that it starts again read the addresses of
+    the dead ones, unless they have a store of their own."""
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" \
+            and os.environ.get("RANK") == "0":
+        print("torchrun --max-restarts will not work: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment, or start it with "
+              "launch/elastic.sh", file=sys.stderr, flush=True)

@@ -1,0 +1,92 @@
+"""One optimizer step: forward and backward over the micro-batches, one gradient norm, one update."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from trainer.model.loss import IGNORE
+from trainer.optim.lr_schedule import learning_rate
+from trainer.parallel.fsdp import drop_gathered
+from trainer.training.state import TrainState
+
+if TYPE_CHECKING:
+    from trainer.data.batches import Batch
+
+
+def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str, Tensor]:
+    """Runs one optimizer step on this rank's micro-batches. Nothing is read back from the device.
+
+    The loss of the step is the sum over all valid tokens of all ranks divided by their number, whatever the micro-batches
+    and ranks. A step whose loss or gradient is not finite changes nothing. `stop` is this rank's wish to end the run.
+
+    Returns device scalars, equal on all ranks: loss, grad_norm, lr, loss_scale, found_inf, stop (ranks that wish to end);
+    and two vectors: squares (squared gradient norm of each parameter of the model, as in `state.names`), losses (of this
+    rank's own micro-batches; zeros but on the last pipeline stage).
+    """
+    world, scaler, optimizer = state.world, state.scaler, state.optimizer
+    counts = torch.stack([sum((batch.targets != IGNORE).sum() for batch in batches).double() * speaks_for_data(state),
+                          torch.full((), float(stop), dtype=torch.float64, device=world.device)])
+    valid, stopping = world.sum_all(counts).unbind()
+    valid = valid.clamp(min=1)  # a step without any target has loss and gradients of zero
+
+    if state.compression is not None:
+        state.compression.begin(state.step, scaler.value)
+    losses = state.runtime.train(batches, scaler.scale(1 / valid.float()))
+    state.shared.sum()
+    total, squares = sum_over_ranks(state, losses.sum(), state.shared.squares(optimizer.gradients()))
+
+    scale = scaler.value.double()
+    loss, norm = total / valid, squares.sum().sqrt() / scale
+    found_inf = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
+    clip = state.config.optimizer.clip_norm
+    coefficient = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
+    rate = learning_rate(state.config.lr, state.config.run.steps, optimizer.updates)
+    target = optimizer.updates.device
+    found_inf = optimizer.step(rate, (scale / coefficient).float().to(target), found_inf.to(target)).to(world.device)
+    optimizer.zero_grad()
+    if state.compression is not None:
+        state.compression.settle(found_inf)
+    result = {"loss": loss, "grad_norm": norm, "lr": rate.to(world.device), "loss_scale": scale, "found_inf": found_inf,
+              "stop": stopping, "squares": squares / scale.square(), "losses": losses}
+    scaler.update(found_inf)
+    state.step += 1
+    return result
+
+
+def speaks_for_data(state: TrainState) -> bool:
+    """Whether this rank is the one that counts its data-parallel rank's batch, which whole pipelines and tensor groups share."""
+    return state.world.place("tp") == 0 and state.world.place("pp") == 0
+
+
+def sum_over_ranks(state: TrainState, loss: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed loss and the squared gradient norm of every parameter of the model, the same bits on all ranks.
+
+    One reduction of one small vector; summing per parameter first, in a fixed order, makes the global norm independent of
+    the plan.
+    """
+    places = {name: index for index, name in enumerate(state.names, start=1)}
+    mine = [places.get(name, 0) for name in state.shared.parameters]  # copies are not counted: zeros for place 0
+    vector = torch.zeros(1 + len(state.names), dtype=torch.float64, device=squares.device)
+    vector.index_add_(0, torch.tensor(mine, device=squares.device), squares)
+    if state.world.place("tp") == 0:
+        vector[0] += loss
+    vector = state.world.sum_all(vector)
+    return vector[0], vector[1:]
+
+
+@torch.no_grad()
+def evaluate(state: TrainState, batches: Iterable[Batch]) -> Tensor:
+    """Mean loss per valid token over all ranks' `batches` (each rank has as many); a scalar, equal on all ranks.
+
+    No backward pass follows that would drop the gathered parameters, so they are dropped here.
+    """
+    batches = list(batches)
+    valid = sum((batch.targets != IGNORE).sum() for batch in batches) * speaks_for_data(state)
+    losses = state.runtime.evaluate(batches).sum() * (state.world.place("tp") == 0)
+    for model in state.stages.values():
+        drop_gathered(model)
+    total, valid = state.world.sum_all(torch.stack([losses.double(), valid.double()])).unbind()
+    return total / valid
