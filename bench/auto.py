@@ -16,16 +16,16 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-
 from step import rebuilt
-from trainer.training.auto_schedule import Auto
-from trainer.planning.batch import BatchPlan
+
 from trainer.config import Config, ConfigError
-from trainer.model.attention import kernel_priority
 from trainer.config.model import ModelSpec, assign
 from trainer.distributed.world import join, local_device
+from trainer.model.attention import kernel_priority
+from trainer.planning.batch import BatchPlan
 from trainer.planning.pipeline import Pipeline, resolve_pipeline
 from trainer.planning.plan import resolve_plan
+from trainer.training.auto_schedule import Auto
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 
@@ -54,7 +54,7 @@ def main(out: str, small: bool, wanted: list[str]) -> None:
     config.parallel.pp, config.batch.micro_size, config.batch.accumulation = world_size, 1, accumulation
     config.precision.compute = "fp32" if small else "bf16"
     plan, batch = resolve_plan(config.parallel, world_size), BatchPlan(length, accumulation, 1, accumulation)
-    world = join(plan, device)
+    world = join(plan.mesh, device)
     for name, spec in models(small).items():
         if wanted and name.split()[0] not in wanted:
             continue

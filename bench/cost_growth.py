@@ -15,9 +15,10 @@ from pathlib import Path
 import yaml
 
 from trainer.config import ActivationConfig
-from trainer.planning.cost.flops import flops_per_token, parameter_counts
 from trainer.config.model import ModelSpec, assign
-from trainer.planning.cost.stages import LayerCosts, StageCosts, layer_costs
+from trainer.planning.cost.flops import flops_per_token, parameter_counts
+from trainer.planning.cost.layers import layer_costs
+from trainer.planning.cost.stages import LayerCosts, StageCosts
 from trainer.planning.schedules.partition import partition
 from trainer.planning.schedules.simulate import Simulation, simulate
 from trainer.planning.schedules.templates import build_schedule

@@ -131,10 +131,10 @@ def fp16() -> None:
     import torch
     import torch.distributed as dist
 
-    from trainer.planning.batch import BatchPlan
     from trainer.config import Config
     from trainer.config.model import ModelSpec
     from trainer.distributed.world import join, local_device
+    from trainer.planning.batch import BatchPlan
     from trainer.planning.pipeline import resolve_pipeline
     from trainer.planning.plan import resolve_plan
     from trainer.training.state import TrainState
@@ -148,7 +148,7 @@ def fp16() -> None:
         config.precision.compute, config.precision.loss_scale, config.precision.growth_interval = "fp16", 1024.0, 2
         config.run.steps, config.lr.warmup, config.optimizer.clip_norm = 10, 2, 0.5
         plan, device = resolve_plan(config.parallel, dist.get_world_size(), spec), local_device(config.run)
-        world = join(plan, device)
+        world = join(plan.mesh, device)
         state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, BatchPlan(64, 8, 4 // plan.dp, 2)), world)
         found = []
         for number, victim in enumerate((None, 0, 1, None, None, 1, None, None, None, None)):
@@ -169,7 +169,7 @@ def fp16() -> None:
         assert len(set(everyone)) == 1, f"ranks differ: {everyone}"
         return found
 
-    join(resolve_plan(Config().parallel, int(os.environ["WORLD_SIZE"])), local_device(Config().run))
+    join(resolve_plan(Config().parallel, int(os.environ["WORLD_SIZE"])).mesh, local_device(Config().run))
     plans: dict[str, dict[str, Any]] = {"dp2 zero1": {}, "dp2 zero1 offload": {"offload": True}, "tp2 zero1": {"tp": 2}, "pp2 zero1": {"pp": 2},
                                         "pp2 zero1 offload": {"pp": 2, "offload": True}, "dp2 zero2": {"stage": 2},
                                         "dp2 zero2 offload": {"stage": 2, "offload": True}, "dp2 zero3": {"stage": 3},

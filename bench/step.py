@@ -24,16 +24,16 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from trainer.training.auto_schedule import Auto
-from trainer.planning.batch import BatchPlan
 from trainer.config import Config
-from trainer.planning.cost import flops as cost
-from trainer.model.attention import kernel_priority
 from trainer.config.model import ModelSpec
-from trainer.planning.cost.devices import peak_flops
 from trainer.distributed.world import join, local_device
+from trainer.model.attention import kernel_priority
+from trainer.planning.batch import BatchPlan
+from trainer.planning.cost import flops as cost
+from trainer.planning.cost.devices import peak_flops
 from trainer.planning.pipeline import Pipeline, resolve_pipeline
 from trainer.planning.plan import resolve_plan
+from trainer.training.auto_schedule import Auto
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 
@@ -62,7 +62,7 @@ def main() -> None:
     batch = BatchPlan(length, micro * accumulation * plan.dp, micro, accumulation)
     pipeline = resolve_pipeline(config, spec, plan, batch)
     torch.set_float32_matmul_precision(config.precision.matmul)
-    world, started = join(plan, device), time.perf_counter()
+    world, started = join(plan.mesh, device), time.perf_counter()
     state = TrainState.build(config, spec, plan, pipeline, world)
     built = time.perf_counter() - started
     config.batch.micro_size, config.batch.accumulation = micro, accumulation  # given: auto keeps them

@@ -95,7 +95,7 @@ def training(monkeypatch):
         module = types.ModuleType("trainer.training.run")
         module.main = function
         monkeypatch.setitem(sys.modules, "trainer.training.run", module)
-        monkeypatch.setattr(trainer, "train", module, raising=False)
+        monkeypatch.setattr(trainer.training, "run", module, raising=False)
     return put
 
 

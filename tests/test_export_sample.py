@@ -11,12 +11,13 @@ import torch
 
 from trainer import export, sample
 from trainer.checkpointing.checkpointer import Checkpointer
-from trainer.config import CheckpointConfig
-from trainer.data.tokenizer import byte_tokenizer
-from trainer.model.initial import initialize
-from trainer.config.model import ModelSpec
-from trainer.model.transformer import Transformer
 from trainer.checkpointing.saved import open_saved
+from trainer.config import CheckpointConfig
+from trainer.config.model import ModelSpec
+from trainer.data.tokenizer import byte_tokenizer
+from trainer.generate import sampling
+from trainer.model.initial import initialize
+from trainer.model.transformer import Transformer
 
 transformers = pytest.importorskip("transformers")
 
@@ -63,7 +64,7 @@ def test_exported_run_opens_and_generates_the_same(tmp_path: Path, spec: ModelSp
     assert opened.generation_config.eos_token_id == tokenizer.eos_token_id == 256
 
     tokens = tokenizer(PROMPT, return_tensors="pt").input_ids
-    assert tokens.shape[1] > sample.PAD > 16
+    assert tokens.shape[1] > sampling.PAD > 16
     with torch.no_grad():
         torch.testing.assert_close(models[2](tokens), opened(tokens, use_cache=False).logits, rtol=1e-5, atol=1e-5)
     expected = opened.generate(tokens, max_new_tokens=30, do_sample=False)[0].tolist()
@@ -100,26 +101,26 @@ def test_sampling(tmp_path: Path) -> None:
     prompt = list(PROMPT.encode())
 
     def draw(**options) -> list[int]:
-        return list(sample.continuation(model, prompt, 40, **options))
+        return list(sampling.continuation(model, prompt, 40, **options))
 
     assert draw(temperature=1.0, seed=1) == draw(temperature=1.0, seed=1) != draw(temperature=1.0, seed=2)
     assert draw(temperature=2.0, top_k=1) == draw() and draw(temperature=1e-4) == draw()
     with torch.no_grad():  # beyond the longest sequence the context slides: every token is the best after its last 120
-        tokens = prompt + list(sample.continuation(model, prompt, 80))
+        tokens = prompt + list(sampling.continuation(model, prompt, 80))
         assert len(tokens) > model.spec.max_length
         best = [model(torch.tensor([tokens[max(0, i - 120):i]]))[0, -1].argmax().item()
                 for i in range(len(prompt), len(tokens))]
     assert tokens[len(prompt):] == best
     stop = best[3]
-    assert list(sample.continuation(model, prompt, 80, stop=stop)) == best[:best.index(stop)]
+    assert list(sampling.continuation(model, prompt, 80, stop=stop)) == best[:best.index(stop)]
 
 
 def test_top_k_and_temperature_shape_the_distribution() -> None:
     logits, generator = torch.tensor([0.0, 3.0, 1.0, 2.0]), torch.Generator().manual_seed(0)
-    drawn = torch.tensor([sample.choose(logits, 2.0, 2, generator) for _ in range(2000)])
+    drawn = torch.tensor([sampling.choose(logits, 2.0, 2, generator) for _ in range(2000)])
     assert set(drawn.tolist()) == {1, 3}
     assert abs((drawn == 1).float().mean().item() - torch.sigmoid(torch.tensor(0.5)).item()) < 0.04
-    assert {sample.choose(logits, 5.0, 0, generator) for _ in range(200)} == {0, 1, 2, 3}
+    assert {sampling.choose(logits, 5.0, 0, generator) for _ in range(200)} == {0, 1, 2, 3}
 
 
 def test_command_line(tmp_path: Path, capsys) -> None:

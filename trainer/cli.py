@@ -8,38 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import hydra
-import yaml
-from hydra.core.config_loader import ConfigLoader
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import typed
-from trainer.planning.checks import check
-from trainer.config import Config, ConfigError
+from trainer.config import Config, ConfigError, typed
+from trainer.config.compose import _groups, _options, gather, hydra_over, to_config
 from trainer.config.fields import nearest
-
-HERE = Path(__file__).parent
-CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "configs"
-"""The shipped groups and recipes: inside the package in a wheel, beside it in a checkout."""
-
-# Hydra re-reads its search path, which holds the user's folder by then, when this setting is there.
-SEARCH = "hydra.searchpath=[]"
+from trainer.planning.resolve import compose
 
 USAGE = """\
 usage: torchrun --nproc-per-node N -m trainer +config=RECIPE [GROUP=OPTION ...] [SETTING=VALUE ...]
@@ -54,149 +34,6 @@ usage: torchrun --nproc-per-node N -m trainer +config=RECIPE [GROUP=OPTION ...] 
   +config=[a,b]      several recipes, the later wins; single settings win over every recipe
   ~data.sources.NAME removes an entry of a mapping
 """
-
-SWEEP = "several values are a sweep, which --multirun runs, a trial each"
-
-
-def compose(overrides: Sequence[str] = (), config_dir: str | os.PathLike | None = None,
-            world_size: int | None = None) -> Config:
-    """The checked configuration of a run on `world_size` processes (default: WORLD_SIZE of the environment, else 1).
-
-    `overrides` is what stands on the command line: `["+config=debug", "lr.peak=1e-3"]`. Leaves no Hydra state behind.
-    Raises `ConfigError` with everything that is wrong.
-    """
-    values, problems = gather(overrides, config_dir)
-    world = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
-    config = to_config(values, problems, world)
-    contradictions = check(config, world)
-    if problems:
-        # A setting that was refused stands at its default: what contradicts only that default is no news.
-        refused = re.compile(r"\b(" + "|".join(map(re.escape, problems)) + r")\b")
-        recipe = "config" not in problems
-        raise ConfigError([*problems.values(), *(text for text in contradictions if recipe and not refused.search(text))])
-    if contradictions:
-        raise ConfigError(contradictions)
-    return config
-
-
-def gather(overrides: Sequence[str], config_dir: str | os.PathLike | None = None) -> tuple[dict, typed.Problems]:
-    """Plain values of all settings, interpolations unresolved, and the overrides that had to be left out.
-
-    Raises `ConfigError` where Hydra cannot compose what is left.
-    """
-    problems: typed.Problems = {}
-    with hydra_over(config_dir) as loader:
-        groups = _groups(loader)
-        accepted = [text for override in overrides if (text := _accept(override, loader, groups, problems))]
-        try:
-            composed = hydra.compose("config", [*accepted, SEARCH])
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
-            raise ConfigError([*problems.values(), _sentence(error)]) from None
-    return typed.complete(Config(), OmegaConf.to_container(composed)), problems
-
-
-@contextmanager
-def hydra_over(config_dir: str | os.PathLike | None) -> Iterator[ConfigLoader]:
-    """Hydra over the user's folder, then the shipped one; whatever Hydra held before is put back."""
-    holder = GlobalHydra.instance()
-    before, base = holder.hydra, hydra.version.getbase()
-    holder.clear()
-    try:
-        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            loader = GlobalHydra.instance().config_loader()
-            if config_dir is not None:
-                folder = Path(config_dir).expanduser().resolve()
-                if not folder.is_dir():
-                    raise ConfigError(f"--config-dir {config_dir}: there is no folder {folder}")
-                loader.get_search_path().prepend("user", f"file://{folder}")
-            yield loader
-    finally:
-        GlobalHydra.instance().hydra = before
-        if before is not None:
-            hydra.version.VersionBase.instance().setbase(base)
-
-
-def _options(loader: ConfigLoader, group: str) -> list[str]:
-    return loader.get_group_options(group, config_name="config", overrides=[SEARCH])
-
-
-def _groups(loader: ConfigLoader) -> list[str]:
-    groups = loader.get_group_options("", ObjectType.GROUP, config_name="config", overrides=[SEARCH])
-    return [group for group in groups if group != "hydra"]
-
-
-def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: typed.Problems) -> str | None:
-    """The override as Hydra shall see it; None, and a problem, if it can mean nothing."""
-    try:
-        parsed = OverridesParser.create().parse_override(override)
-    except HydraException as error:
-        problems[override] = (f"'{override}' is not SETTING=VALUE, GROUP=OPTION or +config=RECIPE "
-                              f"({_sentence(error)}); quote values with special characters ('run.name=\"a=b\"'), but not keys within braces, "
-                              "where a colon is written as \\:")
-        return None
-    key = parsed.key_or_group
-    if parsed.is_sweep_override():
-        problems[key] = f"{override}: {SWEEP}; for a list write {key}=[...]"
-    elif key.startswith("sweep."):
-        problems[key] = f"{override}: the settings of a sweep need --multirun"
-    elif re.match(r"hydra\b", key):
-        problems[key] = (f"{override}: Hydra only composes here, its own settings have no effect; "
-                         "a folder of groups and recipes is named by --config-dir DIR")
-    elif parsed.is_delete():
-        if typed.is_entry(key):
-            return override
-        problems[key] = f"{override}: only entries of mappings can be removed, such as ~data.sources.NAME"
-        if not typed.is_setting(key):
-            known = [setting.path for setting in typed.settings()] + groups
-            problems[key] += "; " + typed.unknown("", key, known)
-    elif key in groups:
-        return _choose(key, parsed.value(), override, loader, problems)
-    elif "/" in key or "@" in override.split("=")[0]:  # a group in a group, or a package: Hydra's own answer is exact
-        return override
-    else:  # the schema decides which settings exist, not the YAML files that happen to name them
-        return "++" + override.lstrip("+")
-    return None
-
-
-def _choose(group: str, chosen: Any, override: str, loader: ConfigLoader, problems: typed.Problems) -> str | None:
-    """The override that chooses options of a group, with the + that Hydra asks for where the group has no default."""
-    options = _options(loader, group)
-    for option in chosen if isinstance(chosen, list) else [chosen]:
-        if option is not None and "/" not in str(option) and str(option) not in options:
-            kind = "recipe" if group == "config" else "option"
-            single = f" (one setting: {group}.NAME=VALUE)" if typed.is_setting(group) else ""
-            problems[group] = f"{group}={option}: there is no such {kind}; {nearest(str(option), options)}{single}"
-        elif group == "config" and str(option).endswith((".yaml", ".yml")):
-            problems[group] = (f"config={option}: a recipe is named, not given as a path; for a recipe of your own put it in FOLDER/config/ and "
-                               f"say --config-dir FOLDER +config={Path(str(option)).stem}")
-    if group in problems:
-        return None
-    defaults = OmegaConf.load(CONFIGS / "config.yaml").defaults
-    return ("" if any(group in default for default in defaults if default != "_self_") else "+") + override.lstrip("+")
-
-
-def quoted(text: str) -> str:
-    """A value as Hydra's grammar reads it back."""
-    return QuotedString(text, Quote.double).with_quotes()
-
-
-def to_config(values: dict, problems: typed.Problems, world: int = 1) -> Config:
-    """The values with interpolations resolved and types checked; what is wrong is added to `problems`.
-
-    Besides OmegaConf's own interpolations there is `${from_processes:4,2}`: 2 where at least 4 processes run, else 1.
-    """
-    OmegaConf.register_new_resolver("from_processes", lambda least, degree: degree if world >= least else 1, replace=True)
-    try:
-        resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError([*problems.values(), f"{error.full_key}: {str(error).splitlines()[0]}"]) from None
-    return typed.build(resolved, problems)
-
-
-def _sentence(error: BaseException) -> str:
-    """An error, or its cause where it says nothing itself, on one line."""
-    return " ".join((str(error) or str(error.__cause__)).split())
-
 
 def help_text(section: str, config_dir: str | os.PathLike | None = None) -> str:
     """The page of `--help`, or the settings of one section."""
@@ -274,12 +111,12 @@ def _shown(options: argparse.Namespace) -> str:
 def _train(config: Config) -> int:
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from trainer.training import run as train
+    from trainer.training import run
 
     @record  # hands the traceback of a crash to torchrun; a refused configuration is no crash
     def recorded() -> int:
         try:
-            return train.main(config)
+            return run.main(config)
         except ConfigError as error:
             return refuse(error)
 

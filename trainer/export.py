@@ -4,11 +4,11 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from trainer.checkpointing.saved import open_saved
+from trainer.config.fields import option
 from trainer.config.options import run_command
 from trainer.hf import export
-from trainer.config.fields import option
-from trainer.optim.groups import DTYPES
-from trainer.checkpointing.saved import open_saved
+from trainer.precision.dtypes import DTYPES
 
 
 @dataclass

@@ -22,8 +22,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from trainer.checkpointing.manifest import MANIFEST, list_checkpoints
-from trainer.cli import compose, quoted
 from trainer.config import ConfigError
+from trainer.config.compose import quoted
+from trainer.planning.resolve import compose
 
 REFUSED, UNFIT, LOST = 2, 3, 4
 

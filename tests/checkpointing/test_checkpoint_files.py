@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launch import WORKERS, launch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.launch import WORKERS, launch
 
 from trainer.checkpointing import manifest, state
+from trainer.checkpointing.checkpointer import Checkpointer, deal, load, read_tensors
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest, step_folder, verify
 from trainer.checkpointing.resume import find_start
 from trainer.checkpointing.retention import find_newest, find_resume, kept
-from trainer.checkpointing.checkpointer import Checkpointer, deal, load, read_tensors
 from trainer.config import CheckpointConfig, ConfigError
 
 sys.path.insert(0, str(WORKERS))

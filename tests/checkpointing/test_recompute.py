@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from support.launch import CAN_COMPILE
 from support.reference import random_batch, tiny_spec
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from trainer.checkpointing.activation import apply_recompute, check_recompute
 from trainer.config import ActivationConfig, ConfigError
 from trainer.model.initial import initialize

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer import preflight
+from trainer.cluster import network, node, options
+from trainer.cluster.network import HUNG, Floors
+from trainer.cluster.node import FIELDS
 from trainer.config import ConfigError
-from trainer.preflight import FIELDS, HUNG, Floors
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,9 +29,9 @@ def smi(*lines: str) -> str:
 
 
 def test_healthy_gpus_pass():
-    assert preflight.gpu_problems(smi(gpu(0), gpu(1)), 2) == []
+    assert node.gpu_problems(smi(gpu(0), gpu(1)), 2) == []
     without_counters = gpu(0, ecc="[N/A]", pending="[N/A]", failure="[N/A]", clocks="0x0000000000000004")  # no ECC; power cap
-    assert preflight.gpu_problems(smi(without_counters), 1) == []
+    assert node.gpu_problems(smi(without_counters), 1) == []
     assert len(gpu(0).split(",")) == len(FIELDS)
 
 
@@ -41,18 +42,18 @@ def test_healthy_gpus_pass():
     ({"clocks": "0x0000000000000080"}, "throttled by power brake"),
 ])
 def test_a_bad_gpu_is_named_with_what_to_do(change, said):
-    [problem] = preflight.gpu_problems(smi(gpu(0), gpu(5, **change)), 2)
+    [problem] = node.gpu_problems(smi(gpu(0), gpu(5, **change)), 2)
     assert problem.startswith("GPU 5 (GPU-5a): ") and said in problem
 
 
 def test_gpus_are_counted_as_the_run_will_see_them():
     four = smi(*map(gpu, range(4)))
-    assert "4 of 8 GPUs are there" in preflight.gpu_problems(four, 8)[0]
-    assert preflight.gpu_problems(four, 2, visible="1,GPU-3a") == []
-    assert "1 of 2 GPUs" in preflight.gpu_problems(four, 2, visible="1,7")[0]
+    assert "4 of 8 GPUs are there" in node.gpu_problems(four, 8)[0]
+    assert node.gpu_problems(four, 2, visible="1,GPU-3a") == []
+    assert "1 of 2 GPUs" in node.gpu_problems(four, 2, visible="1,7")[0]
     hidden = smi(gpu(0, ecc="3"), gpu(1))
-    assert preflight.gpu_problems(hidden, 1, visible="1") == []
-    assert "0 of 1 GPUs" in preflight.gpu_problems("", 1)[0]
+    assert node.gpu_problems(hidden, 1, visible="1") == []
+    assert "0 of 1 GPUs" in node.gpu_problems("", 1)[0]
 
 
 def answering(**answers):
@@ -64,10 +65,10 @@ def answering(**answers):
 
 
 def test_old_and_new_drivers_are_asked_in_their_words():
-    assert preflight.nvidia_smi(answering(field="clocks_event_reasons.active")) == "lines"
-    assert preflight.nvidia_smi(answering(field="clocks_throttle_reasons.active")) == "lines"
+    assert node.nvidia_smi(answering(field="clocks_event_reasons.active")) == "lines"
+    assert node.nvidia_smi(answering(field="clocks_throttle_reasons.active")) == "lines"
     with pytest.raises(ConfigError, match="not a valid field.*reboot"):
-        preflight.nvidia_smi(answering(field="nothing"))
+        node.nvidia_smi(answering(field="nothing"))
 
 
 def failing(error: BaseException):
@@ -78,28 +79,28 @@ def failing(error: BaseException):
 
 def test_a_driver_that_is_absent_or_hangs_is_said():
     with pytest.raises(ConfigError, match="no GPU driver"):
-        preflight.nvidia_smi(failing(FileNotFoundError()))
+        node.nvidia_smi(failing(FileNotFoundError()))
     with pytest.raises(ConfigError, match="needs a reboot"):
-        preflight.nvidia_smi(failing(subprocess.TimeoutExpired("nvidia-smi", 60)))
+        node.nvidia_smi(failing(subprocess.TimeoutExpired("nvidia-smi", 60)))
 
 
 def test_disks_are_written_and_measured(tmp_path):
-    assert preflight.disk_problems("run.dir", tmp_path / "new", 0.001) == []
+    assert node.disk_problems("run.dir", tmp_path / "new", 0.001) == []
     assert list((tmp_path / "new").iterdir()) == []  # nothing of the trial is left
-    [problem] = preflight.disk_problems("data.cache", tmp_path, 1e6)
+    [problem] = node.disk_problems("data.cache", tmp_path, 1e6)
     assert "data.cache=" in problem and "1000000.0 are wanted" in problem
     (tmp_path / "file").touch()
-    assert "cannot be written" in preflight.disk_problems("run.dir", tmp_path / "file" / "below", 0)[0]
+    assert "cannot be written" in node.disk_problems("run.dir", tmp_path / "file" / "below", 0)[0]
 
 
 def test_nodes_that_leave_no_mark_are_named(tmp_path):
     (tmp_path / "n2").touch()
-    assert preflight.unseen(tmp_path, ["n1", "n2", "n3", preflight.NODE], 0.3) == ["n1", "n3"]
+    assert node.unseen(tmp_path, ["n1", "n2", "n3", options.NODE], 0.3) == ["n1", "n3"]
 
 
 @pytest.mark.parametrize("nodes", range(1, 10))
 def test_each_node_meets_two_others_and_one_at_a_time(nodes):
-    rounds = preflight.pairings(nodes)
+    rounds = network.pairings(nodes)
     met: dict[int, set[int]] = {node: set() for node in range(nodes)}
     for pairs in rounds:
         busy = [node for pair in pairs for node in pair]
@@ -111,7 +112,7 @@ def test_each_node_meets_two_others_and_one_at_a_time(nodes):
 
 
 def problems(within=None, between=None, floors=Floors(20, 2, 0.6)):
-    return preflight.bandwidth_problems(within or {}, between or {}, floors)
+    return network.bandwidth_problems(within or {}, between or {}, floors)
 
 
 def test_bandwidth_below_the_floor_or_the_others_is_named():
@@ -137,8 +138,8 @@ def test_a_slow_node_is_told_from_a_slow_link():
 
 def test_clocks_count_by_their_best_round():
     late = {"n1": 100.0, "n2": 100.9, "n3": 100.1}  # a message to n2 was slow
-    assert preflight.clock_problems([late, {"n1": 200.0, "n2": 200.0, "n3": 200.0}], 0.5) == []
-    [problem] = preflight.clock_problems([{"n1": 100.0, "n2": 96.0, "n3": 100.1}, {"n1": 200.0, "n2": 196.1, "n3": 200.0}], 0.5)
+    assert network.clock_problems([late, {"n1": 200.0, "n2": 200.0, "n3": 200.0}], 0.5) == []
+    [problem] = network.clock_problems([{"n1": 100.0, "n2": 96.0, "n3": 100.1}, {"n1": 200.0, "n2": 196.1, "n3": 200.0}], 0.5)
     assert problem.startswith("n2: its clock is 3.9 s behind")
 
 
@@ -158,14 +159,14 @@ def test_wrong_options_are_refused():
 
 def test_folders_that_cannot_be_used_are_problems(tmp_path, monkeypatch):
     (tmp_path / "preflight").touch()
-    options = preflight.PreflightOptions("node", cache="~nobodyx/x", run_dir=str(tmp_path), free_gib=0, nodes="n1,n2", patience=0.1)
-    cache, marks = preflight.check_node(options)
+    wanted = options.PreflightOptions("node", cache="~nobodyx/x", run_dir=str(tmp_path), free_gib=0, nodes="n1,n2", patience=0.1)
+    cache, marks = node.check_node(wanted)
     assert cache.startswith("data.cache=~nobodyx/x: ") and cache.endswith("; set another data.cache")
     assert marks.startswith(f"{tmp_path}/preflight cannot be used: ")
 
 
 def test_the_network_check_without_torchrun_is_refused():
-    environment = {name: value for name, value in os.environ.items() if name not in preflight.TORCHRUN} | {"RANK": "0", "MASTER_PORT": "1"}
+    environment = {name: value for name, value in os.environ.items() if name not in options.TORCHRUN} | {"RANK": "0", "MASTER_PORT": "1"}
     done = subprocess.run([sys.executable, "-m", "trainer.preflight", "check=network"], capture_output=True, text=True, cwd=ROOT,
                           env=environment)
     assert done.returncode == 2 and done.stderr.endswith("the environment has no LOCAL_RANK, WORLD_SIZE, MASTER_ADDR\n"), done.stderr
@@ -180,9 +181,9 @@ def unused_port() -> int:
 def test_the_network_check_between_three_nodes():
     """Three processes that take themselves for nodes: fit as they are; with a floor that none reaches, the middle one, which meets
     two others, is the culprit."""
-    for options, code, port in (([], 0, unused_port()), (["between=1000"], 3, unused_port())):
+    for given, code, port in (([], 0, unused_port()), (["between=1000"], 3, unused_port())):
         common = {**os.environ, "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        processes = [subprocess.Popen([sys.executable, "-m", "trainer.preflight", "check=network", *options], cwd=ROOT, text=True,
+        processes = [subprocess.Popen([sys.executable, "-m", "trainer.preflight", "check=network", *given], cwd=ROOT, text=True,
                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                       env=common | {"RANK": str(rank), "GROUP_RANK": str(rank), "SLURMD_NODENAME": f"n{rank + 1}"})
                      for rank in range(3)]

@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-
 from support.cluster import Cluster, missing, wait_for
-from trainer import cli, compose
+
+from trainer import compose
 from trainer.config import ConfigError
+from trainer.config.compose import quoted
 from trainer.observe import metrics
 
 ROOT = Path(__file__).parents[2]
@@ -131,7 +132,7 @@ def test_every_task_has_a_run_of_its_own(tmp_path, monkeypatch):
     assert job.begin(1, 1, ["+config=debug", "run.seed={task}"], environment)["run_dir"] == "runs/debug-2"
     assert job.begin(1, 1, ["+config=debug", "run.name=peak-{task}"], environment)["run_dir"] == "runs/peak-2"
     for number, name in enumerate(("a=b", "a,b", "(q", 'a "b" \\')):
-        started = job.begin(1, 1, ["+config=debug", f"run.name={cli.quoted(name)}"], environment)
+        started = job.begin(1, 1, ["+config=debug", f"run.name={quoted(name)}"], environment)
         assert started["run_dir"] == f"runs/{name}-2" and compose(started["args"]).run.name == f"{name}-2"
     with pytest.raises(ConfigError, match="run.dir=all is the same for every task"):
         job.begin(1, 1, ["+config=debug", "run.dir=all"], environment)

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from trainer.config import typed
+from trainer.config import Config, ConfigError, typed
+from trainer.config.compose import CONFIGS
 from trainer.planning.checks import RANGES, outside
-from trainer.cli import CONFIGS, compose
-from trainer.config import Config, ConfigError
+from trainer.planning.resolve import compose
 
 
 def refused(*overrides: str, world_size: int | None = 1, config_dir: object = None) -> list[str]:

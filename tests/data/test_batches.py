@@ -4,15 +4,16 @@ import time
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.corpora import config, texts, write_jsonl, write_texts
-from hypothesis import given, settings, strategies as st
 
-from trainer.planning.batch import BatchPlan
 from trainer.config import SourceConfig
 from trainer.data.batches import Loader, eval_batches
 from trainer.data.corpus import Samples, open_corpus
 from trainer.data.tokens import DataError
 from trainer.model.loss import IGNORE
+from trainer.planning.batch import BatchPlan
 
 LENGTH = 16
 

@@ -1,6 +1,7 @@
 """The order of samples is a bijection per epoch, keeps to the weights, and is a function of the sample number alone."""
 import numpy as np
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainer.data.order import PERIOD, Order, interleave, permute, shares
 

@@ -5,13 +5,13 @@ import datasets
 import pytest
 from support.corpora import config, texts
 
-from trainer.planning.batch import BatchPlan
 from trainer.config import ConfigError, SourceConfig
 from trainer.data import stream
 from trainer.data.batches import Loader
 from trainer.data.corpus import open_corpus
 from trainer.data.documents import Stream, digest
 from trainer.data.tokens import DataError
+from trainer.planning.batch import BatchPlan
 
 LENGTH = 16
 ROWS = texts(300)

@@ -2,9 +2,11 @@
 import pickle
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.corpora import config, texts, write_texts
-from hypothesis import given, settings, strategies as st
-from tokenizers import Tokenizer as Backend, models
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trainer.config import ConfigError, SourceConfig

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config import ConfigError
-from trainer.model.axes import parameter_infos
+from trainer.config.model import ModelSpec, RopeSpec
 from trainer.hf import HFWeights, export, spec_from_hf
 from trainer.hf.config import config_from_spec, first_difference, spec_from_config
 from trainer.hf.families import FAMILIES
+from trainer.model.axes import parameter_infos
 from trainer.model.initial import fill, initialize
-from trainer.config.model import ModelSpec, RopeSpec
 from trainer.model.transformer import Transformer
 
 transformers = pytest.importorskip("transformers")

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from trainer.config import ConfigError, LoggingConfig, RunConfig, WandbConfig
-from trainer.planning.cost import devices
 from trainer.observe import metrics, sinks
-from trainer.util import tables
 from trainer.observe.deferred import DeferredScalars
 from trainer.observe.metrics import Meter
 from trainer.observe.sinks import Logger
+from trainer.planning.cost import devices
+from trainer.util import tables
 
 
 def logger(folder, resume_step=0, console="none", enabled=True, steps=100, **logging):

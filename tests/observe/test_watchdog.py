@@ -9,12 +9,24 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from support.launch import WORKERS
+
 from trainer.config import GuardConfig
 from trainer.observe import flight
 from trainer.observe.stragglers import Stragglers, slowest
-from trainer.observe.watchdog import DATA, EVALUATING, SAVING, SCHEDULE, STALLED, STARTING, STEP, Beat, Record, Watchdog, describe
+from trainer.observe.watchdog import (
+    DATA,
+    EVALUATING,
+    SAVING,
+    SCHEDULE,
+    STALLED,
+    STARTING,
+    STEP,
+    Beat,
+    Record,
+    Watchdog,
+    describe,
+)
 
 
 def test_limits_follow_the_steps_and_leave_room_for_all_else(tmp_path, monkeypatch):

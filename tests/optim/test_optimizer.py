@@ -5,15 +5,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.reference import tiny_spec
 from torch import nn
 
-from support.reference import tiny_spec
 from trainer.config import Config, LearningRateConfig, OptimizerConfig, PrecisionConfig, TypePolicy
 from trainer.model.axes import parameter_infos
 from trainer.model.transformer import Transformer
-from trainer.optim.optimizer import Optimizer
-from trainer.optim.lr_schedule import learning_rate
 from trainer.optim.groups import Policy, parameter_policies
+from trainer.optim.lr_schedule import learning_rate
+from trainer.optim.optimizer import Optimizer
 from trainer.precision.scaler import GradScaler
 
 

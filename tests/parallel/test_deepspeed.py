@@ -10,14 +10,16 @@ import textwrap
 
 import pytest
 import torch
-
 from support.launch import launch
-from trainer.config import Config, ConfigError, ParallelConfig
-from trainer.training.out_of_memory import advice
-from trainer.planning.deepspeed import check_settings, generate, load
-from trainer.planning.plan import check_plan, resolve_plan
 from workers.deepspeed_engine import CASES, CUBES, LEGS, STEPS
 from workers.parallel_runs import run
+
+from trainer.config import Config, ConfigError, ParallelConfig
+from trainer.parallel.deepspeed import load
+from trainer.parallel.deepspeed.config import generate
+from trainer.planning.deepspeed import check_settings
+from trainer.planning.plan import check_plan, resolve_plan
+from trainer.training.out_of_memory import advice
 
 
 @pytest.fixture(scope="module")

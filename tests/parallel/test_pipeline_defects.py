@@ -24,8 +24,8 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from support.launch import launch
+
 from trainer.parity.compare import TOLERANCES
 
 LIMITS = TOLERANCES["fp32"]

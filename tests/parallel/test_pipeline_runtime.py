@@ -4,7 +4,6 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from support.launch import launch
 
 RANKS = 4

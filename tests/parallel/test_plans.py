@@ -4,15 +4,15 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from support import matrix
 from support.launch import CAN_COMPILE, launch
+from support.reference import settings, tiny_spec
+
+from trainer.config import Config, ConfigError
 from trainer.planning.batch import resolve_batch
 from trainer.planning.checks import check
-from trainer.config import Config, ConfigError
 from trainer.planning.pipeline import check_pipeline
 from trainer.planning.plan import check_plan, resolve_plan
-from support.reference import settings, tiny_spec
 
 
 @pytest.fixture(scope="module")

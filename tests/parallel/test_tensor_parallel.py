@@ -4,10 +4,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.launch import launch
 
 import trainer
-from support.launch import launch
-from trainer.planning.cost.stages import layer_costs
+from trainer.planning.cost.layers import layer_costs
 
 GROUPS = ("2", "4")
 TOKENS, WIDTH = 32, 64

@@ -9,16 +9,16 @@ import sys
 
 import pytest
 import torch
-
 from support.launch import launch
-from trainer.planning.batch import resolve_batch
+
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
-from trainer.planning.plan import resolve_plan
 from trainer.parity.cli import global_size, main, parse
 from trainer.parity.compare import TOLERANCES, coarsest, compare, judge, limits
 from trainer.parity.plans import fit_batch, generated, key
 from trainer.parity.reference import Trajectory
+from trainer.planning.batch import resolve_batch
+from trainer.planning.plan import resolve_plan
 
 DATA = ["+config=debug", "data.sources.stdlib.limit=40", "run.device=cpu", "model.width=32", "model.depth=4", "model.attention.heads=4",
         "model.feed_forward.width=64", "batch.sequence_length=32"]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.planning.batch import MICRO_TOKENS, BatchPlan, resolve_batch
 from trainer.config import BatchConfig, ConfigError
+from trainer.planning.batch import MICRO_TOKENS, BatchPlan, resolve_batch
 
 sizes, lengths, ranks = st.integers(1, 48), st.integers(1, 9000), st.integers(1, 16)
 

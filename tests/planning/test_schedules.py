@@ -7,18 +7,20 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from trainer.config import ConfigError
-from trainer.planning.schedules import ir
 from trainer.planning.cost.stages import StageCosts
+from trainer.planning.schedules import ir
 from trainer.planning.schedules.greedy import fits, least_cap, list_schedule
-from trainer.planning.schedules.ir import Action, Schedule, dumps, flat, loads, parse, peak_activations, validate
+from trainer.planning.schedules.ir import Action, Schedule, dumps, flat, loads, parse
 from trainer.planning.schedules.lower import lower, lower_all, replay
 from trainer.planning.schedules.simulate import simulate
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule, forward_only, greedy, place
+from trainer.planning.schedules.validate import peak_activations, validate
 
 SPLITTING = [name for name, template in TEMPLATES.items() if template.splits]
 V_SHAPED = [name for name, template in TEMPLATES.items() if template.placement == "v"]

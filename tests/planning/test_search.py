@@ -5,16 +5,17 @@ import itertools
 
 import pytest
 import yaml
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from trainer.config import ConfigError
-from trainer.planning.schedules import search as searching
 from trainer.planning.cost.stages import LayerCosts
-from trainer.planning.schedules.ir import validate
+from trainer.planning.schedules import search as searching
 from trainer.planning.schedules.partition import balance, even, explicit, from_sizes, partition
 from trainer.planning.schedules.search import Space, bound, reorder, search
 from trainer.planning.schedules.simulate import simulate
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule, place
+from trainer.planning.schedules.validate import validate
 
 
 def costs(layers: list[float], head: float = 0.0, embedding: float = 0.0, activation: list[float] | None = None, **rest) -> LayerCosts:

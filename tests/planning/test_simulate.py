@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainer.config import ActivationConfig
-from trainer.planning.cost.flops import flops_per_token, seen_keys
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec
-from trainer.planning.cost.stages import LayerCosts, StageCosts, layer_costs
+from trainer.planning.cost.flops import flops_per_token, seen_keys
+from trainer.planning.cost.layers import layer_costs
+from trainer.planning.cost.stages import LayerCosts, StageCosts
 from trainer.planning.schedules.ir import Action, Schedule, parse
 from trainer.planning.schedules.simulate import Simulation, simulate
 from trainer.planning.schedules.templates import build_schedule, forward_only, greedy, place

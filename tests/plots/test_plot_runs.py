@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.plots import runs as plot
+from trainer import plot
 from trainer.config import ConfigError
+from trainer.plots import runs
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -53,7 +54,7 @@ def test_one_run_is_drawn_into_its_folder_even_while_it_is_writing(run):
 
 
 def test_the_curves_are_the_data(run):
-    figure = plot.draw_metrics({"a": lines(40), "b": lines(20, 2.0)})
+    figure = runs.draw_metrics({"a": lines(40), "b": lines(20, 2.0)})
     loss, rate, norm, speed = figure.axes
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles == ["loss", "learning rate", "gradient norm", "throughput"]
@@ -67,7 +68,7 @@ def test_the_curves_are_the_data(run):
 
 
 def test_tick_labels_say_what_the_ticks_are():
-    figure = plot.draw_metrics({"a": lines(2000)}, x="tokens")
+    figure = runs.draw_metrics({"a": lines(2000)}, x="tokens")
     figure.canvas.draw()
     units = {"": 1, "k": 1e3, "M": 1e6}
     axes = figure.axes[3]
@@ -84,7 +85,7 @@ def test_tick_labels_say_what_the_ticks_are():
 @given(st.lists(st.floats(-100, 100) | st.just(math.nan), min_size=1, max_size=60), st.integers(1, 20))
 def test_smoothing_keeps_gaps_and_stays_within_the_data(values, window):
     values = numpy.array(values)
-    result = plot.smooth(values, window)
+    result = runs.smooth(values, window)
     assert (numpy.isnan(result) == numpy.isnan(values)).all()
     if not numpy.isnan(values).all():
         assert numpy.nanmin(result) >= numpy.nanmin(values) - 1e-9
@@ -94,13 +95,13 @@ def test_smoothing_keeps_gaps_and_stays_within_the_data(values, window):
 
 
 def test_smoothing_is_a_centred_mean():
-    numpy.testing.assert_allclose(plot.smooth(numpy.arange(6.0) ** 2, 3), [0, 5 / 3, 14 / 3, 29 / 3, 50 / 3, 41 / 2])
+    numpy.testing.assert_allclose(runs.smooth(numpy.arange(6.0) ** 2, 3), [0, 5 / 3, 14 / 3, 29 / 3, 50 / 3, 41 / 2])
 
 
 def test_runs_are_told_apart(tmp_path):
     paths = [tmp_path / "x/demo", tmp_path / "y/demo", tmp_path / "y/other"]
-    assert plot.labels(paths) == ["x/demo", "y/demo", "y/other"]
-    assert plot.labels(paths[1:]) == ["demo", "other"]
+    assert runs.labels(paths) == ["x/demo", "y/demo", "y/other"]
+    assert runs.labels(paths[1:]) == ["demo", "other"]
 
 
 def test_what_cannot_be_drawn_is_said_for_every_run_at_once(run, tmp_path, capsys):
@@ -134,5 +135,5 @@ def test_no_run_given_exits_with_2(capsys):
 
 def test_loading_from_python_raises_one_error(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        plot.load([tmp_path / "a", tmp_path / "b"])
+        runs.load([tmp_path / "a", tmp_path / "b"])
     assert len(caught.value.problems) == 2

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.plots import runs as plot
+from trainer import plot
 from trainer.config import ConfigError
-from trainer.plots import schedule as pictures
 from trainer.planning.cost.stages import StageCosts
 from trainer.planning.schedules.ir import Action, dumps
-from trainer.plots.schedule import chrome_trace, draw_schedule, idle, measure, read_timeline, write_timeline
 from trainer.planning.schedules.simulate import Span, simulate
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule
+from trainer.plots import runs
+from trainer.plots import schedule as pictures
+from trainer.plots.schedule import chrome_trace, draw_schedule, idle, measure, read_timeline, write_timeline
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -138,7 +139,7 @@ def test_kinds_are_told_apart_without_colour():
 @pytest.mark.parametrize("suffix, start", [(".png", PNG), (".svg", b"<?xml")])
 def test_pictures_are_written_at_every_size(ranks, microbatches, suffix, start, tmp_path):
     path = tmp_path / f"schedule{suffix}"
-    plot.save(draw_schedule({"planned": planned("gpipe", ranks, microbatches)}), path)
+    runs.save(draw_schedule({"planned": planned("gpipe", ranks, microbatches)}), path)
     assert path.read_bytes().startswith(start)
     if suffix == ".svg":
         text = path.read_text()
@@ -236,7 +237,7 @@ def test_damaged_timelines_are_refused(text, words, tmp_path):
 def drawn(monkeypatch):
     """The figures that the command saves, by file name; they are not rendered, which takes a second each."""
     figures = {}
-    monkeypatch.setattr(plot, "save", lambda figure, path: figures.update({path.name: figure}))
+    monkeypatch.setattr(runs, "save", lambda figure, path: figures.update({path.name: figure}))
     return figures
 
 

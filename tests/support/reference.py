@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from trainer.config import Config
-from trainer.data.batches import Batch
 from trainer.config.model import ModelSpec, assign
+from trainer.data.batches import Batch
 
 
 def tiny_spec(**changes: Any) -> ModelSpec:

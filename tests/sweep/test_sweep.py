@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from support.cluster import Cluster, missing, wait_for
 
 import trainer
-from support.cluster import Cluster, missing, wait_for
 from trainer import cli
-from trainer.config import ConfigError
-from trainer.training.out_of_memory import advice, missing_memory
+from trainer.config import ConfigError, compose
+from trainer.config.typed import to_yaml
 from trainer.sweep import main as run_sweep
 from trainer.sweep.plan import expand, make_trials, names
 from trainer.sweep.results import outcome
-from trainer.config.typed import to_yaml
+from trainer.training.out_of_memory import advice, missing_memory
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,11 +44,11 @@ def trials(*arguments: str, gpus: int = 0):
 def test_trials_are_those_of_hydras_sweeper(arguments):
     """Also in their order, and as composed: Hydra's sweeper writes every override anew, ours only those with several values."""
     sweep, common, swept = expand(arguments)
-    with cli.hydra_over(None) as loader:
+    with compose.hydra_over(None) as loader:
         expected = BasicSweeper.split_arguments(OverridesParser.create(config_loader=loader).parse_overrides(arguments), None)[0]
     assert len(swept) == len(expected) > 0
     for mine, theirs in zip(swept, expected):
-        assert cli.gather([*common, *mine]) == cli.gather(theirs)
+        assert compose.gather([*common, *mine]) == compose.gather(theirs)
 
 
 def test_removals_and_quotes_reach_the_trials():

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 from support.launch import WORKERS
+
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest
 from trainer.checkpointing.retention import find_newest
 from trainer.observe import metrics

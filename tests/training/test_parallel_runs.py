@@ -16,18 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from support.launch import WORKERS, launch
 from transformers import AutoModelForCausalLM
+from workers.parallel_runs import CHAINS, COMMON, FIRST, LEG, PLANS, STOPPED, run, settings
 
 import trainer
 import trainer.training.run
-from support.launch import WORKERS, launch
-from trainer import cli, export
-from trainer.plots import runs as plot
+from trainer import cli, export, plot
 from trainer.checkpointing.checkpointer import read_tensors
 from trainer.config import ConfigError
 from trainer.planning.schedules import ir
+from trainer.planning.schedules.validate import validate
 from trainer.plots.schedule import read_timeline
-from workers.parallel_runs import CHAINS, COMMON, FIRST, LEG, PLANS, STOPPED, run, settings
 
 STEPS = FIRST + 5 * LEG
 
@@ -145,7 +145,7 @@ def test_auto_measures_chooses_and_goes_on(root, alone, two, name):
     folder = root / name / "schedule"
     choice = yaml.safe_load((folder / "choice.yaml").read_text())
     chosen = ir.loads((folder / "chosen.csv").read_text())
-    assert ir.validate(chosen) == [] and (folder / "chosen.csv").read_text() == (folder / "schedule.csv").read_text()
+    assert validate(chosen) == [] and (folder / "chosen.csv").read_text() == (folder / "schedule.csv").read_text()
     batch, pipeline = choice["batch"], choice["parallel"]["pipeline"]
     assert batch["accumulation"] == chosen.microbatches and batch["accumulation"] * batch["micro_size"] == 8
     assert len(pipeline["split"]) == chosen.stages == 2 * pipeline["chunks"] and sum(pipeline["split"]) == 4

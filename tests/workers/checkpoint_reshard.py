@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from trainer.checkpointing.checkpointer import Checkpointer, load, read_tensors
 from trainer.checkpointing.manifest import read_manifest, step_folder
 from trainer.checkpointing.retention import find_resume
-from trainer.checkpointing.checkpointer import Checkpointer, load, read_tensors
 from trainer.config import CheckpointConfig, ConfigError
 
 CONFIG = CheckpointConfig()

@@ -16,34 +16,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-import trainer
-import trainer.training.run
 from support.launch import fork, leave
 from support.matrix import PLAIN, SEQUENCES, Case
 from support.reference import random_batch, rows, settings
-from trainer.planning.batch import BatchPlan
+from workers.parallel_runs import Watched
+from workers.parallel_runs import settings as run_settings
+from workers.plans import LENGTH, Worlds, config_of, spec_of
+
+import trainer
+import trainer.training.run
 from trainer.checkpointing.checkpointer import read_tensors
 from trainer.config import Config
-from trainer.data.batches import Batch
 from trainer.config.model import ModelSpec
+from trainer.data.batches import Batch
+from trainer.distributed.tensors import local
+from trainer.distributed.world import World
 from trainer.model.transformer import declarations
 from trainer.observe.sinks import Logger
-from trainer.optim.optimizer import local
 from trainer.parallel.compress.trial import STEPS as TIMED
 from trainer.parallel.compress.trial import Trial
-from trainer.distributed.world import World
-from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import Plan, resolve_plan
 from trainer.parity.compare import coarsest, compare, judge
 from trainer.parity.reference import reference
 from trainer.parity.watch import Watch
-from trainer.optim.groups import DTYPES
+from trainer.planning.batch import BatchPlan
+from trainer.planning.pipeline import resolve_pipeline
+from trainer.planning.plan import Plan, resolve_plan
+from trainer.precision.dtypes import DTYPES
+from trainer.training.run import numeric_mode
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
-from trainer.training.run import numeric_mode
-from workers.parallel_runs import Watched, settings as run_settings
-from workers.plans import LENGTH, Worlds, config_of, spec_of
 
 RANKS, STEPS = 4, 3
 CPU = torch.device("cpu")

@@ -12,25 +12,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
-
 from support.launch import fork, leave
 from support.reference import random_batch, rows, settings, tiny_spec
-from trainer.planning.batch import BatchPlan
+from torch.multiprocessing.reductions import StorageWeakRef
+from workers.parallel_runs import gather, run
+
 from trainer.config import Config
 from trainer.data.batches import Batch
-from trainer.optim.optimizer import local
-from trainer.planning.deepspeed import load
+from trainer.distributed.tensors import local
 from trainer.distributed.world import World, join
-from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import resolve_plan
+from trainer.parallel.deepspeed import load
 from trainer.parity.compare import coarsest, compare, judge
 from trainer.parity.reference import reference
 from trainer.parity.watch import Watch
-from trainer.optim.groups import DTYPES
+from trainer.planning.batch import BatchPlan
+from trainer.planning.pipeline import resolve_pipeline
+from trainer.planning.plan import resolve_plan
+from trainer.precision.dtypes import DTYPES
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
-from workers.parallel_runs import gather, run
 
 STEPS, SEQUENCES, LENGTH = 3, 8, 16
 
@@ -88,7 +88,7 @@ class Worlds(dict[tuple, World]):
         return self.setdefault((plan.pp, plan.replicate, plan.shard, plan.tp), None) or self._made(plan)
 
     def _made(self, plan: Any) -> World:
-        world = self[plan.pp, plan.replicate, plan.shard, plan.tp] = join(plan, torch.device("cpu"))
+        world = self[plan.pp, plan.replicate, plan.shard, plan.tp] = join(plan.mesh, torch.device("cpu"))
         return world
 
 
@@ -254,7 +254,7 @@ def eight() -> dict[str, Any]:
 def main(root: Path) -> None:
     load(torch.device("cpu"))
     fork()
-    join(resolve_plan(Config().parallel, int(os.environ["WORLD_SIZE"])), torch.device("cpu"))
+    join(resolve_plan(Config().parallel, int(os.environ["WORLD_SIZE"])).mesh, torch.device("cpu"))
     results = four(root) if dist.get_world_size() == 4 else eight()
     if dist.get_rank() == 0:
         (root / f"{dist.get_world_size()}.json").write_text(json.dumps(results))

@@ -25,11 +25,11 @@ import trainer.training.auto_schedule
 import trainer.training.run
 from trainer import cli
 from trainer.config import Config
-from trainer.model.transformer import Transformer
 from trainer.distributed.world import join
+from trainer.model.transformer import Transformer
+from trainer.planning.plan import resolve_plan
 from trainer.planning.schedules.search import Choice
 from trainer.planning.schedules.templates import build_schedule
-from trainer.planning.plan import resolve_plan
 
 train_step = trainer.training.run.train_step
 
@@ -183,7 +183,7 @@ def dies(arguments: list[str]) -> int:
 
 def main(what: str, root: Path) -> None:
     world = int(os.environ["WORLD_SIZE"])
-    join(resolve_plan(Config().parallel, world), torch.device("cpu"))
+    join(resolve_plan(Config().parallel, world).mesh, torch.device("cpu"))
     results = dict({"four": four, "two": two}[what](root))
     if dist.get_rank() == 0:
         (root / f"{what}.json").write_text(json.dumps(results))

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from support.launch import fork, leave
 from support.reference import random_batch, rows, settings, tiny_spec
-from trainer.planning.batch import BatchPlan
-from trainer.model.layers import Layer
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from trainer.distributed.world import join
-from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import resolve_plan
+from trainer.model.layers import Layer
 from trainer.parity.compare import compare
 from trainer.parity.reference import reference
 from trainer.parity.watch import Watch
+from trainer.planning.batch import BatchPlan
+from trainer.planning.pipeline import resolve_pipeline
+from trainer.planning.plan import resolve_plan
 from trainer.training.state import TrainState
 from trainer.training.step import evaluate, train_step
 
@@ -44,7 +44,7 @@ class Case:
         plan = resolve_plan(self.config.parallel, dist.get_world_size(), self.spec)
         self.micro = SEQUENCES // plan.dp // micro_batches
         batch = BatchPlan(LENGTH, SEQUENCES, self.micro, micro_batches)
-        world = join(plan, torch.device("cpu"))
+        world = join(plan.mesh, torch.device("cpu"))
         pipeline = resolve_pipeline(self.config, self.spec, plan, batch)
         self.state = TrainState.build(self.config, self.spec, plan, pipeline, world)
         self.micro_batches, self.dp = micro_batches, plan.dp

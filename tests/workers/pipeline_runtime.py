@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.config import ConfigError
 from trainer.distributed.channels import Channels, PipelineError, edges
+from trainer.parallel.pipeline.runtime import Runtime
 from trainer.planning.cost.stages import StageCosts
 from trainer.planning.schedules.ir import Schedule, merge_backward
-from trainer.parallel.pipeline.runtime import Runtime
 from trainer.planning.schedules.simulate import simulate
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy, place
 

@@ -13,24 +13,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from support.launch import CAN_COMPILE, fork, leave
 from support.matrix import PLAIN, SEQUENCES, Case, cases, depth
 from support.reference import random_batch, rows, settings, tiny_spec
-from trainer.planning.batch import BatchPlan
+
 from trainer.config import Config
-from trainer.data.batches import Batch
 from trainer.config.model import ModelSpec
-from trainer.optim.optimizer import local
+from trainer.data.batches import Batch
+from trainer.distributed.tensors import local
 from trainer.distributed.world import World, join, local_device
-from trainer.planning.schedules import ir
-from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.schedules.templates import build_schedule
-from trainer.planning.plan import resolve_plan
 from trainer.parity.compare import Comparison, coarsest, compare, judge
 from trainer.parity.reference import Trajectory, reference
 from trainer.parity.watch import train
-from trainer.optim.groups import DTYPES
+from trainer.planning.batch import BatchPlan
+from trainer.planning.pipeline import resolve_pipeline
+from trainer.planning.plan import resolve_plan
+from trainer.planning.schedules import ir
+from trainer.planning.schedules.templates import build_schedule
+from trainer.precision.dtypes import DTYPES
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 
@@ -105,7 +105,7 @@ class Worlds(dict[tuple, World]):
     def of(self, plan: Any, device: torch.device) -> World:
         shape = plan.pp, plan.replicate, plan.shard, plan.tp
         if shape not in self:
-            self[shape] = join(plan, device)
+            self[shape] = join(plan.mesh, device)
         return self[shape]
 
 

@@ -12,9 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from trainer.kernels import quantize
-from trainer.parallel.compress import codec as torch_code
-from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback
+from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, pack, triton_pack, triton_unpack, unpack
 
 LAYOUTS = [  # segments, rows, grain of 256
     ([(0, 1)], 1, False), ([(5, 256), (300, 255), (555, 257)], 1, False), ([(0, 40), (41, 1700), (1800, 3)], 3, True), ([(7, 6000)], 4, False)]
@@ -49,13 +47,13 @@ def differences(codec: Codec, feedback: str, dtype: torch.dtype, layout: int, de
         if step == 1:
             flat[segments[0][0]], flat[segments[-1][0] + 2] = math.nan, math.inf
         flats = [flat, flat.to(device)]
-        payloads = [module.pack(codec, part, blocks, kept, torch.tensor(unit, device=part.device), seed)
-                    for module, part, blocks, kept in zip((torch_code, quantize), flats, where, errors)]
+        payloads = [write(codec, part, blocks, kept, torch.tensor(unit, device=part.device), seed)
+                    for write, part, blocks, kept in zip((pack, triton_pack), flats, where, errors)]
         before = payloads[0] if step == 0 else before
         senders = torch.stack([before, payloads[0], payloads[0]])
         results = [torch.full((size,), 3.0, dtype=dtype, device=part.device) for part in flats]
-        for module, blocks, result in zip((torch_code, quantize), where, results):
-            module.unpack(codec, senders.to(result.device), blocks, result)
+        for read, blocks, result in zip((unpack, triton_unpack), where, results):
+            read(codec, senders.to(result.device), blocks, result)
         expected, result = results[0], results[1].cpu()
         finite = torch.isfinite(expected)
         told = f"{codec}, {feedback}, {dtype}, layout {layout}, step {step}"

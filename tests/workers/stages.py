@@ -9,17 +9,17 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from support.launch import fork, leave
 from support.reference import random_batch, rows, settings, tiny_spec
-from trainer.planning.batch import BatchPlan
-from trainer.observe.report import fullest_rank
-from trainer.optim.optimizer import local
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.distributed.tensors import local
 from trainer.distributed.world import join
+from trainer.parallel.fsdp_internals import parameter_groups
+from trainer.planning.batch import BatchPlan
+from trainer.planning.cost.memory import fullest_rank
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import resolve_plan
-from trainer.parallel.fsdp import parameter_groups
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 
@@ -55,7 +55,7 @@ def main(out: str) -> None:
         plan = resolve_plan(config.parallel, world_size)
         batch = BatchPlan(LENGTH, world_size * ACCUMULATION, 1, ACCUMULATION)
         pipeline = resolve_pipeline(config, spec, plan, batch)
-        state = TrainState.build(config, spec, plan, pipeline, join(plan, torch.device("cpu")))
+        state = TrainState.build(config, spec, plan, pipeline, join(plan.mesh, torch.device("cpu")))
         model, gradients, update = state.stages[0], [], state.optimizer.step
 
         def noting(*arguments: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ def main(out: str) -> None:
                 train_step(state, [rows(data, row, row + 1) for row in range(first, first + ACCUMULATION)], False)
             handle.remove()
         once, feedback = (state.compression.once, state.compression.feedback_bytes) if state.compression else (False, 0)
-        expected = fullest_rank(config, spec, plan, pipeline, batch, once, state.world.most(feedback))
+        expected = fullest_rank(config, spec, plan, pipeline, batch, once, max(state.world.gather(feedback)))
         results.append({"stage": stage, "shard": plan.shard, "more": more, "expected": dataclasses.asdict(expected), "units": len(model.layers) + 1, "total": sum(p.numel() for p in model.parameters()) * 4,
                         "parameters": sum(local(p).nbytes for p in model.parameters()), "inside": kept[-1][0], "outside": kept[-1][1], "feedback": feedback,
                         "gradients": gradients[-1], "optimizer": sum(t.nbytes for t in state.optimizer.state.values()),

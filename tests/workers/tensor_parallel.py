@@ -10,25 +10,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.launch import fork, leave
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from support.launch import fork, leave
-from trainer.planning.batch import resolve_batch
 from trainer.config import Config
+from trainer.config.model import ModelSpec, assign
+from trainer.distributed.tensors import local
+from trainer.distributed.world import World, join
 from trainer.model.initial import initialize
 from trainer.model.layers import Linear
 from trainer.model.linear import DeferredGrads
-from trainer.config.model import ModelSpec, assign
 from trainer.model.transformer import Transformer
-from trainer.optim.optimizer import local
-from trainer.distributed.world import World, join
-from trainer.planning.cost.stages import layer_costs
+from trainer.parallel.tensor import split
+from trainer.planning.batch import resolve_batch
+from trainer.planning.cost.layers import layer_costs
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import resolve_plan
-from trainer.parallel.tensor import split
 from trainer.training.state import TrainState
 
 GROUPS = (1, 2, 4)
@@ -64,7 +64,7 @@ def settings(tp: int, stage: int = 0) -> Config:
 
 def enter(tp: int) -> World:
     """All four processes, in groups of `tp`."""
-    return join(resolve_plan(settings(tp).parallel, 4), CPU)
+    return join(resolve_plan(settings(tp).parallel, 4).mesh, CPU)
 
 
 def model_of(spec: ModelSpec, world: World, dtype: torch.dtype = torch.float32) -> Transformer:
@@ -227,7 +227,7 @@ def differing_weights(tp: int, stage: int) -> list[str]:
     config, spec = settings(tp, stage), spec_of(**UNEVEN)
     plan = resolve_plan(config.parallel, 4, spec)
     batch = resolve_batch(config.batch, plan.dp, plan.tp)
-    state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), join(plan, CPU))
+    state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), join(plan.mesh, CPU))
     model = Transformer(spec)
     initialize(model, spec, config.run.seed, CPU)
     assert state.parameters.keys() == dict(model.named_parameters()).keys()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
 from support.launch import fork, leave
+
 import trainer
 import trainer.training.run
 from trainer.checkpointing.checkpointer import read_tensors
@@ -116,7 +116,7 @@ def scenarios(root: Path, world_size: int):
 
 def main(root: str) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    join(resolve_plan(trainer.Config().parallel, world_size), torch.device("cpu"))
+    join(resolve_plan(trainer.Config().parallel, world_size).mesh, torch.device("cpu"))
     results = dict(scenarios(Path(root), world_size))
     if dist.get_rank() == 0:
         (Path(root) / f"results_{world_size}.json").write_text(json.dumps(results))

@@ -30,10 +30,18 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpointing.manifest import OWN_KEYS, read_manifest, step_folder, verify, verify_checksums, write_manifest
+from trainer.checkpointing.manifest import (
+    OWN_KEYS,
+    read_manifest,
+    step_folder,
+    verify,
+    verify_checksums,
+    write_manifest,
+)
 from trainer.checkpointing.retention import prune, publish, sync_folder, tidy
 from trainer.config import CheckpointConfig, ConfigError
 from trainer.distributed.tensors import Fragment, boxes
+from trainer.distributed.world import gather
 
 # One process without a process group is a normal run here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -226,8 +234,7 @@ class Checkpointer:
             outcome = (None, _reason(error))
         outcomes = [outcome]
         if self._group is not None:
-            outcomes = [None] * dist.get_world_size()
-            dist.all_gather_object(outcomes, outcome, group=self._group)
+            outcomes = gather(outcome, self._group)
         problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(outcomes) if problem is not None]
         if problems:
             raise SaveFailed("; ".join(problems[:3]))
@@ -392,8 +399,7 @@ def load(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
     """
     problems = _mismatches(path, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
     if dist.is_initialized():
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, problems)
+        everyone = gather(problems)
         problems = list(dict.fromkeys(problem for one in everyone for problem in one))
     if problems:
         raise ConfigError(problems)

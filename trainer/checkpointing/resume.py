@@ -4,12 +4,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.planning.batch import BatchPlan
 from trainer.checkpointing.manifest import read_manifest
 from trainer.checkpointing.retention import find_newest, find_resume
 from trainer.config import CheckpointConfig, Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.config.typed import flat
+from trainer.planning.batch import BatchPlan
 
 
 def find_start(setting: CheckpointConfig, folder: Path, launchers: list[str]) -> tuple[Path | None, list[str]]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from trainer.checkpointing.checkpointer import read_tensors
 from trainer.checkpointing.manifest import MANIFEST, DamagedCheckpoint, list_checkpoints, read_manifest, verify
 from trainer.checkpointing.retention import find_resume
-from trainer.checkpointing.checkpointer import read_tensors
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
 

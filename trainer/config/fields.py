@@ -1,10 +1,11 @@
 """How a setting is declared, what a wrong one is answered with, and the error that says so. Imports nothing of the project."""
 from __future__ import annotations
-from typing import Any
+
 import copy
 import dataclasses
 import difflib
 from dataclasses import field
+from typing import Any
 
 
 def option(default: Any, doc: str, choices: tuple | None = None, unit: str | None = None) -> Any:

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
+
 from trainer.config.fields import divisors, nearest, option
 
 

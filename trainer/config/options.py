@@ -7,8 +7,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from trainer.config.fields import ConfigError
-from trainer.config.fields import nearest
+from trainer.config.fields import ConfigError, nearest
 
 Options = TypeVar("Options")
 KINDS = {int: "a whole number", float: "a number"}

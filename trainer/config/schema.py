@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from trainer.config.model import ModelSpec
 from trainer.config.fields import option
+from trainer.config.model import ModelSpec
 
 
 @dataclass

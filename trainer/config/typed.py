@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf, StringNode, ValidationError
 
-from trainer.config.schema import Config, TypePolicy
-from trainer.config.model import LayerSpec
 from trainer.config.fields import nearest
+from trainer.config.model import LayerSpec
+from trainer.config.schema import Config, TypePolicy
 
 Problems = dict[str, str]
 """What is wrong, by setting."""

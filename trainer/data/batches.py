@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.planning.batch import BatchPlan
 from trainer.data.corpus import Samples
 from trainer.data.order import Order
 from trainer.model.loss import IGNORE
+from trainer.planning.batch import BatchPlan
 
 
 @dataclass

@@ -21,7 +21,17 @@ from trainer.data.progress import say
 from trainer.data.shards import Job, read_manifest, tokenise, write_manifest
 from trainer.data.stream import StreamedSequences, hold_out
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
-from trainer.data.tokens import Packed, Piece, Sequences, TokenWriter, file_digest, hold_out_tail, open_token_file, replacing, token_dtype
+from trainer.data.tokens import (
+    Packed,
+    Piece,
+    Sequences,
+    TokenWriter,
+    file_digest,
+    hold_out_tail,
+    open_token_file,
+    replacing,
+    token_dtype,
+)
 
 FORMAT = 1
 """Part of every key of the cache; raised when the same input would be prepared differently."""

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config import ConfigError, SourceConfig
+from trainer.config.fields import nearest
 from trainer.data.progress import on_terminal
 from trainer.data.tokens import DataError
-from trainer.config.fields import nearest
 
 PIECE_BYTES = 64 << 10
 """Longer files are cut at line ends, so that a part of a single file can be held out and tokenised by itself."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-from trainer.model.axes import extent
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 @dataclass
@@ -73,3 +72,24 @@ def _rectangles(values: Tensor, start: int, shape: torch.Size) -> Iterator[tuple
             size = left // row * row
             yield (index,) + (0,) * (len(shape) - 1), values[done:done + size].view(-1, *shape[1:])
         done += size
+
+
+def extent(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
+    """Shape of what this rank holds of a tensor, and where in the whole it begins.
+
+    A dimension that tensor parallelism and then sharding have cut is marked as strided by FSDP. torch's own function counts
+    such parts as if they were cut the other way round, which differs where sizes do not divide.
+    """
+    size, first, mesh = list(tensor.shape), [0] * tensor.dim(), tensor.device_mesh
+    for dimension in sorted(range(mesh.ndim), key=lambda dimension: isinstance(tensor.placements[dimension], _StridedShard)):
+        cut = getattr(tensor.placements[dimension], "dim", None)
+        if cut is not None:
+            part = -(-size[cut] // mesh.size(dimension))
+            start = min(size[cut], part * mesh.get_local_rank(dimension))
+            size[cut], first[cut] = min(part, size[cut] - start), first[cut] + start
+    return torch.Size(size), torch.Size(first)
+
+
+def local(tensor: Tensor | Fragment) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, (DTensor, Fragment)) else tensor

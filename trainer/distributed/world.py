@@ -3,19 +3,17 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import ConfigError, RunConfig
-from trainer.planning.plan import Plan
 
-DIMENSIONS = ("pp", "replicate", "shard", "cp", "tp")
-"""From the slowest to the fastest; neighbours in the last dimension are neighbours in a node. `cp` has one rank until there
-is context parallelism."""
+T = TypeVar("T")
 
 
 def local_device(run: RunConfig) -> torch.device:
@@ -52,19 +50,20 @@ class World:
         """This rank's coordinate in a dimension of the mesh."""
         return self.mesh[name].get_local_rank()
 
-    def sum_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums `values` in place over the ranks that see different data."""
-        return self._sum(values, self.data.get_group())
+    @property
+    def speaks_for_data(self) -> bool:
+        """Whether this rank is the one that counts its data-parallel rank's batch, which the ranks of all other dimensions share."""
+        return all(self.place(name) == 0 for name in self.mesh.mesh_dim_names if name not in ("replicate", "shard"))
 
     def sum_all(self, values: torch.Tensor) -> torch.Tensor:
         """Sums `values` in place over all ranks; every rank gets the same bits."""
-        return self._sum(values, None)
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
 
-    def most(self, value: int) -> int:
-        """The largest `value` of all ranks."""
-        everyone: list[int] = [0] * self.size
-        dist.all_gather_object(everyone, value)
-        return max(everyone)
+    def gather(self, value: T) -> list[T]:
+        """The (picklable) `value` of every rank, in order of rank, on every rank."""
+        return gather(value)
 
     def agree(self, decide: Callable[[], Any]) -> Any:
         """What rank 0 decides (a picklable value), on every rank; an error of it is raised on every rank."""
@@ -79,15 +78,17 @@ class World:
             raise answer[0]
         return answer[0]
 
-    def _sum(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        if dist.get_world_size(group) > 1:
-            dist.all_reduce(values, group=group)
-        return values
+
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The (picklable) `value` of every rank of a group (all ranks if None), in order of rank, on every rank."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
 
 
-def join(plan: Plan, device: torch.device, timeout: float = 1200.0) -> World:
-    """Starts torch.distributed (NCCL on GPUs, gloo on CPUs) unless it runs, and builds the mesh that the plan asks for. timeout: of
-    communication, in seconds.
+def join(shape: Mapping[str, int], device: torch.device, timeout: float = 1200.0) -> World:
+    """Starts torch.distributed (NCCL on GPUs, gloo on CPUs) unless it runs, and builds a mesh of `shape`: sizes of its dimensions by
+    name, the fastest last (`Plan.mesh`). timeout: of communication, in seconds.
 
     A plain `python -m trainer` is a world of one and needs no rendezvous.
     """
@@ -100,7 +101,7 @@ def join(plan: Plan, device: torch.device, timeout: float = 1200.0) -> World:
         rendezvous = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, timeout=limit, **rendezvous,
                                 device_id=device if device.type == "cuda" else None)
-    mesh = init_device_mesh(device.type, (plan.pp, plan.replicate, plan.shard, 1, plan.tp), mesh_dim_names=DIMENSIONS)
+    mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     data = mesh["replicate", "shard"]._flatten("dp")
     for group in (*mesh.get_all_groups(), data.get_group()):  # torch would give them 10 minutes with NCCL
         dist.distributed_c10d._set_pg_timeout(limit, group)

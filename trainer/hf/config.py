@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.hf.families import ACTIVATIONS, FAMILIES, Family
 from trainer.config.model import ModelSpec, RopeSpec
+from trainer.hf.families import ACTIVATIONS, FAMILIES, Family
 
 ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
 ROPE_FIELDS = {"factor": "factor", "low_freq_factor": "low_frequency_factor",

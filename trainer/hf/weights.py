@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.config import ConfigError
-from trainer.model.axes import ParameterInfo
+from trainer.config.model import ModelSpec
 from trainer.hf.config import config_from_spec
 from trainer.hf.families import FAMILIES, Rule
-from trainer.config.model import ModelSpec
+from trainer.model.axes import ParameterInfo
 from trainer.model.transformer import declarations
 
 # Buffers that older versions of transformers saved among the weights.

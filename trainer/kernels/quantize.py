@@ -1,4 +1,4 @@
-"""Triton kernels of `parallel/compress/codec.py`, with the bits of its torch code.
+"""Triton kernels that quantise blocks of a gradient, with the bits of the torch code in `parallel/compress/codec.py`.
 
 One pass over the gradient gathers blocks from where they lie, adds what earlier steps left out, rotates, quantises, packs,
 and keeps what is left out now; one pass over the received bytes decodes, sums, rotates back and writes to where blocks lie.
@@ -6,12 +6,13 @@ A program takes `TILE` blocks in two halves, which int4 packs into one byte.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from trainer.parallel.compress.codec import LARGEST, Blocks, Codec, ErrorFeedback, factor, mixed
 
 OPTIONS = {"enable_fp_fusion": False}
 """Launch options: no contraction to fused multiply-adds, which would change the last bit."""
@@ -177,34 +178,57 @@ def _unpack(scales, codes, flat, starts, lengths, count, row_bytes, rows, SENDER
     tl.store(flat + start + inside + HALF, high.to(flat.dtype.element_ty), mask=inside + HALF < length)
 
 
-def pack(codec: Codec, flat: Tensor, blocks: Blocks, errors: ErrorFeedback | None = None, unit: Tensor | None = None,
-         seed: int = 0) -> Tensor:
-    """`codec.pack` on a GPU."""
-    payload = torch.empty(blocks.rows, codec.row_bytes(blocks.count), dtype=torch.uint8, device=flat.device)
-    kept, left = ((*errors.kept, None)[:2], (*errors.left, None)[:2]) if errors else ((None, None), (None, None))
-    grid, tile = _grid(blocks)
-    _pack[grid](flat, *blocks.table, *_parts(codec, payload, blocks), *kept, *left, unit, mixed(seed), blocks.count, payload.shape[1],
-                KIND=codec.kind, LARGEST=LARGEST.get(codec.kind, 1.0), BLOCK=codec.block, SIZE=codec.hadamard, FACTOR=factor(codec.hadamard),
-                STOCHASTIC=codec.stochastic, FEEDBACK=errors.kind if errors else "none", DECAY=ErrorFeedback.DECAY, TILE=tile, **OPTIONS)
-    return payload
+@dataclass(frozen=True)
+class Form:
+    """How blocks are encoded. kind: bf16, int8, int4 or fp8; block: elements of one; largest: magnitude of a code.
+
+    hadamard: elements of a rotated run, 0 for none; factor: what a rotation is multiplied with; stochastic: whether codes are
+    rounded at random; scale_bytes: where codes begin in a row of the payload, behind the scales.
+    """
+    kind: str
+    block: int
+    largest: float
+    hadamard: int
+    factor: float
+    stochastic: bool
+    scale_bytes: int
 
 
-def unpack(codec: Codec, payload: Tensor, blocks: Blocks, flat: Tensor) -> None:
-    """`codec.unpack` on a GPU."""
+def pack(form: Form, flat: Tensor, table: tuple[Tensor, Tensor], payload: Tensor, seed: int, feedback: str = "none", decay: float = 0.0,
+         kept: Sequence[Tensor | None] = (), left: Sequence[Tensor | None] = (), unit: Tensor | None = None) -> None:
+    """Encodes the blocks of `flat` into `payload` [rows, row bytes]. table: where each block starts and how long it is [rows x count].
+
+    kept, left: errors before and after, and their scales; feedback: their kind; unit: what they are multiples of.
+    """
+    rows, count = payload.shape[0], table[0].numel() // payload.shape[0]
+    grid, tile = _grid(rows, count, form.block)
+    _pack[grid](flat, *table, *_parts(form, payload), *_pair(kept), *_pair(left), unit, seed, count, payload.shape[1], KIND=form.kind,
+                LARGEST=form.largest, BLOCK=form.block, SIZE=form.hadamard, FACTOR=form.factor, STOCHASTIC=form.stochastic,
+                FEEDBACK=feedback, DECAY=decay, TILE=tile, **OPTIONS)
+
+
+def unpack(form: Form, payload: Tensor, table: tuple[Tensor, Tensor], flat: Tensor) -> None:
+    """Sums over senders what they encoded, payload [senders, rows, row bytes], into the blocks of `flat`."""
     payload = payload.contiguous()
-    grid, tile = _grid(blocks)
-    _unpack[grid](*_parts(codec, payload, blocks), flat, *blocks.table, blocks.count, payload.shape[2], payload.shape[1],
-                  SENDERS=payload.shape[0], KIND=codec.kind, BLOCK=codec.block, SIZE=codec.hadamard, FACTOR=factor(codec.hadamard), TILE=tile,
-                  **OPTIONS)
+    rows, count = payload.shape[1], table[0].numel() // payload.shape[1]
+    grid, tile = _grid(rows, count, form.block)
+    _unpack[grid](*_parts(form, payload), flat, *table, count, payload.shape[2], rows, SENDERS=payload.shape[0], KIND=form.kind,
+                  BLOCK=form.block, SIZE=form.hadamard, FACTOR=form.factor, TILE=tile, **OPTIONS)
 
 
-def _grid(blocks: Blocks) -> tuple[tuple[int, int], int]:
+def _grid(rows: int, count: int, block: int) -> tuple[tuple[int, int], int]:
     """Programs (tiles of a row, rows), and blocks in a tile."""
-    tile = max(4, 4096 // blocks.block)
-    return (-(-blocks.count // tile), blocks.rows), tile
+    tile = max(4, 4096 // block)
+    return (-(-count // tile), rows), tile
 
 
-def _parts(codec: Codec, payload: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+def _parts(form: Form, payload: Tensor) -> tuple[Tensor, Tensor]:
     """Pointers to a payload's first scale and first code."""
     flat = payload.view(-1)
-    return flat.view(torch.float32), flat[codec.scale_bytes(blocks.count):]
+    return flat.view(torch.float32), flat[form.scale_bytes:]
+
+
+def _pair(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
+    """Two, with None for those that are not there."""
+    first, second = (*tensors, None, None)[:2]
+    return first, second

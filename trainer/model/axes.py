@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from trainer.distributed.collectives import TensorGroup
 
@@ -84,22 +83,6 @@ class Part(torch.autograd.Function):
         whole = gradient.new_zeros(ctx.shape)
         whole[ctx.rows] = gradient
         return whole, None
-
-
-def extent(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
-    """Shape of what this rank holds of a tensor, and where in the whole it begins.
-
-    A dimension that tensor parallelism and then sharding have cut is marked as strided by FSDP. torch's own function counts
-    such parts as if they were cut the other way round, which differs where sizes do not divide.
-    """
-    size, first, mesh = list(tensor.shape), [0] * tensor.dim(), tensor.device_mesh
-    for dimension in sorted(range(mesh.ndim), key=lambda dimension: isinstance(tensor.placements[dimension], _StridedShard)):
-        cut = getattr(tensor.placements[dimension], "dim", None)
-        if cut is not None:
-            part = -(-size[cut] // mesh.size(dimension))
-            start = min(size[cut], part * mesh.get_local_rank(dimension))
-            size[cut], first[cut] = min(part, size[cut] - start), first[cut] + start
-    return torch.Size(size), torch.Size(first)
 
 
 def parameter_infos(model: nn.Module) -> dict[str, ParameterInfo]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.model.axes import ParameterInfo, extent, parameter_infos
 from trainer.config.model import ModelSpec
-
+from trainer.distributed.tensors import extent
+from trainer.model.axes import ParameterInfo, parameter_infos
 
 Weights = Callable[[str, ParameterInfo], Tensor]
 """Global name and declaration of a parameter -> its whole value."""

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.config.model import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec, RopeSpec
+from trainer.distributed.collectives import Sum
 from trainer.model.attention import attend
 from trainer.model.axes import Declared
-from trainer.distributed.collectives import Sum
 from trainer.model.linear import DeferredGrads, columns, number_layer, rows
-from trainer.config.model import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec, RopeSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu, "gelu": F.gelu, "relu": F.relu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.config.model import ModelSpec
+from trainer.distributed.collectives import ScatterSum, TensorGroup
 from trainer.model.attention import build_mask, cap_score
 from trainer.model.axes import Declared, ParameterInfo, parameter_infos
-from trainer.distributed.collectives import ScatterSum, TensorGroup
 from trainer.model.layers import Layer, Norm, Rotary
 from trainer.model.linear import columns
 from trainer.model.loss import LinearCrossEntropy, LossSettings
-from trainer.config.model import ModelSpec
 
 
 class Embedding(Declared):

@@ -3,25 +3,24 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from trainer.planning.batch import BatchPlan
 from trainer.config import Config
-from trainer.planning.cost import flops as cost
 from trainer.config.model import ModelSpec
-from trainer.model.transformer import declarations
-from trainer.util import tables
-from trainer.planning.cost.devices import peak_flops
-from trainer.observe.metrics import Meter
-from trainer.planning.gradient_comm import describe
 from trainer.distributed.world import World
+from trainer.model.transformer import declarations
+from trainer.observe.metrics import Meter
+from trainer.optim.groups import parameter_policies
+from trainer.planning.batch import BatchPlan
+from trainer.planning.cost import flops as cost
+from trainer.planning.cost.devices import peak_flops
+from trainer.planning.cost.memory import StateBytes
+from trainer.planning.gradient_comm import describe
 from trainer.planning.pipeline import Pipeline
 from trainer.planning.plan import Plan, node_size
-from trainer.parallel.fsdp import sums_on_device
-from trainer.optim.groups import DTYPES, parameter_policies
+from trainer.util import tables
 
 
 def device_name(device: torch.device) -> str:
@@ -44,15 +43,7 @@ def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> Me
                  peak, world.size)
 
 
-def fullest_rank(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, batch: BatchPlan, once: bool, feedback: int) -> cost.StateBytes:
-    """The states of the pipeline rank that has most. once: whether gradients are reduced once a step whatever the stage; feedback: bytes
-    that quantised gradients have left out, on the rank with most of them."""
-    sums = batch.accumulation > 1 and sums_on_device(plan, DTYPES[config.precision.reduce])
-    ranks = (cost.state_bytes(spec, plan, DTYPES[config.precision.compute].itemsize, pipeline.stages(rank).values(), once, sums) for rank in range(plan.pp))
-    return replace(max(ranks, key=lambda states: states.total), feedback=feedback)
-
-
-def print_start(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, batch: BatchPlan, states: cost.StateBytes, corpus: Any,
+def print_start(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, batch: BatchPlan, states: StateBytes, corpus: Any,
                 world: World) -> None:
     """One table: model, plan, batch arithmetic, memory of the states on the fullest rank."""
     counts = cost.parameter_counts(spec)

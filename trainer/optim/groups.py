@@ -9,8 +9,7 @@ import torch
 
 from trainer.config import OptimizerConfig, ParameterTypes
 from trainer.model.axes import ParameterInfo
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from trainer.precision.dtypes import DTYPES
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.config import OptimizerConfig
-from trainer.distributed.tensors import Fragment
+from trainer.distributed.tensors import local
 from trainer.optim.groups import Policy
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum",)}
-
-
-def local(tensor: Tensor | Fragment) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, (DTensor, Fragment)) else tensor
 
 
 class Optimizer:

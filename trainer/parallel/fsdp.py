@@ -15,13 +15,15 @@ page-locked, wait for it, and add on the host.
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from trainer.distributed.world import World
+from trainer.parallel.fsdp_internals import drop_gathered, fill_missing, parameter_groups
+from trainer.planning.cost.memory import sums_on_device
 from trainer.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def shard(model: nn.Module, plan: Plan, world: World, compute: torch.dtype, redu
     Parameters stay fp32; forward and backward see them in `compute`, gradients are reduced in `reduce`. Without `hsdp` they are
     reduced within the shard group alone, and something else adds up replicas.
     """
-    names = ("replicate", "shard") if hsdp and (plan.replicate > 1 or sums_on_device(plan, reduce)) else ("shard",)
+    names = ("replicate", "shard") if hsdp and (plan.replicate > 1 or sums_on_device(plan, reduce is torch.float32)) else ("shard",)
     policy = MixedPrecisionPolicy(param_dtype=None if compute is torch.float32 else compute, reduce_dtype=reduce,
                                   cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if plan.offload else OffloadPolicy()
@@ -47,12 +49,6 @@ def shard(model: nn.Module, plan: Plan, world: World, compute: torch.dtype, redu
             # Losses are already divided by the global count of valid tokens: gradients are sums.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def sums_on_device(plan: Plan, reduce: torch.dtype) -> bool:
-    """Whether gradients that are reduced every micro-batch and offloaded are added up on the device. Partial sums are in the type
-    `reduce`: without replicas, for which there is no choice, only fp32 is good enough."""
-    return plan.offload and plan.stage >= 2 and (plan.replicate > 1 or not plan.sum_on_host and reduce is torch.float32)
 
 
 class Sharding:
@@ -128,35 +124,3 @@ class Sharding:
         model.set_requires_gradient_sync(wanted)
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or self.gather_again)
-
-
-def fill_missing(group: Any, last: bool) -> None:
-    """Zeros where a reduction finds no gradient because an earlier one took those of two input-gradient passes at once: partial sums
-    are of whole groups, and FSDP ends them in the last reduction only if there is something to reduce."""
-    missing = [parameter for parameter in group.fsdp_params
-               if parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None]
-    for parameter in missing if last or len(missing) < len(group.fsdp_params) else ():
-        whole = parameter.unsharded_param
-        parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=parameter.reduce_dtype or whole.dtype, requires_grad=False)
-
-
-def fsdp_units(model: nn.Module) -> list[FSDPModule]:
-    """The modules whose parameters FSDP gathers and reduces together."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule) and parameter_group(module) is not None]
-
-
-def parameter_group(unit: FSDPModule) -> Any:
-    """FSDP's own group of a unit's parameters. Private, and needed because FSDP reduces gradients in backward only (torch's own
-    pipeline does the same)."""
-    return unit._get_fsdp_state()._fsdp_param_group
-
-
-def parameter_groups(model: nn.Module) -> list:
-    return [parameter_group(unit) for unit in fsdp_units(model)]
-
-
-def drop_gathered(model: nn.Module) -> None:
-    """Frees gathered parameters; the next forward pass gathers again."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

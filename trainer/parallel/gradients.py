@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.optim.optimizer import local
+from trainer.distributed.tensors import local
 from trainer.distributed.world import World
 from trainer.parallel.tensor import is_split
 

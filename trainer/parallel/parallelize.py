@@ -11,16 +11,16 @@ import torch._inductor.config as inductor
 
 from trainer.checkpointing.activation import apply_recompute, check_recompute
 from trainer.config import Config, ConfigError
+from trainer.config.model import ModelSpec
+from trainer.distributed.world import World
 from trainer.model.layers import Linear
 from trainer.model.linear import DeferredGrads
-from trainer.config.model import ModelSpec
 from trainer.model.transformer import Transformer
 from trainer.parallel import tensor
-from trainer.planning.deepspeed import load
-from trainer.distributed.world import World
-from trainer.planning.plan import Plan
+from trainer.parallel.deepspeed import load
 from trainer.parallel.fsdp import shard
-from trainer.optim.groups import DTYPES
+from trainer.planning.plan import Plan
+from trainer.precision.dtypes import DTYPES
 
 Stages = dict[int, Transformer]
 """Number of a pipeline stage -> its part of the model."""

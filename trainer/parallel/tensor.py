@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trainer.model.axes import Declared
 from trainer.distributed.collectives import TensorGroup
+from trainer.model.axes import Declared
 from trainer.model.layers import Linear
 from trainer.model.transformer import Transformer
+
 
 def split(model: Transformer, mesh: DeviceMesh) -> None:
     """Cuts a model on the meta device over the ranks of `mesh` (one dimension)."""

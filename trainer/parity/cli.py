@@ -14,22 +14,23 @@ from pathlib import Path
 import torch
 import yaml
 
-from trainer.planning.batch import BatchPlan, resolve_batch
 from trainer.cli import refuse
 from trainer.config import BatchConfig, Config, ConfigError, PrecisionConfig
+from trainer.config.model import ModelSpec
 from trainer.data.batches import Batch, Loader
 from trainer.data.corpus import Samples, open_corpus
-from trainer.model.initial import Weights, initial_value
-from trainer.config.model import ModelSpec
-from trainer.model.transformer import declarations
 from trainer.distributed.world import World, join, local_device
+from trainer.model.initial import Weights, initial_value
+from trainer.model.transformer import declarations
+from trainer.optim.groups import parameter_policies
 from trainer.parity.compare import Comparison, Result, coarsest, compare, judge, show
 from trainer.parity.plans import compose, generated, resolve
 from trainer.parity.reference import Trajectory, reference
 from trainer.parity.watch import train
-from trainer.optim.groups import DTYPES, parameter_policies
-from trainer.training.session import numeric_mode
+from trainer.planning.batch import BatchPlan, resolve_batch
+from trainer.precision.dtypes import DTYPES
 from trainer.training.run import starting_point
+from trainer.training.session import numeric_mode
 
 USAGE = """\
 usage: torchrun --nproc-per-node N -m trainer.parity +config=RECIPE [SETTING=VALUE ...] ['plans=[PLAN, ...]'] [steps=3] [json=FILE]
@@ -99,9 +100,9 @@ def run(overrides: Sequence[str], plans: list[str] | None, steps: int, json_path
     worlds: dict[tuple[int, ...], World] = {}
     results = [Result(case.text, "REFUSED", case.reasons) for case in cases]
     for number, (place, case) in enumerate(legal, start=1):
-        mesh = case.plan.pp, case.plan.replicate, case.plan.shard, case.plan.tp
+        mesh = tuple(case.plan.mesh.values())
         if mesh not in worlds:
-            worlds[mesh] = join(case.plan, device)
+            worlds[mesh] = join(case.plan.mesh, device)
         world = worlds[mesh]
         if rank == 0:
             say(f"plan {number} of {len(legal)}: {'; '.join(case.describe())}")

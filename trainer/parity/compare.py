@@ -12,8 +12,8 @@ from rich.table import Table
 from torch import Tensor
 
 from trainer.config import GradCommConfig, PrecisionConfig
-from trainer.util.tables import console_for, print_table
 from trainer.parity.reference import Trajectory
+from trainer.util.tables import console_for, print_table
 
 
 class Limits(NamedTuple):

@@ -9,18 +9,17 @@ from dataclasses import dataclass, field
 import torch
 from omegaconf import OmegaConf
 
-from trainer.config import typed
-from trainer.planning.batch import BatchPlan, resolve_batch
-from trainer.parallel.parallelize import check_compiler, check_engine, check_model
-from trainer.planning.checks import check
-from trainer.cli import gather
-from trainer.config import Config, ConfigError, ParallelConfig
-from trainer.config.model import ModelSpec
+from trainer.config import Config, ConfigError, ParallelConfig, typed
+from trainer.config.compose import gather
 from trainer.config.fields import divisors
+from trainer.config.model import ModelSpec
+from trainer.config.typed import flat
+from trainer.parallel.parallelize import check_compiler, check_engine, check_model
+from trainer.planning.batch import BatchPlan, resolve_batch
+from trainer.planning.checks import check
 from trainer.planning.gradient_comm import asked, describe
 from trainer.planning.pipeline import Pipeline, resolve_pipeline
 from trainer.planning.plan import Plan, check_plan, node_size, resolve_plan
-from trainer.config.typed import flat
 
 FREE = ("parallel.", "precision.compute", "precision.reduce", "precision.matmul", "precision.loss_scale", "precision.scale_",
         "precision.growth_interval", "activation.", "batch.micro_size", "batch.accumulation", "loss.chunk", "compile")

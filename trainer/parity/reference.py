@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config import Config
+from trainer.config.model import ModelSpec
 from trainer.data.batches import Batch
 from trainer.model.axes import parameter_infos
 from trainer.model.initial import Weights, initialize
-from trainer.config.model import ModelSpec
 from trainer.model.transformer import Transformer
-from trainer.optim.lr_schedule import learning_rate
 from trainer.optim.groups import parameter_policies
+from trainer.optim.lr_schedule import learning_rate
 
 IGNORE = -100
 """The target of a token that has none."""

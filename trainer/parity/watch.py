@@ -12,19 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.config import Config
-from trainer.data.batches import Batch
-from trainer.distributed.tensors import boxes
-from trainer.model.initial import Weights
 from trainer.config.model import ModelSpec
+from trainer.data.batches import Batch
+from trainer.distributed.tensors import boxes, local
+from trainer.distributed.world import World, gather
+from trainer.model.initial import Weights
 from trainer.model.transformer import declarations
-from trainer.optim.optimizer import local
-from trainer.distributed.world import World
+from trainer.parity.reference import Trajectory
 from trainer.planning.pipeline import Pipeline
 from trainer.planning.plan import Plan
-from trainer.parity.reference import Trajectory
+from trainer.training.session import numeric_mode
 from trainer.training.state import COPY, TrainState
 from trainer.training.step import train_step
-from trainer.training.session import numeric_mode
 
 
 class Piece(NamedTuple):
@@ -91,8 +90,7 @@ class Watch:
         """What was seen by all ranks together; whole tensors on rank 0 only. All ranks call it together."""
         self.keep("parameters")
         whole, differing = assemble(self.pieces, {name: info.shape for name, info in declarations(self.state.spec).items()})
-        everyone: list[Any] = [None] * self.state.world.size
-        dist.all_gather_object(everyone, (self.told, self.problems))
+        everyone = self.state.world.gather((self.told, self.problems))
         problems = [f"{piece.kind}: {piece.name} differs between ranks that hold the same part of it" for piece in differing]
         problems += ["found_inf, clipping, loss or gradient norm differ between ranks"] * any(told != everyone[0][0] for told, _ in everyone)
         problems += dict.fromkeys(problem for _, some in everyone for problem in some)
@@ -107,8 +105,7 @@ def assemble(pieces: list[tuple[Piece, Tensor]], shapes: dict[str, tuple[int, ..
     meshes and uneven cuts are of no concern.
     """
     mine = [(piece, hashlib.blake2b(value.contiguous().numpy(), digest_size=16).digest()) for piece, value in pieces]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = gather(mine)
     owners: dict[Piece, tuple[int, bytes]] = {}
     differing: list[Piece] = []
     for rank, some in enumerate(everyone):

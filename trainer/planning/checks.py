@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from trainer.planning.batch import resolve_batch
 from trainer.config import Config, ConfigError
+from trainer.planning.batch import resolve_batch
 from trainer.planning.deepspeed import check_settings
 
 RANGES = {  # as in mathematics: [ includes its bound, ( does not

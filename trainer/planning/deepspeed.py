@@ -4,19 +4,15 @@ Imports neither torch nor DeepSpeed but in `load`, so that refusals come before 
 """
 from __future__ import annotations
 
-import importlib
 import math
-import os
-import sys
 from collections.abc import Iterator
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.config import Config, ConfigError, ParallelConfig
+from trainer.config import Config, ParallelConfig
 from trainer.config.fields import divisors
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 FLAG, COUNT, SIZE, NAMES = "true or false", "a whole number from 0 on", "a whole number from 1 on", "a list of names"
 
@@ -156,50 +152,3 @@ def check_settings(config: Config) -> Iterator[str]:
     if config.parallel.pipeline.schedule == "auto" and config.parallel.pp > 1:
         yield ("parallel.pipeline.schedule=auto may cut the model anew, which DeepSpeed cannot; name a schedule (a run with "
                f"{TORCH} finds one), such as interleaved")
-
-
-def _zero(parallel: ParallelConfig) -> dict[str, Any]:
-    """DeepSpeed's section on ZeRO, but for what is given."""
-    zero = parallel.zero
-    section: dict[str, Any] = {"stage": zero.stage}
-    place = {"device": "nvme", "nvme_path": zero.nvme} if zero.nvme is not None else {"device": "cpu"} if zero.offload else None
-    if place:
-        section["offload_optimizer"] = place
-        if zero.stage == 3:
-            section["offload_param"] = place
-    return section
-
-
-def generate(config: Config, device: torch.device) -> dict[str, Any]:
-    """DeepSpeed's configuration for a run on `device`."""
-    precision, own = config.precision, config.parallel.zero.deepspeed
-    zero = {"reduce_bucket_size": 100_000_000, "overlap_comm": config.parallel.zero.stage == 3, "memory_efficient_linear": False}
-    zero |= _zero(config.parallel)
-    for name, value in own.get("zero_optimization", {}).items():
-        zero[name] = zero.get(name, {}) | value if isinstance(value, dict) else value
-    for name in zero.keys() & {"offload_optimizer", "offload_param"}:
-        zero[name] = {"pin_memory": device.type == "cuda"} | zero[name]
-    return {
-        "steps_per_print": 10 ** 9} | own | {
-        "zero_optimization": zero,
-        # Our runtime says when a step is complete, and a micro-batch is whatever it makes of one.
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "managed_gradient_accumulation": False,
-        "gradient_clipping": config.optimizer.clip_norm,
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,  # the updates are ours, on CPUs too
-        "data_types": {} if config.parallel.zero.stage == 1 else {"grad_accum_dtype": "fp32"}, "communication_data_type": precision.reduce,
-        "gradient_allreduce_op": "mean" if config.parallel.zero.stage == 3 else "sum",  # stage 3 knows no sum
-        "bf16": {"enabled": precision.compute == "bf16"},
-        "fp16": {"enabled": precision.compute == "fp16", "initial_scale_power": max(0, round(math.log2(precision.loss_scale))),
-                 "loss_scale_window": precision.growth_interval, "hysteresis": 1}}
-
-
-def load(device: torch.device) -> ModuleType:
-    """`trainer.parallel.deepspeed.engine`, imported for the kind of the run's device: DeepSpeed settles on one when it is imported, and left
-    to itself on a GPU where there is one. Raises `ConfigError` if it has been imported for another."""
-    if "deepspeed" not in sys.modules:
-        os.environ["DS_ACCELERATOR"] = device.type
-    module = importlib.import_module("trainer.parallel.deepspeed.engine")
-    if (kind := module.get_accelerator().device_name()) != device.type:
-        raise ConfigError([f"run.device={device.type}: DeepSpeed has already been imported in this process, for run.device={kind}; set that, or run "
-                           "in a process of its own"])
-    return module

@@ -23,14 +23,8 @@ class Route:
 def routes(plan: Plan, node: int) -> tuple[Route | None, Route | None]:
     """The routes of the reduce-scatter within the shard groups and of the all-reduce over replicas, on nodes of `node` ranks;
     None where such groups have one rank. Raises `ValueError` where a group lies unevenly on nodes."""
-    def rank(p: int, r: int, s: int, t: int) -> int:
-        return ((p * plan.replicate + r) * plan.shard + s) * plan.tp + t
-
-    pipeline, replicas, shards, tensor = map(range, (plan.pp, plan.replicate, plan.shard, plan.tp))
-    scattered = [[rank(p, r, s, t) for s in shards] for p in pipeline for r in replicas for t in tensor]
-    reduced = [[rank(p, r, s, t) for r in replicas] for p in pipeline for s in shards for t in tensor]
-    return (_route(scattered, node, "parallel.shard", "inner") if plan.shard > 1 else None,
-            _route(reduced, node, "the number of replicas", "outer") if plan.replicate > 1 else None)
+    return (_route(plan.groups("shard"), node, "parallel.shard", "inner") if plan.shard > 1 else None,
+            _route(plan.groups("replicate"), node, "the number of replicas", "outer") if plan.replicate > 1 else None)
 
 
 def _route(groups: list[list[int]], node: int, what: str, within: str) -> Route:

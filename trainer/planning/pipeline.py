@@ -4,15 +4,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.planning.batch import BatchPlan
 from trainer.config import Config, ConfigError, PipelineConfig
 from trainer.config.model import ModelSpec
+from trainer.planning.batch import BatchPlan
+from trainer.planning.cost.layers import layer_costs
+from trainer.planning.cost.stages import LayerCosts
+from trainer.planning.plan import Plan
 from trainer.planning.schedules import ir
-from trainer.planning.cost.stages import LayerCosts, layer_costs
 from trainer.planning.schedules.ir import Schedule
 from trainer.planning.schedules.partition import even, explicit, partition
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy, place
-from trainer.planning.plan import Plan
+from trainer.planning.schedules.validate import validate
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -105,7 +108,7 @@ def named_schedule(settings: PipelineConfig, depth: int, plan: Plan, batch: Batc
         problems.append(f"it has {schedule.ranks} lines, one a rank, for parallel.pp={plan.pp}")
     if schedule.microbatches != batch.accumulation:
         problems.append(f"it orders {schedule.microbatches} micro-batches, and batch.accumulation={batch.accumulation}")
-    problems = problems or ir.validate(schedule)
+    problems = problems or validate(schedule)
     if problems:
         raise ConfigError([f"parallel.pipeline.schedule={name}: {problem}" for problem in problems[:5]])
     return replace(schedule, name=name)

@@ -4,19 +4,20 @@ Pure functions of the configuration and the number of processes; no process grou
 """
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from trainer.config import ConfigError, ParallelConfig
-from trainer.config.model import ModelSpec
 from trainer.config.fields import divisors
+from trainer.config.model import ModelSpec
 from trainer.planning.deepspeed import check_parallel
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved plan. `world = pp * replicate * shard * tp`, ranks ordered with tp fastest."""
-    world: int
+    """A resolved plan; its mesh says which rank is where."""
     pp: int
     replicate: int
     shard: int
@@ -26,6 +27,29 @@ class Plan:
     engine: str = "torch"
     nvme: bool = False
     sum_on_host: bool = False
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The dimensions of the mesh and their sizes, from the slowest to the fastest: ranks that differ in the last one only are
+        neighbours, on one node as far as it goes."""
+        return {"pp": self.pp, "replicate": self.replicate, "shard": self.shard, "cp": 1, "tp": self.tp}
+
+    @property
+    def world(self) -> int:
+        """Processes."""
+        return math.prod(self.mesh.values())
+
+    def groups(self, dimension: str) -> list[list[int]]:
+        """The process groups of a dimension of the mesh: global ranks that differ in their place along it only."""
+        names = list(self.mesh)
+        step = math.prod(self.mesh[name] for name in names[names.index(dimension) + 1:])
+        size = self.mesh[dimension]
+        firsts = (rank for rank in range(self.world) if rank // step % size == 0)
+        return [[first + place * step for place in range(size)] for first in firsts]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as checkpoints record it."""
+        return {"world": self.world, **asdict(self)}
 
     @property
     def dp(self) -> int:
@@ -133,6 +157,6 @@ def resolve_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = 
         raise ConfigError(problems)
     stage, dp = parallel.zero.stage, world // (parallel.tp * parallel.pp)
     shard = 1 if stage == 0 else dp if parallel.shard == -1 else parallel.shard
-    return Plan(world=world, pp=parallel.pp, replicate=dp // shard, shard=shard, tp=parallel.tp, stage=stage,
+    return Plan(pp=parallel.pp, replicate=dp // shard, shard=shard, tp=parallel.tp, stage=stage,
                 offload=parallel.zero.offload or parallel.zero.nvme is not None, engine=parallel.zero.engine, nvme=parallel.zero.nvme is not None,
                 sum_on_host=parallel.zero.sum_on_host)

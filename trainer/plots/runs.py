@@ -1,11 +1,10 @@
-"""Pictures of runs, `python -m trainer.plot RUN...`, and of pipeline schedules, `python -m trainer.plot --schedule NAME...`."""
+"""Curves of runs and panels of schedules, from what runs leave in their folders and from templates."""
 from __future__ import annotations
 
 import argparse
 import math
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -22,12 +21,13 @@ from matplotlib.ticker import FuncFormatter
 
 from trainer.config import ConfigError
 from trainer.observe import metrics
-from trainer.util.tables import count
-from trainer.planning.schedules import ir
 from trainer.planning.cost.stages import StageCosts
-from trainer.plots.schedule import Timeline, chrome_trace, draw_schedule, read_timeline
+from trainer.planning.schedules import ir
 from trainer.planning.schedules.simulate import simulate
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule
+from trainer.planning.schedules.validate import validate
+from trainer.plots.schedule import Timeline, chrome_trace, draw_schedule, read_timeline
+from trainer.util.tables import count
 
 # Okabe and Ito's palette, told apart under every common colour blindness, without its yellow; then other dashes.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -200,7 +200,7 @@ def schedule_of(given: str, ranks: int | None, microbatches: int | None, chunks:
         schedule = ir.loads(Path(given).read_text(), name=given)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--schedule {given}: cannot read ({getattr(error, 'strerror', 'no text')})") from None
-    problems = ir.validate(schedule)
+    problems = validate(schedule)
     if problems:
         raise ConfigError([f"{given}: {problem}" for problem in problems])
     return schedule
@@ -275,55 +275,3 @@ def trace(timelines: dict[str, Timeline], path: Path | None) -> list[Path]:
     except OSError as error:
         raise ConfigError(f"--trace {path}: cannot write ({error.strerror})") from None
     return [path]
-
-
-def command_line() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer.plot", formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s RUN [RUN ...] [--x step|tokens] [--smooth N] [--out FILE] [--trace FILE]\n"
-              "       %(prog)s --schedule NAME|CSV [...] [--ranks N] [--microbatches N] [--chunks N] [--costs F,I,W]\n"
-              "                              [--out FILE] [--trace FILE]",
-        description="Draw loss, learning rate, gradient norm and throughput of one or more runs, and the pipeline schedule of\n"
-                    "one run, planned above measured; or pipeline schedules without a run.")
-    parser.add_argument("--out", metavar="FILE", type=Path,
-                        help="picture to write, .png, .svg, .pdf, ... (default: RUN/metrics.png, or ./metrics.png for several "
-                        "runs, or ./schedule.png); a run's schedule goes to RUN/schedule.png, or beside FILE as NAME-schedule")
-    parser.add_argument("--trace", metavar="FILE", type=Path,
-                        help="also write the timelines as a trace for ui.perfetto.dev or chrome://tracing (.json)")
-    runs = parser.add_argument_group("runs")
-    runs.add_argument("runs", metavar="RUN", nargs="*", type=Path, help="run folder, or a metrics.jsonl")
-    runs.add_argument("--x", choices=tuple(X_LABELS), help="horizontal axis (default: step)")
-    runs.add_argument("--smooth", metavar="N", type=int, help="running mean over N logged steps (default: 1, none)")
-    schedules = parser.add_argument_group("schedules without a run")
-    schedules.add_argument("--schedule", metavar="NAME|CSV", nargs="+",
-                           help=f"one panel each: a template ({', '.join(TEMPLATES)}), or a file in the CSV format of "
-                           "torch.distributed.pipelining, such as RUN/schedule/schedule.csv")
-    schedules.add_argument("--ranks", metavar="N", type=int, help="pipeline ranks of the templates")
-    schedules.add_argument("--microbatches", metavar="N", type=int, help="micro-batches of the templates")
-    schedules.add_argument("--chunks", metavar="N", type=int, help="stages on a rank (default: the template's)")
-    schedules.add_argument("--costs", metavar="F,I,W",
-                           help="time that a rank takes for one micro-batch's forward, input gradient and weight gradient, "
-                           "shared by its chunks; a full backward takes I + W (default: 1,1,1)")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the exit code is 0, or 2 after one message about what cannot be drawn."""
-    parser = command_line()
-    given = parser.parse_args(arguments)
-    if bool(given.runs) == bool(given.schedule):
-        parser.error("give a RUN or --schedule, not both" if given.runs else "give a RUN, or --schedule")
-    for option in RUN_OPTIONS if given.schedule else SCHEDULE_OPTIONS:
-        if getattr(given, option) is not None:
-            parser.error(f"--{option} goes with {'a RUN' if given.schedule else '--schedule'}")
-    try:
-        written = (draw_templates if given.schedule else draw_runs)(given)
-    except ConfigError as error:
-        print(f"trainer.plot: {error}", file=sys.stderr)
-        return 2
-    print(*written, sep="\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,9 +21,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from trainer.config import ConfigError
-from trainer.util.tables import duration, percent
 from trainer.planning.schedules.ir import COMPUTE, Action, parse
 from trainer.planning.schedules.simulate import Span
+from trainer.util.tables import duration, percent
 
 Timeline = Sequence[Sequence[Span]]
 

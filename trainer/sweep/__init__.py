@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config import ConfigError
-from trainer.util.files import claim
-from trainer.util.tables import count
 from trainer.sweep import local
 from trainer.sweep.plan import Trial, expand, make_trials
 from trainer.sweep.results import FINISHED, STOPPED, Results, changes, read_start, show
+from trainer.util.files import claim
+from trainer.util.tables import count
 
 
 def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) -> int:

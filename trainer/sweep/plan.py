@@ -17,11 +17,10 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from trainer.config import typed
-from trainer.planning.checks import check, outside
-from trainer.cli import gather, hydra_over, quoted, to_config
-from trainer.config import Config, ConfigError, ParallelConfig
+from trainer.config import Config, ConfigError, ParallelConfig, typed
+from trainer.config.compose import gather, hydra_over, quoted, to_config
 from trainer.config.fields import option
+from trainer.planning.checks import check, outside
 
 SORTS = ("tokens_per_second", "mfu", "loss", "eval_loss", "memory_gib", "step_seconds_p50")
 RANGES = {"processes": "[1, inf)", "parallel": "[1, inf)", "time_minutes": "(0, inf)", "slurm.time_minutes": "[1, inf)",

@@ -15,11 +15,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer.config import ConfigError
-from trainer.training.out_of_memory import lacks_memory, said
-from trainer.observe import metrics
-from trainer.util.tables import console_for, count, duration, percent, print_table, size
-from trainer.sweep.plan import Trial
 from trainer.config.typed import flat
+from trainer.observe import metrics
+from trainer.sweep.plan import Trial
+from trainer.training.out_of_memory import lacks_memory, said
+from trainer.util.tables import console_for, count, duration, percent, print_table, size
 
 Result = dict[str, Any]
 """A line of results.jsonl: trial, overrides, processes, status, the names of MEASURED, reason, folder."""

@@ -16,19 +16,21 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from trainer.planning.batch import BatchPlan
 from trainer.config import Config, ConfigError
-from trainer.planning.cost import flops as cost
 from trainer.config.model import ModelSpec
-from trainer.planning.schedules import ir
-from trainer.planning.cost.stages import LayerCosts, layer_costs
+from trainer.parallel.pipeline.timing import LayerProbe, Measured
+from trainer.planning.batch import BatchPlan
+from trainer.planning.cost.layers import layer_costs
+from trainer.planning.cost.memory import constant_bytes
+from trainer.planning.cost.stages import LayerCosts
 from trainer.planning.pipeline import Pipeline, estimated_costs
+from trainer.planning.plan import Plan
+from trainer.planning.schedules import ir
 from trainer.planning.schedules.partition import Split, from_sizes
 from trainer.planning.schedules.search import Choice, Space, reorder, search
 from trainer.planning.schedules.simulate import Span, simulate
-from trainer.parallel.pipeline.timing import LayerProbe, Measured
-from trainer.planning.plan import Plan
-from trainer.optim.groups import DTYPES
+from trainer.planning.schedules.validate import validate
+from trainer.precision.dtypes import DTYPES
 from trainer.training.state import TrainState
 
 CHOSEN = "auto"
@@ -63,9 +65,8 @@ class Auto:
         """
         state, batch, settings = self.state, self.batch, self.state.config.parallel.pipeline
         pipeline, plan, world = state.pipeline, state.plan, state.world
-        everyone: list[Any] = [None] * world.size
         mine = self.probe.measured(), state.runtime.finish(), transfer_seconds(state, batch), peak_bytes(world.device)
-        dist.all_gather_object(everyone, mine)
+        everyone = world.gather(mine)
         self.probe.remove()
         state.runtime.probe = None
 
@@ -187,12 +188,6 @@ def memory_limit(device: torch.device) -> float | None:
     return USABLE * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def constant_bytes(spec: ModelSpec, plan: Plan, element: int, split: Split, placement: tuple[int, ...]) -> list[float]:
-    """Bytes of parameters, gradients and optimizer state on each pipeline rank."""
-    return [cost.state_bytes(spec, plan, element, [part for part, place in zip(split, placement) if place == rank]).device
-            for rank in range(plan.pp)]
-
-
 def write_schedule(run: Path, state: TrainState, batch: BatchPlan, measured: list[tuple[Span, ...]]) -> None:
     """Writes the schedule of a run and two timelines: of the step as measured by pipeline rank, and as simulated from the
     layers' operations, on the scale of what was measured."""
@@ -231,7 +226,7 @@ def saved_choice(run: Path, config: Config, spec: ModelSpec, plan: Plan, batch: 
         batch = replace(batch, micro_size=settings["batch"]["micro_size"], accumulation=settings["batch"]["accumulation"])
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError, ConfigError):
         return None  # none, or damaged: it is measured again
-    return None if ir.validate(schedule) else (pipeline, batch)
+    return None if validate(schedule) else (pipeline, batch)
 
 
 def conditions(config: Config, spec: ModelSpec, plan: Plan) -> dict[str, Any]:

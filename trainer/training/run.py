@@ -18,38 +18,47 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from trainer.training.auto_schedule import CHOSEN, Auto, save_choice, saved_choice, write_schedule
-from trainer.planning.batch import BatchPlan, resolve_batch
-from trainer.parallel.parallelize import check_compiler, check_engine, check_model
+from trainer.checkpointing.checkpointer import Checkpointer, load
 from trainer.checkpointing.manifest import read_manifest, step_folder
 from trainer.checkpointing.resume import check_manifest, data_identity, find_start
-from trainer.checkpointing.checkpointer import Checkpointer, load
 from trainer.config import Config, ConfigError
+from trainer.config.model import ModelSpec
+from trainer.config.typed import to_yaml
 from trainer.data.batches import Loader, eval_batches
 from trainer.data.corpus import Corpus, open_corpus
 from trainer.data.tokens import DataError
-from trainer.training.out_of_memory import advice, missing_memory
+from trainer.distributed.channels import PeerError
+from trainer.distributed.world import World, join, local_device
 from trainer.model.initial import Weights, name_seed
-from trainer.config.model import ModelSpec
 from trainer.observe import flight, metrics
 from trainer.observe.deferred import DeferredScalars
-from trainer.observe.report import fullest_rank, peak_memory_gib, print_start, step_meter
+from trainer.observe.report import peak_memory_gib, print_start, step_meter
 from trainer.observe.sinks import Logger, reason_of, write_status
 from trainer.observe.stragglers import Stragglers, slowest
 from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE, STEP, Watchdog
-from trainer.planning.gradient_comm import check_grad_comm
 from trainer.parallel.compress.trial import Trial
-from trainer.distributed.world import World, join, local_device
-from trainer.distributed.channels import PeerError
+from trainer.parallel.parallelize import check_compiler, check_engine, check_model
+from trainer.parallel.pipeline.timing import StepTimes
+from trainer.planning.batch import BatchPlan, resolve_batch
+from trainer.planning.cost.memory import fullest_rank
+from trainer.planning.gradient_comm import check_grad_comm
 from trainer.planning.pipeline import Pipeline, resolve_pipeline
+from trainer.planning.plan import Plan, node_size, resolve_plan
 from trainer.planning.schedules.search import Choice
 from trainer.planning.schedules.simulate import Simulation
-from trainer.parallel.pipeline.timing import StepTimes
-from trainer.planning.plan import Plan, node_size, resolve_plan
+from trainer.training.auto_schedule import CHOSEN, Auto, save_choice, saved_choice, write_schedule
+from trainer.training.out_of_memory import advice, missing_memory
+from trainer.training.session import (
+    claimed,
+    compare_ranks,
+    host_threads,
+    launchers,
+    numeric_mode,
+    warn_of_stale_store,
+    watching,
+)
 from trainer.training.state import TrainState
 from trainer.training.step import evaluate, train_step
-from trainer.training.session import claimed, compare_ranks, host_threads, launchers, numeric_mode, warn_of_stale_store, watching
-from trainer.config.typed import to_yaml
 
 DONE, FAILED, STOPPED = 0, 1, 75
 DROPPED = "what quantisation had left out of the gradients belongs to the checkpoint's plan, and is dropped"
@@ -89,7 +98,7 @@ def run(config: Config) -> Result:
     warn_of_stale_store()
     if config.guard.stall_factor:
         flight.enable(folder / "flight")
-    world = join(plan, device, max(1200.0, 2 * config.guard.stall_allowance))
+    world = join(plan.mesh, device, max(1200.0, 2 * config.guard.stall_allowance))
     with numeric_mode(config), host_threads(plan, device), claimed(folder, world), watching(config, world) as watchdog:
         try:
             training = Training(config, spec, weights, plan, pipeline, batch, corpus, world, watchdog)
@@ -168,7 +177,7 @@ class Training:
         self.meter = step_meter(config, spec, world, self.batch.sequence_length)
         compression = self.state.compression
         states = fullest_rank(config, spec, plan, pipeline, batch, bool(compression and compression.once),
-                              world.most(compression.feedback_bytes if compression else 0))
+                              max(world.gather(compression.feedback_bytes if compression else 0)))
         if world.rank == 0:
             if config.logging.console != "none":
                 print_start(config, spec, plan, pipeline, batch, states, corpus, world)
@@ -403,8 +412,7 @@ class Training:
 
     def draw_schedule(self) -> None:
         """Leaves the schedule of the run, as planned and as the last step ran, in its folder."""
-        everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, self.state.runtime.timeline)
+        everyone = self.world.gather(self.state.runtime.timeline)
         if self.world.rank == 0:
             write_schedule(self.folder, self.state, self.batch, [everyone[rank] for rank in self.world.pipeline])
 
@@ -421,7 +429,7 @@ class Training:
         """Hands the state to the checkpointer, which writes while training goes on."""
         self.read_back(everything=True)
         self.watchdog.enter(SAVING, self.state.step)
-        plan = dataclasses.asdict(self.state.plan)
+        plan = self.state.plan.to_dict()
         compression = self.state.compression if self.state.compression and self.state.compression.decided else None
         self.checkpointer.save(self.state.step, self.state.tensors() | (compression.tensors() if compression else {}), {
             "compression": compression.identity() if compression else None,
@@ -439,8 +447,7 @@ class Training:
     def give_up(self, step: int, numbers: dict[str, Any], ids: list[list]) -> None:
         """Ends the run with what was seen; every rank gets here at the same step."""
         mine = [sample for samples, loss in zip(ids, numbers["losses"]) if not np.isfinite(loss) for sample in samples]
-        everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, mine)
+        everyone = self.world.gather(mine)
         samples = list(dict.fromkeys(str(sample) for some in everyone for sample in some))  # tensor-parallel ranks share them
         raise NonFinite(f"{self.skipped_in_row} steps in a row without an update (guard.max_skipped={self.config.guard.max_skipped}), "
                         f"the last at step {step}: {self.describe_non_finite(numbers)}; samples with a non-finite loss: "

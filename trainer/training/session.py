@@ -9,23 +9,21 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from trainer.config import Config, ConfigError
-from trainer.util.files import claim
+from trainer.config.model import ModelSpec
+from trainer.config.typed import flat
+from trainer.distributed.world import World
 from trainer.model.attention import kernel_priority
 from trainer.model.initial import name_seed
-from trainer.config.model import ModelSpec
 from trainer.observe.watchdog import Watchdog
 from trainer.planning.gradient_comm import asked
-from trainer.distributed.world import World
-from trainer.planning.schedules import ir
 from trainer.planning.pipeline import Pipeline
 from trainer.planning.plan import Plan, node_size
-from trainer.config.typed import flat
+from trainer.planning.schedules import ir
+from trainer.util.files import claim
 
 
 @contextlib.contextmanager
@@ -80,8 +78,7 @@ def compare_ranks(config: Config, spec: ModelSpec, fingerprint: str, pipeline: P
     quantised = bool(asked(config.parallel.grad_comm))
     if quantised:  # hops follow from it
         mine["LOCAL_WORLD_SIZE, the processes of a node,"] = node_size(world.size)
-    everyone: list[Any] = [None] * world.size
-    dist.all_gather_object(everyone, (mine, socket.gethostname()))
+    everyone = world.gather((mine, socket.gethostname()))
     first = everyone[0][0]
     problems = [f"{name}={first.get(name)} on rank 0, but {other.get(name)} on rank {rank}; start every process with the same settings"
                 for rank, (other, _) in enumerate(everyone) for name in first if first.get(name) != other.get(name)]
@@ -112,9 +109,7 @@ def launchers(world: World) -> list[str]:
         parent = os.getppid()
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]  # in ticks since the machine's start
         mine = f"{socket.gethostname()} {parent} {started}"
-    everyone: list[str] = [""] * world.size
-    dist.all_gather_object(everyone, mine)
-    return sorted(set(everyone) - {""})
+    return sorted(set(world.gather(mine)) - {""})
 
 
 def warn_of_stale_store() -> None:

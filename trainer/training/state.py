@@ -7,27 +7,28 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.parallelize import Stages, build_stages
 from trainer.config import Config
-from trainer.model.axes import parameter_infos
+from trainer.config.model import ModelSpec
+from trainer.distributed.channels import Channels, edges
 from trainer.distributed.tensors import Fragment
+from trainer.distributed.world import World
+from trainer.model.axes import parameter_infos
 from trainer.model.initial import Weights, initial_weights, initialize, reset_buffers
 from trainer.model.linear import DeferredGrads
-from trainer.config.model import ModelSpec
 from trainer.model.transformer import declarations
+from trainer.optim.groups import parameter_policies
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.compress.reduction import Compression
-from trainer.planning.gradient_comm import asked
-from trainer.planning.deepspeed import load
-from trainer.parallel.gradients import SharedParameters
-from trainer.distributed.world import World
-from trainer.distributed.channels import Channels, edges
-from trainer.planning.schedules.ir import Schedule
-from trainer.planning.pipeline import Pipeline
-from trainer.parallel.pipeline.runtime import Runtime
-from trainer.planning.plan import Plan
+from trainer.parallel.deepspeed import load
 from trainer.parallel.fsdp import Sharding
-from trainer.optim.groups import DTYPES, parameter_policies
+from trainer.parallel.gradients import SharedParameters
+from trainer.parallel.parallelize import Stages, build_stages
+from trainer.parallel.pipeline.runtime import Runtime
+from trainer.planning.gradient_comm import asked
+from trainer.planning.pipeline import Pipeline
+from trainer.planning.plan import Plan
+from trainer.planning.schedules.ir import Schedule
+from trainer.precision.dtypes import DTYPES
 from trainer.precision.scaler import GradScaler
 
 if TYPE_CHECKING:

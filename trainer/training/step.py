@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainer.model.loss import IGNORE
 from trainer.optim.lr_schedule import learning_rate
-from trainer.parallel.fsdp import drop_gathered
+from trainer.parallel.fsdp_internals import drop_gathered
 from trainer.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
     rank's own micro-batches; zeros but on the last pipeline stage).
     """
     world, scaler, optimizer = state.world, state.scaler, state.optimizer
-    counts = torch.stack([sum((batch.targets != IGNORE).sum() for batch in batches).double() * speaks_for_data(state),
+    counts = torch.stack([sum((batch.targets != IGNORE).sum() for batch in batches).double() * world.speaks_for_data,
                           torch.full((), float(stop), dtype=torch.float64, device=world.device)])
     valid, stopping = world.sum_all(counts).unbind()
     valid = valid.clamp(min=1)  # a step without any target has loss and gradients of zero
@@ -56,11 +56,6 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
     return result
 
 
-def speaks_for_data(state: TrainState) -> bool:
-    """Whether this rank is the one that counts its data-parallel rank's batch, which whole pipelines and tensor groups share."""
-    return state.world.place("tp") == 0 and state.world.place("pp") == 0
-
-
 def sum_over_ranks(state: TrainState, loss: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
     """The summed loss and the squared gradient norm of every parameter of the model, the same bits on all ranks.
 
@@ -84,7 +79,7 @@ def evaluate(state: TrainState, batches: Iterable[Batch]) -> Tensor:
     No backward pass follows that would drop the gathered parameters, so they are dropped here.
     """
     batches = list(batches)
-    valid = sum((batch.targets != IGNORE).sum() for batch in batches) * speaks_for_data(state)
+    valid = sum((batch.targets != IGNORE).sum() for batch in batches) * state.world.speaks_for_data
     losses = state.runtime.evaluate(batches).sum() * (state.world.place("tp") == 0)
     for model in state.stages.values():
         drop_gathered(model)

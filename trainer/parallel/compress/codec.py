@@ -13,10 +13,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from trainer.kernels import quantize
 
 T = TypeVar("T", int, Tensor)
 
@@ -163,8 +166,7 @@ def pack(codec: Codec, flat: Tensor, blocks: Blocks, errors: ErrorFeedback | Non
     errors: of earlier steps, added first, and replaced; unit: the loss scale, a scalar tensor; seed: for stochastic rounding.
     """
     if flat.is_cuda:
-        from trainer.kernels import quantize
-        return quantize.pack(codec, flat, blocks, errors, unit, seed)
+        return triton_pack(codec, flat, blocks, errors, unit, seed)
     values = rotate(blocks.gather(flat).float(), codec.hadamard)
     if errors is None:
         return encode(codec, values, seed)[0]
@@ -176,10 +178,32 @@ def pack(codec: Codec, flat: Tensor, blocks: Blocks, errors: ErrorFeedback | Non
 def unpack(codec: Codec, payload: Tensor, blocks: Blocks, flat: Tensor) -> None:
     """Sums over senders what they encoded, payload [senders, rows, row_bytes], and writes it to its place in `flat`."""
     if flat.is_cuda:
-        from trainer.kernels import quantize
-        quantize.unpack(codec, payload, blocks, flat)
+        triton_unpack(codec, payload, blocks, flat)
     else:
         blocks.scatter(rotate(decode(codec, payload, blocks.count), codec.hadamard), flat)
+
+
+def triton_pack(codec: Codec, flat: Tensor, blocks: Blocks, errors: ErrorFeedback | None = None, unit: Tensor | None = None,
+                seed: int = 0) -> Tensor:
+    """`pack` in one pass over the gradient, with the same bits."""
+    from trainer.kernels import quantize  # needs Triton
+    payload = torch.empty(blocks.rows, codec.row_bytes(blocks.count), dtype=torch.uint8, device=flat.device)
+    feedback = {"feedback": errors.kind, "decay": errors.DECAY, "kept": errors.kept, "left": errors.left, "unit": unit} if errors else {}
+    quantize.pack(_form(codec, blocks), flat, blocks.table, payload, mixed(seed), **feedback)
+    return payload
+
+
+def triton_unpack(codec: Codec, payload: Tensor, blocks: Blocks, flat: Tensor) -> None:
+    """`unpack` in one pass over the received bytes, with the same bits."""
+    from trainer.kernels import quantize
+    quantize.unpack(_form(codec, blocks), payload, blocks.table, flat)
+
+
+def _form(codec: Codec, blocks: Blocks) -> quantize.Form:
+    """The codec as the kernels see it."""
+    from trainer.kernels import quantize
+    return quantize.Form(codec.kind, codec.block, LARGEST.get(codec.kind, 1.0), codec.hadamard, factor(codec.hadamard), codec.stochastic,
+                         codec.scale_bytes(blocks.count))
 
 
 def encode(codec: Codec, blocks: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:

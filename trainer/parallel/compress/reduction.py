@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.config import GradCommConfig, HopConfig
+from trainer.distributed.world import World, gather
 from trainer.model.initial import name_seed
+from trainer.optim.groups import Policy
 from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, pack, unpack
 from trainer.parallel.compress.links import Link
+from trainer.parallel.fsdp_internals import fsdp_units, parameter_group
 from trainer.planning.gradient_comm import BLOCK, Route, routes
-from trainer.distributed.world import World
 from trainer.planning.plan import Plan, node_size
-from trainer.parallel.fsdp import fsdp_units, parameter_group
-from trainer.optim.groups import Policy
 
 
 @dataclass
@@ -266,9 +266,8 @@ class Compression:
     def identity(self) -> dict[str, Any]:
         """What the tensors of a checkpoint depend on, the same on all ranks, which call it together: pipeline ranks have other
         messages each."""
-        everyone: list[Any] = [None] * self.plan.world
-        dist.all_gather_object(everyone, name_seed(0, json.dumps([message.pieces for message in self.messages])))
-        return json.loads(json.dumps({"chosen": sorted(self.chosen), "settings": dataclasses.asdict(self.settings), "plan": dataclasses.asdict(self.plan),
+        everyone = gather(name_seed(0, json.dumps([message.pieces for message in self.messages])))
+        return json.loads(json.dumps({"chosen": sorted(self.chosen), "settings": dataclasses.asdict(self.settings), "plan": self.plan.to_dict(),
                                       "hops": [[link.kind, link.size] for link in [*self.scatter_links, *self.reduce_links]],
                                       "messages": name_seed(0, str(everyone))}))
 

@@ -10,22 +10,21 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import deepspeed  # which `deepspeed_config.load` prepares
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.config import Config, OptimizerConfig
-from trainer.model.axes import ParameterInfo, extent
-from trainer.distributed.tensors import Fragment
-from trainer.model.initial import Weights
-from trainer.optim.optimizer import MOMENTS, Optimizer
-from trainer.planning.deepspeed import generate
-from trainer.parallel.gradients import SharedParameters
+from trainer.distributed.tensors import Fragment, extent
 from trainer.distributed.world import World
+from trainer.model.axes import ParameterInfo
+from trainer.model.initial import Weights
 from trainer.optim.groups import Policy
-
-import deepspeed  # which `deepspeed_config.load` prepares
+from trainer.optim.optimizer import MOMENTS, Optimizer
+from trainer.parallel.deepspeed.config import generate
+from trainer.parallel.gradients import SharedParameters
 
 deepspeed.utils.logger.setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # which it calls in every step

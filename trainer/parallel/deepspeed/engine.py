@@ -21,28 +21,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
-from trainer.config import Config, ConfigError
-from trainer.model.axes import ParameterInfo
-from trainer.model.layers import Layer
-from trainer.model.transformer import Transformer
-from trainer.optim.optimizer import local
-from trainer.parallel.deepspeed.engine.base import Unsharded, Zero, prepare
-from trainer.planning.deepspeed import generate
-from trainer.parallel.gradients import SharedParameters
-from trainer.distributed.world import World
-from trainer.parallel.tensor import is_split
-from trainer.optim.groups import DTYPES, Policy
-
-import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.utils import set_z3_leaf_modules
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainer.config import Config, ConfigError
+from trainer.distributed.tensors import local
+from trainer.distributed.world import World
+from trainer.model.axes import ParameterInfo
+from trainer.model.layers import Layer
+from trainer.model.transformer import Transformer
+from trainer.optim.groups import Policy
+from trainer.parallel.deepspeed.config import generate
+from trainer.parallel.deepspeed.engine.base import Unsharded, Zero, prepare
+from trainer.parallel.gradients import SharedParameters
+from trainer.parallel.tensor import is_split
+from trainer.precision.dtypes import DTYPES
 
 
 def check(config: Config, device: torch.device) -> None:

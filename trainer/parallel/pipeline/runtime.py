@@ -18,11 +18,11 @@ from torch.profiler import record_function
 
 from trainer.config import ConfigError
 from trainer.distributed.channels import Channels, PeerError, Pending, PipelineError, TransferError
+from trainer.parallel.pipeline.timing import LayerProbe, StepTimes
 from trainer.planning.schedules.ir import COMPUTE, Action, Schedule
 from trainer.planning.schedules.lower import lower
 from trainer.planning.schedules.simulate import Span
 from trainer.planning.schedules.templates import forward_only
-from trainer.parallel.pipeline.timing import LayerProbe, StepTimes
 
 if TYPE_CHECKING:
     from trainer.data.batches import Batch

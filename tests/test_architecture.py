@@ -1,0 +1,98 @@
+"""The rules by which rooms import each other, held on the text of every file: lazy and type-only imports count."""
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "trainer"
+
+ROOMS = ("config", "kernels", "util", "planning", "precision", "distributed", "model", "hf", "optim", "data", "checkpointing", "observe",
+         "parallel", "generate", "plots", "cluster", "training", "parity", "sweep")
+"""From the ground up: a room may import rooms that stand before it. The files at the top, the commands, may import all."""
+
+ALONE = ("config", "kernels")
+"""Rooms that import nothing else of the project."""
+
+PURE = ("config", "util", "planning")
+"""Rooms that need no process group, and no torch."""
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file, of the whole package."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file names in an import statement, wherever it stands; of the project, files rather than folders."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (name if (name := f"{node.module}.{alias.name}") in MODULES else node.module for alias in node.names)
+
+
+GRAPH = {name: sorted(set(imports(path))) for name, path in MODULES.items()}
+
+
+def room(module: str) -> str:
+    """The room that a module of the project stands in; empty for the files at the top."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 2 or (PACKAGE / parts[-1]).is_dir() and len(parts) > 1 else ""
+
+
+def ours(module: str) -> bool:
+    return module.split(".")[0] == "trainer"
+
+
+def test_every_folder_is_a_room():
+    folders = {path.parent.relative_to(PACKAGE).parts[0] for path in MODULES.values() if path.parent != PACKAGE}
+    assert folders == set(ROOMS)
+
+
+@pytest.mark.parametrize("place", ROOMS)
+def test_a_room_imports_only_rooms_below(place):
+    above = [f"{name} imports {other}" for name, others in GRAPH.items() if room(name) == place for other in others
+             if ours(other) and room(other) != place and (room(other) not in ROOMS[:ROOMS.index(place)])]
+    assert not above
+
+
+@pytest.mark.parametrize("place", ALONE)
+def test_a_room_that_stands_alone_imports_nothing_of_the_project(place):
+    assert not [f"{name} imports {other}" for name, others in GRAPH.items() if room(name) == place for other in others
+                if ours(other) and room(other) != place]
+
+
+def test_no_circle_of_files():
+    left = {name: {other for other in others if other in GRAPH and other != name} for name, others in GRAPH.items()}
+    for name in left:  # a package's own face may name its files, and they not it
+        left[name].discard(name)
+    while free := [name for name, others in left.items() if not others & set(left)]:
+        for name in free:
+            del left[name]
+    assert not left, "\n".join(f"{name} -> {', '.join(sorted(others & set(left)))}" for name, others in left.items())
+
+
+def test_only_plots_import_matplotlib():
+    assert {room(name) for name, others in GRAPH.items() if any(other.split(".")[0] == "matplotlib" for other in others)} == {"plots"}
+
+
+@pytest.mark.parametrize("place", PURE)
+def test_what_is_asked_and_decided_needs_no_torch(place):
+    named = [f"{name} imports {other}" for name, others in GRAPH.items() if room(name) == place for other in others if other.split(".")[0] == "torch"]
+    assert not named
+    own = [name for name in MODULES if room(name) == place]
+    code = f"import sys, importlib; [importlib.import_module(name) for name in {own}]; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0

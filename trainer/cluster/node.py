@@ -1,0 +1,142 @@
+"""What is wrong with one node: its GPUs as nvidia-smi sees them, its disks, and folders that others must see."""
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.cluster.options import NODE, PreflightOptions
+from trainer.config import ConfigError
+
+# Names of `nvidia-smi --query-gpu`; drivers before 535 know the last as clocks_throttle_reasons.active.
+FIELDS = ("index", "uuid", "ecc.errors.uncorrected.volatile.total", "remapped_rows.pending", "remapped_rows.failure",
+          "memory.used", "temperature.gpu", "clocks_event_reasons.active")
+
+# The bits that mean a fault; the others are idleness, chosen clocks and the ordinary power cap.
+SLOWED = {0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
+
+OCCUPIED_MIB = 2048  # more than an idle driver holds
+
+
+def nvidia_smi(run: Callable[..., Any] = subprocess.run) -> str:
+    """The output of nvidia-smi for `FIELDS`. Raises `ConfigError` that says what to do where it gives none."""
+    for last in (FIELDS[-1], "clocks_throttle_reasons.active"):
+        query = ",".join([*FIELDS[:-1], last])
+        try:
+            done = run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=60)
+        except FileNotFoundError:
+            raise ConfigError("there is no nvidia-smi: the node has no GPU driver, or the job was given no GPUs") from None
+        except subprocess.TimeoutExpired:
+            raise ConfigError("nvidia-smi does not answer within 60 s: the driver hangs, the node needs a reboot") from None
+        if done.returncode == 0:
+            return done.stdout
+    raise ConfigError(f"nvidia-smi failed: {' '.join((done.stdout + done.stderr).split())[:300]}; reset the GPU or reboot the node")
+
+
+def gpu_problems(output: str, asked: int, visible: str | None = None) -> list[str]:
+    """What is wrong with the GPUs of a node, from nvidia-smi's lines for `FIELDS`.
+
+    visible: CUDA_VISIBLE_DEVICES, which hides GPUs from the run but not from nvidia-smi.
+    """
+    rows = [dict(zip(FIELDS, (cell.strip() for cell in line.split(",")))) for line in output.splitlines() if line.strip()]
+    if visible is not None:
+        mine = [name.strip() for name in visible.split(",") if name.strip()]
+        rows = [row for row in rows if any(row["index"] == name or row["uuid"].startswith(name) for name in mine)]
+    problems = []
+    if len(rows) != asked:
+        problems.append(f"{len(rows)} of {asked} GPUs are there: look for 'fallen off the bus' (Xid 79) in dmesg, or set --gpus-per-node")
+    for row in rows:
+        problems += [f"GPU {row['index']} ({row['uuid']}): {text}" for text in _gpu_problems(row)]
+    return problems
+
+
+def _gpu_problems(row: dict[str, str]) -> Iterator[str]:
+    errors, pending, failed, used, degrees, reasons = (row.get(name, "") for name in FIELDS[2:])
+    if _number(errors) > 0:
+        yield f"{errors} uncorrected ECC errors since the last reset: reset it (nvidia-smi --gpu-reset) or reboot the node"
+    if failed in ("Yes", "1"):
+        yield "a row of its memory could not be remapped: have it replaced"
+    if pending in ("Yes", "1"):
+        yield "a row of its memory waits to be remapped: reset it (nvidia-smi --gpu-reset) or reboot the node"
+    if _number(used) > OCCUPIED_MIB:
+        yield f"{used} MiB of its memory are in use before the start: end the processes that nvidia-smi shows"
+    active = int(reasons, 16) if reasons.startswith("0x") else 0
+    if slowed := [name for bit, name in SLOWED.items() if active & bit]:
+        yield f"throttled by {' and '.join(slowed)} at {degrees} degrees: look at its cooling and power supply"
+
+
+def _number(text: str) -> float:
+    """A number of nvidia-smi; `[N/A]`, of what a GPU does not count, is 0."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def disk_problems(name: str, folder: Path, wanted: float) -> list[str]:
+    """What is wrong with writing `wanted` GiB into `folder`, which is made; name: the setting to change."""
+    probe = folder / f".preflight-{NODE}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(probe, "wb") as file:  # a full quota shows here only
+            file.write(bytes(2**20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return [f"{name}={folder} cannot be written: {error.strerror}; mend the mount, or set another {name}"]
+    finally:
+        try:
+            probe.unlink(missing_ok=True)
+        except OSError:
+            pass  # said already
+    free = shutil.disk_usage(folder).free / 2**30
+    if free >= wanted:
+        return []
+    return [f"{name}={folder} has {free:.1f} GiB free and {wanted:.1f} are wanted: make room, or set another {name}"]
+
+
+def unseen(folder: Path, nodes: Iterable[str], patience: float) -> list[str]:
+    """Those of `nodes` whose mark does not appear in `folder` within `patience` seconds, after leaving this node's own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / NODE).touch()
+    end, missing = time.monotonic() + patience, sorted(nodes)
+    while missing and time.monotonic() < end:
+        seen = set(os.listdir(folder))  # a listing, since network file systems remember for a while that a name was not there
+        missing = [node for node in missing if node not in seen]
+        time.sleep(0.2 if missing else 0)
+    return missing
+
+
+def check_node(options: PreflightOptions) -> list[str]:
+    """Everything that is wrong with this node, or that it sees wrong with others."""
+    problems, nodes = [], [name for name in options.nodes.split(",") if name]
+    if options.gpus:
+        try:
+            problems += gpu_problems(nvidia_smi(), options.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        except ConfigError as error:
+            problems += error.problems
+    if options.cache:
+        try:
+            problems += disk_problems("data.cache", Path(options.cache).expanduser(), options.cache_gib)
+        except RuntimeError as error:  # ~NAME, of nobody here
+            problems.append(f"data.cache={options.cache}: {str(error).rstrip('.')}; set another data.cache")
+    if options.run_dir:
+        folder = Path(options.run_dir)
+        unwritable = disk_problems("run.dir", folder, options.free_gib)
+        problems += unwritable
+        if nodes and not (unwritable and "cannot be written" in unwritable[0]):
+            marks = folder / "preflight"
+            try:
+                for old in marks.glob("*"):  # of earlier checks
+                    if old.name != options.stamp:
+                        shutil.rmtree(old, ignore_errors=True)
+                problems += [f"sees nothing in run.dir={folder} from {node} for {options.patience:g} s: either that node did not start, or "
+                             "the folder is not the same on both; put run.dir on a shared file system" for node in
+                             unseen(marks / options.stamp, nodes, options.patience)]
+            except OSError as error:
+                problems.append(f"{marks} cannot be used: {error.strerror}; remove it, or set another run.dir")
+    return problems
