@@ -8,9 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 
@@ -20,6 +18,7 @@ from trainer.config import Config, ConfigError, typed
 from trainer.config.compose import _groups, _options, gather, hydra_over, to_config
 from trainer.config.fields import nearest
 from trainer.planning.resolve import compose
+from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, rank, refuse
 
 USAGE = """\
 usage: torchrun --nproc-per-node N -m trainer +config=RECIPE [GROUP=OPTION ...] [SETTING=VALUE ...]
@@ -93,10 +92,10 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         return refuse(error)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except Exception:
         traceback.print_exc()
-        return 1
+        return FAILED
 
 
 def _shown(options: argparse.Namespace) -> str:
@@ -124,27 +123,9 @@ def _train(config: Config) -> int:
 
 
 def _print(text: str) -> int:
-    if _rank() == 0:
+    if rank() == 0:
         try:
             print(text, flush=True)
         except BrokenPipeError:  # `--help | head`
             sys.stdout = open(os.devnull, "w")
-    return 0
-
-
-def refuse(error: ConfigError) -> int:
-    """Prints what is wrong, once, and returns the exit code.
-
-    Rank 0 speaks; torchrun then ends the other ranks. One that lives on was refused something of its own, and says so.
-    """
-    if _rank() != 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(5)
-    count = len(error.problems)
-    heading = "configuration error:" if count == 1 else f"configuration error, {count} problems:"
-    print("\n  - ".join([heading, *error.problems]) if count > 1 else f"{heading} {error}", file=sys.stderr, flush=True)
-    return 2
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", 0))
+    return DONE

@@ -9,6 +9,7 @@ from typing import Sequence
 from trainer.config import ConfigError
 from trainer.planning.schedules.templates import TEMPLATES
 from trainer.plots.runs import RUN_OPTIONS, SCHEDULE_OPTIONS, X_LABELS, draw_runs, draw_templates
+from trainer.util.exit_codes import REFUSED
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         written = (draw_templates if given.schedule else draw_runs)(given)
     except ConfigError as error:
         print(f"trainer.plot: {error}", file=sys.stderr)
-        return 2
+        return REFUSED
     print(*written, sep="\n")
     return 0
 

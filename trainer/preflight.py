@@ -18,8 +18,8 @@ from trainer.cluster.node import check_node
 from trainer.cluster.options import NODE, TORCHRUN, PreflightOptions
 from trainer.config import ConfigError
 from trainer.config.options import parse, usage
+from trainer.util.exit_codes import DONE, REFUSED, UNFIT
 
-UNFIT = 3
 # GPUs
 
 # Disks, and what nodes see of each other
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
                               + ", ".join(missing))
     except ConfigError as error:
         print("\n".join(f"trainer.preflight: {problem}" for problem in error.problems), file=sys.stderr)
-        return 2
+        return REFUSED
     if options.check == "node":
         problems, said = [f"{NODE}: {problem}" for problem in check_node(options)], ""
         speaks = True
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(f"preflight: {problem}" for problem in problems), file=sys.stderr, flush=True)
     elif speaks and said:
         print(f"preflight: {said}", flush=True)
-    return UNFIT if problems else 0
+    return UNFIT if problems else DONE
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ import sys
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-SAID = (2, 3, 70, 75)
+from trainer.util.exit_codes import REFUSED, STALLED, STOPPED, UNFIT
+
+SAID = (REFUSED, UNFIT, STALLED, STOPPED)
 """Exit codes of workers that have said all there is to say: settings refused, unfit machine, no progress, saved and stopped."""
 
 CLOSING = 20.0

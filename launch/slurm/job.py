@@ -25,8 +25,7 @@ from trainer.checkpointing.manifest import MANIFEST, list_checkpoints
 from trainer.config import ConfigError
 from trainer.config.compose import quoted
 from trainer.planning.resolve import compose
-
-REFUSED, UNFIT, LOST = 2, 3, 4
+from trainer.util.exit_codes import LOST, REFUSED, UNFIT
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from trainer.observe.watchdog import (
     EVALUATING,
     SAVING,
     SCHEDULE,
-    STALLED,
     STARTING,
     STEP,
     Beat,
@@ -27,6 +26,7 @@ from trainer.observe.watchdog import (
     Watchdog,
     describe,
 )
+from trainer.util.exit_codes import STALLED
 
 
 def test_limits_follow_the_steps_and_leave_room_for_all_else(tmp_path, monkeypatch):

@@ -26,6 +26,7 @@ from rich.text import Text
 
 from trainer.config import ConfigError, LoggingConfig, RunConfig, WandbConfig
 from trainer.observe import metrics
+from trainer.util.exit_codes import DONE, STOPPED
 from trainer.util.tables import count, duration, percent, size
 
 Record = dict[str, Any]
@@ -293,7 +294,7 @@ class Wandb:
     """
 
     START, FINISH = 20, 30  # seconds to reach the server before going offline; to deliver the last lines in close()
-    EXIT_CODES = {"done": 0, "stopped": 75}
+    EXIT_CODES = {"done": DONE, "stopped": STOPPED}
 
     def __init__(self, folder: Path, settings: WandbConfig, name: str, resume_step: int, config: Record,
                  notify: Notify):

@@ -26,9 +26,7 @@ import torch.distributed as dist
 from trainer.config import GuardConfig
 from trainer.observe import flight
 from trainer.observe.sinks import write_status
-
-STALLED = 70
-"""Exit code of the ranks of a run that was ended for making no progress."""
+from trainer.util.exit_codes import STALLED
 
 STARTING, DATA, STEP, SCHEDULE, EVALUATING, SAVING, ENDING = (
     "starting", "waiting for data", "training", "choosing a schedule", "evaluating", "saving", "ending")

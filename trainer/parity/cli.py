@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import yaml
 
-from trainer.cli import refuse
 from trainer.config import BatchConfig, Config, ConfigError, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.data.batches import Batch, Loader
@@ -31,6 +30,7 @@ from trainer.planning.batch import BatchPlan, resolve_batch
 from trainer.precision.dtypes import DTYPES
 from trainer.training.run import starting_point
 from trainer.training.session import numeric_mode
+from trainer.util.exit_codes import refuse
 
 USAGE = """\
 usage: torchrun --nproc-per-node N -m trainer.parity +config=RECIPE [SETTING=VALUE ...] ['plans=[PLAN, ...]'] [steps=3] [json=FILE]

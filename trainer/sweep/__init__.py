@@ -13,7 +13,8 @@ from pathlib import Path
 from trainer.config import ConfigError
 from trainer.sweep import local
 from trainer.sweep.plan import Trial, expand, make_trials
-from trainer.sweep.results import FINISHED, STOPPED, Results, changes, read_start, show
+from trainer.sweep.results import FINISHED, Results, changes, read_start, show
+from trainer.util.exit_codes import DONE, FAILED, STOPPED
 from trainer.util.files import claim
 from trainer.util.tables import count
 
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
     finally:
         os.close(descriptor)
     statuses = {line["status"] for line in mine}
-    return 1 if "failed" in statuses else STOPPED if statuses & {"stopped", "not_started"} else 0
+    return FAILED if "failed" in statuses else STOPPED if statuses & {"stopped", "not_started"} else DONE
 
 
 def _waiting(trials: list[Trial], results: Results, as_jobs: bool) -> list[Trial]:

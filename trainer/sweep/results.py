@@ -19,6 +19,7 @@ from trainer.config.typed import flat
 from trainer.observe import metrics
 from trainer.sweep.plan import Trial
 from trainer.training.out_of_memory import lacks_memory, said
+from trainer.util.exit_codes import STOPPED
 from trainer.util.tables import console_for, count, duration, percent, print_table, size
 
 Result = dict[str, Any]
@@ -27,7 +28,6 @@ Result = dict[str, Any]
 MEASURED = ("loss", "eval_loss", "tokens_per_second", "mfu", "memory_gib", "step_seconds_p50")
 FINISHED = ("done", "out_of_memory")
 """Statuses of trials that a later start of the same sweep leaves as they are."""
-STOPPED = 75
 STARTED = "trial.json"
 
 

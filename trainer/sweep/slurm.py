@@ -15,6 +15,7 @@ from trainer.config import ConfigError
 from trainer.sweep import results
 from trainer.sweep.local import Ended, command, stop_signals
 from trainer.sweep.plan import SlurmConfig, SweepConfig, Trial
+from trainer.util.exit_codes import STOPPED
 
 # What submitit asks Slurm to send when the time limit is near: to all processes of a job, of which workers know this one.
 SIGNAL = "USR1"
@@ -62,7 +63,7 @@ class Job:
         while not self.ended():
             time.sleep(0.5)
         code = self.agent.wait()
-        if code == results.STOPPED and node == 0 and _state(number) == "RUNNING":  # a preemption, which tells the workers alone
+        if code == STOPPED and node == 0 and _state(number) == "RUNNING":  # a preemption, which tells the workers alone
             subprocess.run(["scontrol", "requeue", number], check=True)
             sys.exit(code)  # leaving no result
         return code

@@ -59,8 +59,8 @@ from trainer.training.session import (
 )
 from trainer.training.state import TrainState
 from trainer.training.step import evaluate, train_step
+from trainer.util.exit_codes import DONE, FAILED, STOPPED
 
-DONE, FAILED, STOPPED = 0, 1, 75
 DROPPED = "what quantisation had left out of the gradients belongs to the checkpoint's plan, and is dropped"
 
 

@@ -1,0 +1,44 @@
+"""The exit codes of every command, and how a refusal is said."""
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from trainer.config.fields import ConfigError
+
+DONE = 0
+FAILED = 1
+"""A crash, or a run that cannot go on; what it says and, under torchrun, its error file tell which."""
+REFUSED = 2
+"""The settings are wrong; nothing was started."""
+UNFIT = 3
+"""The preflight found a machine that is not fit."""
+LOST = 4
+"""A node of a Slurm job does not answer."""
+STALLED = 70
+"""The watchdog ended a run that made no progress; started again, it resumes."""
+STOPPED = 75
+"""A signal stopped the run, and its state is saved; started again, it resumes (sysexits.h: EX_TEMPFAIL)."""
+INTERRUPTED = 130
+"""Ctrl-C, as shells count it."""
+
+
+def rank() -> int:
+    """This process's rank, as torchrun gives it; 0 without."""
+    return int(os.environ.get("RANK", 0))
+
+
+def refuse(error: ConfigError) -> int:
+    """Prints what is wrong, once, and returns the exit code.
+
+    Rank 0 speaks; torchrun then ends the other ranks. One that lives on was refused something of its own, and says so.
+    """
+    if rank() != 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(5)
+    count = len(error.problems)
+    heading = "configuration error:" if count == 1 else f"configuration error, {count} problems:"
+    print("\n  - ".join([heading, *error.problems]) if count > 1 else f"{heading} {error}", file=sys.stderr, flush=True)
+    return REFUSED
