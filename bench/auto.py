@@ -5,6 +5,7 @@
 For each model every template is measured with the balanced and the even split, then what auto chooses after its probe. Same
 global batch, same number of micro-batches, random tokens. `small` shrinks the models, to try the script on CPUs.
 """
+
 from __future__ import annotations
 
 import json
@@ -36,12 +37,21 @@ STEPS = 5
 def models(small: bool) -> dict[str, ModelSpec]:
     """A head that costs as much as several layers; a few layers four times as wide as the others; layers that grow."""
     width, depth, vocab = (64, 8, 2000) if small else (2048, 12, 128256)
-    base = {"width": width, "depth": depth, "vocab_size": 512 if small else 8192, "attention": {"heads": width // 32, "kv_heads": width // 64},
-            "feed_forward": {"width": 3 * width}}
+    base = {
+        "width": width,
+        "depth": depth,
+        "vocab_size": 512 if small else 8192,
+        "attention": {"heads": width // 32, "kv_heads": width // 64},
+        "feed_forward": {"width": 3 * width},
+    }
     wide = {str(layer): {"feed_forward": {"width": 12 * width}} for layer in range(3)}
     growing = {str(layer): {"feed_forward": {"width": width * (2 + layer) // 2}} for layer in range(depth)}
     specs = {}
-    for name, changes in (("heavy head", {"vocab_size": vocab}), ("wide first layers", {"overrides": wide}), ("growing layers", {"overrides": growing})):
+    for name, changes in (
+        ("heavy head", {"vocab_size": vocab}),
+        ("wide first layers", {"overrides": wide}),
+        ("growing layers", {"overrides": growing}),
+    ):
         specs[name] = ModelSpec()
         assign(specs[name], base | changes, "model")
     return specs
@@ -59,8 +69,12 @@ def main(out: str, small: bool, wanted: list[str]) -> None:
         if wanted and name.split()[0] not in wanted:
             continue
         generator = torch.Generator(device).manual_seed(0)
-        batches = [SimpleNamespace(tokens=torch.randint(spec.vocab_size, (1, length), device=device, generator=generator), documents=None)
-                   for _ in range(accumulation)]
+        batches = [
+            SimpleNamespace(
+                tokens=torch.randint(spec.vocab_size, (1, length), device=device, generator=generator), documents=None
+            )
+            for _ in range(accumulation)
+        ]
         for micro in batches:
             micro.targets = micro.tokens.roll(-1, 1)
         state, rows = None, []
@@ -71,7 +85,9 @@ def main(out: str, small: bool, wanted: list[str]) -> None:
                     pipeline = resolve_pipeline(config, spec, plan, batch)
                 except ConfigError:
                     continue
-                state = TrainState.build(config, spec, plan, pipeline, world) if state is None else rebuilt(state, pipeline)
+                state = (
+                    TrainState.build(config, spec, plan, pipeline, world) if state is None else rebuilt(state, pipeline)
+                )
                 rows.append({"schedule": template, "split": split, **measure(state, batches)})
         config.parallel.pipeline.schedule, config.parallel.pipeline.split = "auto", "balanced"
         state = rebuilt(state, resolve_pipeline(config, spec, plan, batch))
@@ -83,11 +99,21 @@ def main(out: str, small: bool, wanted: list[str]) -> None:
         state = rebuilt(state, Pipeline(choice.schedule, choice.split))
         chosen = measure(state, batches)
         best = min(rows, key=lambda row: row["seconds"])
-        result = {"model": name, "ranks": world_size, "auto": {"schedule": choice.name, "split": [len(part) for part in choice.split], **chosen},
-                  "predicted": round(choice.predicted.makespan, 5), "predicted_bubble": round(choice.predicted.bubble, 4), "best": best,
-                  "auto_over_best": round(chosen["seconds"] / best["seconds"], 4),
-                  "plain_over_best": round(next(row["seconds"] for row in rows if row["split"] == "even") / best["seconds"], 4), "all": rows,
-                  "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "torch": torch.__version__}
+        result = {
+            "model": name,
+            "ranks": world_size,
+            "auto": {"schedule": choice.name, "split": [len(part) for part in choice.split], **chosen},
+            "predicted": round(choice.predicted.makespan, 5),
+            "predicted_bubble": round(choice.predicted.bubble, 4),
+            "best": best,
+            "auto_over_best": round(chosen["seconds"] / best["seconds"], 4),
+            "plain_over_best": round(
+                next(row["seconds"] for row in rows if row["split"] == "even") / best["seconds"], 4
+            ),
+            "all": rows,
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+            "torch": torch.__version__,
+        }
         state.close()
         if world.rank == 0:
             print(json.dumps({key: value for key, value in result.items() if key != "all"}), flush=True)
@@ -110,8 +136,11 @@ def measure(state: TrainState, batches: list) -> dict:
     everyone = [None] * state.world.size
     dist.all_gather_object(everyone, (state.runtime.busy(), state.runtime.finish(), seconds))
     makespan = max(finish for _, finish, _ in everyone)
-    return {"seconds": round(max(s for *_, s in everyone), 5), "makespan": round(makespan, 5),
-            "bubble": round(1 - sum(busy for busy, *_ in everyone) / len(everyone) / makespan, 4)}
+    return {
+        "seconds": round(max(s for *_, s in everyone), 5),
+        "makespan": round(makespan, 5),
+        "bubble": round(1 - sum(busy for busy, *_ in everyone) / len(everyone) / makespan, 4),
+    }
 
 
 if __name__ == "__main__":

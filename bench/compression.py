@@ -3,6 +3,7 @@
 A line for each codec: milliseconds and effective GB/s (of the fp32 gradient) of pack and unpack alone, then of the reduce-scatter
 over all GPUs beside NCCL's own in fp32 and bf16, for messages of several sizes.
 """
+
 from __future__ import annotations
 
 import json
@@ -16,8 +17,14 @@ import torch.distributed as dist
 from trainer.parallel.compress.codec import Blocks, Codec, pack, unpack
 from trainer.parallel.compress.links import Link
 
-CODECS = [Codec("bf16", 256), Codec("int8", 256), Codec("fp8", 256), Codec("int4", 128), Codec("int4", 128, hadamard=32),
-          Codec("int8", 256, stochastic=True)]
+CODECS = [
+    Codec("bf16", 256),
+    Codec("int8", 256),
+    Codec("fp8", 256),
+    Codec("int4", 128),
+    Codec("int4", 128, hadamard=32),
+    Codec("int8", 256, stochastic=True),
+]
 SIZES = [4 << 20, 64 << 20, 512 << 20]
 """Elements of a message."""
 
@@ -56,20 +63,40 @@ def main(path: str) -> None:
             part = torch.empty(size // world, dtype=dtype, device=device)
             plain = Link("inner", dist.group.WORLD, None)
             time = milliseconds(lambda: plain.scatter_plain(flat, part))
-            say(what="reduce-scatter", codec=f"none, {dtype}".replace("torch.", ""), ranks=world, elements=size, ms=time, gb_per_s=4 * size / time / 1e6)
+            say(
+                what="reduce-scatter",
+                codec=f"none, {dtype}".replace("torch.", ""),
+                ranks=world,
+                elements=size,
+                ms=time,
+                gb_per_s=4 * size / time / 1e6,
+            )
         flat = torch.randn(size, device=device)
         part = torch.empty(size // world, device=device)
         for codec in CODECS:
             link = Link("inner", dist.group.WORLD, codec)
             blocks = Blocks([(0, size)], codec.block, world, device)
             places = Blocks.dense(1, blocks.length, codec.block, device)
-            name = codec.kind + f", hadamard {codec.hadamard}" * bool(codec.hadamard) + ", stochastic" * codec.stochastic
+            name = (
+                codec.kind + f", hadamard {codec.hadamard}" * bool(codec.hadamard) + ", stochastic" * codec.stochastic
+            )
             payload = pack(codec, flat, blocks)
             received = payload.view(world, 1, -1)
-            for what, work in (("pack", lambda: pack(codec, flat, blocks)), ("unpack", lambda: unpack(codec, received, places, part)),
-                               ("reduce-scatter", lambda: link.scatter(flat, blocks, part, places))):
+            for what, work in (
+                ("pack", lambda: pack(codec, flat, blocks)),
+                ("unpack", lambda: unpack(codec, received, places, part)),
+                ("reduce-scatter", lambda: link.scatter(flat, blocks, part, places)),
+            ):
                 time = milliseconds(work)
-                say(what=what, codec=name, ranks=world, elements=size, ms=time, gb_per_s=4 * size / time / 1e6, bytes_per_element=payload.numel() / size)
+                say(
+                    what=what,
+                    codec=name,
+                    ranks=world,
+                    elements=size,
+                    ms=time,
+                    gb_per_s=4 * size / time / 1e6,
+                    bytes_per_element=payload.numel() / size,
+                )
     dist.destroy_process_group()
 
 

@@ -5,6 +5,7 @@
 Prints markdown. Simulates the schedules themselves (`trainer.planning.schedules.simulate`) on costs from operations; one
 number, the rate that a device sustains on a layer, is taken from a measurement. docs/cost_growth.md states what is assumed.
 """
+
 from __future__ import annotations
 
 import copy
@@ -40,6 +41,7 @@ SELECTIVE, FULL = ActivationConfig(mode="selective"), ActivationConfig(mode="ful
 @dataclass(frozen=True)
 class Prediction:
     """seconds: of a step. memory: bytes on the fullest device, states and activations."""
+
     seconds: float
     bubble: float
     memory: float
@@ -48,6 +50,7 @@ class Prediction:
 @dataclass(frozen=True)
 class Layout:
     """Parallel degrees, and the micro-batches of one sequence (or `micro`) that each pipeline takes a step."""
+
     tp: int
     pp: int
     dp: int
@@ -87,13 +90,31 @@ def sustained(spec: ModelSpec, tokens_per_second: float, recompute: ActivationCo
     return work * tokens_per_second / LENGTH
 
 
-def predict(spec: ModelSpec, layout: Layout, schedule: str, rate: float, recompute: ActivationConfig = SELECTIVE,
-            chunks: int | None = None, parameter_shards: bool = False) -> Prediction:
+def predict(
+    spec: ModelSpec,
+    layout: Layout,
+    schedule: str,
+    rate: float,
+    recompute: ActivationConfig = SELECTIVE,
+    chunks: int | None = None,
+    parameter_shards: bool = False,
+) -> Prediction:
     """One step. parameter_shards: ZeRO-3 without pipeline, parameters gathered anew in backward; else they stay gathered for
     the step (ZeRO-1)."""
     network = NVLINK if layout.gpus <= NODE else NETWORK
-    layers = layer_costs(spec, LENGTH, layout.micro, layout.tp, rate, recompute=recompute, tp_bandwidth=NVLINK, bandwidth=network,
-                         latency=LATENCY, host=HOST, shard=layout.dp)
+    layers = layer_costs(
+        spec,
+        LENGTH,
+        layout.micro,
+        layout.tp,
+        rate,
+        recompute=recompute,
+        tp_bandwidth=NVLINK,
+        bandwidth=network,
+        latency=LATENCY,
+        host=HOST,
+        shard=layout.dp,
+    )
     chunks = 1 if layout.pp == 1 else chunks or SCHEDULES[schedule]
     order = build_schedule("1f1b" if layout.pp == 1 else schedule, layout.pp, layout.microbatches, chunks)
     split = partition(layers, order.stages, order.placement)
@@ -111,8 +132,11 @@ def overlapped(layers: LayerCosts, costs: StageCosts, split: tuple[range, ...]) 
     """FSDP gathers a layer while the one before computes, and reduces likewise: what shows of a stage is one layer, and what
     is longer than the computation of one micro-batch."""
     first, last = max(layers.unshard[1:-1]), max(layers.reduce[1:-1])
-    return replace(costs, unshard=tuple(min(total, max(first, total - f)) for total, f in zip(costs.unshard, costs.f)),
-                   reduce=tuple(min(total, max(last, total - b)) for total, b in zip(costs.reduce, costs.b)))
+    return replace(
+        costs,
+        unshard=tuple(min(total, max(first, total - f)) for total, f in zip(costs.unshard, costs.f)),
+        reduce=tuple(min(total, max(last, total - b)) for total, b in zip(costs.reduce, costs.b)),
+    )
 
 
 def memory(spec: ModelSpec, layout: Layout, result: Simulation, parameter_shards: bool) -> float:
@@ -133,18 +157,22 @@ def layout_for(gpus: int, stages: int) -> Layout:
 def growth(spec: ModelSpec, stages: int, rate: float, counts: list[int]) -> list[str]:
     """The table of one model. stages: most pipeline ranks."""
     per_token = flops_per_token(spec, LENGTH, causal=True)
-    lines = ["| GPUs | tp x pp x dp | million tokens a step | micro-batches | schedule | step, s | bubble | tokens/s per GPU "
-             "| MFU, causal | GiB |",
-             "|---:|---|---:|---:|---|---:|---:|---:|---:|---:|"]
+    lines = [
+        "| GPUs | tp x pp x dp | million tokens a step | micro-batches | schedule | step, s | bubble | tokens/s per GPU "
+        "| MFU, causal | GiB |",
+        "|---:|---|---:|---:|---|---:|---:|---:|---:|---:|",
+    ]
     for gpus in counts:
         layout = layout_for(gpus, stages)
         for name in SCHEDULES if layout.pp > 1 else ["1f1b"]:
             found = predict(spec, layout, name, rate)
             speed = layout.tokens / found.seconds / gpus
             label = f"{name}, v={SCHEDULES[name]}" if layout.pp > 1 else "no pipeline"
-            lines.append(f"| {gpus:,} | {layout.tp} x {layout.pp} x {layout.dp} | {layout.tokens / 1e6:.1f} | {layout.microbatches} "
-                         f"| {label} | {found.seconds:,.2f} | {100 * found.bubble:.1f}% | {speed:,.0f} | {100 * speed * per_token / PEAK:.1f}% "
-                         f"| {found.memory / GIB:,.0f}{' (does not fit)' if found.memory > DEVICE_MEMORY else ''} |")
+            lines.append(
+                f"| {gpus:,} | {layout.tp} x {layout.pp} x {layout.dp} | {layout.tokens / 1e6:.1f} | {layout.microbatches} "
+                f"| {label} | {found.seconds:,.2f} | {100 * found.bubble:.1f}% | {speed:,.0f} | {100 * speed * per_token / PEAK:.1f}% "
+                f"| {found.memory / GIB:,.0f}{' (does not fit)' if found.memory > DEVICE_MEMORY else ''} |"
+            )
     return lines
 
 
@@ -152,18 +180,37 @@ def published() -> list[str]:
     """torchtitan's figures on H100 (2.4 TB/s, 500 W, 400 Gb/s a GPU) and what the model says with rates from its 8B run."""
     small, middle, large = load("llama3_8b"), load("llama3_70b"), llama_405b()
     rates = {"bf16": sustained(small, 6667, SELECTIVE), "fp8": sustained(small, 8532, SELECTIVE)}
-    cases = [("8B, 128", "FSDP128, 2 sequences", "bf16", 6514, small, Layout(1, 1, 128, 1, 2), SELECTIVE, "1f1b", None),
-             ("8B, 128", "FSDP128, 2 sequences", "fp8", 8380, small, Layout(1, 1, 128, 1, 2), SELECTIVE, "1f1b", None),
-             ("70B, 256", "FSDP32 x TP8, 16 sequences", "bf16", 597, middle, Layout(8, 1, 32, 1, 16), FULL, "1f1b", None),
-             ("70B, 256", "FSDP32 x TP8, 16 sequences", "fp8", 829, middle, Layout(8, 1, 32, 1, 16), FULL, "1f1b", None)]
+    cases = [
+        ("8B, 128", "FSDP128, 2 sequences", "bf16", 6514, small, Layout(1, 1, 128, 1, 2), SELECTIVE, "1f1b", None),
+        ("8B, 128", "FSDP128, 2 sequences", "fp8", 8380, small, Layout(1, 1, 128, 1, 2), SELECTIVE, "1f1b", None),
+        ("70B, 256", "FSDP32 x TP8, 16 sequences", "bf16", 597, middle, Layout(8, 1, 32, 1, 16), FULL, "1f1b", None),
+        ("70B, 256", "FSDP32 x TP8, 16 sequences", "fp8", 829, middle, Layout(8, 1, 32, 1, 16), FULL, "1f1b", None),
+    ]
     for schedule, figure, settings in (("1f1b", 100, ((8, 4), (32, 1))), ("interleaved", 128, ((16, 2), (32, 1)))):
-        cases += [("405B, 512", f"FSDP8 x TP8 x PP8, {schedule}, {count} micro-batches of {micro}", "fp8", figure, large,
-                   Layout(8, 8, 8, count, micro), FULL, schedule, None if schedule == "1f1b" else 2) for count, micro in settings]
-    lines = ["| model, GPUs | plan | type | published | predicted | ratio | bubble |", "|---|---|---|---:|---:|---:|---:|"]
+        cases += [
+            (
+                "405B, 512",
+                f"FSDP8 x TP8 x PP8, {schedule}, {count} micro-batches of {micro}",
+                "fp8",
+                figure,
+                large,
+                Layout(8, 8, 8, count, micro),
+                FULL,
+                schedule,
+                None if schedule == "1f1b" else 2,
+            )
+            for count, micro in settings
+        ]
+    lines = [
+        "| model, GPUs | plan | type | published | predicted | ratio | bubble |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
     for title, plan, kind, figure, spec, layout, recompute, schedule, chunks in cases:
         found = predict(spec, layout, schedule, rates[kind], recompute, chunks, parameter_shards=layout.pp == 1)
         speed = layout.tokens / found.seconds / layout.gpus
-        lines.append(f"| {title} | {plan} | {kind} | {figure:,} | {speed:,.0f} | {speed / figure:.2f} | {100 * found.bubble:.1f}% |")
+        lines.append(
+            f"| {title} | {plan} | {kind} | {figure:,} | {speed:,.0f} | {speed / figure:.2f} | {100 * found.bubble:.1f}% |"
+        )
     rate = ", ".join(f"{kind} {value / 1e12:.0f}" for kind, value in rates.items())
     return [f"Rates from the 8B run on 8 GPUs, TFLOP/s: {rate}.", "", *lines]
 

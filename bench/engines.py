@@ -5,6 +5,7 @@
 Appends one line of JSON a case to OUT.jsonl, also for one that failed or for which no time was left. The measurements are
 bench/step.py, each in a process group of its own; `fp16` is this file under torchrun.
 """
+
 from __future__ import annotations
 
 import json
@@ -20,11 +21,17 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-LLAMA = ["model=configs/model/llama3_8b.yaml", "length=8192", "micro=1", "precision.compute=bf16", "activation.mode=selective"]
+LLAMA = [
+    "model=configs/model/llama3_8b.yaml",
+    "length=8192",
+    "micro=1",
+    "precision.compute=bf16",
+    "activation.mode=selective",
+]
 OUTER, LAYER = 1_050_677_248, 218_112_000
 """Parameters of the 8B model's embedding, head and final norm, and of one of its layers."""
 
-SPARE = 4 * 2 ** 30
+SPARE = 4 * 2**30
 """Bytes of host memory at which a measurement is ended: below it the machine would end something, perhaps not this."""
 
 PAGEABLE = "parallel.zero.deepspeed={zero_optimization: {offload_optimizer: {pin_memory: false}}}"
@@ -33,13 +40,23 @@ PAGEABLE = "parallel.zero.deepspeed={zero_optimization: {offload_optimizer: {pin
 
 def side_by_side() -> list[tuple[str, int, list[str]]]:
     """Name, GPUs, arguments of bench/step.py, in the order of their weight."""
-    return [(f"8b zero{stage} {engine}", 2, [*LLAMA, "warm=2", "steps=4", f"parallel.zero.stage={stage}", f"parallel.zero.engine={engine}"])
-            for stage in (3, 1) for engine in ("torch", "deepspeed")]
+    return [
+        (
+            f"8b zero{stage} {engine}",
+            2,
+            [*LLAMA, "warm=2", "steps=4", f"parallel.zero.stage={stage}", f"parallel.zero.engine={engine}"],
+        )
+        for stage in (3, 1)
+        for engine in ("torch", "deepspeed")
+    ]
 
 
-OFFLOADED = {"torch zero3": (16, ["parallel.zero.stage=3"]), "torch zero1": (16, ["parallel.zero.stage=1"]),
-             "deepspeed zero3": (18, ["parallel.zero.stage=3", "parallel.zero.engine=deepspeed"]),
-             "deepspeed zero1": (18, ["parallel.zero.stage=1", "parallel.zero.engine=deepspeed", PAGEABLE])}
+OFFLOADED = {
+    "torch zero3": (16, ["parallel.zero.stage=3"]),
+    "torch zero1": (16, ["parallel.zero.stage=1"]),
+    "deepspeed zero3": (18, ["parallel.zero.stage=3", "parallel.zero.engine=deepspeed"]),
+    "deepspeed zero1": (18, ["parallel.zero.stage=1", "parallel.zero.engine=deepspeed", PAGEABLE]),
+}
 """Bytes a parameter in host memory, and the settings."""
 
 
@@ -82,8 +99,23 @@ def main(out: Path, limit: float, only: list[str]) -> None:
             measure_step(measure, *case)
         for name, (bytes_each, settings) in OFFLOADED.items() if "largest" in only else ():
             guess = int((0.85 * available() / bytes_each - OUTER) // LAYER)
-            depth = largest(lambda depth: measure_step(measure, f"largest {name} depth {depth}", 1, [
-                *LLAMA, f"depth={depth}", "accumulation=4", "warm=1", "steps=2", "parallel.zero.offload=true", *settings]), guess)
+            depth = largest(
+                lambda depth: measure_step(
+                    measure,
+                    f"largest {name} depth {depth}",
+                    1,
+                    [
+                        *LLAMA,
+                        f"depth={depth}",
+                        "accumulation=4",
+                        "warm=1",
+                        "steps=2",
+                        "parallel.zero.offload=true",
+                        *settings,
+                    ],
+                ),
+                guess,
+            )
             print(f"{name}: {depth} layers, {(OUTER + depth * LAYER) / 1e9:.2f} billion parameters", flush=True)
     except TimeoutError:
         print("no time left", flush=True)
@@ -95,23 +127,44 @@ def measure_step(measure: Callable[[str, int, list[str]], bool], name: str, gpus
 
 def available() -> int:
     """Bytes of host memory that can be had."""
-    return next(1024 * int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    return next(
+        1024 * int(line.split()[1])
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
 
 
 def launch(name: str, gpus: int, arguments: list[str], seconds: float) -> dict[str, Any]:
     """The result of a case, or what its processes said last. Ended when its time, or the host's memory, is about to be over."""
-    threads = max(1, (len(os.sched_getaffinity(0)) - 1) // gpus)  # they update what is offloaded; torchrun would give each process one
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": str(threads), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    threads = max(
+        1, (len(os.sched_getaffinity(0)) - 1) // gpus
+    )  # they update what is offloaded; torchrun would give each process one
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": str(threads),
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), *arguments]
     started, why = time.monotonic(), ""
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         while process.poll() is None and not why:
-            why = (f"Error: killed after {seconds:.0f} s" if time.monotonic() - started > seconds else
-                   "Error: killed, the host's memory was about to end" if available() < SPARE else "")
+            why = (
+                f"Error: killed after {seconds:.0f} s"
+                if time.monotonic() - started > seconds
+                else "Error: killed, the host's memory was about to end"
+                if available() < SPARE
+                else ""
+            )
             time.sleep(0.1)
         if why:
-            for pid in [*map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()), process.pid]:
+            for pid in [
+                *map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()),
+                process.pid,
+            ]:
                 os.killpg(pid, signal.SIGKILL)  # torchrun's processes lead groups of their own
             process.wait()
         log.seek(0)
@@ -149,16 +202,25 @@ def fp16() -> None:
         config.run.steps, config.lr.warmup, config.optimizer.clip_norm = 10, 2, 0.5
         plan, device = resolve_plan(config.parallel, dist.get_world_size(), spec), local_device(config.run)
         world = join(plan.mesh, device)
-        state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, BatchPlan(64, 8, 4 // plan.dp, 2)), world)
+        state = TrainState.build(
+            config, spec, plan, resolve_pipeline(config, spec, plan, BatchPlan(64, 8, 4 // plan.dp, 2)), world
+        )
         found = []
         for number, victim in enumerate((None, 0, 1, None, None, 1, None, None, None, None)):
             generator, first = torch.Generator().manual_seed(number), world.data.get_local_rank()
             tokens = torch.randint(512, (8, 65), generator=generator).to(device).tensor_split(plan.dp)[first]
-            batches = [SimpleNamespace(tokens=part[:, :-1].contiguous(), targets=part[:, 1:].contiguous(), documents=None)
-                       for part in tokens.split(4 // plan.dp)]
+            batches = [
+                SimpleNamespace(tokens=part[:, :-1].contiguous(), targets=part[:, 1:].contiguous(), documents=None)
+                for part in tokens.split(4 // plan.dp)
+            ]
             layer = next(iter(next(iter(state.stages.values())).layers.values()))
-            handle = layer.feed_forward.down.register_full_backward_hook(
-                lambda module, inputs, outputs: (torch.full_like(inputs[0], torch.inf),)) if victim == world.rank else None
+            handle = (
+                layer.feed_forward.down.register_full_backward_hook(
+                    lambda module, inputs, outputs: (torch.full_like(inputs[0], torch.inf),)
+                )
+                if victim == world.rank
+                else None
+            )
             scalars = train_step(state, batches, False)
             if handle is not None:
                 handle.remove()
@@ -170,17 +232,33 @@ def fp16() -> None:
         return found
 
     join(resolve_plan(Config().parallel, int(os.environ["WORLD_SIZE"])).mesh, local_device(Config().run))
-    plans: dict[str, dict[str, Any]] = {"dp2 zero1": {}, "dp2 zero1 offload": {"offload": True}, "tp2 zero1": {"tp": 2}, "pp2 zero1": {"pp": 2},
-                                        "pp2 zero1 offload": {"pp": 2, "offload": True}, "dp2 zero2": {"stage": 2},
-                                        "dp2 zero2 offload": {"stage": 2, "offload": True}, "dp2 zero3": {"stage": 3},
-                                        "dp2 zero3 offload": {"stage": 3, "offload": True}}
+    plans: dict[str, dict[str, Any]] = {
+        "dp2 zero1": {},
+        "dp2 zero1 offload": {"offload": True},
+        "tp2 zero1": {"tp": 2},
+        "pp2 zero1": {"pp": 2},
+        "pp2 zero1 offload": {"pp": 2, "offload": True},
+        "dp2 zero2": {"stage": 2},
+        "dp2 zero2 offload": {"stage": 2, "offload": True},
+        "dp2 zero3": {"stage": 3},
+        "dp2 zero3 offload": {"stage": 3, "offload": True},
+    }
     result: dict[str, Any] = {"case": "fp16", "device": str(local_device(Config().run))}
     for name, plan in plans.items():
         try:
             mine, theirs = (run(engine, **plan) for engine in ("torch", "deepspeed"))
-            off = max(abs(a[key] - b[key]) / abs(a[key]) for a, b in zip(mine, theirs) if not a["found_inf"] for key in ("loss", "grad_norm"))
-            result[name] = {"worst_relative_difference": off, "skipped": [step["found_inf"] for step in theirs], "scales": [s["loss_scale"] for s in theirs],
-                            "alike": all(a[key] == b[key] for a, b in zip(mine, theirs) for key in ("found_inf", "loss_scale"))}
+            off = max(
+                abs(a[key] - b[key]) / abs(a[key])
+                for a, b in zip(mine, theirs)
+                if not a["found_inf"]
+                for key in ("loss", "grad_norm")
+            )
+            result[name] = {
+                "worst_relative_difference": off,
+                "skipped": [step["found_inf"] for step in theirs],
+                "scales": [s["loss_scale"] for s in theirs],
+                "alike": all(a[key] == b[key] for a, b in zip(mine, theirs) for key in ("found_inf", "loss_scale")),
+            }
         except (RuntimeError, ValueError, AttributeError, AssertionError) as error:
             result[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
     if dist.get_rank() == 0:

@@ -1,4 +1,5 @@
 """What bench/faults_gpu.sh measures: faults that are injected from outside into runs under torchrun on 2 GPUs."""
+
 from __future__ import annotations
 
 import json
@@ -16,15 +17,39 @@ from trainer.observe import metrics
 
 OUT = Path(sys.argv[1])
 STEPS = int(os.environ.get("STEPS", 1500))
-RUN = ["+config=debug", "batch.global_size=4", f"run.steps={STEPS}", "checkpoint.every=25", "run.deterministic=true",
-       "logging.console=plain", "guard.stall_seconds=6", "guard.stall_allowance=120", f"data.cache={OUT / 'cache'}"]
+RUN = [
+    "+config=debug",
+    "batch.global_size=4",
+    f"run.steps={STEPS}",
+    "checkpoint.every=25",
+    "run.deterministic=true",
+    "logging.console=plain",
+    "guard.stall_seconds=6",
+    "guard.stall_allowance=120",
+    f"data.cache={OUT / 'cache'}",
+]
 REMEDY = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def torchrun(name: str, *arguments: str, restarts: int = 0) -> subprocess.Popen:
     with open(OUT / f"{name}.log", "wb") as log:
-        return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts",
-                                 str(restarts), "-m", *arguments], env={**os.environ, **REMEDY}, stdout=log, stderr=log)
+        return subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                "--max-restarts",
+                str(restarts),
+                "-m",
+                *arguments,
+            ],
+            env={**os.environ, **REMEDY},
+            stdout=log,
+            stderr=log,
+        )
 
 
 def last_step(folder: Path) -> int:
@@ -58,7 +83,11 @@ def rank(launcher: subprocess.Popen, number: int) -> int:
 def compared(folder: Path) -> dict[str, Any]:
     """The run's losses beside those of the undisturbed one."""
     mine, calm = ([line["loss"] for line in metrics.read(run)] for run in (folder, OUT / "calm"))
-    return {"steps": len(mine), "largest_loss_error": max(abs(a - b) / b for a, b in zip(mine, calm)), "ok": len(mine) == len(calm) == STEPS}
+    return {
+        "steps": len(mine),
+        "largest_loss_error": max(abs(a - b) / b for a, b in zip(mine, calm)),
+        "ok": len(mine) == len(calm) == STEPS,
+    }
 
 
 def calm() -> dict[str, Any]:
@@ -97,8 +126,13 @@ def stopped(victim: int) -> dict[str, Any]:
         process = rank(launcher, victim)
         os.kill(process, signal.SIGSTOP)
         try:
-            told = wait_for(lambda: report.extend(file for file in folder.glob("flight/*/report.txt") if file.read_text()) or report,
-                            60, "report")
+            told = wait_for(
+                lambda: (
+                    report.extend(file for file in folder.glob("flight/*/report.txt") if file.read_text()) or report
+                ),
+                60,
+                "report",
+            )
             time.sleep(2)  # the ranks that can end have ended
             ended = not any(Path(f"/proc/{child}").exists() for child in children(launcher) if child != process)
         finally:
@@ -112,20 +146,43 @@ def stopped(victim: int) -> dict[str, Any]:
     text = report[0].read_text()
     result = compared(folder)
     named = f"rank {victim} does not answer" in text and f"which rank {victim} may not have entered" in text
-    return {"code": code, "seconds_to_report": told, "seconds_to_resume": again, "peer_ended_itself": ended, "status": status["status"],
-            "named": named, "report": text.splitlines(), **result, "ok": result["ok"] and code == 0 and named and ended}
+    return {
+        "code": code,
+        "seconds_to_report": told,
+        "seconds_to_resume": again,
+        "peer_ended_itself": ended,
+        "status": status["status"],
+        "named": named,
+        "report": text.splitlines(),
+        **result,
+        "ok": result["ok"] and code == 0 and named and ended,
+    }
 
 
 def preflight() -> dict[str, Any]:
-    node = subprocess.run([sys.executable, "-m", "trainer.preflight", "check=node", "gpus=2", f"run_dir={OUT / 'calm'}", "free_gib=1"],
-                          capture_output=True, text=True, timeout=60)
+    node = subprocess.run(
+        [sys.executable, "-m", "trainer.preflight", "check=node", "gpus=2", f"run_dir={OUT / 'calm'}", "free_gib=1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     code = torchrun("network", "trainer.preflight", "check=network").wait(90)
-    return {"node": node.returncode, "node_said": (node.stdout + node.stderr).splitlines(), "network": code,
-            "network_said": [line for line in (OUT / "network.log").read_text().splitlines() if "preflight" in line],
-            "ok": node.returncode == 0 and code == 0}
+    return {
+        "node": node.returncode,
+        "node_said": (node.stdout + node.stderr).splitlines(),
+        "network": code,
+        "network_said": [line for line in (OUT / "network.log").read_text().splitlines() if "preflight" in line],
+        "ok": node.returncode == 0 and code == 0,
+    }
 
 
-CASES = {"calm": calm, "killed": killed, "stopped1": lambda: stopped(1), "stopped0": lambda: stopped(0), "preflight": preflight}
+CASES = {
+    "calm": calm,
+    "killed": killed,
+    "stopped1": lambda: stopped(1),
+    "stopped0": lambda: stopped(0),
+    "preflight": preflight,
+}
 
 
 def main(wanted: list[str]) -> int:

@@ -13,6 +13,7 @@ ZeRO-3 within the hosts with several), and ZeRO-1 over both hosts, whose paramet
 reduce-scatter of what is not quantised is an all-reduce.) The model has 11.5 million parameters in a few large layers, and a step few
 tokens: the network is most of it.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -52,7 +53,10 @@ def cases(processes: int) -> dict[str, tuple[str, list[str]]]:
     table["zero1"] = "zero1", sharded
     table["zero1-int8"] = "zero1", [*sharded, "parallel.grad_comm.outer.codec=int8"]
     if processes > 1:
-        table["zero1-int8-int4"] = "zero1", [*sharded, "parallel.grad_comm.inner.codec=int8", "parallel.grad_comm.outer.codec=int4"]
+        table["zero1-int8-int4"] = (
+            "zero1",
+            [*sharded, "parallel.grad_comm.inner.codec=int8", "parallel.grad_comm.outer.codec=int4"],
+        )
     return table
 
 
@@ -61,8 +65,24 @@ def limit(gbit: float | None) -> None:
     if int(os.environ["LOCAL_RANK"]) == 0:
         subprocess.run(["tc", "qdisc", "del", "dev", INTERFACE, "root"], stderr=subprocess.DEVNULL)
         if gbit is not None:
-            subprocess.run(["tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", f"{int(gbit * 1e9)}bit",
-                            "burst", f"{max(int(BURST * gbit * 1e9 / 8), SMALLEST_BURST)}b", "limit", f"{QUEUE}b"], check=True)
+            subprocess.run(
+                [
+                    "tc",
+                    "qdisc",
+                    "add",
+                    "dev",
+                    INTERFACE,
+                    "root",
+                    "tbf",
+                    "rate",
+                    f"{int(gbit * 1e9)}bit",
+                    "burst",
+                    f"{max(int(BURST * gbit * 1e9 / 8), SMALLEST_BURST)}b",
+                    "limit",
+                    f"{QUEUE}b",
+                ],
+                check=True,
+            )
     dist.barrier()
 
 
@@ -92,10 +112,26 @@ def sent() -> int:
 def measure(folder: Path, name: str, gbit: float | None, steps: int, overrides: list[str]) -> dict[str, Any]:
     """Trains a case, and says how long a step takes and what it sends."""
     skip = WARM_UP + (2 * (trial.STEPS + 1) if name == "auto" else 0)
-    config = trainer.compose([
-        "+config=debug", "model=demo", "model.width=512", "model.depth=3", "model.feed_forward.width=1536", "lr.peak=1e-4",
-        "data.sources.stdlib.limit=40", f"batch.global_size={dist.get_world_size()}", *overrides,
-        f"data.cache={folder}/cache", f"run.dir={folder}/{name}-{gbit}", "run.device=cpu", f"run.steps={skip + steps}", "logging=quiet", "logging.every=1", "checkpoint=never"])
+    config = trainer.compose(
+        [
+            "+config=debug",
+            "model=demo",
+            "model.width=512",
+            "model.depth=3",
+            "model.feed_forward.width=1536",
+            "lr.peak=1e-4",
+            "data.sources.stdlib.limit=40",
+            f"batch.global_size={dist.get_world_size()}",
+            *overrides,
+            f"data.cache={folder}/cache",
+            f"run.dir={folder}/{name}-{gbit}",
+            "run.device=cpu",
+            f"run.steps={skip + steps}",
+            "logging=quiet",
+            "logging.every=1",
+            "checkpoint=never",
+        ]
+    )
     dist.barrier()
     before = sent()
     result = trainer.run(config)
@@ -103,8 +139,12 @@ def measure(folder: Path, name: str, gbit: float | None, steps: int, overrides: 
     wire = torch.tensor((sent() - before) / config.run.steps)
     dist.all_reduce(wire, dist.ReduceOp.MAX)
     lines = result.metrics
-    answer = {"seconds": statistics.median(line["step_seconds"] for line in lines[skip:]), "wire_bytes": int(wire),
-              **{name: lines[-1].get(f"comm/{name}") for name in ("bytes_inner", "bytes_outer")}, "loss": lines[-1]["loss"]}
+    answer = {
+        "seconds": statistics.median(line["step_seconds"] for line in lines[skip:]),
+        "wire_bytes": int(wire),
+        **{name: lines[-1].get(f"comm/{name}") for name in ("bytes_inner", "bytes_outer")},
+        "loss": lines[-1]["loss"],
+    }
     if name == "auto":
         answer["chosen"] = "int8" if lines[-1]["comm/bytes_outer"] < lines[0]["comm/bytes_outer"] else "none"
     return answer
@@ -145,9 +185,13 @@ def main() -> None:
 
     limit(None)
     unlimited, free = transfer(None), {}
-    measure(arguments.folder, "none", 0, 1, [*table["none" if "none" in table else "zero1"][1], *overrides])  # prepares the corpus
-    tell(f"2 hosts of {processes} processes; link without a limit: {unlimited:.3g} Gbit/s measured\n\n"
-         f"{'case':<16}{'step':>9}{'over the link':>17}  (without a limit)")
+    measure(
+        arguments.folder, "none", 0, 1, [*table["none" if "none" in table else "zero1"][1], *overrides]
+    )  # prepares the corpus
+    tell(
+        f"2 hosts of {processes} processes; link without a limit: {unlimited:.3g} Gbit/s measured\n\n"
+        f"{'case':<16}{'step':>9}{'over the link':>17}  (without a limit)"
+    )
     for name in table:
         free[name] = run(name, None)
         tell(f"{name:<16}{free[name]['seconds']:>7.3f} s{free[name]['wire_bytes'] / 1e6:>9.2f} MB/step")
@@ -155,12 +199,19 @@ def main() -> None:
     for gbit in arguments.rates:
         limit(gbit)
         measured[gbit] = transfer(gbit)
-    expected = {(gbit, name): expect(free, name, measured[gbit], unlimited) for gbit in arguments.rates for name in table}
-    expected_ratio = {(gbit, name): seconds / expected[gbit, table[name][0]] for (gbit, name), seconds in expected.items()}
+    expected = {
+        (gbit, name): expect(free, name, measured[gbit], unlimited) for gbit in arguments.rates for name in table
+    }
+    expected_ratio = {
+        (gbit, name): seconds / expected[gbit, table[name][0]] for (gbit, name), seconds in expected.items()
+    }
     heads = "".join(f"{f'{gbit:g} ({measured[gbit]:.3g}) Gbit/s':>24}" for gbit in arguments.rates)
     tell(f"\n{'expected':<16}{heads}  nominal (measured); step, ratio")
     for name in table:
-        tell(f"{name:<16}" + "".join(f"{expected[gbit, name]:>16.3f} s{expected_ratio[gbit, name]:>6.2f}" for gbit in arguments.rates))
+        tell(
+            f"{name:<16}"
+            + "".join(f"{expected[gbit, name]:>16.3f} s{expected_ratio[gbit, name]:>6.2f}" for gbit in arguments.rates)
+        )
 
     tell(f"\n{'Gbit/s':<9}{'case':<16}{'step':>9}{'expected':>10}{'ratio':>7}{'expected':>10}{'bytes_outer':>13}")
     rows = [{"rate_gbit": None, "measured_gbit": unlimited, "case": name, **free[name]} for name in table]
@@ -173,8 +224,11 @@ def main() -> None:
             row["ratio"] = taken[name] / taken[table[name][0]]
             row |= {"expected_seconds": expected[gbit, name], "expected_ratio": expected_ratio[gbit, name]}
             rows.append({"rate_gbit": gbit, "measured_gbit": measured[gbit], "case": name, **row})
-            tell(f"{gbit:<9g}{name:<16}{row['seconds']:>7.3f} s{expected[gbit, name]:>8.3f} s{row['ratio']:>7.2f}"
-                 f"{expected_ratio[gbit, name]:>10.2f}{row['bytes_outer'] or '':>13}" + (f"  chose {row['chosen']}" if name == "auto" else ""))
+            tell(
+                f"{gbit:<9g}{name:<16}{row['seconds']:>7.3f} s{expected[gbit, name]:>8.3f} s{row['ratio']:>7.2f}"
+                f"{expected_ratio[gbit, name]:>10.2f}{row['bytes_outer'] or '':>13}"
+                + (f"  chose {row['chosen']}" if name == "auto" else "")
+            )
     if first:
         with arguments.out.open("a") as file:
             file.writelines(json.dumps({"processes": processes, **row}) + "\n" for row in rows)

@@ -5,6 +5,7 @@
 
 Everything after the first few keys is a setting of the configuration schema. Needs no corpus and no Hydra.
 """
+
 from __future__ import annotations
 
 import gc
@@ -37,13 +38,28 @@ from trainer.training.auto_schedule import Auto
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 
-KERNELS = {"attention": "flash|fmha|cudnn.*sdpa|cudnn_generated|flex", "communication": "nccl", "matmul": "gemm|nvjet|cutlass|sm90_xmma|cublas",
-           "optimizer": "adam|multi_tensor", "copy": "memcpy|memset|copy|chunk_cat|split_with_sizes"}
+KERNELS = {
+    "attention": "flash|fmha|cudnn.*sdpa|cudnn_generated|flex",
+    "communication": "nccl",
+    "matmul": "gemm|nvjet|cutlass|sm90_xmma|cublas",
+    "optimizer": "adam|multi_tensor",
+    "copy": "memcpy|memset|copy|chunk_cat|split_with_sizes",
+}
 
 
 def main() -> None:
-    own = {"case": "step", "model": "configs/model/tiny.yaml", "length": "256", "micro": "1", "accumulation": "1", "warm": "4", "steps": "12",
-           "depth": "", "trace": "", "out": ""}
+    own = {
+        "case": "step",
+        "model": "configs/model/tiny.yaml",
+        "length": "256",
+        "micro": "1",
+        "accumulation": "1",
+        "warm": "4",
+        "steps": "12",
+        "depth": "",
+        "trace": "",
+        "out": "",
+    }
     config, changes = Config(), dict(argument.split("=", 1) for argument in sys.argv[1:])
     for name, value in changes.items():
         if name in own:
@@ -56,7 +72,9 @@ def main() -> None:
     with open(own["model"]) as file:
         spec = ModelSpec.from_dict({k: v for k, v in yaml.safe_load(file).items() if k != "defaults"})
     spec.depth = int(own["depth"] or spec.depth)
-    length, micro, accumulation, warm_up, steps = (int(own[name]) for name in ("length", "micro", "accumulation", "warm", "steps"))
+    length, micro, accumulation, warm_up, steps = (
+        int(own[name]) for name in ("length", "micro", "accumulation", "warm", "steps")
+    )
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     plan, device = resolve_plan(config.parallel, world_size, spec), local_device(config.run)
     batch = BatchPlan(length, micro * accumulation * plan.dp, micro, accumulation)
@@ -67,9 +85,14 @@ def main() -> None:
     built = time.perf_counter() - started
     config.batch.micro_size, config.batch.accumulation = micro, accumulation  # given: auto keeps them
     generator = torch.Generator(device).manual_seed(world.data.get_local_rank())
-    batches = [SimpleNamespace(tokens=torch.randint(spec.vocab_size, (micro, length), device=device, generator=generator),
-                               targets=torch.randint(spec.vocab_size, (micro, length), device=device, generator=generator),
-                               documents=None) for _ in range(accumulation)]
+    batches = [
+        SimpleNamespace(
+            tokens=torch.randint(spec.vocab_size, (micro, length), device=device, generator=generator),
+            targets=torch.randint(spec.vocab_size, (micro, length), device=device, generator=generator),
+            documents=None,
+        )
+        for _ in range(accumulation)
+    ]
 
     def step() -> float:
         begun = time.perf_counter()
@@ -94,26 +117,48 @@ def main() -> None:
     speed = micro * accumulation * length * plan.dp / world_size / median
     causal, full = (cost.flops_per_token(spec, length, causal) for causal in (True, False))
     result: dict[str, Any] = {
-        "case": own["case"], "ranks": world_size, "plan": plan.describe(), "tokens_per_second_per_gpu": round(speed, 1),
-        "seconds": round(median, 4), "spread": [round(min(seconds), 4), round(max(seconds), 4)], "first_step": round(warm[0], 1),
-        "parameters": cost.parameter_counts(spec)["total"], "host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
-        "built": round(built, 1), "settings": changes}
+        "case": own["case"],
+        "ranks": world_size,
+        "plan": plan.describe(),
+        "tokens_per_second_per_gpu": round(speed, 1),
+        "seconds": round(median, 4),
+        "spread": [round(min(seconds), 4), round(max(seconds), 4)],
+        "first_step": round(warm[0], 1),
+        "parameters": cost.parameter_counts(spec)["total"],
+        "host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
+        "built": round(built, 1),
+        "settings": changes,
+    }
     if plan.pp > 1:
         finish = [None] * world_size
         dist.all_gather_object(finish, (state.runtime.busy(), state.runtime.finish()))
         makespan = max(end for _, end in finish)
-        result |= {"pipeline": pipeline.describe(), "bubble": round(1 - sum(busy for busy, _ in finish) / world_size / makespan, 4),
-                   "bubbles": [round(1 - busy / makespan, 4) for busy, _ in finish]}
+        result |= {
+            "pipeline": pipeline.describe(),
+            "bubble": round(1 - sum(busy for busy, _ in finish) / world_size / makespan, 4),
+            "bubbles": [round(1 - busy / makespan, 4) for busy, _ in finish],
+        }
         if config.parallel.pipeline.schedule == "auto":
-            result |= {"predicted_makespan": round(predicted.makespan, 4), "measured_makespan": round(makespan, 4),
-                       "predicted_bubble": round(predicted.bubble, 4)}
+            result |= {
+                "predicted_makespan": round(predicted.makespan, 4),
+                "measured_makespan": round(makespan, 4),
+                "predicted_bubble": round(predicted.bubble, 4),
+            }
     if device.type == "cuda":
-        memory = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], device=device) / 2**30
+        memory = (
+            torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], device=device) / 2**30
+        )
         dist.all_reduce(memory, dist.ReduceOp.MAX)
         peak = peak_flops(torch.cuda.get_device_name(), config.precision.compute)
-        result |= {"mfu": round(causal * speed / peak, 4), "mfu_full": round(full * speed / peak, 4),
-                   "peak_gib": round(memory[0].item(), 2), "reserved_gib": round(memory[1].item(), 2), "shares": shares,
-                   "device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        result |= {
+            "mfu": round(causal * speed / peak, 4),
+            "mfu_full": round(full * speed / peak, 4),
+            "peak_gib": round(memory[0].item(), 2),
+            "reserved_gib": round(memory[1].item(), 2),
+            "shares": shares,
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+        }
     if world.rank == 0:
         print(json.dumps(result), flush=True)
         if own["out"]:
@@ -125,7 +170,12 @@ def rebuilt(state: TrainState, pipeline: Pipeline) -> TrainState:
     """The same run, freshly initialised, with another pipeline."""
     config, spec, plan, world = state.config, state.spec, state.plan, state.world
     state.close()
-    state.stages.clear(), state.optimizer.parameters.clear(), state.optimizer.state.clear(), state.shared.parameters.clear()
+    (
+        state.stages.clear(),
+        state.optimizer.parameters.clear(),
+        state.optimizer.state.clear(),
+        state.shared.parameters.clear(),
+    )
     del state
     gc.collect()
     if world.device.type == "cuda":
@@ -135,14 +185,20 @@ def rebuilt(state: TrainState, pipeline: Pipeline) -> TrainState:
 
 def profile(step: Any, trace: str) -> dict[str, Any]:
     """Share of one step's wall time: kernels by kind, communication that nothing overlaps, and idle."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    ) as profiler:
         wall = step()
     if trace:
         profiler.export_chrome_trace(trace)
     spans: dict[str, list[tuple[float, float]]] = {}
     kernels: Counter = Counter()
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and event.device_time_total > 0 and not event.is_user_annotation:
+        if (
+            event.device_type == torch.autograd.DeviceType.CUDA
+            and event.device_time_total > 0
+            and not event.is_user_annotation
+        ):
             kind = next((k for k, pattern in KERNELS.items() if re.search(pattern, event.name, re.I)), "pointwise")
             spans.setdefault(kind, []).append((event.time_range.start, event.time_range.end))
             kernels[event.name[:90]] += event.time_range.elapsed_us() / wall / 1e6
@@ -150,8 +206,10 @@ def profile(step: Any, trace: str) -> dict[str, Any]:
     compute = union([s for kind, values in spans.items() if kind != "communication" for s in values])
     everything = union([s for values in spans.values() for s in values])
     return {kind: round(total / wall / 1e6, 4) for kind, total in covered.items()} | {
-        "exposed_communication": round((everything - compute) / wall / 1e6, 4), "idle": round(1 - everything / wall / 1e6, 4),
-        "longest_kernels": {name: round(share, 4) for name, share in kernels.most_common(24)}}
+        "exposed_communication": round((everything - compute) / wall / 1e6, 4),
+        "idle": round(1 - everything / wall / 1e6, 4),
+        "longest_kernels": {name: round(share, 4) for name, share in kernels.most_common(24)},
+    }
 
 
 def union(spans: list[tuple[float, float]]) -> float:

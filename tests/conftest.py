@@ -1,4 +1,5 @@
 """Tests run on the CPU with one thread a process, as the many-process ones have to."""
+
 from __future__ import annotations
 
 import contextlib
@@ -22,9 +23,22 @@ hypothesis.settings.load_profile("suite")
 QUIET = ("test_simulator_predicts_measured_times", "test_int8_is_faster_at_fifty_megabits")
 """Tests that measure times: nothing else runs beside them."""
 
-LONG = ("test_plans.py", "test_slurm.py", "test_training.py", "test_sweep.py", "test_parallel_runs.py", "test_faults.py", "test_recompute.py",
-        "test_deepspeed.py", "test_compress.py", "test_checkpoint_files.py", "test_parity.py", "test_zero.py", "test_pipeline_defects.py",
-        "test_watchdog.py")
+LONG = (
+    "test_plans.py",
+    "test_slurm.py",
+    "test_training.py",
+    "test_sweep.py",
+    "test_parallel_runs.py",
+    "test_faults.py",
+    "test_recompute.py",
+    "test_deepspeed.py",
+    "test_compress.py",
+    "test_checkpoint_files.py",
+    "test_parity.py",
+    "test_zero.py",
+    "test_pipeline_defects.py",
+    "test_watchdog.py",
+)
 """Files that take longest, in the order in which pytest-xdist's workers take them: those that compute and those that mostly wait in turn,
 short ones last."""
 

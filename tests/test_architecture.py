@@ -1,4 +1,5 @@
 """The rules by which rooms import each other, held on the text of every file: lazy and type-only imports count."""
+
 from __future__ import annotations
 
 import ast
@@ -11,8 +12,27 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "trainer"
 
-ROOMS = ("config", "kernels", "util", "planning", "precision", "distributed", "model", "hf", "optim", "data", "checkpointing", "observe",
-         "parallel", "generate", "plots", "cluster", "training", "parity", "sweep")
+ROOMS = (
+    "config",
+    "kernels",
+    "util",
+    "planning",
+    "precision",
+    "distributed",
+    "model",
+    "hf",
+    "optim",
+    "data",
+    "checkpointing",
+    "observe",
+    "parallel",
+    "generate",
+    "plots",
+    "cluster",
+    "training",
+    "parity",
+    "sweep",
+)
 """From the ground up: a room may import rooms that stand before it. The files at the top, the commands, may import all."""
 
 ALONE = ("config", "kernels")
@@ -41,7 +61,9 @@ def imports(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield from (name if (name := f"{node.module}.{alias.name}") in MODULES else node.module for alias in node.names)
+            yield from (
+                name if (name := f"{node.module}.{alias.name}") in MODULES else node.module for alias in node.names
+            )
 
 
 GRAPH = {name: sorted(set(imports(path))) for name, path in MODULES.items()}
@@ -64,15 +86,25 @@ def test_every_folder_is_a_room():
 
 @pytest.mark.parametrize("place", ROOMS)
 def test_a_room_imports_only_rooms_below(place):
-    above = [f"{name} imports {other}" for name, others in GRAPH.items() if room(name) == place for other in others
-             if ours(other) and room(other) != place and (room(other) not in ROOMS[:ROOMS.index(place)])]
+    above = [
+        f"{name} imports {other}"
+        for name, others in GRAPH.items()
+        if room(name) == place
+        for other in others
+        if ours(other) and room(other) != place and (room(other) not in ROOMS[: ROOMS.index(place)])
+    ]
     assert not above
 
 
 @pytest.mark.parametrize("place", ALONE)
 def test_a_room_that_stands_alone_imports_nothing_of_the_project(place):
-    assert not [f"{name} imports {other}" for name, others in GRAPH.items() if room(name) == place for other in others
-                if ours(other) and room(other) != place]
+    assert not [
+        f"{name} imports {other}"
+        for name, others in GRAPH.items()
+        if room(name) == place
+        for other in others
+        if ours(other) and room(other) != place
+    ]
 
 
 def test_no_circle_of_files():
@@ -86,12 +118,20 @@ def test_no_circle_of_files():
 
 
 def test_only_plots_import_matplotlib():
-    assert {room(name) for name, others in GRAPH.items() if any(other.split(".")[0] == "matplotlib" for other in others)} == {"plots"}
+    assert {
+        room(name) for name, others in GRAPH.items() if any(other.split(".")[0] == "matplotlib" for other in others)
+    } == {"plots"}
 
 
 @pytest.mark.parametrize("place", PURE)
 def test_what_is_asked_and_decided_needs_no_torch(place):
-    named = [f"{name} imports {other}" for name, others in GRAPH.items() if room(name) == place for other in others if other.split(".")[0] == "torch"]
+    named = [
+        f"{name} imports {other}"
+        for name, others in GRAPH.items()
+        if room(name) == place
+        for other in others
+        if other.split(".")[0] == "torch"
+    ]
     assert not named
     own = [name for name in MODULES if room(name) == place]
     code = f"import sys, importlib; [importlib.import_module(name) for name in {own}]; sys.exit('torch' in sys.modules)"

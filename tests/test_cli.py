@@ -1,4 +1,5 @@
 """The command line: what reaches the terminal, exit codes, and that it is found however the project is installed."""
+
 from __future__ import annotations
 
 import json
@@ -22,13 +23,23 @@ pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
 
 def python(*arguments: str, cwd: Path, path: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "PYTHONPATH")}
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120,
-                          env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path), **environment})
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path), **environment},
+    )
 
 
 def test_import_is_light(tmp_path):
-    done = python("-c", "import trainer, sys; trainer.ConfigError; print('torch' in sys.modules, 'hydra' in sys.modules); "
-                  "trainer.compose(['+config=debug', 'run.steps=7'], world_size=4); print('torch' in sys.modules)", cwd=tmp_path)
+    done = python(
+        "-c",
+        "import trainer, sys; trainer.ConfigError; print('torch' in sys.modules, 'hydra' in sys.modules); "
+        "trainer.compose(['+config=debug', 'run.steps=7'], world_size=4); print('torch' in sys.modules)",
+        cwd=tmp_path,
+    )
     assert done.stdout.split() == ["False", "False", "False"], done.stderr[-2000:]
     assert not list(tmp_path.iterdir())
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
@@ -36,7 +47,9 @@ def test_import_is_light(tmp_path):
 
 
 def test_wrong_input_on_the_terminal(tmp_path):
-    done = python("-m", "trainer", "+config=debug", "+parallel.tpp=3", "optimizer.name=adamv", "run.steps=abc", cwd=tmp_path)
+    done = python(
+        "-m", "trainer", "+config=debug", "+parallel.tpp=3", "optimizer.name=adamv", "run.steps=abc", cwd=tmp_path
+    )
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith("configuration error, 3 problems:") and "Traceback" not in done.stderr
     assert "did you mean 'parallel.tp'" in done.stderr and "did you mean 'adamw'" in done.stderr
@@ -45,11 +58,26 @@ def test_wrong_input_on_the_terminal(tmp_path):
 
 def test_cfg_job(tmp_path):
     done = python("-m", "trainer", "+config=debug", "--cfg", "job", "--resolve", "lr.peak=0.5", cwd=tmp_path)
-    assert done.returncode == 0 and "dir: runs/debug" in done.stdout and "peak: 0.5" in done.stdout and done.stdout.endswith("\n")
+    assert (
+        done.returncode == 0
+        and "dir: runs/debug" in done.stdout
+        and "peak: 0.5" in done.stdout
+        and done.stdout.endswith("\n")
+    )
 
 
 def test_torchrun_prints_once_and_first(tmp_path):
-    done = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer", "+parallel.tpp=3", cwd=tmp_path)
+    done = python(
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "trainer",
+        "+parallel.tpp=3",
+        cwd=tmp_path,
+    )
     assert done.returncode != 0
     assert done.stderr.count("unknown setting 'parallel.tpp'") == 1
     assert done.stderr.index("unknown setting") < done.stderr.index("FAILED")
@@ -65,7 +93,9 @@ def test_pages(capsys, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "my_own.yaml").write_text("name: my_own\n")
     code, page, _ = main(capsys, "--help", "--config-dir", str(tmp_path))
-    assert code == 0 and all(word in page for word in ("usage: torchrun", "+config=", "debug", "zero3_offload", "my_own", "precision"))
+    assert code == 0 and all(
+        word in page for word in ("usage: torchrun", "+config=", "debug", "zero3_offload", "my_own", "precision")
+    )
     code, page, _ = main(capsys, "--help", "lr")
     assert code == 0 and page.startswith("lr.schedule") and "one of cosine, wsd" in page
     assert "lr.warmup=10\n    linear warm-up from zero; in steps" in page
@@ -76,13 +106,16 @@ def test_pages(capsys, tmp_path):
     assert code == 0 and "dp: 4" in shown, "the plan of a later launch is not held against this process"
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--cfg", "job", "run.stepz=1"], ["run.stepz", "run.steps"]),
-    (["--cfg", "jobb"], ["--cfg", "job"]),
-    (["--conf", "x"], ["--conf", "--help"]),
-    (["lr.peak=1,2"], ["lr.peak=1,2", "--multirun", "lr.peak=[...]"]),
-    (["--config-dir", "/not/there"], ["--config-dir /not/there"]),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--cfg", "job", "run.stepz=1"], ["run.stepz", "run.steps"]),
+        (["--cfg", "jobb"], ["--cfg", "job"]),
+        (["--conf", "x"], ["--conf", "--help"]),
+        (["lr.peak=1,2"], ["lr.peak=1,2", "--multirun", "lr.peak=[...]"]),
+        (["--config-dir", "/not/there"], ["--config-dir /not/there"]),
+    ],
+)
 def test_refused_flags(capsys, arguments, words):
     code, out, error = main(capsys, *arguments)
     assert code == 2 and not out and all(word in error for word in words), error
@@ -91,11 +124,13 @@ def test_refused_flags(capsys, arguments, words):
 @pytest.fixture
 def training(monkeypatch):
     """Puts a function in the place of `trainer.training.run.main`, and returns the setter."""
+
     def put(function):
         module = types.ModuleType("trainer.training.run")
         module.main = function
         monkeypatch.setitem(sys.modules, "trainer.training.run", module)
         monkeypatch.setattr(trainer.training, "run", module, raising=False)
+
     return put
 
 
@@ -108,6 +143,7 @@ def test_exit_code_and_configuration_reach_training(training, capsys):
 def test_late_configuration_error(training, capsys, tmp_path, monkeypatch):
     def refuse(config):
         raise ConfigError("data.sources.a.path=x cannot be read")
+
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     training(refuse)
     code, _, error = main(capsys, "+config=debug")
@@ -118,6 +154,7 @@ def test_late_configuration_error(training, capsys, tmp_path, monkeypatch):
 def test_crash_is_handed_to_torchrun(training, capsys, tmp_path, monkeypatch):
     def crash(config):
         raise RuntimeError("boom")
+
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     training(crash)
     code, _, error = main(capsys, "+config=debug")
@@ -130,8 +167,20 @@ def test_wheel_ships_the_configurations(tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("trainer", "configs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    built = python("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "-w", "dist", ".",
-                   cwd=tmp_path, path=tmp_path)
+    built = python(
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        "dist",
+        ".",
+        cwd=tmp_path,
+        path=tmp_path,
+    )
     assert built.returncode == 0, built.stderr[-3000:]
     site = tmp_path / "site"
     with zipfile.ZipFile(next(tmp_path.glob("dist/trainer-*.whl"))) as wheel:
@@ -146,8 +195,14 @@ def test_wheel_ships_the_configurations(tmp_path):
 
 
 def test_help_into_a_closed_pipe_is_quiet():
-    done = subprocess.run(f"{sys.executable} -m trainer --help model | head -1", shell=True, capture_output=True, text=True, timeout=60,
-                          cwd=Path(__file__).parent.parent)
+    done = subprocess.run(
+        f"{sys.executable} -m trainer --help model | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parent.parent,
+    )
     assert done.stdout.strip() and "Traceback" not in done.stderr
 
 

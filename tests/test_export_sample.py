@@ -1,4 +1,5 @@
 """What comes after training: a checkpoint becomes a transformers folder, and text."""
+
 from __future__ import annotations
 
 import os
@@ -31,8 +32,9 @@ def mistral() -> ModelSpec:
 
 
 def gpt2() -> ModelSpec:
-    spec = ModelSpec(name="g", family="gpt2", vocab_size=257, width=32, depth=2, max_length=120, tied=True,
-                     learned_positions=True)
+    spec = ModelSpec(
+        name="g", family="gpt2", vocab_size=257, width=32, depth=2, max_length=120, tied=True, learned_positions=True
+    )
     a, f = spec.attention, spec.feed_forward
     a.bias = a.output_bias = f.bias = True
     a.positions, f.kind, f.width, f.activation, spec.norm.kind = "none", "plain", 64, "gelu_tanh", "layer"
@@ -108,11 +110,13 @@ def test_sampling(tmp_path: Path) -> None:
     with torch.no_grad():  # beyond the longest sequence the context slides: every token is the best after its last 120
         tokens = prompt + list(sampling.continuation(model, prompt, 80))
         assert len(tokens) > model.spec.max_length
-        best = [model(torch.tensor([tokens[max(0, i - 120):i]]))[0, -1].argmax().item()
-                for i in range(len(prompt), len(tokens))]
-    assert tokens[len(prompt):] == best
+        best = [
+            model(torch.tensor([tokens[max(0, i - 120) : i]]))[0, -1].argmax().item()
+            for i in range(len(prompt), len(tokens))
+        ]
+    assert tokens[len(prompt) :] == best
     stop = best[3]
-    assert list(sampling.continuation(model, prompt, 80, stop=stop)) == best[:best.index(stop)]
+    assert list(sampling.continuation(model, prompt, 80, stop=stop)) == best[: best.index(stop)]
 
 
 def test_top_k_and_temperature_shape_the_distribution() -> None:
@@ -126,8 +130,16 @@ def test_top_k_and_temperature_shape_the_distribution() -> None:
 def test_command_line(tmp_path: Path, capsys) -> None:
     assert sample.main(["checkpont=x", "tokens=many", "device=gpu"]) == 2
     error = capsys.readouterr().err
-    assert all(word in error for word in ("did you mean 'checkpoint'?", "tokens=many must be a whole number",
-                                          "device=gpu", "cpu", "checkpoint=... is needed"))
+    assert all(
+        word in error
+        for word in (
+            "did you mean 'checkpoint'?",
+            "tokens=many must be a whole number",
+            "device=gpu",
+            "cpu",
+            "checkpoint=... is needed",
+        )
+    )
     assert sample.main(["checkpoint=x", "temperature=-1", "tokens=0"]) == 2
     error = capsys.readouterr().err
     assert "temperature=-1" in error and "tokens=0" in error
@@ -138,8 +150,14 @@ def test_command_line(tmp_path: Path, capsys) -> None:
 
     make_run(tmp_path, mistral())
     command = [sys.executable, "-m", "trainer.sample", f"checkpoint={tmp_path}", "prompt=a = ", "tokens=5", "seed=3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent.parent,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("a = ") and len(done.stdout) > len("a = \n")
     (tmp_path / "tokenizer").rename(tmp_path / "elsewhere")

@@ -3,12 +3,18 @@
 From Python: `trainer.run(trainer.compose(["+config=debug", "run.steps=20"])).metrics`. Importing this package imports
 neither torch nor Hydra.
 """
+
 import importlib
 
 __version__ = "0.1.0"
 __all__ = ["Config", "ConfigError", "compose", "run"]
 
-_HOMES = {"Config": "trainer.config", "ConfigError": "trainer.config", "compose": "trainer.cli", "run": "trainer.training.run"}
+_HOMES = {
+    "Config": "trainer.config",
+    "ConfigError": "trainer.config",
+    "compose": "trainer.cli",
+    "run": "trainer.training.run",
+}
 
 
 def __getattr__(name: str):

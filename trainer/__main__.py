@@ -1,4 +1,5 @@
 """`python -m trainer` and `torchrun -m trainer`."""
+
 import contextlib
 import os
 import sys

@@ -3,6 +3,7 @@
 Hydra composes plain values (`configs/`, the user's folder, its override grammar); `typed.py` gives them their types;
 `checks.py` refuses what cannot work. Nothing here imports torch before the configuration is known to be right.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -34,9 +35,11 @@ usage: torchrun --nproc-per-node N -m trainer +config=RECIPE [GROUP=OPTION ...] 
   ~data.sources.NAME removes an entry of a mapping
 """
 
+
 def help_text(section: str, config_dir: str | os.PathLike | None = None) -> str:
     """The page of `--help`, or the settings of one section."""
     from trainer.sweep.plan import SweepConfig
+
     everything = [*typed.settings(), *typed.settings(SweepConfig(), "sweep")]
     sections = list(dict.fromkeys(setting.path.split(".")[0] for setting in everything))
     if section:
@@ -48,8 +51,19 @@ def help_text(section: str, config_dir: str | os.PathLike | None = None) -> str:
         groups = {group: _options(loader, group) for group in _groups(loader)}
     recipes = groups.pop("config", [])
     lines = [f"  {group + '=':<14}{', '.join(options)}" for group, options in groups.items()]
-    return "\n".join([USAGE, "recipes", f"  +config=      {', '.join(recipes)}", "", "groups", *lines, "",
-                      "sections of settings", f"  {', '.join(sections)}"])
+    return "\n".join(
+        [
+            USAGE,
+            "recipes",
+            f"  +config=      {', '.join(recipes)}",
+            "",
+            "groups",
+            *lines,
+            "",
+            "sections of settings",
+            f"  {', '.join(sections)}",
+        ]
+    )
 
 
 def _described(setting: typed.Setting) -> str:
@@ -73,7 +87,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--multirun", "-m", action="store_true")
     options = parser.parse_intermixed_args(arguments)
     if options.multirun and options.cfg:
-        raise ConfigError("--cfg shows the settings of one run; leave --multirun out, and give one value to each setting")
+        raise ConfigError(
+            "--cfg shows the settings of one run; leave --multirun out, and give one value to each setting"
+        )
     return options
 
 
@@ -87,6 +103,7 @@ def main(arguments: Sequence[str]) -> int:
             return _print(_shown(options))
         if options.multirun:
             from trainer import sweep
+
             return sweep.main(options.overrides, options.config_dir)
         return _train(compose(options.overrides, options.config_dir))
     except ConfigError as error:

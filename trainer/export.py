@@ -1,4 +1,5 @@
 """A checkpoint as a transformers folder: `python -m trainer.export checkpoint=runs/NAME out=DIR [dtype=bf16]`."""
+
 from __future__ import annotations
 
 import sys

@@ -1,4 +1,5 @@
 """Pictures of runs, `python -m trainer.plot RUN...`, and of pipeline schedules, `python -m trainer.plot --schedule NAME...`."""
+
 from __future__ import annotations
 
 import argparse
@@ -14,31 +15,48 @@ from trainer.util.exit_codes import REFUSED
 
 def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.plot", formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m trainer.plot",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s RUN [RUN ...] [--x step|tokens] [--smooth N] [--out FILE] [--trace FILE]\n"
-              "       %(prog)s --schedule NAME|CSV [...] [--ranks N] [--microbatches N] [--chunks N] [--costs F,I,W]\n"
-              "                              [--out FILE] [--trace FILE]",
+        "       %(prog)s --schedule NAME|CSV [...] [--ranks N] [--microbatches N] [--chunks N] [--costs F,I,W]\n"
+        "                              [--out FILE] [--trace FILE]",
         description="Draw loss, learning rate, gradient norm and throughput of one or more runs, and the pipeline schedule of\n"
-                    "one run, planned above measured; or pipeline schedules without a run.")
-    parser.add_argument("--out", metavar="FILE", type=Path,
-                        help="picture to write, .png, .svg, .pdf, ... (default: RUN/metrics.png, or ./metrics.png for several "
-                        "runs, or ./schedule.png); a run's schedule goes to RUN/schedule.png, or beside FILE as NAME-schedule")
-    parser.add_argument("--trace", metavar="FILE", type=Path,
-                        help="also write the timelines as a trace for ui.perfetto.dev or chrome://tracing (.json)")
+        "one run, planned above measured; or pipeline schedules without a run.",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="picture to write, .png, .svg, .pdf, ... (default: RUN/metrics.png, or ./metrics.png for several "
+        "runs, or ./schedule.png); a run's schedule goes to RUN/schedule.png, or beside FILE as NAME-schedule",
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="also write the timelines as a trace for ui.perfetto.dev or chrome://tracing (.json)",
+    )
     runs = parser.add_argument_group("runs")
     runs.add_argument("runs", metavar="RUN", nargs="*", type=Path, help="run folder, or a metrics.jsonl")
     runs.add_argument("--x", choices=tuple(X_LABELS), help="horizontal axis (default: step)")
     runs.add_argument("--smooth", metavar="N", type=int, help="running mean over N logged steps (default: 1, none)")
     schedules = parser.add_argument_group("schedules without a run")
-    schedules.add_argument("--schedule", metavar="NAME|CSV", nargs="+",
-                           help=f"one panel each: a template ({', '.join(TEMPLATES)}), or a file in the CSV format of "
-                           "torch.distributed.pipelining, such as RUN/schedule/schedule.csv")
+    schedules.add_argument(
+        "--schedule",
+        metavar="NAME|CSV",
+        nargs="+",
+        help=f"one panel each: a template ({', '.join(TEMPLATES)}), or a file in the CSV format of "
+        "torch.distributed.pipelining, such as RUN/schedule/schedule.csv",
+    )
     schedules.add_argument("--ranks", metavar="N", type=int, help="pipeline ranks of the templates")
     schedules.add_argument("--microbatches", metavar="N", type=int, help="micro-batches of the templates")
     schedules.add_argument("--chunks", metavar="N", type=int, help="stages on a rank (default: the template's)")
-    schedules.add_argument("--costs", metavar="F,I,W",
-                           help="time that a rank takes for one micro-batch's forward, input gradient and weight gradient, "
-                           "shared by its chunks; a full backward takes I + W (default: 1,1,1)")
+    schedules.add_argument(
+        "--costs",
+        metavar="F,I,W",
+        help="time that a rank takes for one micro-batch's forward, input gradient and weight gradient, "
+        "shared by its chunks; a full backward takes I + W (default: 1,1,1)",
+    )
     return parser
 
 

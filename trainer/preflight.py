@@ -7,6 +7,7 @@
 by the others. `network` times all-reduces within nodes and between pairs of nodes, and compares clocks. Exit code 0, or 3
 after saying what is wrong where, or 2 for wrong options. What is decided from what was measured is pure functions.
 """
+
 from __future__ import annotations
 
 import os
@@ -26,6 +27,7 @@ from trainer.util.exit_codes import DONE, REFUSED, UNFIT
 
 # The network
 
+
 def main(arguments: Sequence[str]) -> int:
     """Runs a check, says what is wrong, and returns the exit code."""
     if {"-h", "--help"} & set(arguments):
@@ -35,8 +37,10 @@ def main(arguments: Sequence[str]) -> int:
         options = parse(PreflightOptions, arguments)
         missing = [name for name in TORCHRUN if name not in os.environ]
         if options.check == "network" and missing:
-            raise ConfigError("check=network is started by torchrun, on every process of the run; the environment has no "
-                              + ", ".join(missing))
+            raise ConfigError(
+                "check=network is started by torchrun, on every process of the run; the environment has no "
+                + ", ".join(missing)
+            )
     except ConfigError as error:
         print("\n".join(f"trainer.preflight: {problem}" for problem in error.problems), file=sys.stderr)
         return REFUSED

@@ -1,4 +1,5 @@
 """Text from a checkpoint: `python -m trainer.sample checkpoint=runs/NAME [prompt="def "] [tokens=100] [seed=0]`."""
+
 from __future__ import annotations
 
 import sys
@@ -27,21 +28,33 @@ class SampleOptions:
 
 def run(options: SampleOptions) -> None:
     ranges = {"tokens": 1, "temperature": 0, "top_k": 0}
-    problems = [f"{name}={getattr(options, name)} must be at least {least}" for name, least in ranges.items()
-                if not getattr(options, name) >= least]
+    problems = [
+        f"{name}={getattr(options, name)} must be at least {least}"
+        for name, least in ranges.items()
+        if not getattr(options, name) >= least
+    ]
     if options.device == "cuda" and not torch.cuda.is_available():
         problems.append("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
     if problems:
         raise ConfigError(problems)
     saved = open_saved(options.checkpoint)
     if saved.tokenizer is None:
-        raise ConfigError(f"checkpoint={options.checkpoint}: the run's folder has no tokenizer/ beside checkpoints/; "
-                          "restore it, or give the checkpoint in the folder of its run")
+        raise ConfigError(
+            f"checkpoint={options.checkpoint}: the run's folder has no tokenizer/ beside checkpoints/; "
+            "restore it, or give the checkpoint in the folder of its run"
+        )
     tokenizer = load_tokenizer(saved.tokenizer)
     tokens = tokenizer.encode(options.prompt)
     device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
-    more = continuation(load_model(saved, device), tokens or [tokenizer.end_id], options.tokens, options.temperature,
-                        options.top_k, options.seed, stop=tokenizer.end_id)
+    more = continuation(
+        load_model(saved, device),
+        tokens or [tokenizer.end_id],
+        options.tokens,
+        options.temperature,
+        options.top_k,
+        options.seed,
+        stop=tokenizer.end_id,
+    )
     print(tokenizer.decode([*tokens, *more]))
 
 

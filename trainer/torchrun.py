@@ -4,6 +4,7 @@ Slurm, and a sweep, send a stop signal to the workers themselves. torchrun would
 one to its workers and, in torch 2.11, by SIGKILL after 30 seconds, within many a save. Here both signals pass it by, and it ends
 when its workers have.
 """
+
 from __future__ import annotations
 
 import signal
@@ -33,8 +34,10 @@ def main(arguments: list[str]) -> int:
         if first.exitcode not in SAID:
             print(failure, file=sys.stderr, flush=True)
         # A killed process is missed later than its peers complain of it.
-        killed = any(other.exitcode == -signal.SIGKILL and other.timestamp - first.timestamp < CLOSING
-                     for other in failure.failures.values())
+        killed = any(
+            other.exitcode == -signal.SIGKILL and other.timestamp - first.timestamp < CLOSING
+            for other in failure.failures.values()
+        )
         code = -signal.SIGKILL if killed else first.exitcode
         return code if code > 0 else 128 - code
     return 0

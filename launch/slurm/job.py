@@ -8,6 +8,7 @@ saved may be killed while it ends. run.dir holds `status.json`, which the run wr
 record of a job, whose time of change says when its present start was: what is newer came of that. A second job that is given
 the same run.dir meanwhile, which the run itself will refuse, thus changes nothing that the first will read.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -32,6 +33,7 @@ from trainer.util.exit_codes import LOST, REFUSED, UNFIT
 class Record:
     """What a job has come to by its present start. idle: starts in a row, before this one, without a new checkpoint; saved:
     whether any start left one."""
+
     idle: int = 0
     saved: bool = False
 
@@ -48,19 +50,31 @@ def expand(arguments: list[str], task: int | None) -> list[str]:
             expanded.append(argument)
             continue
         try:
-            lines = [words for line in Path(argument[1:]).read_text().splitlines() if (words := shlex.split(line, comments=True))]
+            lines = [
+                words
+                for line in Path(argument[1:]).read_text().splitlines()
+                if (words := shlex.split(line, comments=True))
+            ]
         except (OSError, ValueError) as error:
             raise ConfigError(f"{argument} cannot be read as lines of overrides: {error}") from None
         if task is not None and not 1 <= task <= len(lines):
-            raise ConfigError(f"{argument} has {len(lines)} lines, and none for task {task}; set --array 1-{len(lines)}")
+            raise ConfigError(
+                f"{argument} has {len(lines)} lines, and none for task {task}; set --array 1-{len(lines)}"
+            )
         expanded += sum(lines, []) if task is None else lines[task - 1]
     return expanded if task is None else [argument.replace("{task}", str(task)) for argument in expanded]
 
 
 def newest_change(run_dir: Path) -> float:
     """When the newest of a run's checkpoints was written, by the file system's clock; 0 without any."""
-    return max((manifest.stat().st_mtime for path in list_checkpoints(run_dir / "checkpoints").values()
-                if (manifest := path / MANIFEST).exists()), default=0.0)
+    return max(
+        (
+            manifest.stat().st_mtime
+            for path in list_checkpoints(run_dir / "checkpoints").values()
+            if (manifest := path / MANIFEST).exists()
+        ),
+        default=0.0,
+    )
 
 
 def record_of(run_dir: Path, job: str) -> Path:
@@ -133,7 +147,9 @@ def begin(nodes: int, processes: int, arguments: list[str], environment: dict[st
             overrides.append(f"run.name={quoted(f'{config.run.name}-{task}')}")
             shared, config = config.run.dir, compose(overrides, options.config_dir, world)
             if config.run.dir == shared:
-                raise ConfigError(f"run.dir={shared} is the same for every task of the array; put {{task}} into it, or leave it out")
+                raise ConfigError(
+                    f"run.dir={shared} is the same for every task of the array; put {{task}} into it, or leave it out"
+                )
     run_dir = Path(config.run.dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -144,11 +160,17 @@ def begin(nodes: int, processes: int, arguments: list[str], environment: dict[st
         path.write_text(json.dumps(asdict(record)) + "\n")
     except OSError as error:
         raise ConfigError(f"run.dir={run_dir} cannot be written ({error.strerror}); set another run.dir") from None
-    if record.saved and config.checkpoint.resume != "auto":  # none, or another run's checkpoint: right for the first start only
+    if (
+        record.saved and config.checkpoint.resume != "auto"
+    ):  # none, or another run's checkpoint: right for the first start only
         overrides.append("checkpoint.resume=auto")
     folder = ["--config-dir", options.config_dir] if options.config_dir else []
-    return {"run_dir": str(run_dir), "cache": os.path.expanduser(config.data.cache), "args": [*folder, *overrides],
-            "free_gib": environment.get("TRAINER_FREE_GIB") or f"{free_wanted(run_dir):.3f}"}
+    return {
+        "run_dir": str(run_dir),
+        "cache": os.path.expanduser(config.data.cache),
+        "args": [*folder, *overrides],
+        "free_gib": environment.get("TRAINER_FREE_GIB") or f"{free_wanted(run_dir):.3f}",
+    }
 
 
 def free_wanted(run_dir: Path) -> float:
@@ -159,8 +181,10 @@ def free_wanted(run_dir: Path) -> float:
 
 def shell(values: dict[str, str | list[str]]) -> str:
     """The values as assignments in bash, lists as arrays."""
-    return "\n".join(f"{name}=({shlex.join(value)})" if isinstance(value, list) else f"{name}={shlex.quote(value)}"
-                     for name, value in values.items())
+    return "\n".join(
+        f"{name}=({shlex.join(value)})" if isinstance(value, list) else f"{name}={shlex.quote(value)}"
+        for name, value in values.items()
+    )
 
 
 def end(run_dir: Path, job: str, code: int, told: bool, state: str, retries: int) -> str:
@@ -168,7 +192,9 @@ def end(run_dir: Path, job: str, code: int, told: bool, state: str, retries: int
     record, when = read_record(record_of(run_dir, job))
     status = run_dir / "status.json"
     try:
-        word = json.loads(status.read_text())["status"] if status.stat().st_mtime >= when else None  # else of an earlier start
+        word = (
+            json.loads(status.read_text())["status"] if status.stat().st_mtime >= when else None
+        )  # else of an earlier start
     except (OSError, ValueError, KeyError):
         word = None
     progress = record is not None and newest_change(run_dir) > when

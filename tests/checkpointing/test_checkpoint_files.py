@@ -1,4 +1,5 @@
 """Checkpoint folders: what is written is read back bit by bit under any layout, or known to be damaged."""
+
 import json
 import re
 import shutil
@@ -67,6 +68,7 @@ def test_killed_while_saving_leaves_the_previous_checkpoint(tmp_path):
 @pytest.mark.parametrize("step", [3, 2], ids=["new", "replacing"])
 def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(tmp_path, monkeypatch, step):
     """Dies at the first, second, ... change of the file system: within writing, publishing or deleting."""
+
     class Crash(BaseException):
         pass
 
@@ -85,6 +87,7 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(tmp_path, monkeypatch, 
                 if remaining < 0:
                     raise Crash
                 return action(*arguments, **options)
+
             return act
 
         def rmtree(path, ignore_errors=False, erase=shutil.rmtree, files=at_risk(Path.unlink)):
@@ -144,12 +147,14 @@ def test_synchronous_saves_are_complete_when_save_returns(tmp_path):
 def test_host_memory_that_runs_out_fails_the_save_not_the_run(tmp_path, monkeypatch):
     checkpointer = Checkpointer(tmp_path, CheckpointConfig())
     with monkeypatch.context() as patch:
+
         def no_memory(*arguments, **options):
             raise RuntimeError("cannot allocate 9 TB")
+
         patch.setattr(torch, "empty", no_memory)
         checkpointer.save(1, {"weights": torch.ones(3)}, {})
         checkpointer.wait()
-    message, = checkpointer.poll()
+    (message,) = checkpointer.poll()
     assert "step 1 could not be saved" in message and "cannot allocate 9 TB" in message
     assert checkpointer.saved_step is None and list_checkpoints(tmp_path) == {}
 
@@ -158,7 +163,7 @@ def test_a_folder_that_cannot_be_made_fails_the_save_not_the_run(tmp_path):
     (tmp_path / "file").touch()
     checkpointer = Checkpointer(tmp_path / "file" / "checkpoints", CheckpointConfig())
     checkpointer.save(1, {"weights": torch.ones(3)}, {}, wait=True)
-    message, = checkpointer.poll()
+    (message,) = checkpointer.poll()
     assert "step 1 could not be saved" in message and "Not a directory" in message
 
 
@@ -176,7 +181,7 @@ def test_a_file_that_cannot_be_made_fails_the_save_not_the_run(tmp_path, monkeyp
         patch.setattr(state, "open", refuse, raising=False)
         checkpointer.save(2, {"weights": torch.ones(3)}, {})
         checkpointer.wait()
-    message, = checkpointer.poll()
+    (message,) = checkpointer.poll()
     assert "step 2 could not be saved" in message and "Permission denied" in message and kind in message
     assert names(tmp_path) == {"step-00000001"}
 
@@ -290,10 +295,16 @@ def test_a_restart_goes_on_from_what_its_own_launch_saved(tmp_path):
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(keep_last=0))
     checkpointer.save(4, {"weights": torch.zeros(3)}, {"launchers": mine}, wait=True)
     checkpointer.close()
-    assert find_start(began_anew, tmp_path, mine[1:]) == find_start(CheckpointConfig(resume="auto"), tmp_path, []) == (here, [])  # node1 was lost
+    assert (
+        find_start(began_anew, tmp_path, mine[1:])
+        == find_start(CheckpointConfig(resume="auto"), tmp_path, [])
+        == (here, [])
+    )  # node1 was lost
     assert find_start(began_anew, tmp_path, other) == find_start(began_anew, tmp_path, []) == (None, [])
     back = CheckpointConfig(resume=str(tmp_path / "step-00000009"))
-    assert find_start(back, tmp_path, other) == (tmp_path / "step-00000009", []) and find_start(back, tmp_path, mine) == (here, [])
+    assert find_start(back, tmp_path, other) == (tmp_path / "step-00000009", []) and find_start(
+        back, tmp_path, mine
+    ) == (here, [])
 
 
 def test_checkpoints_that_do_not_say_when_they_were_saved_count_by_step_and_damaged_ones_by_their_folder(tmp_path):

@@ -1,4 +1,5 @@
 """Activation checkpointing recomputes what it says, and changes no gradient."""
+
 from __future__ import annotations
 
 import contextlib
@@ -52,16 +53,19 @@ LAYERS, MATMULS = 3, 7  # a layer has q, k, v, o, gate, up, down
 # The last product of a recomputed region is not repeated: nothing in the backward pass reads its output.
 
 
-@pytest.mark.parametrize("settings, attention, matmuls", [
-    (dict(mode="full"), LAYERS, LAYERS * (MATMULS - 1)),
-    (dict(mode="full", every=2), 2, 2 * (MATMULS - 1)),
-    (dict(mode="selective", save=["attention", "matmul"]), 0, 0),
-    (dict(mode="selective", save=["attention"]), 0, LAYERS * (MATMULS - 1)),
-    (dict(mode="selective", save=["attention", "matmul/2"]), 0, LAYERS * 3),
-    (dict(mode="selective", save=["aten.mm"], every=3), 1, 0),
-    (dict(mode="selective", modules=["*.feed_forward"]), 0, LAYERS * 2),
-    (dict(mode="selective", modules=["layers.0.attention", "layers.2.attention"]), 2, 2 * 3),
-])
+@pytest.mark.parametrize(
+    "settings, attention, matmuls",
+    [
+        (dict(mode="full"), LAYERS, LAYERS * (MATMULS - 1)),
+        (dict(mode="full", every=2), 2, 2 * (MATMULS - 1)),
+        (dict(mode="selective", save=["attention", "matmul"]), 0, 0),
+        (dict(mode="selective", save=["attention"]), 0, LAYERS * (MATMULS - 1)),
+        (dict(mode="selective", save=["attention", "matmul/2"]), 0, LAYERS * 3),
+        (dict(mode="selective", save=["aten.mm"], every=3), 1, 0),
+        (dict(mode="selective", modules=["*.feed_forward"]), 0, LAYERS * 2),
+        (dict(mode="selective", modules=["layers.0.attention", "layers.2.attention"]), 2, 2 * 3),
+    ],
+)
 def test_recomputed_operations(settings, attention, matmuls):
     reference, plain = backward(mode="none")
     gradients, counts = backward(**settings)
@@ -82,7 +86,9 @@ def test_compiled_budget_and_recompute_keep_gradients():
 
 
 @needs_compiler
-@pytest.mark.parametrize("settings", [dict(mode="none"), dict(mode="full"), dict(mode="selective", modules=["*.feed_forward"])])
+@pytest.mark.parametrize(
+    "settings", [dict(mode="none"), dict(mode="full"), dict(mode="selective", modules=["*.feed_forward"])]
+)
 def test_layers_of_one_kind_share_one_compiled_graph(settings):
     torch._dynamo.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -90,9 +96,15 @@ def test_layers_of_one_kind_share_one_compiled_graph(settings):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 2
 
 
-@pytest.mark.parametrize("settings, words", [
-    (dict(save=["atention"]), "activation.save: 'atention'"), (dict(save=["matmul/x"]), "'matmul/x' names no operation"), (dict(save=["aten.nothing"]), "aten.nothing"),
-    (dict(modules=["*.feedforward"]), "activation.modules=['*.feedforward']")])
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (dict(save=["atention"]), "activation.save: 'atention'"),
+        (dict(save=["matmul/x"]), "'matmul/x' names no operation"),
+        (dict(save=["aten.nothing"]), "aten.nothing"),
+        (dict(modules=["*.feedforward"]), "activation.modules=['*.feedforward']"),
+    ],
+)
 def test_names_that_match_nothing_are_refused(settings, words):
     with pytest.raises(ConfigError, match="activation") as caught:
         check_recompute(Transformer(tiny_spec()), ActivationConfig(mode="selective", **settings))

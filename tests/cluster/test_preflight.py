@@ -1,4 +1,5 @@
 """The preflight of a cluster: what it makes of nvidia-smi's output, disks, bandwidths and clocks, and a small run of each check."""
+
 from __future__ import annotations
 
 import os
@@ -19,8 +20,16 @@ ROOT = Path(__file__).parents[2]
 
 def gpu(index: int, **changes: str) -> str:
     """A line of nvidia-smi for `FIELDS`: an idle, healthy GPU with `changes`, by a word of the field's name."""
-    values = {"index": str(index), "uuid": f"GPU-{index}a", "ecc": "0", "pending": "No", "failure": "No", "memory": "4",
-              "temperature": "31", "clocks": "0x0000000000000001"}
+    values = {
+        "index": str(index),
+        "uuid": f"GPU-{index}a",
+        "ecc": "0",
+        "pending": "No",
+        "failure": "No",
+        "memory": "4",
+        "temperature": "31",
+        "clocks": "0x0000000000000001",
+    }
     return ", ".join((values | changes).values())
 
 
@@ -30,17 +39,27 @@ def smi(*lines: str) -> str:
 
 def test_healthy_gpus_pass():
     assert node.gpu_problems(smi(gpu(0), gpu(1)), 2) == []
-    without_counters = gpu(0, ecc="[N/A]", pending="[N/A]", failure="[N/A]", clocks="0x0000000000000004")  # no ECC; power cap
+    without_counters = gpu(
+        0, ecc="[N/A]", pending="[N/A]", failure="[N/A]", clocks="0x0000000000000004"
+    )  # no ECC; power cap
     assert node.gpu_problems(smi(without_counters), 1) == []
     assert len(gpu(0).split(",")) == len(FIELDS)
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"ecc": "3"}, "3 uncorrected ECC errors"), ({"pending": "Yes"}, "waits to be remapped"), ({"failure": "Yes"}, "could not be remapped"),
-    ({"memory": "70213"}, "70213 MiB of its memory are in use"),
-    ({"clocks": "0x0000000000000048", "temperature": "91"}, "throttled by hardware slowdown and hardware thermal slowdown at 91 degrees"),
-    ({"clocks": "0x0000000000000080"}, "throttled by power brake"),
-])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"ecc": "3"}, "3 uncorrected ECC errors"),
+        ({"pending": "Yes"}, "waits to be remapped"),
+        ({"failure": "Yes"}, "could not be remapped"),
+        ({"memory": "70213"}, "70213 MiB of its memory are in use"),
+        (
+            {"clocks": "0x0000000000000048", "temperature": "91"},
+            "throttled by hardware slowdown and hardware thermal slowdown at 91 degrees",
+        ),
+        ({"clocks": "0x0000000000000080"}, "throttled by power brake"),
+    ],
+)
 def test_a_bad_gpu_is_named_with_what_to_do(change, said):
     [problem] = node.gpu_problems(smi(gpu(0), gpu(5, **change)), 2)
     assert problem.startswith("GPU 5 (GPU-5a): ") and said in problem
@@ -58,9 +77,13 @@ def test_gpus_are_counted_as_the_run_will_see_them():
 
 def answering(**answers):
     """A stand-in for subprocess.run that knows the fields of one age of drivers."""
+
     def run(command, **_):
         known = answers["field"] in command[1]
-        return subprocess.CompletedProcess(command, 0 if known else 2, "lines" if known else "Field is not a valid field to query.", "")
+        return subprocess.CompletedProcess(
+            command, 0 if known else 2, "lines" if known else "Field is not a valid field to query.", ""
+        )
+
     return run
 
 
@@ -74,6 +97,7 @@ def test_old_and_new_drivers_are_asked_in_their_words():
 def failing(error: BaseException):
     def run(*_, **__):
         raise error
+
     return run
 
 
@@ -139,37 +163,67 @@ def test_a_slow_node_is_told_from_a_slow_link():
 def test_clocks_count_by_their_best_round():
     late = {"n1": 100.0, "n2": 100.9, "n3": 100.1}  # a message to n2 was slow
     assert network.clock_problems([late, {"n1": 200.0, "n2": 200.0, "n3": 200.0}], 0.5) == []
-    [problem] = network.clock_problems([{"n1": 100.0, "n2": 96.0, "n3": 100.1}, {"n1": 200.0, "n2": 196.1, "n3": 200.0}], 0.5)
+    [problem] = network.clock_problems(
+        [{"n1": 100.0, "n2": 96.0, "n3": 100.1}, {"n1": 200.0, "n2": 196.1, "n3": 200.0}], 0.5
+    )
     assert problem.startswith("n2: its clock is 3.9 s behind")
 
 
 def test_the_node_check_says_everything_at_once(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "trainer.preflight", "check=node", "gpus=2", f"run_dir={tmp_path}", "free_gib=1e6",
-                           "nodes=n1,n9", "patience=0.2"], capture_output=True, text=True, cwd=ROOT,
-                          env={**os.environ, "SLURMD_NODENAME": "n1", "PATH": str(tmp_path)})
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "trainer.preflight",
+            "check=node",
+            "gpus=2",
+            f"run_dir={tmp_path}",
+            "free_gib=1e6",
+            "nodes=n1,n9",
+            "patience=0.2",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "SLURMD_NODENAME": "n1", "PATH": str(tmp_path)},
+    )
     lines = done.stderr.splitlines()
     assert done.returncode == 3 and len(lines) == 3 and all(line.startswith("preflight: n1: ") for line in lines)
     assert "nvidia-smi" in lines[0] and "GiB free" in lines[1] and "from n9" in lines[2]
 
 
 def test_wrong_options_are_refused():
-    done = subprocess.run([sys.executable, "-m", "trainer.preflight", "check=nodes", "skw=1"], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.preflight", "check=nodes", "skw=1"], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 2 and "'node'" in done.stderr and "'skew'" in done.stderr
 
 
 def test_folders_that_cannot_be_used_are_problems(tmp_path, monkeypatch):
     (tmp_path / "preflight").touch()
-    wanted = options.PreflightOptions("node", cache="~nobodyx/x", run_dir=str(tmp_path), free_gib=0, nodes="n1,n2", patience=0.1)
+    wanted = options.PreflightOptions(
+        "node", cache="~nobodyx/x", run_dir=str(tmp_path), free_gib=0, nodes="n1,n2", patience=0.1
+    )
     cache, marks = node.check_node(wanted)
     assert cache.startswith("data.cache=~nobodyx/x: ") and cache.endswith("; set another data.cache")
     assert marks.startswith(f"{tmp_path}/preflight cannot be used: ")
 
 
 def test_the_network_check_without_torchrun_is_refused():
-    environment = {name: value for name, value in os.environ.items() if name not in options.TORCHRUN} | {"RANK": "0", "MASTER_PORT": "1"}
-    done = subprocess.run([sys.executable, "-m", "trainer.preflight", "check=network"], capture_output=True, text=True, cwd=ROOT,
-                          env=environment)
-    assert done.returncode == 2 and done.stderr.endswith("the environment has no LOCAL_RANK, WORLD_SIZE, MASTER_ADDR\n"), done.stderr
+    environment = {name: value for name, value in os.environ.items() if name not in options.TORCHRUN} | {
+        "RANK": "0",
+        "MASTER_PORT": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.preflight", "check=network"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
+    assert done.returncode == 2 and done.stderr.endswith(
+        "the environment has no LOCAL_RANK, WORLD_SIZE, MASTER_ADDR\n"
+    ), done.stderr
 
 
 def unused_port() -> int:
@@ -182,11 +236,24 @@ def test_the_network_check_between_three_nodes():
     """Three processes that take themselves for nodes: fit as they are; with a floor that none reaches, the middle one, which meets
     two others, is the culprit."""
     for given, code, port in (([], 0, unused_port()), (["between=1000"], 3, unused_port())):
-        common = {**os.environ, "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        processes = [subprocess.Popen([sys.executable, "-m", "trainer.preflight", "check=network", *given], cwd=ROOT, text=True,
-                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                      env=common | {"RANK": str(rank), "GROUP_RANK": str(rank), "SLURMD_NODENAME": f"n{rank + 1}"})
-                     for rank in range(3)]
+        common = {
+            **os.environ,
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "trainer.preflight", "check=network", *given],
+                cwd=ROOT,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=common | {"RANK": str(rank), "GROUP_RANK": str(rank), "SLURMD_NODENAME": f"n{rank + 1}"},
+            )
+            for rank in range(3)
+        ]
         outputs = [process.communicate(timeout=120) for process in processes]
         assert [process.returncode for process in processes] == [code] * 3, outputs
         if code:

@@ -1,4 +1,5 @@
 """launch/slurm: what its parts decide, and a run on a real Slurm through a time limit, a killed process and a preemption."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -35,6 +36,7 @@ job = load("job")
 
 # What to do when a start has ended
 
+
 def decided(status=None, code=1, told=False, state="RUNNING", idle=0, progress=True):
     return job.decide(status, code, told, state, job.Record(idle), progress, retries=3).split()[0]
 
@@ -52,8 +54,13 @@ def test_the_state_of_the_run_decides_and_not_the_exit_code():
 
 
 def test_starts_without_progress_are_bounded():
-    assert decided("failed", idle=1, progress=False) == "again" and decided("failed", idle=2, progress=False) == "exit=1"
-    assert decided("stopped", idle=2, progress=False) == "exit=1" and decided("stopped", idle=9, progress=True) == "requeue"
+    assert (
+        decided("failed", idle=1, progress=False) == "again" and decided("failed", idle=2, progress=False) == "exit=1"
+    )
+    assert (
+        decided("stopped", idle=2, progress=False) == "exit=1"
+        and decided("stopped", idle=9, progress=True) == "requeue"
+    )
     record = job.start(None, False)
     for progress, idle, saved in ((False, 1, False), (False, 2, False), (True, 0, True), (False, 1, True)):
         record = job.start(record, progress)
@@ -73,7 +80,9 @@ def test_a_job_resumes_itself_only_after_it_has_saved(tmp_path):
     overrides = ["+config=debug", f"run.dir={tmp_path}"]  # the recipe starts anew: checkpoint.resume=none
     checkpoint(tmp_path, 90, age=100)  # of an earlier run
     assert job.begin(1, 2, overrides, environment)["args"] == overrides
-    assert job.begin(1, 2, overrides, environment)["args"] == overrides  # a second start, with nothing saved by the first
+    assert (
+        job.begin(1, 2, overrides, environment)["args"] == overrides
+    )  # a second start, with nothing saved by the first
     (tmp_path / "status.json").write_text('{"status": "stopped"}')
     assert job.end(tmp_path, "7", 1, False, "RUNNING", retries=2).startswith("exit=1")
     checkpoint(tmp_path, 5, age=-1)
@@ -82,7 +91,9 @@ def test_a_job_resumes_itself_only_after_it_has_saved(tmp_path):
     assert started["args"] == [*overrides, "checkpoint.resume=auto"] and started["run_dir"] == str(tmp_path)
     assert float(started["free_gib"]) == pytest.approx(2 * 1002 / 2**30, abs=1e-3)
     os.utime(tmp_path / "status.json", (time.time() - 1,) * 2)
-    assert job.end(tmp_path, "7", 1, False, "RUNNING", retries=2).startswith("again")  # what an earlier start said does not count
+    assert job.end(tmp_path, "7", 1, False, "RUNNING", retries=2).startswith(
+        "again"
+    )  # what an earlier start said does not count
 
 
 def test_a_second_job_on_the_same_folder_changes_nothing_for_the_first(tmp_path):
@@ -92,24 +103,37 @@ def test_a_second_job_on_the_same_folder_changes_nothing_for_the_first(tmp_path)
     checkpoint(tmp_path, 5, age=-1)
     os.utime(tmp_path / "slurm" / "7.json", (time.time() - 100,) * 2)
     os.utime(tmp_path / "status.json", (time.time() - 50,) * 2)
-    assert job.begin(1, 2, overrides, {"SLURM_JOB_ID": "8"})["args"] == overrides  # its own count; the run itself refuses it
+    assert (
+        job.begin(1, 2, overrides, {"SLURM_JOB_ID": "8"})["args"] == overrides
+    )  # its own count; the run itself refuses it
     assert job.end(tmp_path, "8", 2, False, "RUNNING", retries=3).startswith("exit=2")
     assert job.end(tmp_path, "7", 137, False, "RUNNING", retries=3) == (
-        "again the run ended with code 137 and status running: starting it on the same nodes")
+        "again the run ended with code 137 and status running: starting it on the same nodes"
+    )
     assert job.begin(1, 2, overrides, {"SLURM_JOB_ID": "7"})["args"] == [*overrides, "checkpoint.resume=auto"]
 
 
-@pytest.mark.parametrize("name, value", [("TRAINER_RETRIES", "three"), ("TRAINER_PROCESSES", "0"), ("TRAINER_PROCESSES", "abc")])
+@pytest.mark.parametrize(
+    "name, value", [("TRAINER_RETRIES", "three"), ("TRAINER_PROCESSES", "0"), ("TRAINER_PROCESSES", "abc")]
+)
 def test_counts_of_the_environment_are_checked_before_anything_starts(tmp_path, name, value):
     fake(tmp_path, srun="", scontrol='echo "n1 NodeAddr=127.0.0.1 "')
     done, calls = script(tmp_path, "+config=debug", f"run.dir={tmp_path / 'run'}", **{name: value})
-    assert done.returncode == 2 and done.stderr == f"configuration error:\n  - {name}={value} must be a whole number of at least 1\n"
+    assert (
+        done.returncode == 2
+        and done.stderr == f"configuration error:\n  - {name}={value} must be a whole number of at least 1\n"
+    )
     assert not any(call.startswith("srun") for call in calls) and not (tmp_path / "run").exists()
 
 
 def test_settings_are_refused_for_the_processes_that_will_run(tmp_path):
     with pytest.raises(ConfigError, match="parallel.tp=4"):
-        job.begin(2, 1, ["+config=debug", f"run.dir={tmp_path}", "parallel.tp=4", "parallel.tp_across_nodes=true"], {"SLURM_JOB_ID": "7"})
+        job.begin(
+            2,
+            1,
+            ["+config=debug", f"run.dir={tmp_path}", "parallel.tp=4", "parallel.tp_across_nodes=true"],
+            {"SLURM_JOB_ID": "7"},
+        )
     assert not any(tmp_path.iterdir())
 
 
@@ -118,7 +142,13 @@ def test_arrays_take_lines_and_numbers(tmp_path):
     sweep.write_text("# peaks\nlr.peak=1e-3 'run.name=a b'\n\nlr.peak=3e-4 run.seed={task}\n")
     assert job.expand(["+config=debug", f"@{sweep}"], 1) == ["+config=debug", "lr.peak=1e-3", "run.name=a b"]
     assert job.expand([f"@{sweep}", "x={task}"], 2) == ["lr.peak=3e-4", "run.seed=2", "x=2"]
-    assert job.expand([f"@{sweep}", "x={task}"], None) == ["lr.peak=1e-3", "run.name=a b", "lr.peak=3e-4", "run.seed={task}", "x={task}"]
+    assert job.expand([f"@{sweep}", "x={task}"], None) == [
+        "lr.peak=1e-3",
+        "run.name=a b",
+        "lr.peak=3e-4",
+        "run.seed={task}",
+        "x={task}",
+    ]
     for task in (0, 3):
         with pytest.raises(ConfigError, match="2 lines.*--array 1-2"):
             job.expand([f"@{sweep}"], task)
@@ -141,7 +171,13 @@ def test_every_task_has_a_run_of_its_own(tmp_path, monkeypatch):
 def test_assignments_survive_the_shell():
     values = {"run_dir": "a 'b' $c", "args": ["x=[1, 2]", "y='", "*"], "cache": ""}
     script = job.shell(values) + '\nprintf "%s\\n" "$run_dir" "$cache" "${args[@]}"'
-    assert subprocess.check_output(["bash", "-c", script], text=True).split("\n")[:-1] == ["a 'b' $c", "", "x=[1, 2]", "y='", "*"]
+    assert subprocess.check_output(["bash", "-c", script], text=True).split("\n")[:-1] == [
+        "a 'b' $c",
+        "",
+        "x=[1, 2]",
+        "y='",
+        "*",
+    ]
 
 
 def fake(folder: Path, **scripts: str) -> None:
@@ -154,10 +190,24 @@ def fake(folder: Path, **scripts: str) -> None:
 
 def script(folder: Path, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess, list[str]]:
     """Runs the batch script with Slurm's commands replaced by those in `folder`; also what was called."""
-    calm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "1",
-            "SLURM_JOB_ID": "44", "TRAINER_PYTHON": sys.executable, "TRAINER_PREFLIGHT": "0", "FAKES": str(folder)}
-    done = subprocess.run(["bash", SCRIPT, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120,
-                          env={**os.environ, **calm, "PATH": f"{folder}:{os.environ['PATH']}", **environment})
+    calm = {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_CPUS_ON_NODE": "1",
+        "SLURM_JOB_ID": "44",
+        "TRAINER_PYTHON": sys.executable,
+        "TRAINER_PREFLIGHT": "0",
+        "FAKES": str(folder),
+    }
+    done = subprocess.run(
+        ["bash", SCRIPT, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **calm, "PATH": f"{folder}:{os.environ['PATH']}", **environment},
+    )
     return done, (folder / "calls").read_text().splitlines()
 
 
@@ -166,37 +216,59 @@ STOPS = '[[ "$*" = *trainer.torchrun* ]] && echo "{\\"status\\": \\"stopped\\"}"
 
 def test_a_task_of_an_array_speaks_for_itself_and_is_patient_with_slurm(tmp_path):
     """The task that has the array's number, at a time when every second call of scontrol fails."""
-    fake(tmp_path, srun=STOPS, sleep="", scontrol="""
+    fake(
+        tmp_path,
+        srun=STOPS,
+        sleep="",
+        scontrol="""
         [ "$1 $2" = "show hostnames" ] && { echo n1; exit; }
         [ $(($(grep -c ^scontrol $FAKES/calls) % 2)) = 1 ] || exit 1
-        case "$*" in *node*) echo " NodeAddr=127.0.0.1 " ;; *job*) echo " JobState=RUNNING " ;; esac""")
-    done, calls = script(tmp_path, "+config=debug", f"run.dir={tmp_path}/run-{{task}}", SLURM_ARRAY_JOB_ID="44", SLURM_ARRAY_TASK_ID="2")
+        case "$*" in *node*) echo " NodeAddr=127.0.0.1 " ;; *job*) echo " JobState=RUNNING " ;; esac""",
+    )
+    done, calls = script(
+        tmp_path, "+config=debug", f"run.dir={tmp_path}/run-{{task}}", SLURM_ARRAY_JOB_ID="44", SLURM_ARRAY_TASK_ID="2"
+    )
     asked = [call for call in calls if call.startswith("scontrol")]
-    assert asked[1:] == 2 * ["scontrol show node -o n1"] + 2 * ["scontrol show job -o 44_2"] + 2 * ["scontrol requeue 44_2"], (asked, done)
+    assert asked[1:] == 2 * ["scontrol show node -o n1"] + 2 * ["scontrol show job -o 44_2"] + 2 * [
+        "scontrol requeue 44_2"
+    ], (asked, done)
     assert done.returncode == 75  # since nothing ends the script here
     assert "job 44_2: the run stopped with nothing new to save" in done.stdout
 
 
 def test_both_parts_of_the_preflight_get_its_options(tmp_path):
-    fake(tmp_path, srun='[[ "$*" != *check=network* ]] || exit 3', scontrol='echo "n1 NodeAddr=127.0.0.1 JobState=RUNNING "')
+    fake(
+        tmp_path,
+        srun='[[ "$*" != *check=network* ]] || exit 3',
+        scontrol='echo "n1 NodeAddr=127.0.0.1 JobState=RUNNING "',
+    )
     settings = {"TRAINER_PREFLIGHT": "patience=7 skew=2", "TRAINER_PROCESSES": "2"}
     done, calls = script(tmp_path, "+config=debug", f"run.dir={tmp_path / 'run'}", **settings)
     asked = [call for call in calls if "trainer.preflight" in call]
-    assert done.returncode == 3 and len(asked) == 2 and all(call.endswith(" patience=7 skew=2") for call in asked), (done, calls)
+    assert done.returncode == 3 and len(asked) == 2 and all(call.endswith(" patience=7 skew=2") for call in asked), (
+        done,
+        calls,
+    )
 
 
 def test_a_node_ends_as_its_workers_and_leaves_signals_to_them(tmp_path):
     """torchrun's launcher with a worker that needs longer to stop than the launcher would wait for a dead one."""
     worker = tmp_path / "worker.py"
-    worker.write_text("import os, signal, sys, time\n"
-                      "got = []\n"
-                      "[signal.signal(number, lambda number, _: got.append(number)) for number in (signal.SIGTERM, signal.SIGUSR1)]\n"
-                      f"open({str(tmp_path / 'ready')!r}, 'w').close()\n"
-                      "while len(got) < 1: time.sleep(0.05)\n"
-                      "time.sleep(1)\n"
-                      "os._exit(75 if got == [signal.SIGUSR1] else 9)\n")
-    agent = subprocess.Popen([sys.executable, "-m", "trainer.torchrun", "--standalone", "--nproc-per-node", "1",
-                              str(worker)], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    worker.write_text(
+        "import os, signal, sys, time\n"
+        "got = []\n"
+        "[signal.signal(number, lambda number, _: got.append(number)) for number in (signal.SIGTERM, signal.SIGUSR1)]\n"
+        f"open({str(tmp_path / 'ready')!r}, 'w').close()\n"
+        "while len(got) < 1: time.sleep(0.05)\n"
+        "time.sleep(1)\n"
+        "os._exit(75 if got == [signal.SIGUSR1] else 9)\n"
+    )
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "trainer.torchrun", "--standalone", "--nproc-per-node", "1", str(worker)],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
     try:
         wait_for((tmp_path / "ready").exists, 120, "worker")
         agent.send_signal(signal.SIGTERM)  # passes the launcher by, and is not sent on
@@ -209,6 +281,7 @@ def test_a_node_ends_as_its_workers_and_leaves_signals_to_them(tmp_path):
 
 
 # A real Slurm
+
 
 @pytest.fixture(scope="module")
 def cluster():
@@ -225,8 +298,19 @@ def cluster():
 def submit(cluster: Cluster, log: Path, *arguments: str, options: tuple[str, ...] = (), **environment: str) -> str:
     """Submits the script to two nodes of one process each, and returns the job's number."""
     variables = {"TRAINER_PYTHON": sys.executable, "TRAINER_FREE_GIB": "0.1", "OMP_NUM_THREADS": "1", **environment}
-    return cluster.ask("env", *(f"{name}={value}" for name, value in variables.items()), "sbatch", "--parsable", "--nodes=2",
-                       "--gpus-per-node=0", f"--output={log}", *options, SCRIPT, *arguments, cwd=ROOT).strip()
+    return cluster.ask(
+        "env",
+        *(f"{name}={value}" for name, value in variables.items()),
+        "sbatch",
+        "--parsable",
+        "--nodes=2",
+        "--gpus-per-node=0",
+        f"--output={log}",
+        *options,
+        SCRIPT,
+        *arguments,
+        cwd=ROOT,
+    ).strip()
 
 
 def ended(cluster: Cluster, number: str) -> bool:
@@ -242,25 +326,49 @@ def last_step(folder: Path) -> int:
 
 def test_wrong_settings_and_unfit_nodes_end_the_job_at_once(cluster, tmp_path):
     refused = submit(cluster, tmp_path / "refused.log", "+config=debug", f"run.dir={tmp_path / 'run'}", "parallel.tp=4")
-    unfit = submit(cluster, tmp_path / "unfit.log", "+config=debug", f"run.dir={tmp_path / 'run'}", TRAINER_FREE_GIB="1e6")
-    slow = submit(cluster, tmp_path / "slow.log", "+config=debug", f"run.dir={tmp_path / 'run'}", TRAINER_PREFLIGHT="between=1000")
+    unfit = submit(
+        cluster, tmp_path / "unfit.log", "+config=debug", f"run.dir={tmp_path / 'run'}", TRAINER_FREE_GIB="1e6"
+    )
+    slow = submit(
+        cluster, tmp_path / "slow.log", "+config=debug", f"run.dir={tmp_path / 'run'}", TRAINER_PREFLIGHT="between=1000"
+    )
     wait_for(lambda: all(ended(cluster, one) for one in (refused, unfit, slow)), 240, "end of three jobs")
     assert cluster.job(refused)["ExitCode"] == "2:0" and "parallel.tp=4" in (tmp_path / "refused.log").read_text()
     log = (tmp_path / "unfit.log").read_text()
-    assert cluster.job(unfit)["ExitCode"] == "3:0" and all(f"preflight: {node}: run.dir=" in log for node in ("n1", "n2"))
+    assert cluster.job(unfit)["ExitCode"] == "3:0" and all(
+        f"preflight: {node}: run.dir=" in log for node in ("n1", "n2")
+    )
     assert cluster.job(slow)["ExitCode"] == "3:0"
-    assert re.search(r"n(1 with n2|2 with n1): all-reduce at [\d.]+ GB/s, below the floor of 1000", (tmp_path / "slow.log").read_text())
+    assert re.search(
+        r"n(1 with n2|2 with n1): all-reduce at [\d.]+ GB/s, below the floor of 1000",
+        (tmp_path / "slow.log").read_text(),
+    )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_run_survives_time_limit_kill_and_preemption(cluster, tmp_path):
     """One job, four starts; its losses are those of a run that nothing disturbed."""
     run, log, steps = tmp_path / "run", tmp_path / "run.log", tmp_path / "steps.txt"
-    settings = ["+config=debug", "batch.global_size=32", "checkpoint.every=10", "checkpoint.at_end=true", "run.deterministic=true",
-                "data=text", f"data.sources.text.path={ROOT / 'trainer'}/*.py", f"data.cache={tmp_path / 'cache'}"]
+    settings = [
+        "+config=debug",
+        "batch.global_size=32",
+        "checkpoint.every=10",
+        "checkpoint.at_end=true",
+        "run.deterministic=true",
+        "data=text",
+        f"data.sources.text.path={ROOT / 'trainer'}/*.py",
+        f"data.cache={tmp_path / 'cache'}",
+    ]
     steps.write_text("run.steps=100000")
-    number = submit(cluster, log, *settings, f"run.dir={run}", f"@{steps}", options=("--time=60", "--signal=B:USR1@150"),
-                    TRAINER_PREFLIGHT="0")
+    number = submit(
+        cluster,
+        log,
+        *settings,
+        f"run.dir={run}",
+        f"@{steps}",
+        options=("--time=60", "--signal=B:USR1@150"),
+        TRAINER_PREFLIGHT="0",
+    )
 
     # The time limit, brought near once the run is under way. Slurm looks every half a minute whose is.
     wait_for(lambda: last_step(run) > 3, 180, "step")
@@ -273,7 +381,11 @@ def test_a_run_survives_time_limit_kill_and_preemption(cluster, tmp_path):
     cluster.ask("scontrol", "update", f"jobid={number}", "timelimit=60")
 
     # A killed process: started again on the same nodes, from the checkpoint before.
-    wait_for(lambda: last_step(run) > first + 10 and any((run / "checkpoints").glob("step-*0")), 180, "progress after the requeue")
+    wait_for(
+        lambda: last_step(run) > first + 10 and any((run / "checkpoints").glob("step-*0")),
+        180,
+        "progress after the requeue",
+    )
     [victim] = cluster.processes("RANK=1")
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: log.read_text().count("resumed from") == 2, 180, "start after the kill")
@@ -282,7 +394,9 @@ def test_a_run_survives_time_limit_kill_and_preemption(cluster, tmp_path):
     wait_for(lambda: last_step(run) > second, 180, "progress after the kill")
 
     # A preemption: Slurm sends SIGTERM to the steps only, and takes the nodes when they have ended.
-    other = cluster.ask("sbatch", "--parsable", "--partition=high", "--nodes=2", "--output=/dev/null", "--wrap=true").strip()
+    other = cluster.ask(
+        "sbatch", "--parsable", "--partition=high", "--nodes=2", "--output=/dev/null", "--wrap=true"
+    ).strip()
     wait_for(lambda: cluster.job(number)["Restarts"] == "2", 180, "requeue at the preemption")
     third = json.loads((run / "status.json").read_text())
     assert third["status"] == "stopped" and third["step"] >= second
@@ -293,16 +407,41 @@ def test_a_run_survives_time_limit_kill_and_preemption(cluster, tmp_path):
     lines = metrics.read(run)
     assert [line["step"] for line in lines] == list(range(1, third["step"] + 6))
     calm = tmp_path / "calm"
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer", *settings,
-                    f"run.dir={calm}", f"run.steps={third['step'] + 5}", "checkpoint.every=0"],
-                   cwd=ROOT, check=True, timeout=300, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "trainer",
+            *settings,
+            f"run.dir={calm}",
+            f"run.steps={third['step'] + 5}",
+            "checkpoint.every=0",
+        ],
+        cwd=ROOT,
+        check=True,
+        timeout=300,
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert [line["loss"] for line in lines] == [line["loss"] for line in metrics.read(calm)]
 
 
 def test_a_task_of_an_array_stops_and_is_requeued_alone(cluster, tmp_path):
     """That whose job has the number of the array."""
-    number = submit(cluster, tmp_path / "%a.log", "+config=debug", "run.steps=100000", f"run.dir={tmp_path}/run-{{task}}",
-                    options=("--array=1-2", "--nodes=1", "--time=60"), TRAINER_PREFLIGHT="0")
+    number = submit(
+        cluster,
+        tmp_path / "%a.log",
+        "+config=debug",
+        "run.steps=100000",
+        f"run.dir={tmp_path}/run-{{task}}",
+        options=("--array=1-2", "--nodes=1", "--time=60"),
+        TRAINER_PREFLIGHT="0",
+    )
     wait_for(lambda: all(last_step(tmp_path / f"run-{task}") > 3 for task in (1, 2)), 180, "step of both tasks")
     tasks = [line.split() for line in cluster.ask("squeue", "-h", "-o", "%A %K").splitlines()]
     [(_, same), (_, other)] = sorted(tasks, key=lambda task: task[0] != number)

@@ -1,4 +1,5 @@
 """Composition of a configuration: what wins over what, and what is refused with which words."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -40,14 +41,24 @@ def write(folder: Path, name: str, text: str) -> None:
 def test_defaults_and_overrides():
     config = compose()
     assert isinstance(config, Config) and config.model.name == "tiny" and config.run.dir == "runs/run"
-    config = compose(["lr=wsd", "lr.peak=1e-2", "++run.steps=50", "compile=true", "logging.trace=[3,4]", "logging.wandb.entity=us"])
+    config = compose(
+        ["lr=wsd", "lr.peak=1e-2", "++run.steps=50", "compile=true", "logging.trace=[3,4]", "logging.wandb.entity=us"]
+    )
     assert (config.lr.schedule, config.lr.peak, config.run.steps, config.compile) == ("wsd", 0.01, 50, True)
     assert config.logging.trace == [3, 4] and config.logging.wandb.entity == "us"
 
 
 def test_precedence(tmp_path):
-    write(tmp_path, "config/base", "# @package _global_\ndefaults:\n  - override /parallel: zero2\n  - _self_\nrun: {steps: 70, seed: 7}\n")
-    write(tmp_path, "config/child", "# @package _global_\ndefaults:\n  - base\n  - override /lr: linear\n  - _self_\nrun: {steps: 80}\n")
+    write(
+        tmp_path,
+        "config/base",
+        "# @package _global_\ndefaults:\n  - override /parallel: zero2\n  - _self_\nrun: {steps: 70, seed: 7}\n",
+    )
+    write(
+        tmp_path,
+        "config/child",
+        "# @package _global_\ndefaults:\n  - base\n  - override /lr: linear\n  - _self_\nrun: {steps: 80}\n",
+    )
     write(tmp_path, "config/other", "# @package _global_\nrun: {steps: 90}\n")
     child = compose(["+config=child"], tmp_path)
     assert (child.parallel.zero.stage, child.lr.schedule, child.run.steps, child.run.seed) == (2, "linear", 80, 7)
@@ -81,8 +92,14 @@ def test_interpolation_and_entries():
     rules = compose(["precision.types.rules={layers.0.*: {lr_scale: 1}}", "+model.overrides.1.attention.window=16"])
     assert rules.precision.types.rules == {"layers.0.*": {"lr_scale": 1.0}}, "only what is given, in its type"
     assert rules.model.layer(1).attention.window == 16 and rules.model.layer(0).attention.window == 0
-    sources = compose(["+data.sources.a={kind: text, path: a.txt}", "+data.sources.b={kind: text, path: b.txt}", "~data.sources.b"])
-    assert sources.data.sources["a"].path == "a.txt" and sources.data.sources["a"].weight == 1.0 and "b" not in sources.data.sources
+    sources = compose(
+        ["+data.sources.a={kind: text, path: a.txt}", "+data.sources.b={kind: text, path: b.txt}", "~data.sources.b"]
+    )
+    assert (
+        sources.data.sources["a"].path == "a.txt"
+        and sources.data.sources["a"].weight == 1.0
+        and "b" not in sources.data.sources
+    )
 
 
 def test_shipped_files_compose():
@@ -99,8 +116,17 @@ def test_shipped_files_compose():
 
 
 def test_shipped_plans():
-    plan = {path.stem: compose([f"parallel={path.stem}"], world_size=4).parallel for path in CONFIGS.glob("parallel/*.yaml")}
-    assert [plan[name].zero.stage for name in ("ddp", "zero1", "zero2", "zero3", "hsdp", "zero3_offload")] == [0, 1, 2, 3, 3, 3]
+    plan = {
+        path.stem: compose([f"parallel={path.stem}"], world_size=4).parallel for path in CONFIGS.glob("parallel/*.yaml")
+    }
+    assert [plan[name].zero.stage for name in ("ddp", "zero1", "zero2", "zero3", "hsdp", "zero3_offload")] == [
+        0,
+        1,
+        2,
+        3,
+        3,
+        3,
+    ]
     assert plan["hsdp_int8"] == dataclasses.replace(plan["hsdp"], grad_comm=plan["hsdp_int8"].grad_comm)
     assert (plan["hsdp"].grad_comm.outer.codec, plan["hsdp_int8"].grad_comm.outer.codec) == ("none", "int8")
     assert plan["hsdp"].shard == 2 and plan["zero3_offload"].zero.offload and not plan["zero3"].zero.offload
@@ -140,14 +166,20 @@ WRONG = [  # overrides, what the one problem must say
     (["logging.trace=[1,x]"], ["logging.trace.1=x", "whole number"]),
     (["logging.trace=[0]"], ["logging.trace=0", "at least 1"]),
     (["+data.sources.a={kind: txt}"], ["data.sources.a.kind=txt", "did you mean 'text'"]),
-    (["+data.sources.a={kind: text, pathh: x, path: y}"], ["'data.sources.a.pathh'", "did you mean 'data.sources.a.path'"]),
+    (
+        ["+data.sources.a={kind: text, pathh: x, path: y}"],
+        ["'data.sources.a.pathh'", "did you mean 'data.sources.a.path'"],
+    ),
     (["+data.sources.a=3", "+data.sources.b={}"], ["data.sources.a=3", "mapping"]),
     (["+data.sources.a={kind: jsonl}"], ["data.sources.a.kind=jsonl", "data.sources.a.path"]),
     (["+data.sources.a={weight: -1}"], ["data.sources.a.weight=-1.0", "at least 0"]),
     (["data.tokenizer=bpe", "data.vocab_size=4096"], ["model.vocab_size=512", "data.vocab_size=4096"]),
     (["data.tokenizer=bytes", "model.vocab_size=256"], ["model.vocab_size=256", "257 tokens"]),
     (["precision.types.rules={a: {lr_scal: 1}}"], ["'precision.types.rules.a.lr_scal'", "did you mean", "lr_scale"]),
-    (["precision.types.rules={a: {optimizer: adamww}}"], ["precision.types.rules.a.optimizer=adamww", "did you mean 'adamw'"]),
+    (
+        ["precision.types.rules={a: {optimizer: adamww}}"],
+        ["precision.types.rules.a.optimizer=adamww", "did you mean 'adamw'"],
+    ),
     (["precision.types.rules={a: {lr_scale: -1}}"], ["precision.types.rules.a.lr_scale=-1.0", "at least 0"]),
     (["precision.types.norm.weight_decay=-1"], ["precision.types.norm.weight_decay=-1.0", "at least 0"]),
     (["model.pattern=[{attention: {windw: 4}}]"], ["'model.pattern.0.attention.windw'", "did you mean", "window"]),
@@ -164,7 +196,10 @@ WRONG = [  # overrides, what the one problem must say
     (["eval.every=5", "data.eval_fraction=0"], ["eval.every=5", "data.eval_fraction"]),
     (["run.steps=10", "lr.warmup=10"], ["lr.warmup=10", "run.steps=10"]),
     (["lr=wsd", "run.steps=30", "lr.warmup=10", "lr.decay=21"], ["lr.decay=21", "run.steps=30", "lr.decay=20"]),
-    (["model.learned_positions=true", "batch.sequence_length=4096"], ["batch.sequence_length=4096", "model.max_length=2048"]),
+    (
+        ["model.learned_positions=true", "batch.sequence_length=4096"],
+        ["batch.sequence_length=4096", "model.max_length=2048"],
+    ),
     (["batch.sequence_length=0"], ["batch.sequence_length=0", "at least 1"]),
     (["batch.global_size=7", "batch.micro_size=2"], ["batch.global_size=7", "6 or 8"]),
     (["run.dir=${run.nam}"], ["run.dir", "run.nam"]),
@@ -187,17 +222,39 @@ def test_refused_once_with_the_way_out(overrides, words):
 
 
 def test_everything_at_once():
-    found = problems("paralel=zero3", "optimizer=adamv", "+lr.pek=3", "run.seed=abc", "precision.compute=fp31", "model.attention.heads=3",
-                     "activation.budget=2", "batch.global_tokens=1000", "foo", "parallel.dp=3")
-    wanted = ["'paralel'", "optimizer=adamv", "'lr.pek'", "run.seed=abc", "precision.compute=fp31", "model.attention.heads=3",
-              "activation.budget=2", "batch.global_tokens=1000", "'foo'", "parallel.dp=3"]
+    found = problems(
+        "paralel=zero3",
+        "optimizer=adamv",
+        "+lr.pek=3",
+        "run.seed=abc",
+        "precision.compute=fp31",
+        "model.attention.heads=3",
+        "activation.budget=2",
+        "batch.global_tokens=1000",
+        "foo",
+        "parallel.dp=3",
+    )
+    wanted = [
+        "'paralel'",
+        "optimizer=adamv",
+        "'lr.pek'",
+        "run.seed=abc",
+        "precision.compute=fp31",
+        "model.attention.heads=3",
+        "activation.budget=2",
+        "batch.global_tokens=1000",
+        "'foo'",
+        "parallel.dp=3",
+    ]
     assert len(found) == len(wanted)
     for word in wanted:
         assert sum(word in text for text in found) == 1, (word, found)
 
 
 def test_no_consequences_of_a_refused_value():
-    assert len(problems("run.steps=abc", "lr.warmup=200")) == 1, "the warm-up is only too long for the default that stands in"
+    assert len(problems("run.steps=abc", "lr.warmup=200")) == 1, (
+        "the warm-up is only too long for the default that stands in"
+    )
     assert len(problems("+config=debugg", "lr.warmup=200")) == 1
 
 
@@ -221,7 +278,10 @@ def test_world_size(monkeypatch):
 
 
 def test_model_fields_are_not_checked_beside_a_transformers_folder():
-    assert compose(["model.from_hf=somewhere", "model.attention.heads=3", "data.vocab_size=4096"]).model.from_hf == "somewhere"
+    assert (
+        compose(["model.from_hf=somewhere", "model.attention.heads=3", "data.vocab_size=4096"]).model.from_hf
+        == "somewhere"
+    )
 
 
 def test_leaves_nothing_behind(tmp_path, monkeypatch):
@@ -237,8 +297,15 @@ def test_leaves_nothing_behind(tmp_path, monkeypatch):
 
 
 def test_yaml_round_trip():
-    config = compose(["+config=debug", "model.pattern=[{attention: {window: 8}, repeat: 2}]", "precision.types.rules={a.*: {lr_scale: 2}}",
-                      "optimizer.eps=1e-30", "run.name='on'"])
+    config = compose(
+        [
+            "+config=debug",
+            "model.pattern=[{attention: {window: 8}, repeat: 2}]",
+            "precision.types.rules={a.*: {lr_scale: 2}}",
+            "optimizer.eps=1e-30",
+            "run.name='on'",
+        ]
+    )
     found: typed.Problems = {}
     assert typed.build(OmegaConf.to_container(OmegaConf.create(typed.to_yaml(config))), found) == config and not found
 
@@ -246,14 +313,23 @@ def test_yaml_round_trip():
 def test_schema_is_documented_and_its_defaults_are_legal():
     every = {setting.path: setting for setting in typed.settings()}
     assert len(every) > 100 and all(setting.doc for setting in every.values())
-    assert all(setting.default in setting.choices for setting in every.values() if setting.choices and setting.default is not None)
+    assert all(
+        setting.default in setting.choices
+        for setting in every.values()
+        if setting.choices and setting.default is not None
+    )
     assert set(RANGES) <= set(every)
     assert not [text for path, interval in RANGES.items() if (text := outside(path, every[path].default, interval))]
     found: typed.Problems = {}
     assert typed.build(dataclasses.asdict(Config()), found) == Config() and not found
 
 
-@given(value=st.floats(allow_nan=True), low=st.integers(-3, 3), high=st.integers(4, 9), ends=st.sampled_from(["[]", "[)", "(]", "()"]))
+@given(
+    value=st.floats(allow_nan=True),
+    low=st.integers(-3, 3),
+    high=st.integers(4, 9),
+    ends=st.sampled_from(["[]", "[)", "(]", "()"]),
+)
 def test_intervals(value, low, high, ends):
     legal = (value >= low if ends[0] == "[" else value > low) and (value <= high if ends[1] == "]" else value < high)
     assert (outside("x", value, f"{ends[0]}{low}, {high}{ends[1]}") is None) == legal

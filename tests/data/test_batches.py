@@ -1,4 +1,5 @@
 """The loader: global batches do not depend on ranks, a position is enough to resume, and failures surface by name."""
+
 import time
 
 import numpy as np
@@ -21,20 +22,36 @@ LENGTH = 16
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
-    return open_corpus(config(folder, length=LENGTH, a=SourceConfig("jsonl", str(write_jsonl(folder / "a.jsonl", texts(60))), weight=2.0),
-                              b=SourceConfig("text", str(write_texts(folder / "files", texts(40, "other"))))))
+    return open_corpus(
+        config(
+            folder,
+            length=LENGTH,
+            a=SourceConfig("jsonl", str(write_jsonl(folder / "a.jsonl", texts(60))), weight=2.0),
+            b=SourceConfig("text", str(write_texts(folder / "files", texts(40, "other")))),
+        )
+    )
 
 
 def plan(size: int, dp: int, accumulation: int) -> BatchPlan:
     return BatchPlan(LENGTH, size, size // dp // accumulation, accumulation)
 
 
-def read(samples: Samples, size: int, dp: int, accumulation: int, position: int, steps: int, **options) -> list[dict[str, torch.Tensor]]:
+def read(
+    samples: Samples, size: int, dp: int, accumulation: int, position: int, steps: int, **options
+) -> list[dict[str, torch.Tensor]]:
     """Per step, all ranks' tokens by sample id."""
-    loaders = [Loader(samples, plan(size, dp, accumulation), rank, dp, seed=5, position=position, **options) for rank in range(dp)]
+    loaders = [
+        Loader(samples, plan(size, dp, accumulation), rank, dp, seed=5, position=position, **options)
+        for rank in range(dp)
+    ]
     read_steps = []
     for step in range(steps):
-        rows = [(sample, row) for loader in loaders for batch in next(loader) for sample, row in zip(batch.ids, batch.tokens)]
+        rows = [
+            (sample, row)
+            for loader in loaders
+            for batch in next(loader)
+            for sample, row in zip(batch.ids, batch.tokens)
+        ]
         assert all(loader.position == position + (step + 1) * size for loader in loaders)
         assert len(rows) == size
         read_steps.append(rows)
@@ -57,15 +74,21 @@ def test_global_batches_do_not_depend_on_the_layout(corpus, dp, accumulation):
         assert all(torch.equal(row, tokens[sample]) for sample, row in expected)
 
 
-@given(st.integers(0, 5000), st.sampled_from([1, 2, 3, 4]), st.sampled_from([12, 24]), st.sampled_from([1, 2, 6]), st.sampled_from([12, 36]))
+@given(
+    st.integers(0, 5000),
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from([12, 24]),
+    st.sampled_from([1, 2, 6]),
+    st.sampled_from([12, 36]),
+)
 @settings(max_examples=15, deadline=None)
 def test_resume_on_another_layout_reads_exactly_the_rest(corpus, position, dp, size, other_dp, other_size):
     whole = read(corpus.train, 1, 1, 1, position, 2 * size + 2 * other_size, prefetch=8)
     first = read(corpus.train, size, dp, 1, position, 2, prefetch=0)
     rest = read(corpus.train, other_size, other_dp, 1, position + 2 * size, 2)
     order = [sample for step in whole for sample, _ in step]
-    assert ids(first) == [sorted(order[:size]), sorted(order[size:2 * size])]
-    assert ids(rest) == [sorted(order[2 * size:2 * size + other_size]), sorted(order[2 * size + other_size:])]
+    assert ids(first) == [sorted(order[:size]), sorted(order[size : 2 * size])]
+    assert ids(rest) == [sorted(order[2 * size : 2 * size + other_size]), sorted(order[2 * size + other_size :])]
 
 
 def test_each_source_is_read_whole_once_per_epoch_and_by_weight(corpus):
@@ -74,8 +97,8 @@ def test_each_source_is_read_whole_once_per_epoch_and_by_weight(corpus):
     assert abs(shares["a"] - 800) <= 2 and abs(shares["b"] - 400) <= 2
     for name, source in zip("ab", corpus.train.sources):
         mine = [int(sample.split(":")[1]) for sample in counted if sample.startswith(f"{name}:")]
-        assert sorted(mine[:source.length]) == list(range(source.length))
-        assert mine[:source.length] != mine[source.length:2 * source.length]
+        assert sorted(mine[: source.length]) == list(range(source.length))
+        assert mine[: source.length] != mine[source.length : 2 * source.length]
 
 
 def test_seeds_differ(corpus):
@@ -100,8 +123,9 @@ def test_masked_documents_ignore_only_what_crosses(corpus):
     for batch in next(Loader(corpus.train, plan(48, 1, 2), 0, 1, seed=0, mask_documents=True)):
         assert batch.documents.dtype == torch.int32 and batch.documents.shape == batch.tokens.shape
         assert torch.equal(batch.targets == IGNORE, batch.tokens == end), "after an end mark another document starts"
-        assert torch.equal(batch.targets[:, :-1][batch.targets[:, :-1] != IGNORE],
-                           batch.tokens[:, 1:][batch.targets[:, :-1] != IGNORE])
+        assert torch.equal(
+            batch.targets[:, :-1][batch.targets[:, :-1] != IGNORE], batch.tokens[:, 1:][batch.targets[:, :-1] != IGNORE]
+        )
         steps = batch.documents.diff(dim=1)
         assert torch.equal(steps == 1, batch.tokens[:, :-1] == end) and steps.min() >= 0
         crossings += int((batch.targets == IGNORE).sum())
@@ -113,7 +137,9 @@ def test_evaluation_is_the_same_on_any_number_of_ranks(corpus, sequences):
     def collect(dp: int, micro: int):
         ranks = [list(eval_batches(corpus.eval, sequences, micro, rank, dp, mask_documents=True)) for rank in range(dp)]
         assert len({len(batches) for batches in ranks}) == 1
-        assert all(batch.tokens.shape == (micro, LENGTH) and batch.tokens.min() >= 0 for batches in ranks for batch in batches)
+        assert all(
+            batch.tokens.shape == (micro, LENGTH) and batch.tokens.min() >= 0 for batches in ranks for batch in batches
+        )
         rows = [row for batches in ranks for batch in batches for row in zip(batch.ids, batch.targets, batch.documents)]
         assert all((targets == IGNORE).all() for sample, targets, _ in rows if sample == "padding")
         return {sample: targets for sample, targets, _ in rows if sample != "padding"}
@@ -122,11 +148,14 @@ def test_evaluation_is_the_same_on_any_number_of_ranks(corpus, sequences):
     assert len(reference) == min(sequences, len(corpus.eval))
     for dp, micro in ((2, 1), (3, 2), (8, 4)):
         other = collect(dp, micro)
-        assert other.keys() == reference.keys() and all(torch.equal(other[sample], row) for sample, row in reference.items())
+        assert other.keys() == reference.keys() and all(
+            torch.equal(other[sample], row) for sample, row in reference.items()
+        )
 
 
 class Breaking:
     """Sequences of which one, and then none, cannot be read."""
+
     name, length = "breaking", 50
 
     def __init__(self):
@@ -167,7 +196,9 @@ def test_prefetch_reads_ahead_and_no_further():
 
 
 def test_a_vanished_token_file_is_named(tmp_path):
-    opened = open_corpus(config(tmp_path, length=LENGTH, a=SourceConfig("jsonl", str(write_jsonl(tmp_path / "a.jsonl", texts(60))))))
+    opened = open_corpus(
+        config(tmp_path, length=LENGTH, a=SourceConfig("jsonl", str(write_jsonl(tmp_path / "a.jsonl", texts(60)))))
+    )
     [path] = (tmp_path / "cache").glob("tokens/*/shard-00000.train.bin")
     path.unlink()
     loader = Loader(opened.train, plan(4, 1, 1), 0, 1, seed=0)
@@ -179,7 +210,9 @@ def test_a_vanished_token_file_is_named(tmp_path):
 def test_token_ids_beyond_the_tokenizer_are_named(tmp_path):
     np.full(400, 300, np.uint16).tofile(tmp_path / "a.bin")
     opened = open_corpus(config(tmp_path, length=LENGTH, a=SourceConfig("tokens", str(tmp_path / "a.bin"))))
-    with pytest.raises(DataError, match="a.bin holds token 300, beyond the tokenizer's 257; data.tokenizer is not the one"):
+    with pytest.raises(
+        DataError, match="a.bin holds token 300, beyond the tokenizer's 257; data.tokenizer is not the one"
+    ):
         next(Loader(opened.train, plan(4, 1, 1), 0, 1, seed=0))
 
 
@@ -188,6 +221,10 @@ def test_batches_arrive_on_the_gpu(corpus):
     loader = Loader(corpus.train, plan(24, 1, 2), 0, 1, seed=0, mask_documents=True, device="cuda")
     here = next(Loader(corpus.train, plan(24, 1, 2), 0, 1, seed=0, mask_documents=True))
     for there, batch in zip(next(loader), here):
-        assert there.tokens.is_cuda and torch.equal(there.tokens.cpu(), batch.tokens) and torch.equal(there.targets.cpu(), batch.targets)
+        assert (
+            there.tokens.is_cuda
+            and torch.equal(there.tokens.cpu(), batch.tokens)
+            and torch.equal(there.targets.cpu(), batch.targets)
+        )
         assert torch.equal(there.documents.cpu(), batch.documents)
     loader.close()

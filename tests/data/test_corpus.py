@@ -1,4 +1,5 @@
 """Corpora: every kind is prepared once, split by documents without overlap, and refused with the way out."""
+
 import os
 import re
 import signal
@@ -38,7 +39,9 @@ def test_kinds_hold_the_documents_and_split_them(kind, tmp_path):
     rows = texts(60)
     corpus = open_corpus(config(tmp_path, corpus=make_source(kind, tmp_path, rows)))
     train, held = sides(corpus)
-    assert len(train) >= 46 and len(held) >= 10, "at most the last document of each side is cut off by the sequence length"
+    assert len(train) >= 46 and len(held) >= 10, (
+        "at most the last document of each side is cut off by the sequence length"
+    )
     assert not set(train) & set(held)
     assert set(train) | set(held) <= set(rows)
     assert train == [row for row in rows if row in set(train)], "the documents of a side keep their order"
@@ -46,7 +49,9 @@ def test_kinds_hold_the_documents_and_split_them(kind, tmp_path):
 
 def test_held_out_share_and_equal_documents(tmp_path):
     rows = texts(100)
-    corpus = open_corpus(config(tmp_path, corpus=SourceConfig("jsonl", str(write_jsonl(tmp_path / "a.jsonl", rows + rows)))))
+    corpus = open_corpus(
+        config(tmp_path, corpus=SourceConfig("jsonl", str(write_jsonl(tmp_path / "a.jsonl", rows + rows))))
+    )
     train, held = sides(corpus)
     assert not set(train) & set(held), "copies of a document stay on one side"
     assert 38 <= len(held) <= 40
@@ -81,8 +86,10 @@ def test_a_long_file_is_cut_at_line_ends_and_joined_again(tmp_path):
     assert (open_corpus(settings).train.sources[0].tokens) == files.bytes + 1, "one end mark, at the end of the file"
     settings.data.eval_fraction = 0.01
     corpus = open_corpus(settings)
-    train, held = (corpus.tokenizer.decode(np.concatenate([split.get(index)[0][:-1] for index in range(len(split))]))
-                   for split in (corpus.train, corpus.eval))
+    train, held = (
+        corpus.tokenizer.decode(np.concatenate([split.get(index)[0][:-1] for index in range(len(split))]))
+        for split in (corpus.train, corpus.eval)
+    )
     numbers = [set(re.findall(r"line (\d+) äöü", side)) for side in (train, held)]
     assert len(numbers[0]) > 2000 and len(numbers[1]) > 100 and not numbers[0] & numbers[1]
 
@@ -104,7 +111,9 @@ def test_the_standard_library_is_the_default(tmp_path):
 
 
 def test_document_numbers_follow_the_end_marks(tmp_path):
-    corpus = open_corpus(config(tmp_path, length=64, corpus=SourceConfig("jsonl", str(write_jsonl(tmp_path / "a.jsonl", texts(80))))))
+    corpus = open_corpus(
+        config(tmp_path, length=64, corpus=SourceConfig("jsonl", str(write_jsonl(tmp_path / "a.jsonl", texts(80)))))
+    )
     seen = 0
     for index in range(len(corpus.train)):
         tokens, numbers = corpus.train.get(index)
@@ -118,12 +127,15 @@ def test_document_numbers_follow_the_end_marks(tmp_path):
 
 
 def test_neighbouring_sequences_share_a_token_and_files_run_on(tmp_path):
-    corpus = open_corpus(config(tmp_path, length=7, corpus=SourceConfig("jsonl", str(write_jsonl(tmp_path / "a.jsonl", texts(30))))))
+    corpus = open_corpus(
+        config(tmp_path, length=7, corpus=SourceConfig("jsonl", str(write_jsonl(tmp_path / "a.jsonl", texts(30)))))
+    )
     for index in range(1, len(corpus.train)):
         assert corpus.train.get(index - 1)[0][-1] == corpus.train.get(index)[0][0]
 
 
 # ready-made token files
+
 
 def write_tokens(path: Path, lengths: list[int], dtype: str = "uint16", end: int = 256) -> np.ndarray:
     tokens = np.concatenate([[*(np.arange(length) % 251), end] for length in lengths]).astype(dtype)
@@ -131,17 +143,19 @@ def write_tokens(path: Path, lengths: list[int], dtype: str = "uint16", end: int
     return tokens
 
 
-@pytest.mark.parametrize("suffix,dtype,setting", [(".bin", "uint16", "auto"), (".bin", "uint32", "uint32"), (".npy", "int32", "auto"),
-                                                  (".npy", "uint16", "auto")])
+@pytest.mark.parametrize(
+    "suffix,dtype,setting",
+    [(".bin", "uint16", "auto"), (".bin", "uint32", "uint32"), (".npy", "int32", "auto"), (".npy", "uint16", "auto")],
+)
 def test_token_files(suffix, dtype, setting, tmp_path):
     files = [write_tokens(tmp_path / f"{name}{suffix}", [30, 50, 20, 60, 40], dtype) for name in "ab"]
     corpus = open_corpus(config(tmp_path, corpus=SourceConfig("tokens", str(tmp_path), dtype=setting)))
     train = np.concatenate([corpus.train.get(index)[0][:-1] for index in range(len(corpus.train))])
     cut = 31 + 51 + 21 + 61  # the first document start after four fifths
     expected = np.concatenate([tokens[:cut] for tokens in files])
-    assert np.array_equal(train, expected[:len(train)]) and len(expected) - len(train) <= 16
+    assert np.array_equal(train, expected[: len(train)]) and len(expected) - len(train) <= 16
     held = np.concatenate([corpus.eval.get(index)[0][:-1] for index in range(len(corpus.eval))])
-    assert np.array_equal(held, np.concatenate([tokens[cut:] for tokens in files])[:len(held)])
+    assert np.array_equal(held, np.concatenate([tokens[cut:] for tokens in files])[: len(held)])
     assert not list((tmp_path / "cache").glob("tokens/*")), "ready-made files are not copied"
 
 
@@ -168,6 +182,7 @@ def test_token_files_are_refused(tmp_path):
 
 
 # preparation: once, resumable, in parallel
+
 
 def test_a_second_opening_tokenises_nothing(tmp_path, monkeypatch):
     source = SourceConfig("jsonl", str(write_jsonl(tmp_path / "a.jsonl", texts(50))))
@@ -249,8 +264,13 @@ open_corpus(settings)
 def run_python(code: str, *arguments: object) -> subprocess.Popen:
     tests = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def test_killed_preparation_goes_on_where_it_was(tmp_path, small_shards, monkeypatch):
@@ -306,27 +326,39 @@ def test_processes_that_start_together_prepare_once(tmp_path):
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     assert len({out for out, _ in outputs}) == 1
     messages = "".join(error for _, error in outputs)
-    assert messages.count("training a tokenizer") == 1 and len(re.findall(r"tokenising corpus .* \.\.\.\n", messages)) == 1, messages
+    assert (
+        messages.count("training a tokenizer") == 1 and len(re.findall(r"tokenising corpus .* \.\.\.\n", messages)) == 1
+    ), messages
 
 
 # what is refused
 
+
 def test_all_missing_sources_are_named_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        open_corpus(config(tmp_path, a=SourceConfig("text", str(tmp_path / "nowhere")), b=SourceConfig("jsonl", str(tmp_path / "*.jsonl"))))
+        open_corpus(
+            config(
+                tmp_path,
+                a=SourceConfig("text", str(tmp_path / "nowhere")),
+                b=SourceConfig("jsonl", str(tmp_path / "*.jsonl")),
+            )
+        )
     assert len(caught.value.problems) == 2
     assert "data.sources.a.path" in caught.value.problems[0] and "data.sources.b.path" in caught.value.problems[1]
 
 
-@pytest.mark.parametrize("kind,content,message", [
-    ("text", b"", "is empty: 1 file of no bytes"),
-    ("text", b"short\n", "holds 7 tokens to train on, and one sequence of batch.sequence_length=16 needs 17"),
-    ("text", b"\xff\xfe\x00" * 50, "is not UTF-8 text"),
-    ("jsonl", b'{"text": "a"}\n{"tex', "cannot be opened: .*one object a line"),
-    ("jsonl", b'{"test": "a"}\n', "data.sources.corpus.field=text is no column of .*did you mean 'test'"),
-    ("jsonl", b'{"text": 1}\n', "data.sources.corpus.field=text holds int64 instead of text"),
-    ("parquet", b"no parquet", "cannot be opened: .*valid Parquet"),
-])
+@pytest.mark.parametrize(
+    "kind,content,message",
+    [
+        ("text", b"", "is empty: 1 file of no bytes"),
+        ("text", b"short\n", "holds 7 tokens to train on, and one sequence of batch.sequence_length=16 needs 17"),
+        ("text", b"\xff\xfe\x00" * 50, "is not UTF-8 text"),
+        ("jsonl", b'{"text": "a"}\n{"tex', "cannot be opened: .*one object a line"),
+        ("jsonl", b'{"test": "a"}\n', "data.sources.corpus.field=text is no column of .*did you mean 'test'"),
+        ("jsonl", b'{"text": 1}\n', "data.sources.corpus.field=text holds int64 instead of text"),
+        ("parquet", b"no parquet", "cannot be opened: .*valid Parquet"),
+    ],
+)
 def test_bad_files(kind, content, message, tmp_path):
     path = tmp_path / f"bad.{kind}"
     path.write_bytes(content)

@@ -1,4 +1,5 @@
 """The shipped data groups are data configurations, and ask for what they cannot know."""
+
 from pathlib import Path
 
 import pytest
@@ -27,4 +28,7 @@ def test_every_kind_has_a_group_and_the_default_is_the_schemas():
     assert {path.stem for path in GROUPS} == kinds | {"mix"}
     problems = {}
     [default] = [path for path in GROUPS if path.stem == "stdlib"]
-    assert build({"data": OmegaConf.to_container(OmegaConf.load(default))}, problems).data == Config().data and not problems
+    assert (
+        build({"data": OmegaConf.to_container(OmegaConf.load(default))}, problems).data == Config().data
+        and not problems
+    )

@@ -1,4 +1,5 @@
 """The order of samples is a bijection per epoch, keeps to the weights, and is a function of the sample number alone."""
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,10 @@ def test_permutation_looks_random():
 def test_shares_of_a_period(given_weights):
     counts = shares(given_weights)
     assert counts.sum() == PERIOD and counts.min() >= 1
-    assert np.abs(counts / PERIOD - np.array(given_weights) / sum(given_weights)).max() <= (len(given_weights) + 2) / PERIOD
+    assert (
+        np.abs(counts / PERIOD - np.array(given_weights) / sum(given_weights)).max()
+        <= (len(given_weights) + 2) / PERIOD
+    )
 
 
 @given(weights)
@@ -52,7 +56,7 @@ def test_each_epoch_of_each_source_reads_all_of_it_once(sources, seed):
     for number, length in enumerate(lengths):
         read = index[source == number]
         for start in range(0, len(read) - length + 1, length):
-            assert np.array_equal(np.sort(read[start:start + length]), np.arange(length))
+            assert np.array_equal(np.sort(read[start : start + length]), np.arange(length))
 
 
 def test_epochs_and_sources_and_seeds_differ():
@@ -61,7 +65,9 @@ def test_epochs_and_sources_and_seeds_differ():
     assert not np.array_equal(first, second)
     assert not np.array_equal(first, index[source == 1][:500])
     assert not np.array_equal(first, Order(["a"], [500], [1], 1)(np.arange(500))[1])
-    assert np.array_equal(first, Order(["a"], [500], [1], 0)(np.arange(500))[1]), "other sources do not change a source's order"
+    assert np.array_equal(first, Order(["a"], [500], [1], 0)(np.arange(500))[1]), (
+        "other sources do not change a source's order"
+    )
 
 
 @given(st.integers(0, 10**12), st.integers(1, 300))
@@ -70,7 +76,7 @@ def test_any_window_is_the_same_as_one_by_one(start, count):
     order = Order(["a", "b", "c"], [1000, 7, None], [5, 1, 2], 3)
     numbers = start + np.arange(count)
     together = np.stack(order(numbers))
-    alone = np.concatenate([np.stack(order(numbers[at:at + 1])) for at in range(count)], axis=1)
+    alone = np.concatenate([np.stack(order(numbers[at : at + 1])) for at in range(count)], axis=1)
     assert np.array_equal(together, alone)
 
 

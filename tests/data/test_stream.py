@@ -1,4 +1,5 @@
 """Streams: packed in the order of arrival whatever the ranks, resumable from a position, without touching held-out documents."""
+
 import json
 
 import datasets
@@ -21,8 +22,12 @@ ROWS = texts(300)
 def settings(tmp_path):
     (tmp_path / "hub").mkdir()
     for part in range(2):  # two files: the reader's state has to know in which it is
-        datasets.Dataset.from_dict({"body": ROWS[part * 150:(part + 1) * 150]}).to_parquet(str(tmp_path / "hub" / f"train-{part}.parquet"))
-    made = config(tmp_path, length=LENGTH, stream=SourceConfig("hub", str(tmp_path / "hub"), field="body", streaming=True))
+        datasets.Dataset.from_dict({"body": ROWS[part * 150 : (part + 1) * 150]}).to_parquet(
+            str(tmp_path / "hub" / f"train-{part}.parquet")
+        )
+    made = config(
+        tmp_path, length=LENGTH, stream=SourceConfig("hub", str(tmp_path / "hub"), field="body", streaming=True)
+    )
     made.eval.every, made.eval.sequences = 5, 12
     return made
 
@@ -40,7 +45,7 @@ def test_documents_are_packed_in_order_and_start_again(settings):
     ids = expected(corpus.tokenizer, corpus.train.sources[0].threshold)
     count = int(1.5 * len(ids) / LENGTH)
     read = [token for tokens in packed(corpus, count) for token in tokens[:-1].tolist()]
-    assert read == (ids + ids)[:len(read)] and len(read) > len(ids)
+    assert read == (ids + ids)[: len(read)] and len(read) > len(ids)
     tokens, documents = corpus.train.sources[0].get(0)
     assert documents.tolist() == [int((tokens[:at] == 256).sum()) for at in range(LENGTH + 1)]
 
@@ -64,10 +69,17 @@ def test_resume_reads_exactly_the_rest_on_any_layout(settings, monkeypatch, note
     size, position = 12, 0
     for dp in (1, 3, 2):
         corpora = [open_corpus(settings) for _ in range(dp)]  # each rank is a process of its own
-        loaders = [Loader(corpus.train, BatchPlan(LENGTH, size, size // dp, 1), rank, dp, seed=0, position=position)
-                   for rank, corpus in enumerate(corpora)]
+        loaders = [
+            Loader(corpus.train, BatchPlan(LENGTH, size, size // dp, 1), rank, dp, seed=0, position=position)
+            for rank, corpus in enumerate(corpora)
+        ]
         for _ in range(8):
-            rows = {int(sample.split(":")[1]): row for loader in loaders for batch in next(loader) for sample, row in zip(batch.ids, batch.tokens)}
+            rows = {
+                int(sample.split(":")[1]): row
+                for loader in loaders
+                for batch in next(loader)
+                for sample, row in zip(batch.ids, batch.tokens)
+            }
             assert sorted(rows) == list(range(position, position + size))
             assert all((row.numpy() == reference[index][:-1]).all() for index, row in rows.items())
             position += size
@@ -82,13 +94,19 @@ def test_a_noted_state_saves_reading_again(settings, monkeypatch):
     reference = packed(open_corpus(settings), 300)
     assert len(list(open_corpus(settings).train.sources[0].notes.glob("*.json"))) > 5
     read = []
-    monkeypatch.setattr(Stream, "texts", lambda self, rows, plain=Stream.texts: (read.append(text) or text for text in plain(self, rows)))
+    monkeypatch.setattr(
+        Stream,
+        "texts",
+        lambda self, rows, plain=Stream.texts: (read.append(text) or text for text in plain(self, rows)),
+    )
     assert (open_corpus(settings).train.sources[0].get(299)[0] == reference[299]).all()
     assert 0 < len(read) < 60
 
 
 def test_a_stream_beside_a_corpus(settings):
-    settings.data.sources["library"] = SourceConfig("hub", settings.data.sources["stream"].path, field="body", weight=3.0)
+    settings.data.sources["library"] = SourceConfig(
+        "hub", settings.data.sources["stream"].path, field="body", weight=3.0
+    )
     corpus = open_corpus(settings)
     assert corpus.train.endless and len(corpus.train) == corpus.train.sources[0].length
     loader = Loader(corpus.train, BatchPlan(LENGTH, 40, 40, 1), 0, 1, seed=0)
@@ -102,7 +120,7 @@ def test_limit(settings):
     corpus = open_corpus(settings)
     ids = [token for row in ROWS[:10] for token in [*corpus.tokenizer.encode(row), 256]]
     read = [token for tokens in packed(corpus, 2 * len(ids) // LENGTH) for token in tokens[:-1].tolist()]
-    assert read == (ids * 2)[:len(read)]
+    assert read == (ids * 2)[: len(read)]
 
 
 def test_a_tokenizer_is_trained_on_the_first_documents(settings):
@@ -110,7 +128,7 @@ def test_a_tokenizer_is_trained_on_the_first_documents(settings):
     corpus = open_corpus(settings)
     assert corpus.vocab_size == 280
     ids = expected(corpus.tokenizer, corpus.train.sources[0].threshold)
-    assert [token for tokens in packed(corpus, 20) for token in tokens[:-1].tolist()] == ids[:20 * LENGTH]
+    assert [token for tokens in packed(corpus, 20) for token in tokens[:-1].tolist()] == ids[: 20 * LENGTH]
 
 
 def test_a_stream_that_breaks_off_can_be_read_on(settings, monkeypatch):
@@ -123,7 +141,9 @@ def test_a_stream_that_breaks_off_can_be_read_on(settings, monkeypatch):
                 if number == 100:
                     raise OSError("connection reset")
                 yield row
+
         return rows(self, some())
+
     again = open_corpus(settings).train.sources[0]
     monkeypatch.setattr(Stream, "rows", breaking)
     with pytest.raises(DataError, match="data.sources.stream: the stream .* broke off: connection reset"):
@@ -139,7 +159,7 @@ def test_what_is_refused(settings, tmp_path):
     with pytest.raises(ConfigError, match="data.sources.stream.field=boddy is no column of .*did you mean 'body'"):
         open_corpus(settings)
     source.field, source.split = "body", "nope"
-    with pytest.raises(ConfigError, match='cannot be opened: .*nope.*; check path, subset and split'):
+    with pytest.raises(ConfigError, match="cannot be opened: .*nope.*; check path, subset and split"):
         open_corpus(settings)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "train.jsonl").write_text(json.dumps({"body": ""}) + "\n")

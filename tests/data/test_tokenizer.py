@@ -1,4 +1,5 @@
 """Tokenizers: reversible, opened and saved as others do, and never fooled by text that spells an end mark."""
+
 import pickle
 
 import pytest
@@ -44,13 +45,19 @@ def test_saved_folder_opens_in_transformers_and_here(tokenizer, tmp_path):
     theirs, plain = AutoTokenizer.from_pretrained(tmp_path), TEXT.replace(END, "")
     assert theirs.encode(plain, add_special_tokens=False) == tokenizer.encode(plain)
     assert theirs.eos_token_id == tokenizer.end_id and len(theirs) == tokenizer.vocab_size
-    for again in (load_tokenizer(tmp_path), load_tokenizer(tmp_path / "tokenizer.json"), pickle.loads(pickle.dumps(tokenizer))):
+    for again in (
+        load_tokenizer(tmp_path),
+        load_tokenizer(tmp_path / "tokenizer.json"),
+        pickle.loads(pickle.dumps(tokenizer)),
+    ):
         assert again.encode(TEXT) == tokenizer.encode(TEXT) and again.end_id == tokenizer.end_id
         assert again.digest == tokenizer.digest
 
 
 def test_a_transformers_folder_keeps_its_settings(tmp_path):
-    PreTrainedTokenizerFast(tokenizer_object=BPE.backend, eos_token=END, pad_token="<pad>", chat_template="{{ messages }}").save_pretrained(tmp_path / "a")
+    PreTrainedTokenizerFast(
+        tokenizer_object=BPE.backend, eos_token=END, pad_token="<pad>", chat_template="{{ messages }}"
+    ).save_pretrained(tmp_path / "a")
     load_tokenizer(tmp_path / "a").save(tmp_path / "b")
     saved = AutoTokenizer.from_pretrained(tmp_path / "b")
     assert saved.chat_template == "{{ messages }}" and saved.pad_token == "<pad>"
@@ -78,7 +85,10 @@ def test_what_cannot_be_loaded(tmp_path):
 def test_a_tokenizer_larger_than_the_model(tmp_path):
     setup = config(tmp_path, corpus=SourceConfig("text", str(write_texts(tmp_path / "files", texts(50)))))
     setup.model.vocab_size = 256
-    with pytest.raises(ConfigError, match="data.tokenizer=bytes has 257 tokens, more than the model's vocab_size=256; set model.vocab_size=257"):
+    with pytest.raises(
+        ConfigError,
+        match="data.tokenizer=bytes has 257 tokens, more than the model's vocab_size=256; set model.vocab_size=257",
+    ):
         open_corpus(setup)
     setup.data.tokenizer, setup.data.vocab_size, setup.model.vocab_size = "bpe", 1000, 512
     with pytest.raises(ConfigError, match="data.vocab_size=1000 must lie between 257 .* vocab_size=512"):
@@ -89,7 +99,9 @@ def test_a_tokenizer_larger_than_the_model(tmp_path):
 
 
 def test_opened_alone(tmp_path):
-    setup = config(tmp_path, tokenizer="bpe", corpus=SourceConfig("text", str(write_texts(tmp_path / "files", texts(50)))))
+    setup = config(
+        tmp_path, tokenizer="bpe", corpus=SourceConfig("text", str(write_texts(tmp_path / "files", texts(50))))
+    )
     setup.data.vocab_size = 280
     alone = open_tokenizer(setup)
     assert isinstance(alone, Tokenizer) and alone.digest == open_corpus(setup).tokenizer.digest

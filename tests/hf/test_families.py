@@ -1,4 +1,5 @@
 """Every family against transformers: weights in, logits, loss and all gradients equal; weights out, logits equal."""
+
 from __future__ import annotations
 
 import json
@@ -22,40 +23,94 @@ transformers = pytest.importorskip("transformers")
 
 VOCAB, LENGTH = 61, 24
 MARKS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-DECODER = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-           "intermediate_size": 44, "max_position_embeddings": 64, "tie_word_embeddings": False, **MARKS}
+DECODER = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 44,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    **MARKS,
+}
 GROUPED = {**DECODER, "num_key_value_heads": 2}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, **MARKS}
-LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # kept, blended, stretched
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # kept, blended, stretched
 CASES = {
     "llama": ("llama", GROUPED),
-    "llama tied, biases, wide heads": ("llama", {**GROUPED, "tie_word_embeddings": True, "attention_bias": True,
-                                                 "mlp_bias": True, "head_dim": 12, "rms_norm_eps": 1e-3}),
-    "llama linear rope": ("llama", {**DECODER, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e3,
-                                                                   "factor": 4.0}}),
+    "llama tied, biases, wide heads": (
+        "llama",
+        {
+            **GROUPED,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "head_dim": 12,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
+    "llama linear rope": (
+        "llama",
+        {**DECODER, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e3, "factor": 4.0}},
+    ),
     "llama llama3 rope": ("llama", {**GROUPED, "rope_parameters": LLAMA3_ROPE}),
     "mistral": ("mistral", {**GROUPED, "sliding_window": 8, "head_dim": 16}),
     "mistral without window": ("mistral", {**GROUPED, "sliding_window": None}),
     "qwen2": ("qwen2", {**GROUPED, "tie_word_embeddings": True}),
-    "qwen2 wide heads, last windows": ("qwen2", {**GROUPED, "use_sliding_window": True, "sliding_window": 8,
-                                                 "max_window_layers": 1, "head_dim": 12}),
+    "qwen2 wide heads, last windows": (
+        "qwen2",
+        {**GROUPED, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "head_dim": 12},
+    ),
     "qwen3": ("qwen3", {**GROUPED, "head_dim": 16, "tie_word_embeddings": True}),
     "qwen3 biases": ("qwen3", {**GROUPED, "head_dim": 8, "attention_bias": True}),
     "olmo2": ("olmo2", {**GROUPED, "rms_norm_eps": 1e-6}),
-    "gemma2": ("gemma2", {**GROUPED, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8,
-                          "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "tie_word_embeddings": True}),
-    "gemma2 untied, no caps": ("gemma2", {**GROUPED, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8,
-                                          "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2": (
+        "gemma2",
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma2 untied, no caps": (
+        "gemma2",
+        {
+            **GROUPED,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 8,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
     "phi3": ("phi3", {**GROUPED, "sliding_window": 8}),
     "phi3 partial rotary": ("phi3", {**GROUPED, "partial_rotary_factor": 0.5}),
     "gpt_neox": ("gpt_neox", {**DECODER}),
-    "gpt_neox sequential, no biases": ("gpt_neox", {**DECODER, "use_parallel_residual": False, "attention_bias": False,
-                                                    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0,
-                                                                        "partial_rotary_factor": 0.5}}),
+    "gpt_neox sequential, no biases": (
+        "gpt_neox",
+        {
+            **DECODER,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "gpt2": ("gpt2", GPT2),
-    "gpt2 untied, inner width": ("gpt2", {**GPT2, "tie_word_embeddings": False, "n_inner": 40,
-                                          "activation_function": "relu"}),
+    "gpt2 untied, inner width": (
+        "gpt2",
+        {**GPT2, "tie_word_embeddings": False, "n_inner": 40, "activation_function": "relu"},
+    ),
 }
 
 
@@ -166,10 +221,15 @@ def test_old_config_files_are_read(tmp_path: Path) -> None:
     assert spec_from_hf(folder) == expected
 
 
-@pytest.mark.parametrize("family, rope", [
-    ("gpt_neox", RopeSpec(theta=500.0, fraction=0.5)), ("phi3", RopeSpec(fraction=0.25)),
-    ("llama", RopeSpec(scaling="linear", factor=4.0)),
-    ("llama", RopeSpec(theta=500.0, scaling="llama3", factor=8.0, low_frequency_factor=2.0, original_length=64))])
+@pytest.mark.parametrize(
+    "family, rope",
+    [
+        ("gpt_neox", RopeSpec(theta=500.0, fraction=0.5)),
+        ("phi3", RopeSpec(fraction=0.25)),
+        ("llama", RopeSpec(scaling="linear", factor=4.0)),
+        ("llama", RopeSpec(theta=500.0, scaling="llama3", factor=8.0, low_frequency_factor=2.0, original_length=64)),
+    ],
+)
 def test_either_generation_of_rope_options_is_enough(family: str, rope: RopeSpec, tmp_path: Path) -> None:
     """What is exported can be read by transformers 4 (rope_theta, rope_scaling) as well as 5 (rope_parameters)."""
     theirs(family, GROUPED if family != "gpt_neox" else DECODER).save_pretrained(tmp_path)
@@ -189,6 +249,7 @@ def test_either_generation_of_rope_options_is_enough(family: str, rope: RopeSpec
 def test_checkpoints_of_the_bare_base_model_are_read(tmp_path: Path) -> None:
     """The published GPT-2 has no `transformer.` prefix and holds the causal mask as a buffer."""
     from safetensors.torch import load_file, save_file
+
     reference = theirs("gpt2", GPT2)
     reference.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -211,15 +272,18 @@ def test_half_precision_export(tmp_path: Path) -> None:
     assert torch.equal(opened.model.layers[1].self_attn.q_proj.weight, weight.bfloat16())
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"model_type": "mixtral"}, ["'mixtral'", "supported: llama, mistral"]),
-    ({"model_type": None}, ["model_type=None", "supported: llama"]),
-    ({"hidden_act": "mish"}, ["hidden_act='mish'", "silu"]),
-    ({"rope_parameters": {**LLAMA3_ROPE, "rope_type": "yarn"}}, ["'yarn'", "default, linear, llama3"]),
-    ({"num_key_value_heads": 3}, ["kv_heads=3", "legal: 1, 2, 4"]),
-    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config"]),
-    ({"hidden_size": "wide"}, ["hidden_size"]),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"model_type": "mixtral"}, ["'mixtral'", "supported: llama, mistral"]),
+        ({"model_type": None}, ["model_type=None", "supported: llama"]),
+        ({"hidden_act": "mish"}, ["hidden_act='mish'", "silu"]),
+        ({"rope_parameters": {**LLAMA3_ROPE, "rope_type": "yarn"}}, ["'yarn'", "default, linear, llama3"]),
+        ({"num_key_value_heads": 3}, ["kv_heads=3", "legal: 1, 2, 4"]),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config"]),
+        ({"hidden_size": "wide"}, ["hidden_size"]),
+    ],
+)
 def test_unsupported_options_are_refused_by_name(tmp_path: Path, changes: dict, words: list[str]) -> None:
     folder = saved(tmp_path)
     edit_config(folder, **changes)
@@ -228,15 +292,29 @@ def test_unsupported_options_are_refused_by_name(tmp_path: Path, changes: dict, 
     assert all(word in str(caught.value) for word in ["model.from_hf", str(folder), *words]), caught.value
 
 
-@pytest.mark.parametrize("family, options, word", [
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
-    ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
-    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
-    ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
-                                  "long_factor": [2.0] * 4, "partial_rotary_factor": 1.0},
-              "original_max_position_embeddings": 32}, "'longrope'"),
-    ("qwen2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
-])
+@pytest.mark.parametrize(
+    "family, options, word",
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        (
+            "phi3",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 4,
+                    "long_factor": [2.0] * 4,
+                    "partial_rotary_factor": 1.0,
+                },
+                "original_max_position_embeddings": 32,
+            },
+            "'longrope'",
+        ),
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
+    ],
+)
 def test_variants_of_a_family_are_refused_by_name(tmp_path: Path, family: str, options: dict, word: str) -> None:
     common = GPT2 if family == "gpt2" else GROUPED
     transformers.AutoConfig.for_model(family, **{**common, **options}).save_pretrained(tmp_path)
@@ -246,6 +324,7 @@ def test_variants_of_a_family_are_refused_by_name(tmp_path: Path, family: str, o
 
 def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
+
     with pytest.raises(ConfigError, match="model.from_hf=.*config.json"):
         spec_from_hf(tmp_path / "nothing")
     folder = saved(tmp_path / "model")
@@ -275,15 +354,23 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     refused(index.name)
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda spec: setattr(spec.attention, "qk_norm", "head"), ["model.attention.qk_norm=head", "model.family=llama"]),
-    (lambda spec: setattr(spec.attention, "window", 8), ["model.attention.window=8"]),
-    (lambda spec: setattr(spec, "embedding_scale", 2.0), ["model.embedding_scale=2.0"]),
-    (lambda spec: setattr(spec, "overrides", {"1": {"feed_forward": {"width": 24}}}),
-     ["model.feed_forward.width=24 (layer 1)"]),
-    (lambda spec: setattr(spec.norm, "kind", "layer"), ["model.norm", "layer"]),
-    (lambda spec: setattr(spec.attention, "output_bias", True), ["model.attention.output_bias=True"]),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            lambda spec: setattr(spec.attention, "qk_norm", "head"),
+            ["model.attention.qk_norm=head", "model.family=llama"],
+        ),
+        (lambda spec: setattr(spec.attention, "window", 8), ["model.attention.window=8"]),
+        (lambda spec: setattr(spec, "embedding_scale", 2.0), ["model.embedding_scale=2.0"]),
+        (
+            lambda spec: setattr(spec, "overrides", {"1": {"feed_forward": {"width": 24}}}),
+            ["model.feed_forward.width=24 (layer 1)"],
+        ),
+        (lambda spec: setattr(spec.norm, "kind", "layer"), ["model.norm", "layer"]),
+        (lambda spec: setattr(spec.attention, "output_bias", True), ["model.attention.output_bias=True"]),
+    ],
+)
 def test_a_spec_that_a_family_cannot_express_is_not_exported(tmp_path: Path, change, words: list[str]) -> None:
     spec = ModelSpec(vocab_size=VOCAB, width=32, depth=2)
     change(spec)

@@ -1,4 +1,5 @@
 """A run that starts from a transformers folder, and back."""
+
 from __future__ import annotations
 
 import pytest
@@ -17,30 +18,65 @@ def pretrained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf") / "model"
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.train_from_iterator(["def one(): return 1\n", "import os\n"] * 20, trainers.BpeTrainer(
-        vocab_size=290, special_tokens=["</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer.train_from_iterator(
+        ["def one(): return 1\n", "import os\n"] * 20,
+        trainers.BpeTrainer(
+            vocab_size=290,
+            special_tokens=["</s>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=tokenizer.get_vocab_size(), hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-                                 num_key_value_heads=2, intermediate_size=48, max_position_embeddings=64, tie_word_embeddings=True)).save_pretrained(folder)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=tokenizer.get_vocab_size(),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=48,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+        )
+    ).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
     return folder
 
 
 def settings(pretrained, tmp_path, *more):
-    return trainer.compose([f"model.from_hf={pretrained}", "run.steps=2", "lr.warmup=0", "lr.schedule=constant", "run.device=cpu", f"run.dir={tmp_path}/run",
-                            f"data.cache={tmp_path}/cache", "data.sources.stdlib.limit=5", "batch.sequence_length=32", "batch.global_size=2",
-                            "logging.console=none", *more])
+    return trainer.compose(
+        [
+            f"model.from_hf={pretrained}",
+            "run.steps=2",
+            "lr.warmup=0",
+            "lr.schedule=constant",
+            "run.device=cpu",
+            f"run.dir={tmp_path}/run",
+            f"data.cache={tmp_path}/cache",
+            "data.sources.stdlib.limit=5",
+            "batch.sequence_length=32",
+            "batch.global_size=2",
+            "logging.console=none",
+            *more,
+        ]
+    )
 
 
 def test_training_starts_from_the_weights_and_keeps_the_tokenizer(pretrained, tmp_path):
     frozen = trainer.run(settings(pretrained, tmp_path, "lr.peak=1e-30", "optimizer.weight_decay=0"))
     assert frozen.code == 0 and len(frozen.metrics) == 2
     assert export.main([f"checkpoint={tmp_path}/run", f"out={tmp_path}/out", "dtype=fp32"]) == 0
-    theirs, ours = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (pretrained, tmp_path / "out"))
+    theirs, ours = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (pretrained, tmp_path / "out")
+    )
     for (name, a), b in zip(theirs.state_dict().items(), ours.state_dict().values()):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-20, msg=name)
     text = "def one(): import os"
-    assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] == AutoTokenizer.from_pretrained(pretrained)(text)["input_ids"]
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"]
+        == AutoTokenizer.from_pretrained(pretrained)(text)["input_ids"]
+    )
 
 
 def test_a_folder_without_a_tokenizer_asks_for_one(pretrained, tmp_path):

@@ -1,4 +1,5 @@
 """The fused projection and cross-entropy against plain autograd."""
+
 from __future__ import annotations
 
 import pytest
@@ -20,7 +21,13 @@ def problem(tokens: int, vocab: int, dtype: torch.dtype = torch.float64, seed: i
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(2, 17), st.integers(2, 30), st.sampled_from([0.0, 3.0]), st.sampled_from([0.0, 1e-2]), st.integers(0, 20))
+@given(
+    st.integers(2, 17),
+    st.integers(2, 30),
+    st.sampled_from([0.0, 3.0]),
+    st.sampled_from([0.0, 1e-2]),
+    st.integers(0, 20),
+)
 def test_value_and_gradients_equal_autograd(tokens, vocab, soft_cap, z_loss, chunk):
     hidden, weight, targets = problem(tokens, vocab)
     logits = hidden @ weight.t()
@@ -42,14 +49,18 @@ def test_low_precision_gradients_have_no_common_factor(dtype):
         ours, _ = LinearCrossEntropy.apply(hidden, weight, targets, LossSettings(chunk=512), None, 0)
         exact, _ = LinearCrossEntropy.apply(exact_hidden, exact_weight, targets, LossSettings(), None, 0)
         scale = 4096.0 if dtype is torch.float16 else 1.0  # as the loss scaler does
-        for mine, reference in zip(torch.autograd.grad(ours * scale / valid, (hidden, weight)),
-                                   torch.autograd.grad(exact * scale / valid, (exact_hidden, exact_weight))):
+        for mine, reference in zip(
+            torch.autograd.grad(ours * scale / valid, (hidden, weight)),
+            torch.autograd.grad(exact * scale / valid, (exact_hidden, exact_weight)),
+        ):
             factor = (mine.double() * reference).sum() / reference.square().sum()
             assert factor == pytest.approx(1, abs=4e-4)
 
 
 def test_without_targets_there_is_neither_loss_nor_gradient():
     hidden, weight, targets = problem(5, 4)
-    ours, reported = LinearCrossEntropy.apply(hidden, weight, torch.full_like(targets, IGNORE), LossSettings(0.0, 1e-4, 2), None, 0)
+    ours, reported = LinearCrossEntropy.apply(
+        hidden, weight, torch.full_like(targets, IGNORE), LossSettings(0.0, 1e-4, 2), None, 0
+    )
     assert ours == reported == 0
     assert all((gradient == 0).all() for gradient in torch.autograd.grad(ours, (hidden, weight)))

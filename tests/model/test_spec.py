@@ -1,4 +1,5 @@
 """The spec, what is derived from it (modules, initial weights, costs), and the shipped models."""
+
 from __future__ import annotations
 
 import copy
@@ -31,11 +32,24 @@ from trainer.planning.plan import Plan
 CONFIGS = Path(__file__).parents[2] / "configs"
 CPU = torch.device("cpu")
 PUBLISHED = {
-    "llama2_7b": 6_738_415_616, "llama3_8b": 8_030_261_248, "llama31_8b": 8_030_261_248, "llama3_70b": 70_553_706_496,
-    "qwen2_7b": 7_615_616_512, "qwen3_8b": 8_190_735_360, "qwen3_0_6b": 596_049_920, "mistral_7b": 7_241_732_096,
-    "gpt2": 124_439_808, "gpt2_medium": 354_823_168, "gpt2_xl": 1_557_611_200, "pythia_160m": 162_322_944,
-    "pythia_1_4b": 1_414_647_808, "olmo2_7b": 7_298_617_344, "gemma2_2b": 2_614_341_888, "gemma2_9b": 9_241_705_984,
-    "phi3_mini": 3_821_079_552}
+    "llama2_7b": 6_738_415_616,
+    "llama3_8b": 8_030_261_248,
+    "llama31_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "qwen2_7b": 7_615_616_512,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_0_6b": 596_049_920,
+    "mistral_7b": 7_241_732_096,
+    "gpt2": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_xl": 1_557_611_200,
+    "pythia_160m": 162_322_944,
+    "pythia_1_4b": 1_414_647_808,
+    "olmo2_7b": 7_298_617_344,
+    "gemma2_2b": 2_614_341_888,
+    "gemma2_9b": 9_241_705_984,
+    "phi3_mini": 3_821_079_552,
+}
 SHIPPED = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 
 
@@ -95,8 +109,12 @@ def test_pattern_and_overrides() -> None:
     spec = small(
         depth=7,
         pattern=[{"attention": {"window": 4}, "repeat": 2}, {"attention": {"window": 0}, "norm": {"eps": 0.5}}],
-        overrides={"-1": {"attention": {"window": 9}}, "1:3": {"feed_forward": {"width": 10}},
-                   "0": {"attention": {"rope": {"theta": 7.0}}}})
+        overrides={
+            "-1": {"attention": {"window": 9}},
+            "1:3": {"feed_forward": {"width": 10}},
+            "0": {"attention": {"rope": {"theta": 7.0}}},
+        },
+    )
     layers = [spec.layer(index) for index in range(7)]
     assert [layer.attention.window for layer in layers] == [4, 4, 0, 4, 4, 0, 9]
     assert [layer.norm.eps for layer in layers] == [1e-5, 1e-5, 0.5, 1e-5, 1e-5, 0.5, 1e-5]
@@ -108,14 +126,33 @@ def test_pattern_and_overrides() -> None:
     assert build(spec)(torch.arange(24)[None]).shape == (1, 24, 61)
 
 
-patterns = st.lists(st.builds(lambda window, count: {"attention": {"window": window}, "repeat": count},
-                              st.integers(0, 9), st.integers(1, 3)), max_size=3)
+patterns = st.lists(
+    st.builds(
+        lambda window, count: {"attention": {"window": window}, "repeat": count}, st.integers(0, 9), st.integers(1, 3)
+    ),
+    max_size=3,
+)
 specs = st.builds(
     lambda width, heads, depth, window, theta, tied, kind, pattern: small(
-        width=width, depth=depth, tied=tied, pattern=pattern, attention__heads=heads, attention__window=window,
-        attention__rope__theta=theta, feed_forward__kind=kind, overrides={"0": {"attention": {"window": window}}}),
-    st.integers(1, 512), st.integers(1, 16), st.integers(1, 8), st.integers(0, 9), st.floats(1, 1e7), st.booleans(),
-    st.sampled_from(["gated", "plain"]), patterns)
+        width=width,
+        depth=depth,
+        tied=tied,
+        pattern=pattern,
+        attention__heads=heads,
+        attention__window=window,
+        attention__rope__theta=theta,
+        feed_forward__kind=kind,
+        overrides={"0": {"attention": {"window": window}}},
+    ),
+    st.integers(1, 512),
+    st.integers(1, 16),
+    st.integers(1, 8),
+    st.integers(0, 9),
+    st.floats(1, 1e7),
+    st.booleans(),
+    st.sampled_from(["gated", "plain"]),
+    patterns,
+)
 
 
 @given(specs)
@@ -129,20 +166,23 @@ def test_unknown_fields_are_named() -> None:
         ModelSpec.from_dict({"attention": {"hedas": 4}})
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"width": 0}, ["model.width=0 must be positive"]),
-    ({"attention__heads": 5}, ["model.attention.heads=5", "model.width=32", "legal: 1, 2, 4, 8, 16 ("]),
-    ({"attention__heads": 0}, ["model.attention.heads=0 must be positive"]),
-    ({"attention__head_dim": -8}, ["model.attention.head_dim=-8"]),
-    ({"attention__kv_heads": 3}, ["model.attention.kv_heads=3", "model.attention.heads=4", "legal: 1, 2, 4"]),
-    ({"attention__head_dim": 5}, ["model.attention.head_dim=5", "must be even"]),
-    ({"attention__rope__fraction": 1.5}, ["rope.fraction=1.5"]),
-    ({"feed_forward__width": -1}, ["model.feed_forward.width=-1 must be positive"]),
-    ({"overrides": {"9": {"norm": {"eps": 1.0}}}}, ["layer 9", "model.depth=4"]),
-    ({"overrides": {"last": {"norm": {"eps": 1.0}}}}, ["model.overrides", "last"]),
-    ({"overrides": {"2": {"attention": {"kv_heads": 3}}}}, ["layer 2", "kv_heads=3"]),
-    ({"pattern": [{"atention": {"window": 1}}]}, ["model.atention", "did you mean 'attention'"]),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"width": 0}, ["model.width=0 must be positive"]),
+        ({"attention__heads": 5}, ["model.attention.heads=5", "model.width=32", "legal: 1, 2, 4, 8, 16 ("]),
+        ({"attention__heads": 0}, ["model.attention.heads=0 must be positive"]),
+        ({"attention__head_dim": -8}, ["model.attention.head_dim=-8"]),
+        ({"attention__kv_heads": 3}, ["model.attention.kv_heads=3", "model.attention.heads=4", "legal: 1, 2, 4"]),
+        ({"attention__head_dim": 5}, ["model.attention.head_dim=5", "must be even"]),
+        ({"attention__rope__fraction": 1.5}, ["rope.fraction=1.5"]),
+        ({"feed_forward__width": -1}, ["model.feed_forward.width=-1 must be positive"]),
+        ({"overrides": {"9": {"norm": {"eps": 1.0}}}}, ["layer 9", "model.depth=4"]),
+        ({"overrides": {"last": {"norm": {"eps": 1.0}}}}, ["model.overrides", "last"]),
+        ({"overrides": {"2": {"attention": {"kv_heads": 3}}}}, ["layer 2", "kv_heads=3"]),
+        ({"pattern": [{"atention": {"window": 1}}]}, ["model.atention", "did you mean 'attention'"]),
+    ],
+)
 def test_check_names_field_value_and_way_out(changes: dict, words: list[str]) -> None:
     problems = small(**changes).check()
     assert len(problems) == 1 and all(word in problems[0] for word in words), problems
@@ -152,8 +192,14 @@ def test_check_names_field_value_and_way_out(changes: dict, words: list[str]) ->
 def test_initial_weights_do_not_depend_on_the_cut(tied: bool) -> None:
     spec = small(tied=tied)
     whole = dict(build(spec).named_parameters())
-    parts = [(name, value) for layers in (range(0, 2), range(2, 3), range(3, 4)) for name, value in build(spec, layers).named_parameters()]
-    assert Counter(name for name, _ in parts) == Counter(whole.keys()) + Counter(["embedding.weight"] * tied)  # each end holds a copy
+    parts = [
+        (name, value)
+        for layers in (range(0, 2), range(2, 3), range(3, 4))
+        for name, value in build(spec, layers).named_parameters()
+    ]
+    assert Counter(name for name, _ in parts) == Counter(whole.keys()) + Counter(
+        ["embedding.weight"] * tied
+    )  # each end holds a copy
     for name, value in parts:
         assert torch.equal(value, whole[name]), name
     other = dict(build(spec, seed=1).named_parameters())
@@ -170,15 +216,25 @@ def test_a_cut_model_computes_what_the_whole_computes() -> None:
     assert torch.equal(build(spec, range(3, 4))(tokens, hidden=x), build(spec)(tokens))
 
 
-@pytest.mark.parametrize("scheme, residual", [({}, 0.02 / 8 ** 0.5), ({"init__residual": "none"}, 0.02),
-                                              ({"init__std": 0.0, "init__residual": "wang"}, 2 / (4 * 256 ** 0.5))])
+@pytest.mark.parametrize(
+    "scheme, residual",
+    [
+        ({}, 0.02 / 8**0.5),
+        ({"init__residual": "none"}, 0.02),
+        ({"init__std": 0.0, "init__residual": "wang"}, 2 / (4 * 256**0.5)),
+    ],
+)
 def test_initial_scale(scheme: dict, residual: float) -> None:
     spec = small(width=256, feed_forward__width=512, **scheme)
     std = spec.init.std or (2 / (5 * 256)) ** 0.5
     model, infos = build(spec), declarations(spec)
-    for name, expected in (("layers.1.attention.q.weight", std), ("layers.1.attention.o.weight", residual),
-                           ("layers.3.feed_forward.down.weight", residual), ("head.weight", std),
-                           ("embedding.weight", std)):
+    for name, expected in (
+        ("layers.1.attention.q.weight", std),
+        ("layers.1.attention.o.weight", residual),
+        ("layers.3.feed_forward.down.weight", residual),
+        ("head.weight", std),
+        ("embedding.weight", std),
+    ):
         assert initial_std(spec, infos[name]) == pytest.approx(expected)
         assert model.get_parameter(name).std().item() == pytest.approx(expected, rel=0.05), name
     assert torch.equal(model.norm.weight, torch.ones(256))
@@ -229,8 +285,14 @@ def test_attention_against_its_definition(window: int, cap: float, packed: bool)
     torch.testing.assert_close(ours, dense_attention(query, key, value, seen, 0.7, cap), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("spec", [small(), small(learned_positions=True, attention__positions="none"),
-                                  small(attention__window=4, attention__soft_cap=2.0, logit_soft_cap=3.0)])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        small(),
+        small(learned_positions=True, attention__positions="none"),
+        small(attention__window=4, attention__soft_cap=2.0, logit_soft_cap=3.0),
+    ],
+)
 def test_packed_documents_equal_separate_ones(spec: ModelSpec) -> None:
     """Logits, loss and gradients of a packed sequence are those of its documents alone."""
     model, lengths = build(spec), (7, 1, 12)
@@ -264,9 +326,15 @@ def test_loss_and_its_gradients(cap: float, z_loss: float, chunk: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"tied": True}, {"attention__head_dim": 12, "feed_forward__kind": "plain", "attention__bias": True},
-    {"attention__soft_cap": 5.0, "overrides": {"1": {"feed_forward": {"width": 20}}}}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tied": True},
+        {"attention__head_dim": 12, "feed_forward__kind": "plain", "attention__bias": True},
+        {"attention__soft_cap": 5.0, "overrides": {"1": {"feed_forward": {"width": 20}}}},
+    ],
+)
 def test_flops_against_torchs_counter(changes: dict) -> None:
     spec = small(**changes)
     model, tokens = build(spec), torch.randint(0, 61, (2, 24))

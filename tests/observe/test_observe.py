@@ -1,4 +1,5 @@
 """What a run shows of itself: the metrics contract, bookkeeping, device peaks, sinks, numbers for people, tables."""
+
 import io
 import json
 import math
@@ -28,8 +29,14 @@ from trainer.util import tables
 
 
 def logger(folder, resume_step=0, console="none", enabled=True, steps=100, **logging):
-    return Logger(folder, LoggingConfig(console=console, **logging), RunConfig(name="demo", steps=steps), resume_step,
-                  {"seed": 1}, enabled)
+    return Logger(
+        folder,
+        LoggingConfig(console=console, **logging),
+        RunConfig(name="demo", steps=steps),
+        resume_step,
+        {"seed": 1},
+        enabled,
+    )
 
 
 def record(step, **values):
@@ -47,15 +54,37 @@ def written(folder):
 
 # The contract
 
+
 def test_lines_have_the_keys_of_the_contract(tmp_path):
     log = logger(tmp_path)
     log.step(record(1))
     log.evaluation({"step": 1, "tokens": 4096, "eval_loss": 2.0})
     log.close("done")
     step, evaluation = written(tmp_path)
-    contract = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "mfu_full", "memory_gib",
-                "step_seconds", "step_seconds_p50", "step_seconds_p95", "data_seconds", "eta_seconds", "epoch", "bubble",
-                "loss_scale", "skipped", "straggler", "straggler_rank", "comm/bytes_inner", "comm/bytes_outer"}
+    contract = {
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_second",
+        "mfu",
+        "mfu_full",
+        "memory_gib",
+        "step_seconds",
+        "step_seconds_p50",
+        "step_seconds_p95",
+        "data_seconds",
+        "eta_seconds",
+        "epoch",
+        "bubble",
+        "loss_scale",
+        "skipped",
+        "straggler",
+        "straggler_rank",
+        "comm/bytes_inner",
+        "comm/bytes_outer",
+    }
     assert set(step) == contract
     assert evaluation == {"step": 1, "tokens": 4096, "eval_loss": 2.0}
     assert set(metrics.METRICS) == contract | {"eval_loss"} and all(metrics.METRICS.values())
@@ -93,6 +122,7 @@ def test_lines_can_be_read_while_the_run_writes(tmp_path):
 
 
 # Bookkeeping
+
 
 def test_meter_counts_the_window_and_leaves_the_first_step_out_of_the_percentiles():
     meter = Meter(total_steps=10, flops_per_token=100.0, flops_per_token_full=150.0, peak=1e4, world=2)
@@ -133,26 +163,55 @@ def test_meter_percentiles_are_ordered_and_lie_within_the_steps(seconds):
 
 # Device peaks
 
-@pytest.mark.parametrize("name, dtype, peak", [
-    ("NVIDIA H200", "bf16", 989.4e12), ("NVIDIA H100 80GB HBM3", "fp16", 989.4e12),
-    ("NVIDIA H100 PCIe", "bf16", 756e12), ("NVIDIA H100 NVL", "bf16", 835.5e12), ("NVIDIA H200 NVL", "bf16", 835.5e12),
-    ("NVIDIA H20", "bf16", 148e12), ("NVIDIA GH200 480GB", "fp8", 1978.9e12), ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
-    ("A100-SXM4-40GB", "bf16", 312e12), ("NVIDIA A100-SXM4-80GB", "fp8", None),
-    ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12), ("NVIDIA A100-SXM4-80GB", "tf32", 156e12),
-    ("NVIDIA A10", "bf16", 125e12), ("NVIDIA A10G", "bf16", 70e12), ("NVIDIA L4", "bf16", 121e12),
-    ("NVIDIA L40S", "bf16", 362e12), ("Tesla V100-SXM2-32GB", "fp16", 125e12), ("Tesla V100-SXM2-32GB", "bf16", None),
-    ("NVIDIA B200", "bf16", 2250e12), ("NVIDIA B300 SXM6 AC", "fp8", 4500e12), ("NVIDIA GB200", "bf16", 2500e12),
-    ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12), ("AMD Instinct MI250X", "bf16", 191.5e12),
-    ("AMD Instinct MI300X", "bf16", 1307.4e12),
-])
+
+@pytest.mark.parametrize(
+    "name, dtype, peak",
+    [
+        ("NVIDIA H200", "bf16", 989.4e12),
+        ("NVIDIA H100 80GB HBM3", "fp16", 989.4e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H100 NVL", "bf16", 835.5e12),
+        ("NVIDIA H200 NVL", "bf16", 835.5e12),
+        ("NVIDIA H20", "bf16", 148e12),
+        ("NVIDIA GH200 480GB", "fp8", 1978.9e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("A100-SXM4-40GB", "bf16", 312e12),
+        ("NVIDIA A100-SXM4-80GB", "fp8", None),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156e12),
+        ("NVIDIA A10", "bf16", 125e12),
+        ("NVIDIA A10G", "bf16", 70e12),
+        ("NVIDIA L4", "bf16", 121e12),
+        ("NVIDIA L40S", "bf16", 362e12),
+        ("Tesla V100-SXM2-32GB", "fp16", 125e12),
+        ("Tesla V100-SXM2-32GB", "bf16", None),
+        ("NVIDIA B200", "bf16", 2250e12),
+        ("NVIDIA B300 SXM6 AC", "fp8", 4500e12),
+        ("NVIDIA GB200", "bf16", 2500e12),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
+        ("AMD Instinct MI250X", "bf16", 191.5e12),
+        ("AMD Instinct MI300X", "bf16", 1307.4e12),
+    ],
+)
 def test_known_peaks(name, dtype, peak):
     assert devices.peak_flops(name, dtype) == (None if peak is None else pytest.approx(peak))
 
 
-@pytest.mark.parametrize("name", [
-    "NVIDIA H200 NVL 2", "NVIDIA H2000", "NVIDIA H100", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA", "", "cpu",
-    "GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "AMD Instinct MI250X/MI250"
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA H200 NVL 2",
+        "NVIDIA H2000",
+        "NVIDIA H100",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA",
+        "",
+        "cpu",
+        "GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "AMD Instinct MI250X/MI250",
+    ],
+)
 def test_other_devices_have_no_peak(name):
     assert all(devices.peak_flops(name, dtype) is None for dtype in devices.DTYPES)
 
@@ -172,10 +231,18 @@ def test_each_device_is_listed_once_with_plausible_peaks():
 
 # From device to host
 
+
 def test_scalars_and_vectors_come_back_as_they_were():
     deferred = DeferredScalars(torch.device("cpu"))
-    deferred.push(5, {"loss": torch.tensor(2.5, dtype=torch.bfloat16, requires_grad=True), "tokens": torch.tensor(2**40),
-                      "norms": torch.tensor([1.0, math.inf, 3.0])}, {"lr": 3e-4})
+    deferred.push(
+        5,
+        {
+            "loss": torch.tensor(2.5, dtype=torch.bfloat16, requires_grad=True),
+            "tokens": torch.tensor(2**40),
+            "norms": torch.tensor([1.0, math.inf, 3.0]),
+        },
+        {"lr": 3e-4},
+    )
     deferred.push(6, {"loss": torch.tensor(1.0)})
     (step, values, host), (next_step, *_) = deferred.pop_ready()
     assert (step, next_step) == (5, 6) and host == {"lr": 3e-4}
@@ -197,7 +264,7 @@ def test_each_step_carries_its_own_duration():
         deferred.begin()
         time.sleep(seconds)
         deferred.push(step, {"loss": torch.tensor(1.0)})
-        (_, values, _), = deferred.pop_ready()
+        ((_, values, _),) = deferred.pop_ready()
         assert seconds <= values["seconds"] < seconds + 0.5
         time.sleep(0.6)  # an evaluation or a checkpoint between steps is not part of the next
 
@@ -222,14 +289,15 @@ def test_on_cuda_a_step_is_read_one_push_later_without_waiting_for_the_newest():
     torch.cuda.synchronize()
     begin = time.perf_counter()
     deferred.push(4, burst(200))
-    (step, values, _), = deferred.pop_ready()
+    ((step, values, _),) = deferred.pop_ready()
     seen = time.perf_counter() - begin
     assert step == 3 and values["loss"] == 1.0 and values["norms"].tolist() == [0, 1, 2]
-    (step, values, _), = deferred.pop_ready(block=True)
+    ((step, values, _),) = deferred.pop_ready(block=True)
     assert step == 4 and values["loss"] == 2.0 and time.perf_counter() - begin > 2 * seen
 
 
 # metrics.jsonl over crashes and resumes
+
 
 def test_a_resume_drops_what_the_lost_part_wrote(tmp_path):
     log = logger(tmp_path)
@@ -282,7 +350,9 @@ def test_a_full_disk_is_said_once_and_does_not_stop_the_run(tmp_path, capsys):
     log = logger(tmp_path, console="plain")
     log.step(record(1))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 10, limits[1]))  # ten bytes fit
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 10, limits[1])
+    )  # ten bytes fit
     try:
         log.step(record(2))
         log.step(record(3))
@@ -312,8 +382,16 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
 
 # Console
 
-FULL = {"loss": 2.34567, "grad_norm": 0.8123, "lr": 3e-4, "tokens_per_second": 12345.6, "mfu": 0.5321, "memory_gib": 54.321,
-        "eta_seconds": 130.0, "skipped": 0}
+FULL = {
+    "loss": 2.34567,
+    "grad_norm": 0.8123,
+    "lr": 3e-4,
+    "tokens_per_second": 12345.6,
+    "mfu": 0.5321,
+    "memory_gib": 54.321,
+    "eta_seconds": 130.0,
+    "skipped": 0,
+}
 
 
 def test_plain_lines(tmp_path, capsys):
@@ -357,6 +435,7 @@ def test_the_progress_bar_shows_progress_numbers_and_notices(tmp_path, capsys, m
 
 # TensorBoard and Weights & Biases
 
+
 def test_tensorboard_events_can_be_read_back(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -390,7 +469,7 @@ def test_wandb_without_a_key_is_kept_in_the_run_folder(tmp_path, no_key, capsys)
     log = logger(tmp_path, console="plain", wandb=WandbConfig(enabled=True, tags=["test"]))
     log.step(record(1))
     log.close("stopped")
-    first, = (tmp_path / "wandb").glob("offline-run-*")
+    (first,) = (tmp_path / "wandb").glob("offline-run-*")
     kept = (tmp_path / "wandb-id").read_text()
     assert first.name.endswith(kept) and (first / f"run-{kept}.wandb").stat().st_size > 0
     assert "wandb" not in capsys.readouterr().out
@@ -430,8 +509,9 @@ class FakeWandb(types.ModuleType):
 
 def with_wandb(monkeypatch, tmp_path, fake, resume_step=0, status="done", steps=(1, 2)):
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    log = logger(tmp_path, resume_step=resume_step, console="plain",
-                 wandb=WandbConfig(enabled=True, project="p", tags=["t"]))
+    log = logger(
+        tmp_path, resume_step=resume_step, console="plain", wandb=WandbConfig(enabled=True, project="p", tags=["t"])
+    )
     for step in steps:
         log.step(record(step))
     log.close(status)
@@ -442,8 +522,14 @@ def test_wandb_gets_lines_settings_and_the_way_the_run_ended(tmp_path, no_key):
     fake = FakeWandb()
     no_key.setenv("WANDB_API_KEY", "x" * 40)
     with_wandb(no_key, tmp_path, fake, status="stopped")
-    init, = fake.inits
-    assert [init[name] for name in ("mode", "resume", "project", "tags", "name")] == ["online", "allow", "p", ["t"], "demo"]
+    (init,) = fake.inits
+    assert [init[name] for name in ("mode", "resume", "project", "tags", "name")] == [
+        "online",
+        "allow",
+        "p",
+        ["t"],
+        "demo",
+    ]
     assert init["config"] == {"seed": 1} and init["id"] == (tmp_path / "wandb-id").read_text()
     assert fake.logged.get_nowait() == (1, {"loss": 10.0, "tokens": 4096})
     assert fake.logged.get_nowait() == (2, {"loss": 5.0, "tokens": 8192})
@@ -507,16 +593,36 @@ def test_a_broken_tensorboard_and_a_closed_output_do_not_stop_the_run(tmp_path, 
 
 # Numbers and tables
 
-@pytest.mark.parametrize("format_, value, text", [
-    (tables.count, 0, "0"), (tables.count, 999, "999"), (tables.count, 999.9, "1.00k"), (tables.count, 1234, "1.23k"),
-    (tables.count, 8030261248, "8.03B"), (tables.count, 0.5, "0.50"), (tables.count, -2500, "-2.50k"),
-    (tables.count, None, "-"), (tables.count, 5e16, "50000T"), (tables.flops, 48.1e9, "48.1 GFLOP"),
-    (tables.size, 54.3 * 2**30, "54.3 GiB"), (tables.size, 512, "512 B"), (tables.size, 1023.9, "1.00 KiB"),
-    (tables.percent, 0.5321, "53.2%"), (tables.percent, None, "-"), (tables.duration, 0.01234, "12.3 ms"),
-    (tables.duration, 4.567, "4.57 s"), (tables.duration, 59.97, "1m 00s"), (tables.duration, 125, "2m 05s"),
-    (tables.duration, 3599.9, "1h 00m"), (tables.duration, 11220, "3h 07m"), (tables.duration, 86399, "1d 00h"),
-    (tables.duration, 352800, "4d 02h"), (tables.duration, math.nan, "-"),
-])
+
+@pytest.mark.parametrize(
+    "format_, value, text",
+    [
+        (tables.count, 0, "0"),
+        (tables.count, 999, "999"),
+        (tables.count, 999.9, "1.00k"),
+        (tables.count, 1234, "1.23k"),
+        (tables.count, 8030261248, "8.03B"),
+        (tables.count, 0.5, "0.50"),
+        (tables.count, -2500, "-2.50k"),
+        (tables.count, None, "-"),
+        (tables.count, 5e16, "50000T"),
+        (tables.flops, 48.1e9, "48.1 GFLOP"),
+        (tables.size, 54.3 * 2**30, "54.3 GiB"),
+        (tables.size, 512, "512 B"),
+        (tables.size, 1023.9, "1.00 KiB"),
+        (tables.percent, 0.5321, "53.2%"),
+        (tables.percent, None, "-"),
+        (tables.duration, 0.01234, "12.3 ms"),
+        (tables.duration, 4.567, "4.57 s"),
+        (tables.duration, 59.97, "1m 00s"),
+        (tables.duration, 125, "2m 05s"),
+        (tables.duration, 3599.9, "1h 00m"),
+        (tables.duration, 11220, "3h 07m"),
+        (tables.duration, 86399, "1d 00h"),
+        (tables.duration, 352800, "4d 02h"),
+        (tables.duration, math.nan, "-"),
+    ],
+)
 def test_numbers_for_people(format_, value, text):
     assert format_(value) == text
 
@@ -525,7 +631,9 @@ def test_numbers_for_people(format_, value, text):
 def test_counts_are_short_and_right(value):
     text = tables.count(value)
     number, unit = re.fullmatch(r"([\d.]+)([kMBT]?)", text).groups()
-    assert float(number) * {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[unit] == pytest.approx(value, rel=6e-3, abs=6e-3)
+    assert float(number) * {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[unit] == pytest.approx(
+        value, rel=6e-3, abs=6e-3
+    )
     assert len(text) <= 5
 
 
@@ -538,8 +646,12 @@ def test_durations_are_right_and_never_show_a_full_unit(value):
     assert all(float(number) < {"ms": 1000, "s": 60, "m": 60, "h": 24, "d": math.inf}[unit] for number, unit in parts)
 
 
-STARTUP = dict(model=[("name", "llama3_8b"), ("parameters", tables.count(8030261248))], plan=[("zero", "stage 3, [shard] 8")],
-               batch=[("global", "64 sequences x 8192 = 524k tokens")], memory=[("parameters", tables.size(4e9)), ("total", None)])
+STARTUP = dict(
+    model=[("name", "llama3_8b"), ("parameters", tables.count(8030261248))],
+    plan=[("zero", "stage 3, [shard] 8")],
+    batch=[("global", "64 sequences x 8192 = 524k tokens")],
+    memory=[("parameters", tables.size(4e9)), ("total", None)],
+)
 
 
 def test_startup_is_aligned_plain_text_in_a_log():
@@ -565,8 +677,10 @@ def test_startup_is_one_framed_table_on_a_terminal():
 
 def test_the_parameter_type_map_is_a_table():
     out = io.StringIO()
-    rows = [{"type": "norm", "parameters": 266240, "weight decay": 0.0, "optimizer": "adamw"},
-            {"type": "matrix", "parameters": 6979321856, "weight decay": 0.1, "optimizer": None}]
+    rows = [
+        {"type": "norm", "parameters": 266240, "weight decay": 0.0, "optimizer": "adamw"},
+        {"type": "matrix", "parameters": 6979321856, "weight decay": 0.1, "optimizer": None},
+    ]
     tables.parameter_types(rows, console=Console(file=out))
     header, *body = [line.split() for line in out.getvalue().splitlines()[1:]]
     assert header == ["type", "parameters", "weight", "decay", "optimizer"]

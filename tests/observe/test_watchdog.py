@@ -1,4 +1,5 @@
 """The watchdog: what it takes for progress, and what it says of ranks that make none."""
+
 from __future__ import annotations
 
 import json
@@ -57,58 +58,113 @@ def test_limits_follow_the_steps_and_leave_room_for_all_else(tmp_path, monkeypat
     assert dog.limit == 500  # no less than a step
 
 
-def entry(number: int, group: str = "0", retired: bool = False, p2p: bool = False, what: str = "gloo:all_reduce", state: str = "scheduled"):
-    return {"process_group": (group, "dp"), "is_p2p": p2p, "collective_seq_id": number, "p2p_seq_id": number, "retired": retired,
-            "state": state, "profiling_name": what, "input_sizes": [[2, 3]], "input_dtypes": ["Float"], "frames": [
-                {"filename": "/site-packages/torch/distributed.py", "line": 1, "name": "all_reduce"},
-                {"filename": f"{flight.PROJECT}step.py", "line": 32, "name": "train_step"}]}
+def entry(
+    number: int,
+    group: str = "0",
+    retired: bool = False,
+    p2p: bool = False,
+    what: str = "gloo:all_reduce",
+    state: str = "scheduled",
+):
+    return {
+        "process_group": (group, "dp"),
+        "is_p2p": p2p,
+        "collective_seq_id": number,
+        "p2p_seq_id": number,
+        "retired": retired,
+        "state": state,
+        "profiling_name": what,
+        "input_sizes": [[2, 3]],
+        "input_dtypes": ["Float"],
+        "frames": [
+            {"filename": "/site-packages/torch/distributed.py", "line": 1, "name": "all_reduce"},
+            {"filename": f"{flight.PROJECT}step.py", "line": 32, "name": "train_step"},
+        ],
+    }
 
 
 def test_the_recorder_says_who_waits_for_whom():
-    dump = {"pg_config": {"9": {"ranks": "[0, 1]"}}, "entries": [
-        entry(6, retired=True), entry(7), entry(8), entry(3, "9", p2p=True, what="nccl:send", state="completed")]}
+    dump = {
+        "pg_config": {"9": {"ranks": "[0, 1]"}},
+        "entries": [
+            entry(6, retired=True),
+            entry(7),
+            entry(8),
+            entry(3, "9", p2p=True, what="nccl:send", state="completed"),
+        ],
+    }
     ahead = flight.summary(dump, {"0": [0, 1, 2, 3]})
-    assert ahead["0 collective"] == {"desc": "dp", "ranks": [0, 1, 2, 3], "entered": 8, "number": 7, "what": "all_reduce Float[2, 3]",
-                                     "at": "step.py:32 train_step"}
+    assert ahead["0 collective"] == {
+        "desc": "dp",
+        "ranks": [0, 1, 2, 3],
+        "entered": 8,
+        "number": 7,
+        "what": "all_reduce Float[2, 3]",
+        "at": "step.py:32 train_step",
+    }
     assert ahead["9 p2p"] == {"desc": "dp", "ranks": [0, 1], "entered": 3}
     behind = flight.summary({"entries": [entry(6, retired=True)]}, {"0": [0, 1, 2, 3]})
     assert flight.waits({0: ahead, 1: ahead, 2: behind}) == [
         "ranks 0-1 in all_reduce Float[2, 3] (number 7 of dp) at step.py:32 train_step, which rank 2 did not enter, which rank 3 may not "
-        "have entered"]
+        "have entered"
+    ]
     assert flight.waits({0: behind, 1: behind}) == []
     assert flight.ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8" and flight.ranks([4]) == "rank 4"
 
 
 def test_a_collective_that_torch_calls_by_itself_is_told_by_its_caller():
-    wrappers = [("/env/torch/distributed/distributed_c10d.py", 5, "all_reduce"), ("/env/torch/distributed/c10d_logger.py", 8, "wrapper")]
-    fsdp = [("/env/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", 590, "foreach_reduce"), ("/env/torch/autograd/graph.py", 3, "backward")]
+    wrappers = [
+        ("/env/torch/distributed/distributed_c10d.py", 5, "all_reduce"),
+        ("/env/torch/distributed/c10d_logger.py", 8, "wrapper"),
+    ]
+    fsdp = [
+        ("/env/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", 590, "foreach_reduce"),
+        ("/env/torch/autograd/graph.py", 3, "backward"),
+    ]
     assert flight.lines([*wrappers, *fsdp]) == "_fsdp_collectives.py:590 foreach_reduce"
     assert flight.lines([*wrappers, (f"{flight.PROJECT}step.py", 32, "train_step"), *fsdp]) == "step.py:32 train_step"
     assert flight.lines(wrappers) == "distributed_c10d.py:5 all_reduce"
 
 
 def test_the_report_begins_with_who_holds_up_the_others():
-    beats = {rank: Beat(rank, f"node{rank // 2}", count, phase, 8, 100.0, 110.0, 112.0)
-             for rank, count, phase in ((0, 17, STEP), (1, 17, STEP), (2, 16, DATA), (3, 2, STARTING))}
+    beats = {
+        rank: Beat(rank, f"node{rank // 2}", count, phase, 8, 100.0, 110.0, 112.0)
+        for rank, count, phase in ((0, 17, STEP), (1, 17, STEP), (2, 16, DATA), (3, 2, STARTING))
+    }
     records = {rank: Record(beats[rank], "step.py:32 train_step") for rank in (0, 1, 2)}
     assert describe(records, beats, 4) == [
         "rank 3 does not answer: its process is stopped or stuck, or its machine is lost; last heard of: starting in step 8 for 12.0 s, "
         "on node1",
         "rank 2 (behind the others) on node1: waiting for data in step 8 for 12.0 s, at step.py:32 train_step",
-        "ranks 0-1 on node0: training in step 8 for 12.0 s, at step.py:32 train_step"]
+        "ranks 0-1 on node0: training in step 8 for 12.0 s, at step.py:32 train_step",
+    ]
 
 
 def test_a_stall_ends_every_rank_and_names_those_that_hold_up_the_others(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "4",
-              "PYTHONPATH": str(Path(__file__).parents[2])}
+    common = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "4",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     half = [tmp_path / f"error-{rank}.json" for rank in range(4)]  # errors that are being written
     for path in half:
         path.touch()
-    ranks = [subprocess.Popen([sys.executable, str(WORKERS / "watchdog.py"), str(tmp_path)],
-                              env={**common, "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(half[rank])}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(4)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKERS / "watchdog.py"), str(tmp_path)],
+            env={**common, "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(half[rank])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
     outputs = [rank.communicate(timeout=120) for rank in ranks]
     codes = [rank.returncode for rank in ranks]
     # A rank whose collective breaks because another has ended may end by that before its own watchdog ends it.
@@ -138,5 +194,8 @@ def test_the_slowest_rank_is_compared_with_its_peers():
 
 def test_a_slow_rank_is_told_of_once_and_only_when_it_stays_slow():
     stragglers = Stragglers(GuardConfig(straggler_factor=1.5, straggler_lines=3))
-    seen = [stragglers.add(*one) for one in [(2.0, 1), (2.0, 1), (1.2, 1), (2.0, 1), (2.0, 0), (2.0, 0), (2.0, 0), (2.0, 0), (None, None)]]
+    seen = [
+        stragglers.add(*one)
+        for one in [(2.0, 1), (2.0, 1), (1.2, 1), (2.0, 1), (2.0, 0), (2.0, 0), (2.0, 0), (2.0, 0), (None, None)]
+    ]
     assert seen == [False] * 6 + [True, False, False]

@@ -1,4 +1,5 @@
 """The optimizer, its schedule, the loss scaler and the parameter-type map."""
+
 from __future__ import annotations
 
 import pytest
@@ -20,7 +21,9 @@ from trainer.precision.scaler import GradScaler
 def problem(optimizer: str, state: torch.dtype = torch.float32, decay: float = 0.1):
     generator = torch.Generator().manual_seed(0)
     weights = {f"p{i}": nn.Parameter(torch.randn(5, 3, generator=generator)) for i in range(3)}
-    ours = Optimizer(weights, {name: Policy(optimizer, state, decay, 1.0) for name in weights}, OptimizerConfig(beta2=0.99))
+    ours = Optimizer(
+        weights, {name: Policy(optimizer, state, decay, 1.0) for name in weights}, OptimizerConfig(beta2=0.99)
+    )
     return weights, ours, generator
 
 
@@ -80,7 +83,13 @@ def test_a_skipped_step_changes_nothing(name):
     assert ours.updates == 1
 
 
-@given(st.sampled_from(["cosine", "wsd", "linear", "constant"]), st.integers(0, 20), st.integers(0, 30), st.floats(0, 1), st.integers(41, 200))
+@given(
+    st.sampled_from(["cosine", "wsd", "linear", "constant"]),
+    st.integers(0, 20),
+    st.integers(0, 30),
+    st.floats(0, 1),
+    st.integers(41, 200),
+)
 def test_schedule_shape(schedule, warmup, decay, final, steps):
     config = LearningRateConfig(schedule=schedule, peak=2.0, warmup=warmup, decay=decay, final=final)
     rates = [learning_rate(config, steps, scalar(updates)).item() for updates in range(steps)]
@@ -90,7 +99,7 @@ def test_schedule_shape(schedule, warmup, decay, final, steps):
     assert rates[-1] == pytest.approx(2.0 if schedule == "constant" else 2.0 * final, abs=1e-5)
     if schedule == "wsd":
         length = decay or max(steps // 5, 1)
-        assert rates[warmup:steps - length] == pytest.approx([2.0] * max(steps - length - warmup, 0))
+        assert rates[warmup : steps - length] == pytest.approx([2.0] * max(steps - length - warmup, 0))
 
 
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 5))
@@ -122,11 +131,19 @@ def test_parameter_types_by_role_and_rule():
     config = Config()
     types = config.precision.types
     types.head = TypePolicy(optimizer="lion", lr_scale=0.5)
-    types.rules = {"layers.0.*": {"lr_scale": 0.1}, "layers.0.attention.q.weight": {"weight_decay": 0.7, "state_dtype": "bf16"}}
+    types.rules = {
+        "layers.0.*": {"lr_scale": 0.1},
+        "layers.0.attention.q.weight": {"weight_decay": 0.7, "state_dtype": "bf16"},
+    }
     infos = parameter_infos(Transformer(tiny_spec()))
     policies = parameter_policies(infos, types, config.optimizer)
     assert {infos[name].role for name in policies} == {"embedding", "norm", "bias", "head", "matrix"}
-    assert policies["embedding.weight"] == policies["norm.weight"] == policies["layers.1.attention.q.bias"] == Policy("adamw", torch.float32, 0.0, 1.0)
+    assert (
+        policies["embedding.weight"]
+        == policies["norm.weight"]
+        == policies["layers.1.attention.q.bias"]
+        == Policy("adamw", torch.float32, 0.0, 1.0)
+    )
     assert policies["layers.1.feed_forward.up.weight"] == Policy("adamw", torch.float32, 0.1, 1.0)
     assert policies["head.weight"] == Policy("lion", torch.float32, 0.1, 0.5)
     assert policies["layers.0.attention.q.weight"] == Policy("adamw", torch.bfloat16, 0.7, 0.1)

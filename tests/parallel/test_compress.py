@@ -1,4 +1,5 @@
 """Gradients as bytes: the codecs and their error feedback by themselves, the Triton kernels, and plans and runs that use them."""
+
 from __future__ import annotations
 
 import argparse
@@ -78,7 +79,9 @@ def parsed(codec: Codec, payload: torch.Tensor, count: int) -> tuple[np.ndarray,
         numbers = codes.view(np.int8).astype(np.float64)
     else:
         sign, exponent, mantissa = codes >> 7, (codes >> 3 & 15).astype(np.int64), (codes & 7) / 8
-        numbers = np.where(exponent == 0, mantissa * 2.0 ** -6, (1 + mantissa) * 2.0 ** (exponent - 7.0)) * np.where(sign, -1, 1)
+        numbers = np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7.0)) * np.where(
+            sign, -1, 1
+        )
         numbers = np.where(codes & 127 == 127, np.nan, numbers)
     return scales, numbers.reshape(rows, count, codec.block) * scales[..., None]
 
@@ -89,12 +92,19 @@ def most_off(codec: Codec, values: np.ndarray, scales: np.ndarray) -> np.ndarray
     if codec.kind in ("int8", "int4"):
         return half * scales[..., None] * (1 + 1e-5) + 1e-30
     if codec.kind == "fp8":  # three bits of mantissa; below 2^-6 steps of 2^-9
-        return np.maximum(np.abs(values) * 2.0 ** -4, scales[..., None] * 2.0 ** -10) * (1 + 1e-5) + 1e-30
-    return np.abs(values) * 2.0 ** -8
+        return np.maximum(np.abs(values) * 2.0**-4, scales[..., None] * 2.0**-10) * (1 + 1e-5) + 1e-30
+    return np.abs(values) * 2.0**-8
 
 
 @QUICK
-@given(st.sampled_from(KINDS), st.sampled_from([32, 64, 256, 1024]), st.integers(1, 3), st.integers(1, 9), st.booleans(), SEEDS)
+@given(
+    st.sampled_from(KINDS),
+    st.sampled_from([32, 64, 256, 1024]),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.booleans(),
+    SEEDS,
+)
 def test_a_code_is_off_by_half_a_step_at_most(kind, block, rows, count, stochastic, seed):
     codec = Codec(kind, block, stochastic=stochastic and kind.startswith("int"))
     values = gradients(seed, rows, count, block)
@@ -119,26 +129,33 @@ def test_the_size_of_a_row(kind, block, count):
 
 
 @QUICK
-@given(st.sampled_from(KINDS), st.sampled_from([32, 64, 256]), PIECES, st.integers(1, 4), st.sampled_from([0, 16, 32]),
-       st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), SEEDS)
+@given(
+    st.sampled_from(KINDS),
+    st.sampled_from([32, 64, 256]),
+    PIECES,
+    st.integers(1, 4),
+    st.sampled_from([0, 16, 32]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    SEEDS,
+)
 def test_ragged_pieces_of_any_type_come_back_to_their_places(kind, block, pieces, rows, hadamard, dtype, seed):
     """Pieces of any length with gaps between them; nothing else is written, and no piece shares a scale with another."""
     codec = Codec(kind, block, 0 if kind == "bf16" else min(hadamard, block // 2))
     segments, end = placed(pieces)
     flat = torch.randn(end + 5, generator=generator(seed)).to(dtype)
     for number, (offset, length) in enumerate(segments):
-        flat[offset:offset + length] *= 10.0 ** -(number % 4)
+        flat[offset : offset + length] *= 10.0 ** -(number % 4)
     blocks = Blocks(segments, block, rows, CPU)
     payload = pack(codec, flat, blocks)
     assert payload.shape == (rows, codec.row_bytes(blocks.count))
     result = torch.full_like(flat, 77.0)
     unpack(codec, payload.unsqueeze(0), blocks, result)
     inside = torch.zeros(len(flat), dtype=torch.bool)
-    share = {"int8": 0.5 / 127, "int4": 0.5 / 7, "fp8": 2.0 ** -4, "bf16": 2.0 ** -8}[kind]
-    rounding = {torch.float32: 1e-6, torch.bfloat16: 2.0 ** -8, torch.float16: 2.0 ** -10}[dtype]
+    share = {"int8": 0.5 / 127, "int4": 0.5 / 7, "fp8": 2.0**-4, "bf16": 2.0**-8}[kind]
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[dtype]
     for offset, length in segments:
-        inside[offset:offset + length] = True
-        before, after = flat[offset:offset + length].double(), result[offset:offset + length].double()
+        inside[offset : offset + length] = True
+        before, after = flat[offset : offset + length].double(), result[offset : offset + length].double()
         most = before.abs().max() * (share + rounding)
         if codec.hadamard:  # each run's error has at most as large a norm as the rotated run's
             most = most * codec.hadamard
@@ -157,17 +174,19 @@ def test_gather_scatter_and_the_kernels_table_agree(pieces, block, grains, rows)
     starts, lengths = blocks.table
     expected = torch.zeros(rows * blocks.count, block)
     for number, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist())):
-        expected[number, :length] = flat[start:start + length]
+        expected[number, :length] = flat[start : start + length]
     assert torch.equal(gathered, expected.view_as(gathered))
     assert lengths.sum() == sum(length for _, length in segments)
     back = torch.zeros_like(flat)
     blocks.scatter(gathered, back)
     kept = torch.zeros_like(flat)
     for offset, length in segments:
-        kept[offset:offset + length] = flat[offset:offset + length]
+        kept[offset : offset + length] = flat[offset : offset + length]
     assert torch.equal(back, kept)
     # No more rows than needed are filled up with nothing, and pieces begin at whole grains whatever the block is.
-    assert (rows - 1) * blocks.length < sum(-(-length // (block * grains)) * block * grains for _, length in segments) + rows * block * grains
+    assert (rows - 1) * blocks.length < sum(
+        -(-length // (block * grains)) * block * grains for _, length in segments
+    ) + rows * block * grains
     coarse = Blocks(segments, block * grains, rows, CPU)
     assert torch.equal(coarse.gather(flat).view(-1), gathered.view(-1))
 
@@ -188,9 +207,18 @@ def test_zeros_and_what_is_too_small_become_zeros(kind, hadamard):
 
 
 @QUICK
-@given(st.sampled_from(KINDS), st.sampled_from([0, 16]), st.booleans(), st.sampled_from(["nan", "inf", "-inf"]), st.integers(0, 3 * 64 - 1),
-       st.booleans(), st.integers(0, 1000))
-def test_what_is_not_finite_stays_so_in_its_block_and_nowhere_else(kind, hadamard, stochastic, value, place, zeros, seed):
+@given(
+    st.sampled_from(KINDS),
+    st.sampled_from([0, 16]),
+    st.booleans(),
+    st.sampled_from(["nan", "inf", "-inf"]),
+    st.integers(0, 3 * 64 - 1),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_what_is_not_finite_stays_so_in_its_block_and_nowhere_else(
+    kind, hadamard, stochastic, value, place, zeros, seed
+):
     codec = Codec(kind, 64, 0 if kind == "bf16" else hadamard, stochastic and kind.startswith("int"))
     flat = torch.zeros(3 * 64) if zeros else torch.randn(3 * 64, generator=generator(seed))
     flat[place] = float(value)
@@ -212,7 +240,10 @@ def test_the_largest_numbers_stay_finite(kind, seed, size):
     values *= size
     payload, _ = encode(Codec(kind, 64), values)
     decoded = decode(Codec(kind, 64), payload.unsqueeze(0), 2)
-    assert torch.isfinite(decoded).all() and (decoded - values).abs().max() <= size / {"int8": 253, "int4": 13.9, "fp8": 15.9}[kind]
+    assert (
+        torch.isfinite(decoded).all()
+        and (decoded - values).abs().max() <= size / {"int8": 253, "int4": 13.9, "fp8": 15.9}[kind]
+    )
 
 
 @pytest.mark.parametrize("size", [2, 16, 128])
@@ -259,7 +290,12 @@ def test_stochastic_rounding_has_no_bias(kind):
     """The mean over many seeds is the value, at every position, and the errors of neighbours and of seeds do not go together."""
     codec, values, seeds = Codec(kind, 64, stochastic=True), torch.randn(1, 4, 64, generator=generator(3)), 600
     step = values.abs().amax(-1, keepdim=True) / LARGEST[kind]
-    off = torch.stack([(decode(codec, encode(codec, values, seed * 7919)[0].unsqueeze(0), 4) - values) / step for seed in range(seeds)])
+    off = torch.stack(
+        [
+            (decode(codec, encode(codec, values, seed * 7919)[0].unsqueeze(0), 4) - values) / step
+            for seed in range(seeds)
+        ]
+    )
     below = (values / step) - (values / step).floor()
     deviation = (below * (1 - below)).sqrt() / math.sqrt(seeds) + 1e-3
     assert (off.mean(0).abs() <= 5 * deviation).all()
@@ -301,14 +337,16 @@ def test_classic_feedback_telescopes(kind, hadamard, stochastic):
     errors = ErrorFeedback("classic", blocks)
     sent, wanted, spent = torch.zeros(600, dtype=torch.float64), torch.zeros(600, dtype=torch.float64), 0
     for step in range(40):
-        scale = torch.tensor([1024.0, 512.0, 2.0 ** 16][step % 3])
+        scale = torch.tensor([1024.0, 512.0, 2.0**16][step % 3])
         gradient = torch.randn(600, generator=generator(step)) * scale
         skipped = step % 7 == 3
         if skipped:
             gradient[9] = [float("inf"), float("nan")][step % 2]
         before = [kept.clone() for kept in errors.kept]
         payload, result = pack(codec, gradient, blocks, errors, scale, seed=step), torch.zeros(600)
-        assert all(torch.equal(kept, old) for kept, old in zip(errors.kept, before))  # not before it is known whether the step counts
+        assert all(
+            torch.equal(kept, old) for kept, old in zip(errors.kept, before)
+        )  # not before it is known whether the step counts
         unpack(codec, payload.unsqueeze(0), blocks, result)
         errors.settle(torch.tensor(float(skipped)), step + 1)
         if skipped:
@@ -331,7 +369,10 @@ def test_average8_keeps_a_moving_average_in_8_bits(kind, hadamard, stochastic):
     """Against the average in fp32, over skipped steps and changes of the loss scale."""
     codec, blocks = Codec(kind, 64, hadamard, stochastic), Blocks([(0, 640)], 64, 1, CPU)
     errors, average = ErrorFeedback("average8", blocks), torch.zeros(1, 10, 64)
-    assert [(kept.dtype, tuple(kept.shape)) for kept in errors.kept] == [(torch.int8, (1, 10, 64)), (torch.float32, (1, 10))]
+    assert [(kept.dtype, tuple(kept.shape)) for kept in errors.kept] == [
+        (torch.int8, (1, 10, 64)),
+        (torch.float32, (1, 10)),
+    ]
     sizes = []
     for step in range(60):
         scale = torch.tensor([1024.0, 64.0][step % 2])
@@ -363,18 +404,27 @@ def test_feedback_makes_the_mean_gradient_arrive():
     gradient[0] = 1.0
     arrived = {}
     for kind in ("none", "average8", "classic"):
-        errors, total, result = ErrorFeedback(kind, blocks) if kind != "none" else None, torch.zeros(64), torch.zeros(64)
+        errors, total, result = (
+            ErrorFeedback(kind, blocks) if kind != "none" else None,
+            torch.zeros(64),
+            torch.zeros(64),
+        )
         for step in range(100):
             unpack(codec, pack(codec, gradient, blocks, errors, torch.ones(())).unsqueeze(0), blocks, result)
             total += result
             if errors:
                 errors.settle(torch.zeros(()), step + 1)
         arrived[kind] = (total[1:].mean() / 1.0).item()
-    assert arrived["none"] == 0 and arrived["classic"] == pytest.approx(1.0, abs=0.1) and 0.6 < arrived["average8"] < 1.1, arrived
+    assert (
+        arrived["none"] == 0 and arrived["classic"] == pytest.approx(1.0, abs=0.1) and 0.6 < arrived["average8"] < 1.1
+    ), arrived
 
 
-LAYOUTS = [Plan(pp, replicate, shard, tp, stage, False)
-           for pp, replicate, shard, tp in itertools.product((1, 2), (1, 2, 3, 4), (1, 2, 3, 4, 8), (1, 2)) for stage in (1,)]
+LAYOUTS = [
+    Plan(pp, replicate, shard, tp, stage, False)
+    for pp, replicate, shard, tp in itertools.product((1, 2), (1, 2, 3, 4), (1, 2, 3, 4, 8), (1, 2))
+    for stage in (1,)
+]
 
 
 @pytest.mark.parametrize("node", [1, 2, 3, 4, 8, 64])
@@ -384,7 +434,10 @@ def test_routes_cover_every_group_by_hops_that_join_as_many_ranks(node):
     for plan in LAYOUTS:
         mesh = np.arange(plan.world).reshape(plan.pp, plan.replicate, plan.shard, plan.tp)
         expected = [np.moveaxis(mesh, axis, -1).reshape(-1, mesh.shape[axis]).tolist() for axis in (2, 1)]
-        shapes = [{tuple(sorted(np.unique(np.array(group) // node, return_counts=True)[1].tolist())) for group in groups} for groups in expected]
+        shapes = [
+            {tuple(sorted(np.unique(np.array(group) // node, return_counts=True)[1].tolist())) for group in groups}
+            for groups in expected
+        ]
         uneven = any(len(shape) > 1 or len(set(next(iter(shape)))) > 1 for shape in shapes)
         if uneven:
             refused += 1
@@ -397,12 +450,19 @@ def test_routes_cover_every_group_by_hops_that_join_as_many_ranks(node):
             if route is None:
                 continue
             assert math.prod(ranks for _, ranks in route.hops) == size and all(ranks > 1 for _, ranks in route.hops)
-            assert sorted(sorted(sum(map(list, group), [])) for group in route.groups) == sorted(sorted(group) for group in groups)
+            assert sorted(sorted(sum(map(list, group), [])) for group in route.groups) == sorted(
+                sorted(group) for group in groups
+            )
             for group in route.groups:
-                assert all(len({rank // node for rank in part}) == 1 for part in group) and len({len(part) for part in group}) == 1
+                assert (
+                    all(len({rank // node for rank in part}) == 1 for part in group)
+                    and len({len(part) for part in group}) == 1
+                )
                 assert len({part[0] // node for part in group}) == len(group)
                 nodes, local = len(group), len(group[0])
-                assert list(route.hops) == ([(within, local)] if nodes == 1 else [("inner", local)] * (local > 1) + [("outer", nodes)])
+                assert list(route.hops) == (
+                    [(within, local)] if nodes == 1 else [("inner", local)] * (local > 1) + [("outer", nodes)]
+                )
     assert refused or node in (1, 64)
 
 
@@ -410,9 +470,17 @@ def compare_kernels(device: str, **environment: str) -> None:
     """Runs tests/workers/quantize.py, in a process of its own: Triton reads its switches when it is imported."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(WORKERS.parent.parent), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, str(WORKERS / "quantize.py"), device], env=os.environ | environment, capture_output=True, text=True,
-                          timeout=500)
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(WORKERS.parent.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, str(WORKERS / "quantize.py"), device],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
@@ -473,7 +541,10 @@ def test_what_is_excluded_is_exact_and_all_else_is_quantised(measured, name):
     layers_alone = {"small": [], "small_layers": ["embedding.weight", "head.weight"]}.get(name)
     for parameter, off in seen["off"].items():
         if quantised(parameter, case) and (layers_alone is None or parameter in layers_alone):
-            assert (least / 50 if "norm" in parameter else least) < off < most, (parameter, off)  # norms are blocks of a few numbers
+            assert (least / 50 if "norm" in parameter else least) < off < most, (
+                parameter,
+                off,
+            )  # norms are blocks of a few numbers
         else:
             assert off < exact, (parameter, off)
 
@@ -484,7 +555,9 @@ def row_bytes(hop: dict[str, Any], elements: int, plain: int) -> int:
     if kind == "none":
         return plain * elements
     blocks = elements // block_of(hop)
-    return elements * {"bf16": 16, "int8": 8, "fp8": 8, "int4": 4}[kind] // 8 + (0 if kind == "bf16" else (blocks + 3) // 4 * 16)
+    return elements * {"bf16": 16, "int8": 8, "fp8": 8, "int4": 4}[kind] // 8 + (
+        0 if kind == "bf16" else (blocks + 3) // 4 * 16
+    )
 
 
 def block_of(hop: dict[str, Any]) -> int:
@@ -493,7 +566,13 @@ def block_of(hop: dict[str, Any]) -> int:
 
 def hops_of(size: int, local: int, within: str) -> list[tuple[str, int]]:
     """Kinds of link, and how many ranks they join, of a group that has `local` ranks on each node."""
-    return [(within, size)] if local == size else [("outer", size)] if local == 1 else [("inner", local), ("outer", size // local)]
+    return (
+        [(within, size)]
+        if local == size
+        else [("outer", size)]
+        if local == 1
+        else [("inner", local), ("outer", size // local)]
+    )
 
 
 def units_of(parameters: dict[str, Any], pipeline: bool) -> list[dict[str, Any]]:
@@ -501,7 +580,9 @@ def units_of(parameters: dict[str, Any], pipeline: bool) -> list[dict[str, Any]]
     units: dict[Any, dict[str, Any]] = {}
     for name, shape in parameters.items():
         first = "embedding" in name and "copy" not in name or "position" in name
-        units.setdefault(name.split(".")[1] if name.startswith("layers") else ("first" if first and pipeline else "rest"), {})[name] = shape
+        units.setdefault(
+            name.split(".")[1] if name.startswith("layers") else ("first" if first and pipeline else "rest"), {}
+        )[name] = shape
     return [*units.values()]
 
 
@@ -513,7 +594,10 @@ def expected_bytes(case: dict[str, Any], parameters: dict[str, Any]) -> dict[str
             hops[name.partition("__")[0]][name.partition("__")[2]] = value
     shard = 1 if case["stage"] == 0 else case.get("shard", case["dp"])
     replicate, node = case["dp"] // shard, case["node"]
-    scattered, reduced = hops_of(shard, min(shard, node), "inner"), hops_of(replicate, min(replicate, max(1, node // shard)), "outer")
+    scattered, reduced = (
+        hops_of(shard, min(shard, node), "inner"),
+        hops_of(replicate, min(replicate, max(1, node // shard)), "outer"),
+    )
     plain, sent = {"fp32": 4, "bf16": 2}[case.get("reduce", "fp32")], {"inner": 0, "outer": 0}
 
     def coded(links: list[tuple[str, int]], elements: int) -> bool:
@@ -574,9 +658,15 @@ def test_quantised_hops_send_a_share_of_the_bytes():
     """int8 a quarter, int4 an eighth, but for scales, norms, biases and blocks that are filled up."""
     parameters = {f"layers.{layer}.feed_forward.up.weight": (512, 512) for layer in range(2)}
     base = {"stage": 2, "dp": 4, "node": 4, "pp": 1, "micro_batches": 1}
-    sent = {codec: expected_bytes(base | {"gradients": {"min_size": 0, "inner__codec": codec}}, parameters)["inner"]
-            for codec in ("none", "int8", "int4")}
-    assert sent["none"] == 3 * 4 * 2 * 512 * 128 and 3.9 < sent["none"] / sent["int8"] < 4 and 7.4 < sent["none"] / sent["int4"] < 8
+    sent = {
+        codec: expected_bytes(base | {"gradients": {"min_size": 0, "inner__codec": codec}}, parameters)["inner"]
+        for codec in ("none", "int8", "int4")
+    }
+    assert (
+        sent["none"] == 3 * 4 * 2 * 512 * 128
+        and 3.9 < sent["none"] / sent["int8"] < 4
+        and 7.4 < sent["none"] / sent["int4"] < 8
+    )
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -585,7 +675,13 @@ def test_numbers_that_are_not_finite_on_one_rank_skip_the_step_on_all_and_leave_
     assert len(seen) == 4 * RANKS
     for rank in seen[:-RANKS]:
         assert rank.pop("kept") > 0
-        assert rank == {"good": 0.0, "bad": 1.0, "backoff": 0.5 if "fp16" in name else 1.0, "weights": True, "errors": True}
+        assert rank == {
+            "good": 0.0,
+            "bad": 1.0,
+            "backoff": 0.5 if "fp16" in name else 1.0,
+            "weights": True,
+            "errors": True,
+        }
     assert seen[-RANKS:] == [{"next": 0.0}] * RANKS
 
 
@@ -601,12 +697,20 @@ def test_a_run_with_error_feedback_resumes_bit_by_bit(measured, name):
 
 def test_another_plan_resumes_without_the_errors_and_says_so(measured):
     seen, whole = measured["runs"]["other_plan"], measured["runs"]["hsdp_classic"]["whole"]
-    assert seen["code"] == 0 and sum("quantisation had left out" in text and "dropped" in text for text in seen["told"]) == 1
-    assert [line["loss"] for line in seen["lines"]] == pytest.approx([line["loss"] for line in whole["lines"]], rel=2e-3)
+    assert (
+        seen["code"] == 0
+        and sum("quantisation had left out" in text and "dropped" in text for text in seen["told"]) == 1
+    )
+    assert [line["loss"] for line in seen["lines"]] == pytest.approx(
+        [line["loss"] for line in whole["lines"]], rel=2e-3
+    )
 
 
 def test_errors_are_said_to_be_dropped_where_the_checkpoint_has_them_and_the_run_does_not_take_them(measured):
-    dropped = {name: [text for text in measured["runs"][name]["told"] if "dropped" in text] for name in ("other_plan", "no_codec", "codec_again")}
+    dropped = {
+        name: [text for text in measured["runs"][name]["told"] if "dropped" in text]
+        for name in ("other_plan", "no_codec", "codec_again")
+    }
     assert [len(texts) for texts in dropped.values()] == [1, 1, 0], dropped
     assert all(measured["runs"][name]["code"] == 0 for name in dropped)
 
@@ -617,10 +721,20 @@ def test_metrics_have_the_bytes(measured):
     assert all(line[f"comm/bytes_{kind}"] is None for line in plain["lines"] for kind in ("inner", "outer"))
     for name in ("hsdp_classic", "nodes_average8"):
         changes = RESUMED[name]
-        gradients = {path.removeprefix("parallel.grad_comm.").replace(".", "__"): value for path, value in changes.items()
-                     if "grad_comm" in path}
-        case = {"dp": 4, "pp": 1, "micro_batches": 1, "stage": changes["parallel.zero.stage"], "shard": changes.get("parallel.shard", 4),
-                "node": changes["node"], "gradients": {"min_size": 0, **gradients}}
+        gradients = {
+            path.removeprefix("parallel.grad_comm.").replace(".", "__"): value
+            for path, value in changes.items()
+            if "grad_comm" in path
+        }
+        case = {
+            "dp": 4,
+            "pp": 1,
+            "micro_batches": 1,
+            "stage": changes["parallel.zero.stage"],
+            "shard": changes.get("parallel.shard", 4),
+            "node": changes["node"],
+            "gradients": {"min_size": 0, **gradients},
+        }
         expected = expected_bytes(case, plain["parameters"])
         for line in measured["runs"][name]["whole"]["lines"]:
             assert {kind: line[f"comm/bytes_{kind}"] for kind in expected} == expected
@@ -633,12 +747,22 @@ def test_auto_measures_once_and_says_what_it_chose(measured):
     assert len(said) == 1 and "a step takes with none" in said[0] and "outer" in said[0]
     sent = [line["comm/bytes_outer"] for line in runs["auto"]["lines"]]
     plain, coded, after = set(sent[:4]), set(sent[4:8]), sent[8]
-    assert len(plain) == len(coded) == 1 and 3 < plain.pop() / coded.pop() < 4 and after == (sent[0] if "hops none" in said[0] else sent[4])
+    assert (
+        len(plain) == len(coded) == 1
+        and 3 < plain.pop() / coded.pop() < 4
+        and after == (sent[0] if "hops none" in said[0] else sent[4])
+    )
     resumed = runs["auto_resumed"]
-    assert resumed["first"] == [4, 8] and resumed["again"] == [] and not any("quantised hops" in text for text in resumed["told"])
+    assert (
+        resumed["first"] == [4, 8]
+        and resumed["again"] == []
+        and not any("quantised hops" in text for text in resumed["told"])
+    )
     assert [line["comm/bytes_outer"] for line in resumed["lines"]][9:] == [after] * 2
     # Another plan has other hops.
-    assert runs["auto_other_plan"]["measured"] == [15, 19] and any("quantised hops" in text for text in runs["auto_other_plan"]["told"])
+    assert runs["auto_other_plan"]["measured"] == [15, 19] and any(
+        "quantised hops" in text for text in runs["auto_other_plan"]["told"]
+    )
 
 
 def test_auto_takes_the_fastest_if_it_is_measurably_faster(measured):
@@ -650,59 +774,147 @@ def test_auto_takes_the_fastest_if_it_is_measurably_faster(measured):
     assert hardly["chosen"] == [*everything, []] and "quantised hops none" in hardly["said"]
 
 
-COMMON = ["model=tiny", "data=text", "data.sources.text.path=corpus", "batch.sequence_length=32", "batch.global_size=24", "batch.micro_size=1",
-          "run.device=cpu"]
+COMMON = [
+    "model=tiny",
+    "data=text",
+    "data.sources.text.path=corpus",
+    "batch.sequence_length=32",
+    "batch.global_size=24",
+    "batch.micro_size=1",
+    "run.device=cpu",
+]
 REFUSED = {  # processes on nodes of so many; settings of parallel.grad_comm; words of the refusal; the way out
     "no such codec": (4, 4, {"outer.codec": "int2"}, ["grad_comm.outer.codec=int2", "int8"], {"outer.codec": "int8"}),
     "block is no power of two": (
-        4, 4, {"outer.codec": "int8", "outer.block": 100}, ["grad_comm.outer.block=100", "power of two from 32 to 4096"],
-        {"outer.block": 128}),
+        4,
+        4,
+        {"outer.codec": "int8", "outer.block": 100},
+        ["grad_comm.outer.block=100", "power of two from 32 to 4096"],
+        {"outer.block": 128},
+    ),
     "block is too large": (
-        4, 4, {"outer.codec": "int4", "outer.block": 8192}, ["grad_comm.outer.block=8192", "to 4096"], {"outer.block": 4096}),
+        4,
+        4,
+        {"outer.codec": "int4", "outer.block": 8192},
+        ["grad_comm.outer.block=8192", "to 4096"],
+        {"outer.block": 4096},
+    ),
     "rotation is no power of two": (
-        4, 4, {"outer.codec": "int8", "outer.hadamard": 12}, ["grad_comm.outer.hadamard=12", "power of two", "128"],
-        {"outer.hadamard": 16}),
+        4,
+        4,
+        {"outer.codec": "int8", "outer.hadamard": 12},
+        ["grad_comm.outer.hadamard=12", "power of two", "128"],
+        {"outer.hadamard": 16},
+    ),
     "rotation is too large": (
-        4, 4, {"outer.codec": "int8", "outer.block": 64, "outer.hadamard": 64}, ["grad_comm.outer.hadamard=64", "32"],
-        {"outer.hadamard": 32}),
+        4,
+        4,
+        {"outer.codec": "int8", "outer.block": 64, "outer.hadamard": 64},
+        ["grad_comm.outer.hadamard=64", "32"],
+        {"outer.hadamard": 32},
+    ),
     "rotation exceeds int4's block": (
-        4, 4, {"outer.codec": "int4", "outer.hadamard": 128}, ["grad_comm.outer.hadamard=128", "64"], {"outer.hadamard": 64}),
+        4,
+        4,
+        {"outer.codec": "int4", "outer.hadamard": 128},
+        ["grad_comm.outer.hadamard=128", "64"],
+        {"outer.hadamard": 64},
+    ),
     "stochastic fp8": (
-        4, 4, {"outer.codec": "fp8", "outer.stochastic": True}, ["grad_comm.outer.stochastic=true", "codec=fp8", "int8 or int4"],
-        {"outer.codec": "int4"}),
+        4,
+        4,
+        {"outer.codec": "fp8", "outer.stochastic": True},
+        ["grad_comm.outer.stochastic=true", "codec=fp8", "int8 or int4"],
+        {"outer.codec": "int4"},
+    ),
     "stochastic nothing": (
-        4, 4, {"inner.stochastic": True}, ["grad_comm.inner.stochastic=true", "codec=none"], {"inner.stochastic": False}),
+        4,
+        4,
+        {"inner.stochastic": True},
+        ["grad_comm.inner.stochastic=true", "codec=none"],
+        {"inner.stochastic": False},
+    ),
     "feedback of nothing": (
-        4, 4, {"outer.error_feedback": "classic"}, ["grad_comm.outer.error_feedback=classic", "codec=none", "codec=int8 or int4"],
-        {"outer.codec": "int8"}),
+        4,
+        4,
+        {"outer.error_feedback": "classic"},
+        ["grad_comm.outer.error_feedback=classic", "codec=none", "codec=int8 or int4"],
+        {"outer.codec": "int8"},
+    ),
     "rotation of bf16": (
-        4, 4, {"outer.codec": "bf16", "outer.hadamard": 16}, ["grad_comm.outer.hadamard=16", "codec=bf16", "leave it out"],
-        {"outer.hadamard": 0}),
+        4,
+        4,
+        {"outer.codec": "bf16", "outer.hadamard": 16},
+        ["grad_comm.outer.hadamard=16", "codec=bf16", "leave it out"],
+        {"outer.hadamard": 0},
+    ),
     "no such feedback": (
-        4, 4, {"outer.codec": "int8", "outer.error_feedback": "loco"}, ["grad_comm.outer.error_feedback=loco", "average8"],
-        {"outer.error_feedback": "average8"}),
+        4,
+        4,
+        {"outer.codec": "int8", "outer.error_feedback": "loco"},
+        ["grad_comm.outer.error_feedback=loco", "average8"],
+        {"outer.error_feedback": "average8"},
+    ),
     "no inner hop": (
-        4, 4, {"inner.codec": "int8"}, ["grad_comm.inner.codec=int8", "dp4, ZeRO-0", "grad_comm.outer.codec=int8 instead"],
-        {"inner.codec": "none", "outer.codec": "int8"}),
+        4,
+        4,
+        {"inner.codec": "int8"},
+        ["grad_comm.inner.codec=int8", "dp4, ZeRO-0", "grad_comm.outer.codec=int8 instead"],
+        {"inner.codec": "none", "outer.codec": "int8"},
+    ),
     "no outer hop": (
-        4, 4, {"outer.codec": "int4", "zero.stage": 3}, ["grad_comm.outer.codec=int4", "dp4, ZeRO-3", "grad_comm.inner.codec=int4 instead"],
-        {"outer.codec": "none", "inner.codec": "int4"}),
+        4,
+        4,
+        {"outer.codec": "int4", "zero.stage": 3},
+        ["grad_comm.outer.codec=int4", "dp4, ZeRO-3", "grad_comm.inner.codec=int4 instead"],
+        {"outer.codec": "none", "inner.codec": "int4"},
+    ),
     "no inner hop with one rank a node": (
-        4, 1, {"inner.codec": "int8", "zero.stage": 3}, ["grad_comm.inner.codec=int8", "grad_comm.outer.codec=int8 instead"],
-        {"inner.codec": "none", "outer.codec": "int8"}),
+        4,
+        1,
+        {"inner.codec": "int8", "zero.stage": 3},
+        ["grad_comm.inner.codec=int8", "grad_comm.outer.codec=int8 instead"],
+        {"inner.codec": "none", "outer.codec": "int8"},
+    ),
     "no hop": (
-        1, 1, {"outer.codec": "int8"}, ["grad_comm.outer.codec=int8", "dp1", "codec=none", "more processes"], {"outer.codec": "none"}),
-    "uneven nodes": (6, 4, {"outer.codec": "int8"}, ["parallel.grad_comm", "nodes of 4 processes", "codec=none"], {"outer.codec": "none"}),
+        1,
+        1,
+        {"outer.codec": "int8"},
+        ["grad_comm.outer.codec=int8", "dp1", "codec=none", "more processes"],
+        {"outer.codec": "none"},
+    ),
+    "uneven nodes": (
+        6,
+        4,
+        {"outer.codec": "int8"},
+        ["parallel.grad_comm", "nodes of 4 processes", "codec=none"],
+        {"outer.codec": "none"},
+    ),
     "shards that lie unevenly on nodes": (
-        12, 4, {"inner.codec": "int8", "zero.stage": 3, "shard": 6}, ["parallel.shard=6", "nodes of 4 processes", "as many on every node"],
-        {"shard": 4}),
+        12,
+        4,
+        {"inner.codec": "int8", "zero.stage": 3, "shard": 6},
+        ["parallel.shard=6", "nodes of 4 processes", "as many on every node"],
+        {"shard": 4},
+    ),
     "a negative size": (4, 4, {"min_size": -1}, ["grad_comm.min_size=-1", "at least 0"], {"min_size": 0}),
     "nothing to quantise": (
-        4, 4, {"outer.codec": "int8", **{f"precision.types.{role}.quantise": False for role in ("matrix", "embedding", "head")}},
-        ["grad_comm.outer.codec=int8", "precision.types.matrix.quantise=true"], {"precision.types.matrix.quantise": True}),
+        4,
+        4,
+        {
+            "outer.codec": "int8",
+            **{f"precision.types.{role}.quantise": False for role in ("matrix", "embedding", "head")},
+        },
+        ["grad_comm.outer.codec=int8", "precision.types.matrix.quantise=true"],
+        {"precision.types.matrix.quantise": True},
+    ),
     "a rule with another type": (
-        4, 4, {"precision.types.matrix.quantise": "often"}, ["precision.types.matrix.quantise", "often"],
-        {"precision.types.matrix.quantise": False}),
+        4,
+        4,
+        {"precision.types.matrix.quantise": "often"},
+        ["precision.types.matrix.quantise", "often"],
+        {"precision.types.matrix.quantise": False},
+    ),
 }
 
 

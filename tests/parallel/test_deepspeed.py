@@ -1,4 +1,5 @@
 """DeepSpeed as the engine: the numbers of one process and of the torch engine, overflows, checkpoints, refusals."""
+
 from __future__ import annotations
 
 import argparse
@@ -60,7 +61,11 @@ def test_stage_3_keeps_no_layer_for_backward(four):
 def test_a_lost_loss_alone_is_skipped(four):
     for result in four["lost"]:
         steps = result["steps"]
-        assert [step["found_inf"] for step in steps] == [0, 1, 0] and [step["updates"] for step in steps] == [1, 1, 2], result
+        assert [step["found_inf"] for step in steps] == [0, 1, 0] and [step["updates"] for step in steps] == [
+            1,
+            1,
+            2,
+        ], result
         assert [step["changed"] for step in steps] == [True, False, True], result
 
 
@@ -70,16 +75,25 @@ def test_overflows_are_skipped_alike_on_all_ranks(request, launched):
         for engine in ("torch", "deepspeed"):
             steps = [{key: value for key, value in step.items() if key != "changed"} for step in result[engine][0]]
             for other in result[engine][1:]:
-                assert json.dumps([{k: v for k, v in step.items() if k != "changed"} for step in other]) == json.dumps(steps), result["case"]
+                assert json.dumps([{k: v for k, v in step.items() if k != "changed"} for step in other]) == json.dumps(
+                    steps
+                ), result["case"]
             *steps, last = result[engine][0]
             assert [step["found_inf"] for step in steps] == [0, 1, 1, 0, 1, 0, 0, 1, 1, 0], (engine, result["case"])
-            assert [step["scale"] for step in steps] == [1024, 1024, 512, 256, 256, 128, 128, 256, 128, 64], (engine, result["case"])
+            assert [step["scale"] for step in steps] == [1024, 1024, 512, 256, 256, 128, 128, 256, 128, 64], (
+                engine,
+                result["case"],
+            )
             assert [step["updates"] for step in steps] == [1, 1, 1, 2, 2, 3, 4, 4, 4, 5]
             assert not any(step["changed"] for some in result[engine] for step in some[:-1] if step["found_inf"])
             assert last == {"scaler": result["torch"][0][-1]["scaler"]} and last["scaler"]["_growth_tracker"] == 1
-        mine, theirs = ([step for step in result[engine][0][:-1] if not step["found_inf"]] for engine in ("torch", "deepspeed"))
+        mine, theirs = (
+            [step for step in result[engine][0][:-1] if not step["found_inf"]] for engine in ("torch", "deepspeed")
+        )
         for key in ("loss", "norm"):
-            assert [step[key] for step in theirs] == pytest.approx([step[key] for step in mine], rel=2e-4), result["case"]
+            assert [step[key] for step in theirs] == pytest.approx([step[key] for step in mine], rel=2e-4), result[
+                "case"
+            ]
 
 
 def test_a_run_goes_on_under_the_other_engine(four):
@@ -110,52 +124,180 @@ TWO = zero(zero_hpz_partition_size=2)
 
 REFUSED = [  # processes, nodes, the plan, words of the refusal, a legal neighbour that it names
     (4, 1, {"stage": 0}, ["parallel.zero.stage=0", "parallel.zero.stage=1", "engine=torch"], {"stage": 1}),
-    (4, 1, {"stage": 2, "pp": 2}, ["parallel.zero.stage=2", "parallel.pp=2", "parallel.zero.stage=1", "engine=torch"], {"stage": 2, "pp": 2, "engine": "torch"}),
+    (
+        4,
+        1,
+        {"stage": 2, "pp": 2},
+        ["parallel.zero.stage=2", "parallel.pp=2", "parallel.zero.stage=1", "engine=torch"],
+        {"stage": 2, "pp": 2, "engine": "torch"},
+    ),
     (4, 1, {"stage": 3, "pp": 2}, ["parallel.zero.stage=3", "parallel.pp=2"], {"stage": 1, "pp": 2}),
     (4, 1, {"stage": 2, "tp": 2}, ["parallel.zero.stage=2", "parallel.tp=2"], {"stage": 1, "tp": 2}),
     (4, 1, {"stage": 3, "tp": 2}, ["parallel.zero.stage=3", "parallel.tp=2"], {"stage": 3, "tp": 2, "engine": "torch"}),
     (4, 1, {"shard": 2, "stage": 3}, ["parallel.shard=2", "parallel.shard=-1"], {"stage": 3}),
-    (4, 1, {"stage": 2, "nvme": "/disk"}, ["parallel.zero.nvme=/disk", "parallel.zero.stage=3", "parallel.zero.offload=true"], {"stage": 3, "nvme": "/disk"}),
-    (4, 1, {"engine": "torch", "stage": 3, "nvme": "/disk"}, ["parallel.zero.nvme=/disk", "engine=deepspeed"], {"stage": 3, "nvme": "/disk"}),
+    (
+        4,
+        1,
+        {"stage": 2, "nvme": "/disk"},
+        ["parallel.zero.nvme=/disk", "parallel.zero.stage=3", "parallel.zero.offload=true"],
+        {"stage": 3, "nvme": "/disk"},
+    ),
+    (
+        4,
+        1,
+        {"engine": "torch", "stage": 3, "nvme": "/disk"},
+        ["parallel.zero.nvme=/disk", "engine=deepspeed"],
+        {"stage": 3, "nvme": "/disk"},
+    ),
     (4, 1, {"engine": "torch", "deepspeed": TWO}, ["parallel.zero.deepspeed", "engine=deepspeed"], {}),
     (4, 1, {"stage": 3, "deepspeed": TWO}, ["zero_hpz_partition_size=2", "one", "leave it out"], {"stage": 3}),
-    (4, 2, {"stage": 2, "deepspeed": TWO}, ["zero_hpz_partition_size", "parallel.zero.stage=3"], {"stage": 3, "deepspeed": TWO}),
-    (12, 2, {"stage": 3, "deepspeed": zero(zero_hpz_partition_size=4)}, ["zero_hpz_partition_size=4", "6 processes", "1, 2, 3, 6"],
-     {"stage": 3, "deepspeed": zero(zero_hpz_partition_size=3)}),
-    (4, 2, {"stage": 3, "nvme": "/disk", "deepspeed": TWO}, ["zero_hpz_partition_size=2", "parallel.zero.nvme"], {"stage": 3, "deepspeed": TWO}),
-    (4, 2, {"stage": 3, "deepspeed": zero(zero_hpz_partition_size=True)}, ["=true", "whole number"], {"stage": 3, "deepspeed": TWO}),
-    (4, 1, {"stage": 3, "deepspeed": zero(zero_hpz_partition_size="2")}, ["=2", "whole number"], {
-        "stage": 3, "deepspeed": zero(zero_hpz_partition_size=1)}),
-    *((4, nodes, {"stage": stage, "deepspeed": zero(zero_quantized_gradients=value)}, ["zero_quantized_gradients", "parallel.grad_comm"], {})
-      for nodes, stage, value in ((2, 3, True), (1, 3, 1), (1, 2, "true"))),
-    (4, 2, {"stage": 3, "deepspeed": zero(zero_quantized_weights="true")}, ["zero_quantized_weights=true must be true or false"],
-     {"stage": 3, "deepspeed": zero(zero_quantized_weights=True)}),
-    (4, 1, {"stage": 3, "deepspeed": zero(zero_quantized_weights=True)}, ["zero_quantized_weights", "between nodes", "leave it out"], {}),
+    (
+        4,
+        2,
+        {"stage": 2, "deepspeed": TWO},
+        ["zero_hpz_partition_size", "parallel.zero.stage=3"],
+        {"stage": 3, "deepspeed": TWO},
+    ),
+    (
+        12,
+        2,
+        {"stage": 3, "deepspeed": zero(zero_hpz_partition_size=4)},
+        ["zero_hpz_partition_size=4", "6 processes", "1, 2, 3, 6"],
+        {"stage": 3, "deepspeed": zero(zero_hpz_partition_size=3)},
+    ),
+    (
+        4,
+        2,
+        {"stage": 3, "nvme": "/disk", "deepspeed": TWO},
+        ["zero_hpz_partition_size=2", "parallel.zero.nvme"],
+        {"stage": 3, "deepspeed": TWO},
+    ),
+    (
+        4,
+        2,
+        {"stage": 3, "deepspeed": zero(zero_hpz_partition_size=True)},
+        ["=true", "whole number"],
+        {"stage": 3, "deepspeed": TWO},
+    ),
+    (
+        4,
+        1,
+        {"stage": 3, "deepspeed": zero(zero_hpz_partition_size="2")},
+        ["=2", "whole number"],
+        {"stage": 3, "deepspeed": zero(zero_hpz_partition_size=1)},
+    ),
+    *(
+        (
+            4,
+            nodes,
+            {"stage": stage, "deepspeed": zero(zero_quantized_gradients=value)},
+            ["zero_quantized_gradients", "parallel.grad_comm"],
+            {},
+        )
+        for nodes, stage, value in ((2, 3, True), (1, 3, 1), (1, 2, "true"))
+    ),
+    (
+        4,
+        2,
+        {"stage": 3, "deepspeed": zero(zero_quantized_weights="true")},
+        ["zero_quantized_weights=true must be true or false"],
+        {"stage": 3, "deepspeed": zero(zero_quantized_weights=True)},
+    ),
+    (
+        4,
+        1,
+        {"stage": 3, "deepspeed": zero(zero_quantized_weights=True)},
+        ["zero_quantized_weights", "between nodes", "leave it out"],
+        {},
+    ),
     (4, 2, {"stage": 3, "deepspeed": zero(zero_quantized_nontrainable_weights=1)}, ["frozen", "leave it out"], {}),
     (4, 1, {"deepspeed": zero(stage=3)}, ["zero_optimization.stage", "leave it out"], {}),
-    (4, 1, {"deepspeed": {"gradient_clipping": 1.0}}, ["parallel.zero.deepspeed.gradient_clipping", "zero_optimization"], {}),
+    (
+        4,
+        1,
+        {"deepspeed": {"gradient_clipping": 1.0}},
+        ["parallel.zero.deepspeed.gradient_clipping", "zero_optimization"],
+        {},
+    ),
     (4, 1, {"deepspeed": {1: 2}}, ["parallel.zero.deepspeed.1", "zero_optimization"], {}),
-    *((4, 1, {"deepspeed": zero(**{key: value})}, [f"zero_optimization.{key}", "leave it out"], {}) for key, value in (
-        ("round_robin_gradients", True), ("parameter_alignment", True), ("compute_grad_norm", False), ("cpu_offload", True),
-        ("allgather_bucket_size", 3), ("legacy_stage1", True), ("zenflow", {}), ("sub_grup_size", 1))),
-    (4, 1, {"deepspeed": zero(offload_optimizer={"pin_memory": False})}, ["offload_optimizer", "parallel.zero.offload=true"], {
-        "offload": True, "deepspeed": zero(offload_optimizer={"pin_memory": False})}),
-    (4, 1, {"offload": True, "deepspeed": zero(offload_param={"pin_memory": False})}, ["offload_param", "parallel.zero.stage=3"], {
-        "offload": True, "stage": 3, "deepspeed": zero(offload_param={"pin_memory": False})}),
-    (4, 1, {"offload": True, "deepspeed": zero(offload_optimizer={"device": "none"})}, ["offload_optimizer.device", "leave it out"], {}),
-    (4, 1, {"offload": True, "stage": 3, "deepspeed": zero(offload_optimizer={"ratio": 0.5})}, ["offload_optimizer.ratio", "pin_memory"], {}),
-    (4, 1, {"offload": True, "stage": 3, "deepspeed": zero(offload_param={"buffer_count": 3})}, ["buffer_count", "parallel.zero.nvme"], {
-        "nvme": "/disk", "stage": 3, "deepspeed": zero(offload_param={"buffer_count": 3})}),
-    (4, 1, {"stage": 2, "deepspeed": zero(overlap_comm=True)}, ["overlap_comm", "parallel.zero.stage=3"], {
-        "stage": 3, "deepspeed": zero(overlap_comm=False)}),
-    (4, 1, {"deepspeed": {"aio": {"block_size": 1}}}, ["aio", "parallel.zero.nvme"], {
-        "stage": 3, "nvme": "/disk", "deepspeed": {"aio": {"block_size": 1}}}),
-    *((4, 1, {"deepspeed": given}, words, {}) for given, words in (
-        (zero(reduce_bucket_size={"a": 1}), ["reduce_bucket_size={'a': 1}", "whole number"]), (zero(reduce_bucket_size=0), ["from 1 on"]),
-        (zero(reduce_bucket_size=float("inf")), ["whole number"]), (zero(reduce_bucket_size="1e8"), ["whole number"]),
-        (zero(contiguous_gradients=None), ["=null", "true or false"]), ({"zero_optimization": 3}, ["zero_optimization=3", "mapping"]),
-        ({"zero_optimization": None}, ["zero_optimization=null", "mapping"]), ({"comms_logger": [1]}, ["comms_logger=[1]", "mapping"]),
-        ({"comms_logger": {"prof_ops": "all"}}, ["prof_ops=all", "list"]), ({"wall_clock_breakdown": "yes"}, ["true or false"])))]
+    *(
+        (4, 1, {"deepspeed": zero(**{key: value})}, [f"zero_optimization.{key}", "leave it out"], {})
+        for key, value in (
+            ("round_robin_gradients", True),
+            ("parameter_alignment", True),
+            ("compute_grad_norm", False),
+            ("cpu_offload", True),
+            ("allgather_bucket_size", 3),
+            ("legacy_stage1", True),
+            ("zenflow", {}),
+            ("sub_grup_size", 1),
+        )
+    ),
+    (
+        4,
+        1,
+        {"deepspeed": zero(offload_optimizer={"pin_memory": False})},
+        ["offload_optimizer", "parallel.zero.offload=true"],
+        {"offload": True, "deepspeed": zero(offload_optimizer={"pin_memory": False})},
+    ),
+    (
+        4,
+        1,
+        {"offload": True, "deepspeed": zero(offload_param={"pin_memory": False})},
+        ["offload_param", "parallel.zero.stage=3"],
+        {"offload": True, "stage": 3, "deepspeed": zero(offload_param={"pin_memory": False})},
+    ),
+    (
+        4,
+        1,
+        {"offload": True, "deepspeed": zero(offload_optimizer={"device": "none"})},
+        ["offload_optimizer.device", "leave it out"],
+        {},
+    ),
+    (
+        4,
+        1,
+        {"offload": True, "stage": 3, "deepspeed": zero(offload_optimizer={"ratio": 0.5})},
+        ["offload_optimizer.ratio", "pin_memory"],
+        {},
+    ),
+    (
+        4,
+        1,
+        {"offload": True, "stage": 3, "deepspeed": zero(offload_param={"buffer_count": 3})},
+        ["buffer_count", "parallel.zero.nvme"],
+        {"nvme": "/disk", "stage": 3, "deepspeed": zero(offload_param={"buffer_count": 3})},
+    ),
+    (
+        4,
+        1,
+        {"stage": 2, "deepspeed": zero(overlap_comm=True)},
+        ["overlap_comm", "parallel.zero.stage=3"],
+        {"stage": 3, "deepspeed": zero(overlap_comm=False)},
+    ),
+    (
+        4,
+        1,
+        {"deepspeed": {"aio": {"block_size": 1}}},
+        ["aio", "parallel.zero.nvme"],
+        {"stage": 3, "nvme": "/disk", "deepspeed": {"aio": {"block_size": 1}}},
+    ),
+    *(
+        (4, 1, {"deepspeed": given}, words, {})
+        for given, words in (
+            (zero(reduce_bucket_size={"a": 1}), ["reduce_bucket_size={'a': 1}", "whole number"]),
+            (zero(reduce_bucket_size=0), ["from 1 on"]),
+            (zero(reduce_bucket_size=float("inf")), ["whole number"]),
+            (zero(reduce_bucket_size="1e8"), ["whole number"]),
+            (zero(contiguous_gradients=None), ["=null", "true or false"]),
+            ({"zero_optimization": 3}, ["zero_optimization=3", "mapping"]),
+            ({"zero_optimization": None}, ["zero_optimization=null", "mapping"]),
+            ({"comms_logger": [1]}, ["comms_logger=[1]", "mapping"]),
+            ({"comms_logger": {"prof_ops": "all"}}, ["prof_ops=all", "list"]),
+            ({"wall_clock_breakdown": "yes"}, ["true or false"]),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize("world, nodes, plan, words, neighbour", REFUSED)
@@ -165,10 +307,14 @@ def test_refused_with_the_way_out(world, nodes, plan, words, neighbour):
     assert not check_plan(parallel(**neighbour), world, None, world // nodes)
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"compile": True, "parallel.zero.stage": 3}, ["compile=true", "compile=false"]),
-    ({"precision.compute": "fp16", "precision.scale_backoff": 0.25}, ["precision.scale_backoff=0.25", "0.5"]),
-    ({"parallel.pp": 2, "parallel.pipeline.schedule": "auto"}, ["schedule=auto", "interleaved"])])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"compile": True, "parallel.zero.stage": 3}, ["compile=true", "compile=false"]),
+        ({"precision.compute": "fp16", "precision.scale_backoff": 0.25}, ["precision.scale_backoff=0.25", "0.5"]),
+        ({"parallel.pp": 2, "parallel.pipeline.schedule": "auto"}, ["schedule=auto", "interleaved"]),
+    ],
+)
 def test_settings_that_contradict_the_engine(change, words):
     config = Config(parallel=parallel())
     assert not list(check_settings(config))
@@ -178,29 +324,37 @@ def test_settings_that_contradict_the_engine(change, words):
         for parent in parents:
             target = getattr(target, parent)
         setattr(target, last, value)
-    found, = check_settings(config)
+    (found,) = check_settings(config)
     assert all(word in found for word in words), found
 
 
 def test_deepspeed_checks_its_own_settings(tmp_path, monkeypatch):
     engine = load(torch.device("cpu"))
     (tmp_path / "file").touch(mode=0o777)
-    for change, words in (({"deepspeed": zero(sub_grup_size=1)}, ["sub_grup_size"]), ({"deepspeed": {"aio": 3}}, ["DeepSpeed says", "int"]),
-                          ({"deepspeed": zero(mics_shard_size=2)}, ["DeepSpeed says: ", "mics_shard_size"]),
-                          ({"deepspeed": zero(zero_quantized_weights=True)}, ["zero_quantized_weights=true", "run.device=cuda"]),
-                          ({"nvme": str(tmp_path / "none")}, ["parallel.zero.nvme", "make it"]),
-                          ({"nvme": str(tmp_path / "file")}, ["parallel.zero.nvme", "make it"])):
+    for change, words in (
+        ({"deepspeed": zero(sub_grup_size=1)}, ["sub_grup_size"]),
+        ({"deepspeed": {"aio": 3}}, ["DeepSpeed says", "int"]),
+        ({"deepspeed": zero(mics_shard_size=2)}, ["DeepSpeed says: ", "mics_shard_size"]),
+        ({"deepspeed": zero(zero_quantized_weights=True)}, ["zero_quantized_weights=true", "run.device=cuda"]),
+        ({"nvme": str(tmp_path / "none")}, ["parallel.zero.nvme", "make it"]),
+        ({"nvme": str(tmp_path / "file")}, ["parallel.zero.nvme", "make it"]),
+    ):
         with pytest.raises(ConfigError) as caught:
             engine.check(Config(parallel=parallel(stage=3, **change)), torch.device("cpu"))
         assert all(word in str(caught.value) for word in words) and "http" not in str(caught.value)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match="no no-such-compiler here; install it"):
         engine.check(Config(parallel=parallel(stage=3, nvme=str(tmp_path))), torch.device("cpu"))
-    engine.check(Config(parallel=parallel(stage=3, offload=True, deepspeed=zero(sub_group_size=1e6))), torch.device("cpu"))
+    engine.check(
+        Config(parallel=parallel(stage=3, offload=True, deepspeed=zero(sub_group_size=1e6))), torch.device("cpu")
+    )
 
 
 def test_what_is_given_is_added_to_what_follows():
-    given = {"steps_per_print": 2, "zero_optimization": {"sub_group_size": 7, "overlap_comm": False, "offload_param": {"pin_memory": False}}}
+    given = {
+        "steps_per_print": 2,
+        "zero_optimization": {"sub_group_size": 7, "overlap_comm": False, "offload_param": {"pin_memory": False}},
+    }
     config = Config(parallel=parallel(stage=3, offload=True, deepspeed=given))
     section = generate(config, torch.device("cuda"))["zero_optimization"]
     assert section["stage"] == 3 and section["sub_group_size"] == 7 and not section["overlap_comm"]
@@ -211,20 +365,34 @@ def test_what_is_given_is_added_to_what_follows():
 
 
 def test_imported_only_where_it_is_asked_for_and_for_the_device_of_the_run():
-    subprocess.run([sys.executable, "-c", "import sys, torch, trainer.training.run, trainer.parity.cli; assert 'deepspeed' not in sys.modules\n"
-                    "torch.cuda.is_available = lambda: True\nfrom trainer.planning.deepspeed import load\n"
-                    "assert load(torch.device('cpu')).get_accelerator().device_name() == 'cpu'"], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, torch, trainer.training.run, trainer.parity.cli; assert 'deepspeed' not in sys.modules\n"
+            "torch.cuda.is_available = lambda: True\nfrom trainer.planning.deepspeed import load\n"
+            "assert load(torch.device('cpu')).get_accelerator().device_name() == 'cpu'",
+        ],
+        check=True,
+    )
     load(torch.device("cpu"))
     with pytest.raises(ConfigError, match="run.device=cuda: .* for run.device=cpu; set that"):
         load(torch.device("cuda"))
 
 
-@pytest.mark.parametrize("changes, ways", [
-    ({"stage": 1}, ["parallel.zero.stage=2 or more", "parallel.tp=2"]), ({"stage": 1, "compile": True}, ["parallel.zero.stage=2", "parallel.tp=2"]),
-    ({"stage": 1, "tp": 2, "pp": 2}, ["parallel.zero.offload=true", "parallel.tp=4"]),
-    ({"stage": 1, "pp": 2, "offload": True}, ["parallel.tp=2"]), ({"stage": 2}, ["parallel.zero.stage=3"]),
-    ({"stage": 3}, ["parallel.zero.offload=true"]), ({"stage": 3, "offload": True}, ["parallel.zero.nvme=FOLDER on a local disk"]),
-    ({"stage": 3, "nvme": "/disk"}, ["a smaller model, or start more processes"])])
+@pytest.mark.parametrize(
+    "changes, ways",
+    [
+        ({"stage": 1}, ["parallel.zero.stage=2 or more", "parallel.tp=2"]),
+        ({"stage": 1, "compile": True}, ["parallel.zero.stage=2", "parallel.tp=2"]),
+        ({"stage": 1, "tp": 2, "pp": 2}, ["parallel.zero.offload=true", "parallel.tp=4"]),
+        ({"stage": 1, "pp": 2, "offload": True}, ["parallel.tp=2"]),
+        ({"stage": 2}, ["parallel.zero.stage=3"]),
+        ({"stage": 3}, ["parallel.zero.offload=true"]),
+        ({"stage": 3, "offload": True}, ["parallel.zero.nvme=FOLDER on a local disk"]),
+        ({"stage": 3, "nvme": "/disk"}, ["a smaller model, or start more processes"]),
+    ],
+)
 def test_advice_for_more_memory_is_of_plans_that_run(changes, ways):
     config = Config(compile=changes.pop("compile", False), parallel=parallel(**changes))
     config.activation.mode, config.batch.micro_size = "full", 1
@@ -241,10 +409,21 @@ def test_state_on_a_disk(tmp_path):
     shutil.copy(argparse.__file__, tmp_path / "corpus" / "argparse.txt")
     (tmp_path / "disk").mkdir()
     large = {"model.width": 256, "parallel.zero.stage": 3}  # DeepSpeed leaves small tensors in memory
-    disk = large | {"parallel.zero.engine": "deepspeed", "parallel.zero.nvme": str(tmp_path / "disk"), "parallel.zero.deepspeed": {
-        "zero_optimization": {"sub_group_size": 1_000_000, "offload_optimizer": {"buffer_count": 5}, "offload_param": {"buffer_size": 1_000_000}}}}
+    disk = large | {
+        "parallel.zero.engine": "deepspeed",
+        "parallel.zero.nvme": str(tmp_path / "disk"),
+        "parallel.zero.deepspeed": {
+            "zero_optimization": {
+                "sub_group_size": 1_000_000,
+                "offload_optimizer": {"buffer_count": 5},
+                "offload_param": {"buffer_size": 1_000_000},
+            }
+        },
+    }
     whole = run(tmp_path / "whole", 6, **large)
     for steps, plan in ((2, disk), (4, large), (6, disk)):
         legs = run(tmp_path / "legs", steps, **plan)
     assert sum(file.stat().st_size for file in (tmp_path / "disk").rglob("*") if file.is_file()) > 2**24
-    assert legs["losses"] == pytest.approx(whole["losses"], rel=2e-6) and legs["norms"] == pytest.approx(whole["norms"], rel=5e-6)
+    assert legs["losses"] == pytest.approx(whole["losses"], rel=2e-6) and legs["norms"] == pytest.approx(
+        whole["norms"], rel=5e-6
+    )

@@ -19,6 +19,7 @@
 Besides: gathers grow with the number of micro-batches (test_gathers), receive buffers too, and a dead peer hides the cause
 (both test_pipeline_runtime.py).
 """
+
 from __future__ import annotations
 
 import json

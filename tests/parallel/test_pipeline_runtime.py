@@ -1,4 +1,5 @@
 """The pipeline runtime on four gloo processes: gradients, losses, memory, failures, and times against the simulator."""
+
 from __future__ import annotations
 
 import json
@@ -25,7 +26,18 @@ def each(ranks):
 
 def test_gradients_and_losses(ranks):
     templates = {case["template"] for _, case in each(ranks)}
-    assert templates >= {"gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v", "greedy"}
+    assert templates >= {
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "zb_h1",
+        "zb_h2",
+        "zb_v",
+        "v_half",
+        "v_min",
+        "dualpipe_v",
+        "greedy",
+    }
     for name, case in each(ranks):
         assert case["missing"] == 0, name
         assert max(case[value] for value in ("gradients", "losses", "evaluated")) < 1e-12, (name, case)

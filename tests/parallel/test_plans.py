@@ -1,4 +1,5 @@
 """Every plan gives the numbers of one process: losses, gradient norm, and every parameter's gradient."""
+
 from __future__ import annotations
 
 import json
@@ -39,14 +40,24 @@ def measured(tmp_path_factory):
 def test_plans_match_one_process(world, measured):
     results = measured(world)["cases"]
     assert len(results) == len(matrix.cases(world, CAN_COMPILE)) >= 20
-    failed = [result["plan"] + "".join(f"\n    {reason}" for reason in result["reasons"]) for result in results if result["verdict"] != "PASS"]
+    failed = [
+        result["plan"] + "".join(f"\n    {reason}" for reason in result["reasons"])
+        for result in results
+        if result["verdict"] != "PASS"
+    ]
     assert not failed, "\n".join(failed)
 
 
 def test_recompute_changes_no_bit(measured):
     results = [result for result in measured(2)["cases"] if result["case"].get("bits")]
-    plain = {repr(result["case"] | {"recompute": ""}): result["digest"] for result in results if result["case"]["recompute"] == "none"}
-    different = [result["plan"] for result in results if result["digest"] != plain[repr(result["case"] | {"recompute": ""})]]
+    plain = {
+        repr(result["case"] | {"recompute": ""}): result["digest"]
+        for result in results
+        if result["case"]["recompute"] == "none"
+    }
+    different = [
+        result["plan"] for result in results if result["digest"] != plain[repr(result["case"] | {"recompute": ""})]
+    ]
     assert len(results) == 25 and len(set(plain.values())) >= 3 and not different, different
 
 
@@ -59,7 +70,7 @@ def test_an_overflow_of_one_rank_skips_the_step_on_all(measured):
 
 
 def test_a_loss_scale_that_is_too_high_costs_steps_and_no_accuracy(measured):
-    result, = (result for result in measured(4)["cases"] if result["case"].get("overflow"))
+    (result,) = (result for result in measured(4)["cases"] if result["case"].get("overflow"))
     assert result["overflows"] >= 2 and result["verdict"] == "PASS"
 
 
@@ -68,7 +79,11 @@ def test_the_sample_covers_every_pair_of_values():
     assert all(map(matrix.legal, sample)) and all(case.keys() == matrix.FACTORS.keys() for case in sample)
     assert set().union(*map(matrix.pairs, sample)) >= matrix.possible()
     assert len(sample) < 110
-    met = {(dict(pair)["schedule"], dict(pair)["stage"]) for pair in matrix.possible() if {"schedule", "stage"} == dict(pair).keys()}
+    met = {
+        (dict(pair)["schedule"], dict(pair)["stage"])
+        for pair in matrix.possible()
+        if {"schedule", "stage"} == dict(pair).keys()
+    }
     assert len(met) == 13 * 4  # nothing that can occur is left out by the definition of what can
     assert not any({"schedule": "none", "pp": 2}.items() == dict(pair).items() for pair in matrix.possible())
 
@@ -76,38 +91,100 @@ def test_the_sample_covers_every_pair_of_values():
 REFUSED = [  # processes, settings, words of the refusal, a legal neighbour that it names
     (3, {"tp": 3}, ["parallel.tp=3", "heads=4", "legal: 1, 2, 4"], {"tp": 1}),
     (8, {"tp": 8}, ["parallel.tp=8", "legal: 1, 2, 4"], {"tp": 4}),
-    (8, {"tp": 4, "node": 2}, ["spans nodes of 2 processes", "parallel.tp=2", "parallel.tp_across_nodes=true"], {"tp": 2, "node": 2}),
+    (
+        8,
+        {"tp": 4, "node": 2},
+        ["spans nodes of 2 processes", "parallel.tp=2", "parallel.tp_across_nodes=true"],
+        {"tp": 2, "node": 2},
+    ),
     (8, {"tp": 4, "node": 2}, ["parallel.tp_across_nodes=true"], {"tp": 4, "node": 2, "tp_across_nodes": True}),
     (8, {"pp": 8}, ["parallel.pp=8", "5 layers", "legal: up to 5"], {"pp": 4}),
-    (4, {"tp": 4, "pp": 2}, ["multiple of 8 processes", "start 8 with --nproc-per-node", "parallel.tp=2 parallel.pp=2"], {"tp": 2, "pp": 2}),
+    (
+        4,
+        {"tp": 4, "pp": 2},
+        ["multiple of 8 processes", "start 8 with --nproc-per-node", "parallel.tp=2 parallel.pp=2"],
+        {"tp": 2, "pp": 2},
+    ),
     (4, {"tp": 2, "dp": 4}, ["needs 8 processes, but 4 run", "parallel.dp=2"], {"tp": 2, "dp": 2}),
     (4, {"shard": 3, "stage": 3}, ["parallel.shard=3", "legal: 1, 2, 4"], {"shard": 2, "stage": 3}),
     (8, {"tp": 2, "shard": 8, "stage": 3}, ["parallel.shard=8", "legal: 1, 2, 4"], {"tp": 2, "shard": 4, "stage": 3}),
     (2, {"shard": 2}, ["parallel.zero.stage=0", "parallel.shard=-1"], {"shard": -1}),
-    (4, {"offload": True, "pp": 2}, ["parallel.zero.offload=true", "stage=1, 2 or 3"], {"offload": True, "pp": 2, "stage": 1}),
-    (4, {"sum_on_host": True, "offload": True, "stage": 1}, ["sum_on_host=true", "stage=2 or 3"], {"sum_on_host": True, "offload": True, "stage": 2}),
-    (4, {"sum_on_host": True, "offload": True, "stage": 3, "shard": 2}, ["sum_on_host=true", "parallel.shard=-1"],
-     {"sum_on_host": True, "offload": True, "stage": 3}),
+    (
+        4,
+        {"offload": True, "pp": 2},
+        ["parallel.zero.offload=true", "stage=1, 2 or 3"],
+        {"offload": True, "pp": 2, "stage": 1},
+    ),
+    (
+        4,
+        {"sum_on_host": True, "offload": True, "stage": 1},
+        ["sum_on_host=true", "stage=2 or 3"],
+        {"sum_on_host": True, "offload": True, "stage": 2},
+    ),
+    (
+        4,
+        {"sum_on_host": True, "offload": True, "stage": 3, "shard": 2},
+        ["sum_on_host=true", "parallel.shard=-1"],
+        {"sum_on_host": True, "offload": True, "stage": 3},
+    ),
     (2, {"tp": 0}, ["parallel.tp=0 must be at least 1"], {"tp": 1}),
     (2, {"pp": 0}, ["parallel.pp=0 must be at least 1"], {"pp": 1}),
     (2, {"tp": 2, "length": 15}, ["batch.sequence_length=15", "parallel.tp=2", "14 or 16"], {"tp": 2, "length": 16}),
-    (2, {"pp": 2, "schedule": "zb_v", "chunks": 3}, ["parallel.pipeline.chunks=3", "zb_v", "legal: 2"], {"pp": 2, "schedule": "zb_v", "chunks": 2}),
-    (2, {"pp": 2, "schedule": "1f1b", "chunks": 2}, ["parallel.pipeline.chunks=2", "schedule=interleaved"], {"pp": 2, "schedule": "interleaved", "chunks": 2}),
-    (4, {"pp": 4, "schedule": "interleaved"}, ["8 layers", "the model has 5", "schedule=1f1b"], {"pp": 4, "schedule": "1f1b"}),
+    (
+        2,
+        {"pp": 2, "schedule": "zb_v", "chunks": 3},
+        ["parallel.pipeline.chunks=3", "zb_v", "legal: 2"],
+        {"pp": 2, "schedule": "zb_v", "chunks": 2},
+    ),
+    (
+        2,
+        {"pp": 2, "schedule": "1f1b", "chunks": 2},
+        ["parallel.pipeline.chunks=2", "schedule=interleaved"],
+        {"pp": 2, "schedule": "interleaved", "chunks": 2},
+    ),
+    (
+        4,
+        {"pp": 4, "schedule": "interleaved"},
+        ["8 layers", "the model has 5", "schedule=1f1b"],
+        {"pp": 4, "schedule": "1f1b"},
+    ),
     (4, {"pp": 4, "schedule": "v_min"}, ["8 layers", "parallel.pp lower"], {"pp": 2, "schedule": "v_min"}),
     (2, {"pp": 2, "schedule": "2f2b"}, ["schedule=2f2b is unknown", "zb_v", "greedy"], {"pp": 2, "schedule": "greedy"}),
     (2, {"pp": 2, "schedule": "nowhere.csv"}, ["nowhere.csv", "cannot read"], {"pp": 2, "schedule": "gpipe"}),
-    (2, {"pp": 2, "schedule": "interleaved", "group_size": 9}, ["group_size=9", "legal: 2 to 4"], {"pp": 2, "schedule": "interleaved", "group_size": 4}),
-    (2, {"pp": 2, "schedule": "zb_h1", "group_size": 2}, ["group_size=2 has no meaning", "leave it out"], {"pp": 2, "schedule": "zb_h1"}),
-    (2, {"pp": 2, "split": [3, 3]}, ["parallel.pipeline.split=[3,3]", "model.depth=5", "[3,2]"], {"pp": 2, "split": [3, 2]}),
+    (
+        2,
+        {"pp": 2, "schedule": "interleaved", "group_size": 9},
+        ["group_size=9", "legal: 2 to 4"],
+        {"pp": 2, "schedule": "interleaved", "group_size": 4},
+    ),
+    (
+        2,
+        {"pp": 2, "schedule": "zb_h1", "group_size": 2},
+        ["group_size=2 has no meaning", "leave it out"],
+        {"pp": 2, "schedule": "zb_h1"},
+    ),
+    (
+        2,
+        {"pp": 2, "split": [3, 3]},
+        ["parallel.pipeline.split=[3,3]", "model.depth=5", "[3,2]"],
+        {"pp": 2, "split": [3, 2]},
+    ),
     (2, {"pp": 2, "split": "fair"}, ["parallel.pipeline.split=fair", "balanced, even"], {"pp": 2, "split": "even"}),
 ]
 
 
 def problems(world: int, node: int = 0, length: int = 16, **changes) -> list[str]:
     """What is wrong with a plan of a model of 5 layers and 4 heads, by the names of settings within `parallel`."""
-    where = {"stage": "zero__stage", "offload": "zero__offload", "sum_on_host": "zero__sum_on_host", **{name: f"pipeline__{name}" for name in ("schedule", "chunks", "group_size", "split")}}
-    config, spec = settings(**{f"parallel__{where.get(name, name)}": value for name, value in changes.items()}), tiny_spec(depth=5)
+    where = {
+        "stage": "zero__stage",
+        "offload": "zero__offload",
+        "sum_on_host": "zero__sum_on_host",
+        **{name: f"pipeline__{name}" for name in ("schedule", "chunks", "group_size", "split")},
+    }
+    config, spec = (
+        settings(**{f"parallel__{where.get(name, name)}": value for name, value in changes.items()}),
+        tiny_spec(depth=5),
+    )
     config.batch.sequence_length, config.batch.global_size, config.batch.accumulation = length, 96, 4
     found = check_plan(config.parallel, world, spec, node or world)
     if not found:
@@ -119,7 +196,11 @@ def problems(world: int, node: int = 0, length: int = 16, **changes) -> list[str
     return found
 
 
-@pytest.mark.parametrize("world, changes, words, neighbour", REFUSED, ids=[f"{world}-{list(changes.items())}" for world, changes, _, _ in REFUSED])
+@pytest.mark.parametrize(
+    "world, changes, words, neighbour",
+    REFUSED,
+    ids=[f"{world}-{list(changes.items())}" for world, changes, _, _ in REFUSED],
+)
 def test_what_cannot_be_laid_out_is_refused_with_a_legal_neighbour(world, changes, words, neighbour):
     text = "\n".join(problems(world, **changes))
     assert text and all(word in text for word in words), text

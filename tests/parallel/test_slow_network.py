@@ -1,4 +1,5 @@
 """bench/slow_network.sh: fewer bytes make shorter steps where the network is slow. Needs root, iproute2 and network namespaces."""
+
 from __future__ import annotations
 
 import json
@@ -14,12 +15,20 @@ BENCH = Path(__file__).parents[2] / "bench" / "slow_network.sh"
 
 def test_int8_is_faster_at_fifty_megabits(tmp_path):
     arguments = ["1", "--rates", "0.05", "--cases", "none", "int8", "--steps", "2", "model.width=256", "model.depth=2"]
-    done = subprocess.run(["bash", str(BENCH), str(tmp_path / "out.jsonl"), *arguments], env={**os.environ, "PYTHON": sys.executable},
-                          capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        ["bash", str(BENCH), str(tmp_path / "out.jsonl"), *arguments],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     if done.stdout.startswith("skipped"):
         pytest.skip(done.stdout.strip())
-    rows = {(row["rate_gbit"], row["case"]): row for row in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    rows = {
+        (row["rate_gbit"], row["case"]): row
+        for row in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    }
     assert set(rows) == {(rate, name) for rate in (None, 0.05) for name in ("none", "int8")}
     none, int8 = (rows[0.05, name] for name in ("none", "int8"))
     # The link is as slow as asked, whatever else the machine does: a step cannot be shorter than its bytes take.

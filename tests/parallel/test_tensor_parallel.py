@@ -1,4 +1,5 @@
 """Tensor and sequence parallelism: what a rank holds, keeps for backward, sends, and does meanwhile."""
+
 from __future__ import annotations
 
 import json
@@ -58,7 +59,9 @@ def test_gathering_again_keeps_less_than_dtensor_styles(tp, ratio):
     model = trainer.compose(["model=llama3_8b"]).model
     a, length = model.attention, 8192
     ours = layer_costs(model, length, 1, tp, 1.0).activation[1] / length / model.width
-    assert ours == pytest.approx((12 + 4 * a.kv_heads / a.heads + 8 * model.feed_forward.width / model.width) / tp, rel=2e-3)
+    assert ours == pytest.approx(
+        (12 + 4 * a.kv_heads / a.heads + 8 * model.feed_forward.width / model.width) / tp, rel=2e-3
+    )
     theirs = dtensor_sequence_parallel(model.width, a.heads, a.kv_heads, model.feed_forward.width, tp)
     assert theirs / ours == pytest.approx(ratio, abs=0.005)
 
@@ -99,7 +102,11 @@ def test_backward_multiplies_while_it_communicates(ranks):
 def test_weight_gradients_that_wait_are_gathered_for_one_product_ahead(ranks):
     for name, _, seen in each(ranks):
         overlap = seen["overlap"]
-        assert overlap["column: I"] == ["product", "scatter", "wait"] and overlap["row: I"] == ["gather", "wait", "product"], name
+        assert overlap["column: I"] == ["product", "scatter", "wait"] and overlap["row: I"] == [
+            "gather",
+            "wait",
+            "product",
+        ], name
         assert overlap["column: W"] == overlap["row: W"] == ["gather", "wait", "product"], name
         assert overlap["both: W"] == ["gather", "gather", "wait", "product", "wait", "product", "product"], name
 
@@ -107,7 +114,9 @@ def test_weight_gradients_that_wait_are_gathered_for_one_product_ahead(ranks):
 def test_weight_gradients_are_the_same_later(ranks):
     for seen in ranks:
         for tp, found in seen.items():
-            assert found["deferred"]["late"] == found["deferred"]["expected"] and len(found["deferred"]["late"]) == 7, tp
+            assert found["deferred"]["late"] == found["deferred"]["expected"] and len(found["deferred"]["late"]) == 7, (
+                tp
+            )
             assert found["deferred"]["worst"] < 1e-12, tp
 
 
@@ -121,15 +130,32 @@ def test_parameters_are_cut_along_their_axes(ranks):
             keys = 8 if tp == 2 else 16  # four ranks cannot share two heads: each holds both, and uses one
             cut, whole, replicated = True, False, tp == 2
             part = 64 // tp
-            attention = {"q.weight": [cut, [part, 64]], "q.bias": [cut, [part]], "k.weight": [replicated, [keys, 64]],
-                         "k.bias": [replicated, [keys]], "v.weight": [replicated, [keys, 64]], "v.bias": [replicated, [keys]],
-                         "o.weight": [cut, [64, part]], "q_norm.weight": [cut, [part]], "k_norm.weight": [replicated, [keys]]}
-            feed_forward = {"gate.weight": [cut, [hidden, 64]], "up.weight": [cut, [hidden, 64]], "down.weight": [cut, [64, hidden]]}
+            attention = {
+                "q.weight": [cut, [part, 64]],
+                "q.bias": [cut, [part]],
+                "k.weight": [replicated, [keys, 64]],
+                "k.bias": [replicated, [keys]],
+                "v.weight": [replicated, [keys, 64]],
+                "v.bias": [replicated, [keys]],
+                "o.weight": [cut, [64, part]],
+                "q_norm.weight": [cut, [part]],
+                "k_norm.weight": [replicated, [keys]],
+            }
+            feed_forward = {
+                "gate.weight": [cut, [hidden, 64]],
+                "up.weight": [cut, [hidden, 64]],
+                "down.weight": [cut, [64, hidden]],
+            }
             norm = [whole, [64]]
             assert seen[str(tp)]["layout"] == {
-                "embedding.weight": [cut, [vocabulary, 64]], **{f"layers.0.attention.{name}": value for name, value in attention.items()},
-                **{f"layers.0.feed_forward.{name}": value for name, value in feed_forward.items()}, "layers.0.attention_norm.weight": norm,
-                "layers.0.feed_forward_norm.weight": norm, "norm.weight": norm, "head.weight": [cut, [vocabulary, 64]]}, (rank, tp)
+                "embedding.weight": [cut, [vocabulary, 64]],
+                **{f"layers.0.attention.{name}": value for name, value in attention.items()},
+                **{f"layers.0.feed_forward.{name}": value for name, value in feed_forward.items()},
+                "layers.0.attention_norm.weight": norm,
+                "layers.0.feed_forward_norm.weight": norm,
+                "norm.weight": norm,
+                "head.weight": [cut, [vocabulary, 64]],
+            }, (rank, tp)
 
 
 @pytest.mark.parametrize("stage", ["0", "3"])

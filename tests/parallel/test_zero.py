@@ -1,4 +1,5 @@
 """The ZeRO stages differ as they should: bytes held per rank, and collectives per step."""
+
 from __future__ import annotations
 
 import json
@@ -27,9 +28,17 @@ def share(result, kind: str, of: float = 1.0) -> float:
     return result[kind] / (result["total"] * of)
 
 
-@pytest.mark.parametrize("key, parameters, accumulated, gradients", [
-    ((0, 1), 1, 1, 1), ((1, 4), 1 / 4, 1, 1 / 4), ((2, 4), 1 / 4, 1 / 4, 1 / 4), ((3, 4), 1 / 4, 1 / 4, 1 / 4),
-    ((1, 2), 1 / 2, 1, 1 / 2), ((3, 2), 1 / 2, 1 / 2, 1 / 2)])
+@pytest.mark.parametrize(
+    "key, parameters, accumulated, gradients",
+    [
+        ((0, 1), 1, 1, 1),
+        ((1, 4), 1 / 4, 1, 1 / 4),
+        ((2, 4), 1 / 4, 1 / 4, 1 / 4),
+        ((3, 4), 1 / 4, 1 / 4, 1 / 4),
+        ((1, 2), 1 / 2, 1, 1 / 2),
+        ((3, 2), 1 / 2, 1 / 2, 1 / 2),
+    ],
+)
 def test_bytes_held(stages, key, parameters, accumulated, gradients):
     result = stages[key]
     assert share(result, "parameters") == pytest.approx(parameters, rel=0.05)
@@ -67,7 +76,13 @@ def test_the_memory_that_a_run_expects_is_what_it_holds(results):
         expected, between = result["expected"], result["inside"] + result["outside"]
         assert result["parameters"] == pytest.approx(expected["parameters"], rel=0.05), result
         assert result["optimizer"] == pytest.approx(expected["optimizer"], rel=0.05), result
-        assert result["feedback"] == expected["feedback"] and bool(result["feedback"]) == ("grad_comm__min_size" in result["more"]), result
-        assert max(between, result["gradients"]) == pytest.approx(expected["sums"] or expected["gradients"], rel=0.05), result
+        assert result["feedback"] == expected["feedback"] and bool(result["feedback"]) == (
+            "grad_comm__min_size" in result["more"]
+        ), result
+        assert max(between, result["gradients"]) == pytest.approx(
+            expected["sums"] or expected["gradients"], rel=0.05
+        ), result
         if expected["offloaded"]:
-            assert result["inside"] == pytest.approx(expected["sums"], rel=0.05) and result["gradients"] == pytest.approx(expected["gradients"], rel=0.05), result
+            assert result["inside"] == pytest.approx(expected["sums"], rel=0.05) and result[
+                "gradients"
+            ] == pytest.approx(expected["gradients"], rel=0.05), result

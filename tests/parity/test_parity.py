@@ -1,4 +1,5 @@
 """The parity command: what it runs, what it finds, and how it says so."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -20,19 +21,47 @@ from trainer.parity.reference import Trajectory
 from trainer.planning.batch import resolve_batch
 from trainer.planning.plan import resolve_plan
 
-DATA = ["+config=debug", "data.sources.stdlib.limit=40", "run.device=cpu", "model.width=32", "model.depth=4", "model.attention.heads=4",
-        "model.feed_forward.width=64", "batch.sequence_length=32"]
+DATA = [
+    "+config=debug",
+    "data.sources.stdlib.limit=40",
+    "run.device=cpu",
+    "model.width=32",
+    "model.depth=4",
+    "model.attention.heads=4",
+    "model.feed_forward.width=64",
+    "batch.sequence_length=32",
+]
 TWICE = "parallel.tp=2 precision=bf16"
-PLANS = ["zero3", "parallel.tp=2 batch.micro_size=2", "parallel.pp=2 parallel.pipeline.schedule=zb_v batch.accumulation=3 precision=fp16",
-         '"parallel.pp=2 parallel.pipeline.split=[1,3] activation=full"', TWICE, "parallel.tp=4", "parallel.pp=2 lr.peak=1", TWICE]
+PLANS = [
+    "zero3",
+    "parallel.tp=2 batch.micro_size=2",
+    "parallel.pp=2 parallel.pipeline.schedule=zb_v batch.accumulation=3 precision=fp16",
+    '"parallel.pp=2 parallel.pipeline.split=[1,3] activation=full"',
+    TWICE,
+    "parallel.tp=4",
+    "parallel.pp=2 lr.peak=1",
+    TWICE,
+]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What the command printed and wrote on two processes."""
     folder = tmp_path_factory.mktemp("parity")
-    done = launch("parity.py", 2, folder, *DATA, "batch.global_size=12", f"data.cache={folder}/cache", f"plans=[{', '.join(PLANS)}]", "steps=2", timeout=300)
-    return done.stdout, {name: json.loads((folder / f"{name}.json").read_text()) for name in ("codes", "sound", "broken")}
+    done = launch(
+        "parity.py",
+        2,
+        folder,
+        *DATA,
+        "batch.global_size=12",
+        f"data.cache={folder}/cache",
+        f"plans=[{', '.join(PLANS)}]",
+        "steps=2",
+        timeout=300,
+    )
+    return done.stdout, {
+        name: json.loads((folder / f"{name}.json").read_text()) for name in ("codes", "sound", "broken")
+    }
 
 
 def test_plans_pass_and_refusals_do_not_fail(runs):
@@ -67,38 +96,73 @@ def test_the_table_tells_what_was_seen(runs):
     printed, written = runs
     for loss in written["sound"]["reference"]["losses"]:
         assert printed.count(f"{loss:.6f}") >= 2
-    for words in ("reference: one process, fp32", "limits for bf16", "gradient error", "REFUSED: parallel.tp=4", "6 PASS, 2 REFUSED", "1 PASS, 1 FAIL",
-                  "FAIL: parallel.tp=2"):
+    for words in (
+        "reference: one process, fp32",
+        "limits for bf16",
+        "gradient error",
+        "REFUSED: parallel.tp=4",
+        "6 PASS, 2 REFUSED",
+        "1 PASS, 1 FAIL",
+        "FAIL: parallel.tp=2",
+    ):
         assert words in printed, words
 
 
 def test_exit_code_of_a_refused_command(tmp_path):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-m", "trainer.parity", *DATA, f"data.cache={tmp_path}", "plans=[parallel.tp=2, zero9]"], env=environment,
-                          capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.returncode == 2 and "plan 'parallel.tp=2'" in done.stderr and "plan 'zero9': parallel=zero9: there is no such option" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.parity", *DATA, f"data.cache={tmp_path}", "plans=[parallel.tp=2, zero9]"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+    )
+    assert (
+        done.returncode == 2
+        and "plan 'parallel.tp=2'" in done.stderr
+        and "plan 'zero9': parallel=zero9: there is no such option" in done.stderr
+    )
     assert not done.stdout and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["+config=debug", "optimizer=lion"], "optimizer.name=lion: the reference is torch's AdamW; set optimizer=adamw"),
-    (["+config=debug", "steps=0"], "steps=0 must be at least 1"),
-    (["+config=debug", "steps=few"], "steps=few must be a whole number"),
-    (["+config=debug", "plans=[a, [b"], "cannot be read as a list"),
-    (["+config=debug", "lr.peek=1"], "did you mean 'lr.peak'"),
-    (["+config=debug", "--plan"], "--plan is no option"),
-    (["+config=debug", "json=nowhere/out.json"], "there is no folder nowhere"),
-    (["+config=debug", "lr.warmup=9", "run.device=cpu"], "configuration error: lr.warmup=9 must be below run.steps=5"),
-    (["+config=debug", "precision.types.matrix.state_dtype=bf16"], "set state_dtype=fp32"),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (
+            ["+config=debug", "optimizer=lion"],
+            "optimizer.name=lion: the reference is torch's AdamW; set optimizer=adamw",
+        ),
+        (["+config=debug", "steps=0"], "steps=0 must be at least 1"),
+        (["+config=debug", "steps=few"], "steps=few must be a whole number"),
+        (["+config=debug", "plans=[a, [b"], "cannot be read as a list"),
+        (["+config=debug", "lr.peek=1"], "did you mean 'lr.peak'"),
+        (["+config=debug", "--plan"], "--plan is no option"),
+        (["+config=debug", "json=nowhere/out.json"], "there is no folder nowhere"),
+        (
+            ["+config=debug", "lr.warmup=9", "run.device=cpu"],
+            "configuration error: lr.warmup=9 must be below run.steps=5",
+        ),
+        (["+config=debug", "precision.types.matrix.state_dtype=bf16"], "set state_dtype=fp32"),
+    ],
+)
 def test_what_is_wrong_is_said(arguments, words, capsys):
     assert main(arguments) == 2
     assert words in capsys.readouterr().err
 
 
 def test_arguments():
-    overrides, plans, steps, file, folder = parse(["+config=demo", "plans=[zero3, parallel.tp=2 parallel.pp=2, \"activation.save=[a,b]\"]", "lr.peak=1", "--config-dir",
-                                                   "mine", "steps=7", "json=out.json"])
+    overrides, plans, steps, file, folder = parse(
+        [
+            "+config=demo",
+            'plans=[zero3, parallel.tp=2 parallel.pp=2, "activation.save=[a,b]"]',
+            "lr.peak=1",
+            "--config-dir",
+            "mine",
+            "steps=7",
+            "json=out.json",
+        ]
+    )
     assert overrides == ["+config=demo", "lr.peak=1"] and (steps, file, folder) == (7, "out.json", "mine")
     assert plans == ["zero3", "parallel.tp=2 parallel.pp=2", "activation.save=[a,b]"]
     assert parse(["+config=demo"])[1:] == (None, 3, None, None) and parse(["plans=zero1"])[1] == ["zero1"]
@@ -121,10 +185,20 @@ def test_generated_plans_are_legal_and_hold_every_layout(processes, depth, count
     assert seen == {(dp, tp, pp) for dp in powers for tp in powers for pp in powers if dp * tp * pp == processes}
 
 
-@pytest.mark.parametrize("batch, dp, pp, named, expected", [
-    ({}, 4, 1, {}, (6, 1)), ({"micro_size": 2}, 4, 1, {}, (2, 3)), ({"micro_size": 5}, 4, 1, {}, (6, 1)), ({"accumulation": 2}, 4, 1, {}, (6, 1)),
-    ({}, 1, 2, {}, (6, 4)), ({"micro_size": 2}, 1, 2, {}, (2, 12)), ({}, 4, 4, {}, (1, 6)), ({"micro_size": 2}, 2, 2, {"accumulation": 3}, (4, 3)),
-    ({"accumulation": 2}, 2, 1, {"micro_size": 3}, (3, 4))])
+@pytest.mark.parametrize(
+    "batch, dp, pp, named, expected",
+    [
+        ({}, 4, 1, {}, (6, 1)),
+        ({"micro_size": 2}, 4, 1, {}, (2, 3)),
+        ({"micro_size": 5}, 4, 1, {}, (6, 1)),
+        ({"accumulation": 2}, 4, 1, {}, (6, 1)),
+        ({}, 1, 2, {}, (6, 4)),
+        ({"micro_size": 2}, 1, 2, {}, (2, 12)),
+        ({}, 4, 4, {}, (1, 6)),
+        ({"micro_size": 2}, 2, 2, {"accumulation": 3}, (4, 3)),
+        ({"accumulation": 2}, 2, 1, {"micro_size": 3}, (3, 4)),
+    ],
+)
 def test_micro_batches_are_fitted_to_the_plan(batch, dp, pp, named, expected):
     config = Config()
     config.batch = dataclasses.replace(config.batch, sequence_length=64, **{**batch, **named})
@@ -152,7 +226,12 @@ def test_the_global_batch_is_the_same_under_every_plan():
 def trajectory(**changes) -> Trajectory:
     weights = {"a.weight": torch.ones(4, 4), "b.weight": torch.full((3,), 2.0)}
     gradients = [{"a.weight": torch.full((4, 4), 0.5), "b.weight": torch.arange(3.0)} for _ in range(2)]
-    return dataclasses.replace(Trajectory({name: value.clone() for name, value in weights.items()}, [4.0, 3.0], [1.0, 1.0], gradients, weights), **changes)
+    return dataclasses.replace(
+        Trajectory(
+            {name: value.clone() for name, value in weights.items()}, [4.0, 3.0], [1.0, 1.0], gradients, weights
+        ),
+        **changes,
+    )
 
 
 def verdict(seen: Trajectory, kind: str = "fp32", **options) -> tuple[str, str]:
@@ -162,10 +241,15 @@ def verdict(seen: Trajectory, kind: str = "fp32", **options) -> tuple[str, str]:
 
 def test_equal_numbers_pass_and_small_errors_are_judged_by_the_type():
     assert verdict(trajectory()) == ("PASS", "")
-    assert verdict(trajectory(losses=[4.0, 3.0001]))[0] == "FAIL" and verdict(trajectory(losses=[4.0, 3.0001]), "bf16")[0] == "PASS"
+    assert (
+        verdict(trajectory(losses=[4.0, 3.0001]))[0] == "FAIL"
+        and verdict(trajectory(losses=[4.0, 3.0001]), "bf16")[0] == "PASS"
+    )
     assert limits("fp32") == [TOLERANCES["fp32"]]
     rounding = compare(trajectory(losses=[4.0, 3.0001]), trajectory())
-    assert limits("fp32", rounding)[0] == TOLERANCES["fp32"] and limits("fp32", rounding)[1].loss == pytest.approx(10 / 3 * 1e-4)
+    assert limits("fp32", rounding)[0] == TOLERANCES["fp32"] and limits("fp32", rounding)[1].loss == pytest.approx(
+        10 / 3 * 1e-4
+    )
     assert verdict(trajectory(losses=[4.0, 3.0003]), plain=rounding)[0] == "PASS"
 
 
@@ -176,17 +260,41 @@ def test_the_type_of_a_plan_is_its_coarsest():
     assert coarsest(dataclasses.replace(precision, compute="fp16", reduce="bf16")) == "bf16"
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"losses": [4.0, float("nan")]}, "step 2: the loss is off by nan"),
-    ({"norms": [1.001, 1.0]}, "step 1: the gradient norm is off by 1.0e-03, the limit is 1.0e-06"),
-    ({"gradients": [{}, {}]}, "step 1: the gradient of a.weight is off by inf"),
-    ({"gradients": [trajectory().gradients[0], {"a.weight": torch.full((4, 4), 0.5), "b.weight": torch.tensor([0.0, 1.0, 2.1])}]},
-     "step 2: the gradient of b.weight is off by 4.5e-02"),
-    ({"gradients": [trajectory().gradients[0], {"a.weight": torch.full((4, 4), float("nan")), "b.weight": torch.arange(3.0)}]}, "step 2: the gradient of a.weight is off by nan"),
-    ({"initial": {"a.weight": torch.ones(4, 4) + 2 ** -23, "b.weight": torch.full((3,), 2.0)}}, "the initial weights differ in a.weight"),
-    ({"parameters": {"a.weight": torch.ones(4, 4), "b.weight": torch.full((3,), 2.1)}}, "after the last step b.weight is off by 5.0e-02"),
-    ({"problems": ["step 1: a.weight has no gradient on rank 1"]}, "no gradient"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"losses": [4.0, float("nan")]}, "step 2: the loss is off by nan"),
+        ({"norms": [1.001, 1.0]}, "step 1: the gradient norm is off by 1.0e-03, the limit is 1.0e-06"),
+        ({"gradients": [{}, {}]}, "step 1: the gradient of a.weight is off by inf"),
+        (
+            {
+                "gradients": [
+                    trajectory().gradients[0],
+                    {"a.weight": torch.full((4, 4), 0.5), "b.weight": torch.tensor([0.0, 1.0, 2.1])},
+                ]
+            },
+            "step 2: the gradient of b.weight is off by 4.5e-02",
+        ),
+        (
+            {
+                "gradients": [
+                    trajectory().gradients[0],
+                    {"a.weight": torch.full((4, 4), float("nan")), "b.weight": torch.arange(3.0)},
+                ]
+            },
+            "step 2: the gradient of a.weight is off by nan",
+        ),
+        (
+            {"initial": {"a.weight": torch.ones(4, 4) + 2**-23, "b.weight": torch.full((3,), 2.0)}},
+            "the initial weights differ in a.weight",
+        ),
+        (
+            {"parameters": {"a.weight": torch.ones(4, 4), "b.weight": torch.full((3,), 2.1)}},
+            "after the last step b.weight is off by 5.0e-02",
+        ),
+        ({"problems": ["step 1: a.weight has no gradient on rank 1"]}, "no gradient"),
+    ],
+)
 def test_what_is_off_is_named(changes, words):
     found, text = verdict(trajectory(**changes))
     assert found == "FAIL" and words in text

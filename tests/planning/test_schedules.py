@@ -1,4 +1,5 @@
 """Schedules as data: notation and CSV, validation, templates against closed formulas and torch, greedy, lowering."""
+
 from __future__ import annotations
 
 import random
@@ -65,7 +66,10 @@ def excess(schedule: Schedule) -> float:
 
 def from_torch(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> tuple[tuple[Action, ...], ...]:
     """What torch's own template computes; some list idle slots and the reduction of gradients too."""
-    rows = [[parse(str(action)) for action in row if action is not None] for row in get_schedule_ops(name, ranks, microbatches, chunks)]
+    rows = [
+        [parse(str(action)) for action in row if action is not None]
+        for row in get_schedule_ops(name, ranks, microbatches, chunks)
+    ]
     return tuple(tuple(action for action in row if action.kind not in ir.PARAMETERS) for row in rows)
 
 
@@ -75,16 +79,51 @@ def schedule(*lines: str, placement: tuple[int, ...] = (0, 1), microbatches: int
 
 # Notation and files
 
-@pytest.mark.parametrize("text", ["2F0", "12I3", "0W11", "7B1", "1UNSHARD", "1RESHARD", "0REDUCE_GRAD", "3SEND_F1", "3RECV_F1", "3SEND_B1",
-                                  "3RECV_B1", "(0F7;7B3)OVERLAP_F_B", "(0F7;7I3)OVERLAP_F_B"])
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2F0",
+        "12I3",
+        "0W11",
+        "7B1",
+        "1UNSHARD",
+        "1RESHARD",
+        "0REDUCE_GRAD",
+        "3SEND_F1",
+        "3RECV_F1",
+        "3SEND_B1",
+        "3RECV_B1",
+        "(0F7;7B3)OVERLAP_F_B",
+        "(0F7;7I3)OVERLAP_F_B",
+    ],
+)
 def test_notation_is_torchs(text):
     assert str(parse(f" {text} ")) == text == str(torch_schedules._Action.from_str(text))
     assert [part.stage for part in flat([parse(text)])] == [
-        part.stage_index for part in torch_schedules._Action.from_str(text).sub_actions or [torch_schedules._Action.from_str(text)]]
+        part.stage_index
+        for part in torch_schedules._Action.from_str(text).sub_actions or [torch_schedules._Action.from_str(text)]
+    ]
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2F0x", "-1F0", "2F-1", "2f0", "1UNSHARD3", "(0F7)OVERLAP_F_B", "(0F7;7B3)",
-                                  "(0F7;7B3;1W1)OVERLAP_F_B", "((0F7;7B3)OVERLAP_F_B;1B2)OVERLAP_F_B"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "F0",
+        "2F",
+        "2X0",
+        "2F0x",
+        "-1F0",
+        "2F-1",
+        "2f0",
+        "1UNSHARD3",
+        "(0F7)OVERLAP_F_B",
+        "(0F7;7B3)",
+        "(0F7;7B3;1W1)OVERLAP_F_B",
+        "((0F7;7B3)OVERLAP_F_B;1B2)OVERLAP_F_B",
+    ],
+)
 def test_what_is_no_action_is_refused(text):
     with pytest.raises(ConfigError, match="is not an action; legal: .*2F0"):
         parse(text)
@@ -117,14 +156,21 @@ def test_torch_files_with_and_without_communication(name):
         assert loads("\n".join(",".join(map(str, row)) for row in with_comms)) == read
 
 
-@pytest.mark.parametrize("text, message", [
-    ("0F0,0B0\n1F0,1X0\n", r"plan\.csv, line 2, cell 2: '1X0' is not an action"),
-    ("0F0,,0B0,0F\n1F0,1B0\n", r"plan\.csv, line 1, cell 4: '0F' is not an action"),
-    ("0F0,(0B0;1F0)OVERLAP_F_B\n", r"plan\.csv, line 1, cell 2: .*overlaps B with F"),
-    ("0F0,0B0\n1F0,0W0,1B0\n", r"plan\.csv, line 2, cell 2: 0W0 puts stage 0 on rank 1, but line 1, cell 1 puts it on rank 0"),
-    ("0F0,0B0\n\n1F0,1B0\n", r"plan\.csv, line 2: rank 1 computes nothing"),
-    ("0F0,0B0\n2F0,2B0\n", r"plan\.csv: no line has an action of stage 1, but one has stage 2"),
-    ("\n", r"plan\.csv is empty")])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("0F0,0B0\n1F0,1X0\n", r"plan\.csv, line 2, cell 2: '1X0' is not an action"),
+        ("0F0,,0B0,0F\n1F0,1B0\n", r"plan\.csv, line 1, cell 4: '0F' is not an action"),
+        ("0F0,(0B0;1F0)OVERLAP_F_B\n", r"plan\.csv, line 1, cell 2: .*overlaps B with F"),
+        (
+            "0F0,0B0\n1F0,0W0,1B0\n",
+            r"plan\.csv, line 2, cell 2: 0W0 puts stage 0 on rank 1, but line 1, cell 1 puts it on rank 0",
+        ),
+        ("0F0,0B0\n\n1F0,1B0\n", r"plan\.csv, line 2: rank 1 computes nothing"),
+        ("0F0,0B0\n2F0,2B0\n", r"plan\.csv: no line has an action of stage 1, but one has stage 2"),
+        ("\n", r"plan\.csv is empty"),
+    ],
+)
 def test_damaged_files_are_refused_with_line_and_cell(text, message):
     with pytest.raises(ConfigError, match=message):
         loads(text, name="plan.csv")
@@ -138,26 +184,45 @@ def test_all_damage_is_reported_at_once():
 
 # Validation
 
-@pytest.mark.parametrize("broken, message", [
-    (schedule("0F0 0B0", "1F0 1B0", placement=(0, 2)), "stage 1 is placed on rank 2; legal: 0 to 1"),
-    (schedule("0F0 1F0 1B0 0B0", "", placement=(0, 0)), "rank 1 holds no stage"),
-    (schedule("0F0 0B0 0UNSHARD", "1F0 1B0"), r"rank 0, action 3 \(0UNSHARD\): UNSHARD is no compute action"),
-    (schedule("0F0 0B0", "1F0 2F0 1B0"), r"rank 1, action 2 \(2F0\): there is no stage 2; legal: 0 to 1"),
-    (schedule("0F0 0F1 0B0", "1F0 1B0"), r"rank 0, action 2 \(0F1\): there is no micro-batch 1; legal: 0 to 0"),
-    (schedule("0F0 1F0 0B0", "1F0 1B0"), r"rank 0, action 2 \(1F0\): stage 1 is held by rank 1"),
-    (schedule("0F0 0F0 0B0", "1F0 1B0"), r"rank 0, action 2 \(0F0\): repeats what action 1 \(0F0\) did"),
-    (schedule("0F0 0B0 0W0", "1F0 1B0"), r"rank 0, action 3 \(0W0\): repeats what action 2 \(0B0\) did"),
-    (schedule("0F0 0I0 0W0 0B0", "1F0 1B0"), r"rank 0, action 4 \(0B0\): repeats what action 2 \(0I0\) did"),
-    (schedule("0B0 0F0", "1F0 1B0"), r"rank 0, action 1 \(0B0\): comes before 0F0"),
-    (schedule("0F0 0W0 0I0", "1F0 1B0"), r"rank 0, action 2 \(0W0\): comes before 0I0"),
-    (schedule("0F0 0B0 0F1 0B1", "1F0 1B0 1F1", microbatches=2), r"rank 1, end of its 3 actions: 1I1 never computed"),
-    (schedule("0F0 0I0", "1F0 1B0"), "rank 0, end of its 2 actions: 0W0 never computed"),
-    (schedule("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1", microbatches=2),
-     r"rank 0, action 2 \(0B0\): waits for ever for the gradient from stage 1, micro-batch 0"),
-    (schedule("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1", microbatches=2),
-     r"rank 1, action 1 \(1F1\): waits for ever for the output of stage 0, micro-batch 1"),
-    (schedule("0F0 0B0 (0F1;3B0)OVERLAP_F_B 3F0 3F1 3B1 0B1", "1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1", placement=(0, 1, 1, 0), microbatches=2),
-     r"rank 0, action 3 \(\(0F1;3B0\)OVERLAP_F_B\): comes before 3F0")])
+
+@pytest.mark.parametrize(
+    "broken, message",
+    [
+        (schedule("0F0 0B0", "1F0 1B0", placement=(0, 2)), "stage 1 is placed on rank 2; legal: 0 to 1"),
+        (schedule("0F0 1F0 1B0 0B0", "", placement=(0, 0)), "rank 1 holds no stage"),
+        (schedule("0F0 0B0 0UNSHARD", "1F0 1B0"), r"rank 0, action 3 \(0UNSHARD\): UNSHARD is no compute action"),
+        (schedule("0F0 0B0", "1F0 2F0 1B0"), r"rank 1, action 2 \(2F0\): there is no stage 2; legal: 0 to 1"),
+        (schedule("0F0 0F1 0B0", "1F0 1B0"), r"rank 0, action 2 \(0F1\): there is no micro-batch 1; legal: 0 to 0"),
+        (schedule("0F0 1F0 0B0", "1F0 1B0"), r"rank 0, action 2 \(1F0\): stage 1 is held by rank 1"),
+        (schedule("0F0 0F0 0B0", "1F0 1B0"), r"rank 0, action 2 \(0F0\): repeats what action 1 \(0F0\) did"),
+        (schedule("0F0 0B0 0W0", "1F0 1B0"), r"rank 0, action 3 \(0W0\): repeats what action 2 \(0B0\) did"),
+        (schedule("0F0 0I0 0W0 0B0", "1F0 1B0"), r"rank 0, action 4 \(0B0\): repeats what action 2 \(0I0\) did"),
+        (schedule("0B0 0F0", "1F0 1B0"), r"rank 0, action 1 \(0B0\): comes before 0F0"),
+        (schedule("0F0 0W0 0I0", "1F0 1B0"), r"rank 0, action 2 \(0W0\): comes before 0I0"),
+        (
+            schedule("0F0 0B0 0F1 0B1", "1F0 1B0 1F1", microbatches=2),
+            r"rank 1, end of its 3 actions: 1I1 never computed",
+        ),
+        (schedule("0F0 0I0", "1F0 1B0"), "rank 0, end of its 2 actions: 0W0 never computed"),
+        (
+            schedule("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1", microbatches=2),
+            r"rank 0, action 2 \(0B0\): waits for ever for the gradient from stage 1, micro-batch 0",
+        ),
+        (
+            schedule("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1", microbatches=2),
+            r"rank 1, action 1 \(1F1\): waits for ever for the output of stage 0, micro-batch 1",
+        ),
+        (
+            schedule(
+                "0F0 0B0 (0F1;3B0)OVERLAP_F_B 3F0 3F1 3B1 0B1",
+                "1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1",
+                placement=(0, 1, 1, 0),
+                microbatches=2,
+            ),
+            r"rank 0, action 3 \(\(0F1;3B0\)OVERLAP_F_B\): comes before 3F0",
+        ),
+    ],
+)
 def test_what_cannot_run_is_named_by_rank_position_and_action(broken, message):
     assert any(ir.re.search(message, problem) for problem in validate(broken)), validate(broken)
 
@@ -165,15 +230,21 @@ def test_what_cannot_run_is_named_by_rank_position_and_action(broken, message):
 def test_forwards_alone_do_not_pass_as_training():
     plan = schedule("0F0", "1F0")
     assert validate(plan, trains=False) == []
-    assert [problem.split(":")[1] for problem in validate(plan)] == [f" {stage}{kind}0 never computed" for stage in (0, 1) for kind in "IW"]
-    assert validate(schedule("0F0 0B0", "1F0"), trains=False) == ["rank 0, action 2 (0B0): an evaluation has no B; legal: F"]
+    assert [problem.split(":")[1] for problem in validate(plan)] == [
+        f" {stage}{kind}0 never computed" for stage in (0, 1) for kind in "IW"
+    ]
+    assert validate(schedule("0F0 0B0", "1F0"), trains=False) == [
+        "rank 0, action 2 (0B0): an evaluation has no B; legal: F"
+    ]
 
 
 def test_memory_above_the_cap_is_named():
     plan = build_schedule("gpipe", 2, 4)
     assert validate(plan, cap=4) == []
     assert validate(plan, cap=2) == [
-        f"rank {rank}, action 3 ({rank}F2): the rank then holds the activations of 3 micro-batches, above the cap of 2" for rank in (0, 1)]
+        f"rank {rank}, action 3 ({rank}F2): the rank then holds the activations of 3 micro-batches, above the cap of 2"
+        for rank in (0, 1)
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -182,12 +253,12 @@ def test_any_lost_repeated_or_moved_action_is_found_or_harmless(built, rng):
     rank = rng.randrange(built.ranks)
     order = list(built.orders[rank])
     place_ = rng.randrange(len(order))
-    lost = order[:place_] + order[place_ + 1:]
+    lost = order[:place_] + order[place_ + 1 :]
     repeated = order[:place_] + [order[place_]] + order[place_:]
     for broken in (lost, repeated):
         orders = tuple(tuple(broken) if r == rank else o for r, o in enumerate(built.orders))
         assert any(problem.startswith(f"rank {rank}, ") for problem in validate(replace(built, orders=orders)))
-    moved = lost[:(to := rng.randrange(len(order)))] + [order[place_]] + lost[to:]
+    moved = lost[: (to := rng.randrange(len(order)))] + [order[place_]] + lost[to:]
     mutant = replace(built, orders=tuple(tuple(moved) if r == rank else o for r, o in enumerate(built.orders)))
     if not validate(mutant):
         assert simulate(mutant, StageCosts.uniform(built.stages)).makespan > 0
@@ -198,8 +269,16 @@ def test_any_lost_repeated_or_moved_action_is_found_or_harmless(built, rng):
 
 # Templates
 
-CAPS = {"gpipe": lambda p, m: m, "1f1b": lambda p, m: p, "zb_h1": lambda p, m: p, "zb_h2": lambda p, m: 2 * p - 1, "zb_v": lambda p, m: p,
-        "v_half": lambda p, m: (p + 2) // 2, "v_min": lambda p, m: (p + 4) // 3, "dualpipe_v": lambda p, m: p + 0.5}
+CAPS = {
+    "gpipe": lambda p, m: m,
+    "1f1b": lambda p, m: p,
+    "zb_h1": lambda p, m: p,
+    "zb_h2": lambda p, m: 2 * p - 1,
+    "zb_v": lambda p, m: p,
+    "v_half": lambda p, m: (p + 2) // 2,
+    "v_min": lambda p, m: (p + 4) // 3,
+    "dualpipe_v": lambda p, m: p + 0.5,
+}
 
 
 @settings(max_examples=150, deadline=None)
@@ -212,7 +291,10 @@ def test_every_template_is_valid_within_its_memory(built):
         assert kinds == {"F", "B"}
     elif built.name != "dualpipe_v" or built.microbatches >= 2 * built.ranks:
         assert kinds >= {"F", "I", "W"}
-    torch_orders = {rank: [torch_schedules._Action.from_str(str(action)) for action in order] for rank, order in enumerate(built.orders)}
+    torch_orders = {
+        rank: [torch_schedules._Action.from_str(str(action)) for action in order]
+        for rank, order in enumerate(built.orders)
+    }
     owners = torch_schedules._validate_schedule(torch_orders, built.ranks, built.stages, built.microbatches)
     assert tuple(owners[stage] for stage in range(built.stages)) == built.placement
 
@@ -233,8 +315,11 @@ def test_bubbles_and_memory_have_their_closed_forms(ranks):
         assert max(peak_activations(second)) == 2 * p - 1
         # V schedules wait half as long for the first hidden state, since a chunk is half as long.
         first = (p - 1) / 2
-        for name, peak, wait in (("zb_v", p, first), ("v_half", (p + 2) // 2, (3 * p - 4 - (p % 2 == 0)) / 2),
-                                 ("v_min", (p + 4) // 3, (4 * p - 5) / 2)):
+        for name, peak, wait in (
+            ("zb_v", p, first),
+            ("v_half", (p + 2) // 2, (3 * p - 4 - (p % 2 == 0)) / 2),
+            ("v_min", (p + 4) // 3, (4 * p - 5) / 2),
+        ):
             plan = build_schedule(name, p, m)
             assert max(peak_activations(plan)) == peak
             if peak == p:  # as much memory as V-ZB has
@@ -266,7 +351,10 @@ def test_one_rank_takes_one_micro_batch_after_the_other():
     assert dumps(build_schedule("1f1b", 1, 3)) == "0F0,0B0,0F1,0B1,0F2,0B2\n"
     assert dumps(build_schedule("gpipe", 1, 2)) == "0F0,0F1,0B0,0B1\n"
     assert dumps(build_schedule("interleaved", 1, 2, 2)) == "0F0,1F0,1B0,0F1,0B0,1F1,1B1,0B1\n"
-    assert all(peak_activations(build_schedule(name, 1, 4)) == (1.0,) for name in ("1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min"))
+    assert all(
+        peak_activations(build_schedule(name, 1, 4)) == (1.0,)
+        for name in ("1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
+    )
 
 
 def test_a_wave_turns_at_the_ends():
@@ -282,8 +370,9 @@ def test_orders_equal_torchs_where_torch_is_right(ranks, microbatches):
     # torch's 1F1B does one forward too many before the last rank's first backward.
     assert build_schedule("1f1b", ranks, microbatches).orders[:-1] == from_torch("1F1B", ranks, microbatches)[:-1]
     for chunks in (2, 3):
-        assert (build_schedule("interleaved", ranks, microbatches, chunks).orders
-                == from_torch("Interleaved1F1B", ranks, microbatches, chunks))
+        assert build_schedule("interleaved", ranks, microbatches, chunks).orders == from_torch(
+            "Interleaved1F1B", ranks, microbatches, chunks
+        )
     if microbatches >= 2 * ranks:
         assert build_schedule("dualpipe_v", ranks, microbatches).orders == from_torch("DualPipeV", ranks, microbatches)
     ours = build_schedule("zb_v", ranks, microbatches)
@@ -292,26 +381,41 @@ def test_orders_equal_torchs_where_torch_is_right(ranks, microbatches):
     assert max(peak_activations(ours)) <= max(peak_activations(theirs))
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (("zbv", 4, 8), "parallel.pipeline.schedule=zbv is not a template; legal: gpipe, 1f1b, "),
-    (("1f1b", 0, 8), "parallel.pp=0 must be at least 1"),
-    (("1f1b", 4, 0), "batch.accumulation=0 must be at least 1"),
-    (("1f1b", 4, 8, 2), "parallel.pipeline.chunks=2: schedule=1f1b places 1 on each rank; legal: 1, or .*schedule=interleaved"),
-    (("zb_v", 4, 8, 3), "parallel.pipeline.chunks=3: schedule=zb_v places 2 on each rank; legal: 2, or"),
-    (("zb_v", 4, 8, 0), "parallel.pipeline.chunks=0: schedule=zb_v places 2 on each rank; legal: 2$"),
-    (("interleaved", 4, 8, 0), "parallel.pipeline.chunks=0 must be at least 1"),
-    (("interleaved", 4, 8, 2, 3), "parallel.pipeline.group_size=3: .* parallel.pp=4 ranks .* 8 micro-batches; legal: 4 to 8"),
-    (("interleaved", 4, 8, 2, 9), "parallel.pipeline.group_size=9: .*; legal: 4 to 8"),
-    (("interleaved", 4, 4, 2, 5), "parallel.pipeline.group_size=5: .*; legal: 4$"),
-    (("interleaved", 4, 3, 2, 4), "parallel.pipeline.group_size=4: .*; legal: 3$"),
-    (("zb_h1", 4, 8, None, 4), "parallel.pipeline.group_size=4 has no meaning for schedule=zb_h1; leave it out, or use .*interleaved")])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("zbv", 4, 8), "parallel.pipeline.schedule=zbv is not a template; legal: gpipe, 1f1b, "),
+        (("1f1b", 0, 8), "parallel.pp=0 must be at least 1"),
+        (("1f1b", 4, 0), "batch.accumulation=0 must be at least 1"),
+        (
+            ("1f1b", 4, 8, 2),
+            "parallel.pipeline.chunks=2: schedule=1f1b places 1 on each rank; legal: 1, or .*schedule=interleaved",
+        ),
+        (("zb_v", 4, 8, 3), "parallel.pipeline.chunks=3: schedule=zb_v places 2 on each rank; legal: 2, or"),
+        (("zb_v", 4, 8, 0), "parallel.pipeline.chunks=0: schedule=zb_v places 2 on each rank; legal: 2$"),
+        (("interleaved", 4, 8, 0), "parallel.pipeline.chunks=0 must be at least 1"),
+        (
+            ("interleaved", 4, 8, 2, 3),
+            "parallel.pipeline.group_size=3: .* parallel.pp=4 ranks .* 8 micro-batches; legal: 4 to 8",
+        ),
+        (("interleaved", 4, 8, 2, 9), "parallel.pipeline.group_size=9: .*; legal: 4 to 8"),
+        (("interleaved", 4, 4, 2, 5), "parallel.pipeline.group_size=5: .*; legal: 4$"),
+        (("interleaved", 4, 3, 2, 4), "parallel.pipeline.group_size=4: .*; legal: 3$"),
+        (
+            ("zb_h1", 4, 8, None, 4),
+            "parallel.pipeline.group_size=4 has no meaning for schedule=zb_h1; leave it out, or use .*interleaved",
+        ),
+    ],
+)
 def test_refusals_name_the_setting_and_a_legal_value(arguments, message):
     with pytest.raises(ConfigError, match=message):
         build_schedule(*arguments)
 
 
 def test_halves_of_a_backward_are_joined_where_nothing_lies_between():
-    assert dumps(ir.merge_backward(schedule("0F0 0I0 0W0 0F1 0I1 0F2 0W1", placement=(0,)))) == "0F0,0B0,0F1,0I1,0F2,0W1\n"
+    assert (
+        dumps(ir.merge_backward(schedule("0F0 0I0 0W0 0F1 0I1 0F2 0W1", placement=(0,)))) == "0F0,0B0,0F1,0I1,0F2,0W1\n"
+    )
     assert dumps(ir.merge_backward(schedule("0I0 0W1 0I1 1W1", placement=(0, 0)))) == "0I0,0W1,0I1,1W1\n"
 
 
@@ -323,15 +427,28 @@ def test_joining_backwards_keeps_a_schedule_valid(built):
 
 # Greedy
 
+
 @st.composite
 def uneven(draw, most_ranks: int = 5):
     """Costs of stages that differ, their placement, and the number of micro-batches."""
-    ranks, chunks, style = draw(st.integers(1, most_ranks)), draw(st.integers(1, 3)), draw(st.sampled_from(("loop", "v")))
+    ranks, chunks, style = (
+        draw(st.integers(1, most_ranks)),
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from(("loop", "v"))),
+    )
     stages = ranks * chunks
     seconds = st.lists(st.floats(0.1, 4.0), min_size=stages, max_size=stages).map(tuple)
     f, i, w = draw(seconds), draw(seconds), draw(seconds)
-    costs = StageCosts(f, i, w, tuple(x + y for x, y in zip(i, w)), draw(seconds), kept=draw(st.sampled_from((0.0, 0.5, 1.0, 1.3, 5.0))),
-                       transfer=draw(st.sampled_from((0.0, 0.2))), host=draw(st.sampled_from((0.0, 0.01))))
+    costs = StageCosts(
+        f,
+        i,
+        w,
+        tuple(x + y for x, y in zip(i, w)),
+        draw(seconds),
+        kept=draw(st.sampled_from((0.0, 0.5, 1.0, 1.3, 5.0))),
+        transfer=draw(st.sampled_from((0.0, 0.2))),
+        host=draw(st.sampled_from((0.0, 0.01))),
+    )
     return costs, place(ranks, chunks, style), draw(st.integers(1, 8))
 
 
@@ -366,9 +483,13 @@ def test_list_scheduling_splits_within_the_least_cap_and_above(case, room):
 def test_greedy_takes_full_backwards_where_splitting_does_not_pay_or_fit():
     def kinds(costs: StageCosts, cap: float) -> set[str]:
         return {action.kind for order in greedy(costs, place(4, 1, "loop"), 8, cap).orders for action in order}
+
     assert kinds(StageCosts.uniform(4), 4) == {"F", "I", "W"}
     assert kinds(StageCosts.uniform(4, b=1.2), 4) == {"F", "B"}  # as where a compiler makes one graph of both
-    assert kinds(StageCosts.uniform(4, kept=17.0), 4) == {"F", "B"}  # full recompute: what W reads is far more than F keeps
+    assert kinds(StageCosts.uniform(4, kept=17.0), 4) == {
+        "F",
+        "B",
+    }  # full recompute: what W reads is far more than F keeps
     assert kinds(StageCosts.uniform(4, kept=17.0), 40) == {"F", "I", "W"}
 
 
@@ -386,7 +507,9 @@ def test_greedy_matches_the_templates_on_even_costs(ranks):
     for name, chunks in (("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("v_half", 2), ("v_min", 2)):
         known = build_schedule(name, ranks, m)
         costs = StageCosts.uniform(known.stages, kept=1.0)
-        found = greedy(costs, known.placement, m, cap=max(peak_activations(known)) * chunks, split=name in SPLITTING, patience=0.0)
+        found = greedy(
+            costs, known.placement, m, cap=max(peak_activations(known)) * chunks, split=name in SPLITTING, patience=0.0
+        )
         assert simulate(found, costs).makespan <= simulate(known, costs).makespan
 
 
@@ -402,7 +525,9 @@ def test_greedy_gains_on_uneven_costs():
         known = build_schedule("zb_v", ranks, m)
         # No step is shorter than the work of a rank after the first hidden state has reached it.
         least = max(m * 3.2 * (f[rank] + f[-1 - rank]) + sum(f[:rank]) for rank in range(ranks))
-        same, more = (simulate(greedy(costs, known.placement, m, cap), costs).makespan for cap in (2 * ranks, 3 * ranks))
+        same, more = (
+            simulate(greedy(costs, known.placement, m, cap), costs).makespan for cap in (2 * ranks, 3 * ranks)
+        )
         gains.append(simulate(known, costs).makespan / same)
         distances.append(more / least)
     assert min(gains) >= 1 and sum(gains) / len(gains) > 1.01, gains
@@ -413,7 +538,9 @@ def test_greedy_gains_on_uneven_costs():
 def test_greedy_stays_steady_under_a_tight_cap(ranks, cap):
     """Taking whatever is ready loses more with every micro-batch; the order of a V schedule does not."""
     costs = StageCosts.uniform(2 * ranks, kept=1.0)
-    few, many = (simulate(greedy(costs, place(ranks, 2, "v"), m, cap), costs).makespan - 6 * m for m in (4 * ranks, 8 * ranks))
+    few, many = (
+        simulate(greedy(costs, place(ranks, 2, "v"), m, cap), costs).makespan - 6 * m for m in (4 * ranks, 8 * ranks)
+    )
     assert few == many <= 4 * (ranks - 1)
 
 
@@ -429,11 +556,15 @@ def test_lines_that_do_not_fit_the_cap_are_refused():
 def test_patience_waits_for_what_is_due():
     """Rank 0 is due a backward soon after it could start a long weight gradient."""
     costs = StageCosts((1.0, 0.5), (1.0, 1.2), (4.0, 0.1), (5.0, 1.3), (1.0, 1.0))
-    kinds = [[action.kind for action in list_schedule("p", costs, (0, 1), 2, patience=patience)[0].orders[0]] for patience in (0.0, 1.0)]
+    kinds = [
+        [action.kind for action in list_schedule("p", costs, (0, 1), 2, patience=patience)[0].orders[0]]
+        for patience in (0.0, 1.0)
+    ]
     assert kinds == [["F", "F", "I", "W", "I", "W"], ["F", "F", "I", "I", "W", "W"]]
 
 
 # Evaluation
+
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.sampled_from(("loop", "v")), st.integers(0, 20))
@@ -442,18 +573,23 @@ def test_forward_only_runs_on_any_placement(ranks, chunks, style, microbatches):
     assert not plan.trains and validate(plan, trains=False) == []
     programs = lower_all(plan)
     assert replay(programs, plan.placement) == replay(programs, plan.placement, rendezvous=True) == {}
-    assert not any(action.kind in ("B", "I", "W", "REDUCE_GRAD", "SEND_B", "RECV_B") for program in programs for action in program)
+    assert not any(
+        action.kind in ("B", "I", "W", "REDUCE_GRAD", "SEND_B", "RECV_B") for program in programs for action in program
+    )
     assert all(program[-1].kind == "RESHARD" for program in programs if microbatches)
     assert max(map(receive_buffers, programs)) <= 4
 
 
-@pytest.mark.parametrize("ranks, chunks, style, wait", [(4, 1, "loop", 3), (4, 2, "loop", 3), (4, 2, "v", 6), (8, 4, "loop", 7)])
+@pytest.mark.parametrize(
+    "ranks, chunks, style, wait", [(4, 1, "loop", 3), (4, 2, "loop", 3), (4, 2, "v", 6), (8, 4, "loop", 7)]
+)
 def test_forward_only_has_no_gaps(ranks, chunks, style, wait):
     plan = forward_only(place(ranks, chunks, style), 4 * ranks)
     assert simulate(plan, StageCosts.uniform(plan.stages)).makespan == 4 * ranks * chunks + wait
 
 
 # Lowering
+
 
 @settings(max_examples=150, deadline=None)
 @given(built(most_ranks=6), st.integers(0, 3), st.sampled_from(("last", "every")), st.booleans())
@@ -477,14 +613,20 @@ def test_greedy_schedules_lower_without_deadlock(case):
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_receive_buffers_do_not_grow_with_micro_batches(name, ranks):
     def most(microbatches: int) -> int:
-        plan = forward_only(place(ranks, 2, "v"), microbatches) if name == "forward_only" else build_schedule(name, ranks, microbatches)
+        plan = (
+            forward_only(place(ranks, 2, "v"), microbatches)
+            if name == "forward_only"
+            else build_schedule(name, ranks, microbatches)
+        )
         return max(map(receive_buffers, lower_all(plan)))
+
     assert most(12 * ranks) == most(6 * ranks) <= 4
 
 
 def test_receives_are_posted_one_action_ahead_and_no_further():
     def start(name: str, ahead: int) -> str:
         return " ".join(map(str, lower(build_schedule(name, 2, 4), 1, unshard=False, ahead=ahead)[:7]))
+
     assert start("gpipe", 0) == "1RECV_F0 1F0 1RECV_F1 1F1 1RECV_F2 1F2 1RECV_F3"
     assert start("gpipe", 1) == "1RECV_F0 1RECV_F1 1F0 1RECV_F2 1F1 1RECV_F3 1F2"
     assert start("1f1b", 1) == "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2"
@@ -507,11 +649,18 @@ def test_work_on_parameters():
     last, every = lower(plan, 0), lower(plan, 0, reduce="every")
     for program, count in ((last, 1), (every, 3)):
         for stage in (0, 3):
-            mine = [action.kind for action in program if action.stage == stage and not action.kind.startswith(("SEND", "RECV"))]
+            mine = [
+                action.kind
+                for action in program
+                if action.stage == stage and not action.kind.startswith(("SEND", "RECV"))
+            ]
             assert mine[0] == "UNSHARD" and mine[-1] == "RESHARD" and mine[-2] == "REDUCE_GRAD" and mine[-3] == "W"
             assert mine.count("REDUCE_GRAD") == count and mine.count("UNSHARD") == mine.count("RESHARD") == 1
-    assert all(every[place_ - 1].kind in ("W", "B") or every[place_ - 1].kind == "SEND_B"
-               for place_, action in enumerate(every) if action.kind == "REDUCE_GRAD")
+    assert all(
+        every[place_ - 1].kind in ("W", "B") or every[place_ - 1].kind == "SEND_B"
+        for place_, action in enumerate(every)
+        if action.kind == "REDUCE_GRAD"
+    )
     # The second chunk is gathered during the action before its first one.
     compute = [action for action in last if action.kind in (*ir.COMPUTE, "UNSHARD")]
     first = next(n for n, action in enumerate(compute) if action.stage == 3 and action.kind == "F")
@@ -523,7 +672,10 @@ def test_work_on_parameters():
 @given(built(most_ranks=5))
 def test_communication_is_torchs(built):
     """The same sends and receives on each rank as torch derives, and in the same order on each directed edge."""
-    compute = {rank: [torch_schedules._Action.from_str(str(action)) for action in flat(order)] for rank, order in enumerate(built.orders)}
+    compute = {
+        rank: [torch_schedules._Action.from_str(str(action)) for action in flat(order)]
+        for rank, order in enumerate(built.orders)
+    }
     theirs = torch_schedules._add_send_recv(compute, built.placement.__getitem__, built.stages)
     for rank, program in enumerate(lower_all(built)):
         ours = [str(action) for action in program if action.kind in ir.COMMUNICATION]
@@ -534,17 +686,31 @@ def test_communication_is_torchs(built):
 
 def test_replay_finds_crossed_transfers_and_blocking_sends():
     """Receives out of the sender's order, and two ranks that each send before they post what the other sends."""
-    crossed = [[parse(text) for text in line.split()] for line in ("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 1F1")]
+    crossed = [
+        [parse(text) for text in line.split()] for line in ("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 1F1")
+    ]
     assert replay(crossed, (0, 1)) == {1: 2}
-    exchange = [[parse(text) for text in line.split()] for line in (
-        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1")]
+    exchange = [
+        [parse(text) for text in line.split()]
+        for line in ("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1")
+    ]
     assert replay(exchange, (0, 1)) == {}
     assert replay(exchange, (0, 1), rendezvous=True) == {0: 3, 1: 3}
 
 
 def test_one_rank_communicates_with_nobody():
     assert [str(action) for action in lower(build_schedule("interleaved", 1, 1, 2), 0)] == [
-        "0UNSHARD", "1UNSHARD", "0F0", "1F0", "1B0", "1REDUCE_GRAD", "1RESHARD", "0B0", "0REDUCE_GRAD", "0RESHARD"]
+        "0UNSHARD",
+        "1UNSHARD",
+        "0F0",
+        "1F0",
+        "1B0",
+        "1REDUCE_GRAD",
+        "1RESHARD",
+        "0B0",
+        "0REDUCE_GRAD",
+        "0RESHARD",
+    ]
 
 
 def test_schedules_need_no_torch():

@@ -1,4 +1,5 @@
 """Splits of the model into stages, and the search over schedules, micro-batches and splits."""
+
 from __future__ import annotations
 
 import itertools
@@ -18,7 +19,9 @@ from trainer.planning.schedules.templates import TEMPLATES, build_schedule, plac
 from trainer.planning.schedules.validate import validate
 
 
-def costs(layers: list[float], head: float = 0.0, embedding: float = 0.0, activation: list[float] | None = None, **rest) -> LayerCosts:
+def costs(
+    layers: list[float], head: float = 0.0, embedding: float = 0.0, activation: list[float] | None = None, **rest
+) -> LayerCosts:
     """Layers whose F, I and W take as long as each other."""
     units = (embedding, *layers, head)
     return LayerCosts(f=units, i=units, w=units, activation=(0.0, *(activation or [1.0] * len(layers)), 0.0), **rest)
@@ -26,8 +29,10 @@ def costs(layers: list[float], head: float = 0.0, embedding: float = 0.0, activa
 
 def splits(depth: int, stages: int) -> list[tuple[range, ...]]:
     """All splits into stages of at least one layer."""
-    return [from_sizes([b - a for a, b in itertools.pairwise((0, *cuts, depth))])
-            for cuts in itertools.combinations(range(1, depth), stages - 1)]
+    return [
+        from_sizes([b - a for a, b in itertools.pairwise((0, *cuts, depth))])
+        for cuts in itertools.combinations(range(1, depth), stages - 1)
+    ]
 
 
 def stage_costs(layers: LayerCosts, split: tuple[range, ...]) -> list[float]:
@@ -36,7 +41,9 @@ def stage_costs(layers: LayerCosts, split: tuple[range, ...]) -> list[float]:
 
 
 def largest_rank(layers: LayerCosts, split: tuple[range, ...], placement: tuple[int, ...]) -> float:
-    return max(sum(cost for cost, rank in zip(stage_costs(layers, split), placement) if rank == mine) for mine in placement)
+    return max(
+        sum(cost for cost, rank in zip(stage_costs(layers, split), placement) if rank == mine) for mine in placement
+    )
 
 
 numbers = st.integers(0, 20).map(float)
@@ -51,7 +58,7 @@ def test_partition_equals_brute_force(data, depth, stages, head, embedding):
 
     def score(split: tuple[range, ...]) -> tuple[float, float]:
         each = stage_costs(layers, split)
-        return max(each), sum(cost ** 2 for cost in each)
+        return max(each), sum(cost**2 for cost in each)
 
     assert score(partition(layers, stages)) == min(map(score, splits(depth, stages)))
 
@@ -73,7 +80,11 @@ def test_balancing_ranks_never_makes_the_largest_worse(seconds, head):
     split = partition(layers, 4)
     balanced = partition(layers, 4, placement)
     least = min(largest_rank(layers, other, placement) for other in splits(len(seconds), 4))
-    assert least * (1 - 1e-9) <= largest_rank(layers, balanced, placement) <= largest_rank(layers, split, placement) * (1 + 1e-9)
+    assert (
+        least * (1 - 1e-9)
+        <= largest_rank(layers, balanced, placement)
+        <= largest_rank(layers, split, placement) * (1 + 1e-9)
+    )
     assert balanced == balance(layers, split, placement)
 
 
@@ -85,9 +96,16 @@ def test_balancing_ranks_gives_the_rank_with_the_head_fewer_layers():
     assert largest_rank(layers, balanced, placement) == 15 and min(map(len, balanced)) >= 1
 
 
-@pytest.mark.parametrize("sizes, depth, stages, text", [
-    ([2, 2], 4, 3, "has 2 entries"), ([2, 2, 1], 4, 3, "adds up to 5 layers"), ([4, 0, 0], 4, 3, "at least one layer"),
-    ([2.0, 1, 1], 4, 3, "at least one layer"), ([-1, 3, 2], 4, 3, "at least one layer")])
+@pytest.mark.parametrize(
+    "sizes, depth, stages, text",
+    [
+        ([2, 2], 4, 3, "has 2 entries"),
+        ([2, 2, 1], 4, 3, "adds up to 5 layers"),
+        ([4, 0, 0], 4, 3, "at least one layer"),
+        ([2.0, 1, 1], 4, 3, "at least one layer"),
+        ([-1, 3, 2], 4, 3, "at least one layer"),
+    ],
+)
 def test_explicit_splits_are_checked(sizes, depth, stages, text):
     with pytest.raises(ConfigError, match=r"parallel\.pipeline\.split=\[.*legal: for example \[2,1,1\]") as error:
         explicit(sizes, depth, stages)
@@ -116,7 +134,9 @@ def test_search_finds_the_best_of_brute_force():
                 except ConfigError:
                     continue
                 layers = UNBALANCED.scaled(samples / count)
-                best = min(best, *(simulate(schedule, layers.stage(split)).makespan for split in splits(8, schedule.stages)))
+                best = min(
+                    best, *(simulate(schedule, layers.stage(split)).makespan for split in splits(8, schedule.stages))
+                )
     templates = search(UNBALANCED.scaled, ranks, samples, space=Space(schedules=tuple(TEMPLATES), chunks=(1, 2)))
     assert templates.predicted.makespan == pytest.approx(best)
     assert search(UNBALANCED.scaled, ranks, samples).predicted.makespan <= best * (1 + 1e-9)
@@ -127,8 +147,11 @@ def test_search_finds_the_best_of_brute_force():
 def test_pruning_loses_nothing(seconds, head):
     """With the split fixed, the search equals simulating everything."""
     layers, split = costs(seconds, head), from_sizes([2, 1, 2, 1])
-    best = min(simulate(build_schedule(name, 2, count, 2), layers.scaled(6 / count).stage(split)).makespan
-               for name in ("interleaved", "zb_v", "v_half", "v_min", "dualpipe_v") for count in (2, 3, 6))
+    best = min(
+        simulate(build_schedule(name, 2, count, 2), layers.scaled(6 / count).stage(split)).makespan
+        for name in ("interleaved", "zb_v", "v_half", "v_min", "dualpipe_v")
+        for count in (2, 3, 6)
+    )
     found = search(layers.scaled, 2, 6, space=Space(schedules=tuple(TEMPLATES), split=split, microbatches=(2, 3, 6)))
     assert found.predicted.makespan == pytest.approx(best, rel=1e-5)
     assert found.split == split and found.chunks == 2
@@ -164,6 +187,7 @@ def test_a_memory_limit_is_kept_at_the_price_of_time():
 
 def test_constant_bytes_may_depend_on_the_split():
     """Here a layer's state is heavy: splits that give a rank more than four layers do not fit."""
+
     def state(split, placement):
         return [sum(100.0 * len(part) for part, rank in zip(split, placement) if rank == mine) for mine in range(2)]
 
@@ -180,7 +204,11 @@ def test_full_backward_only():
 
 def test_a_choice_says_how_to_make_it_again():
     found = search(UNBALANCED.scaled, 2, 8, space=Space(schedules=("1f1b", "interleaved")))
-    again = explicit(yaml.safe_load(next(text for text in found.overrides() if "split" in text).split("=")[1]), 8, found.schedule.stages)
+    again = explicit(
+        yaml.safe_load(next(text for text in found.overrides() if "split" in text).split("=")[1]),
+        8,
+        found.schedule.stages,
+    )
     assert again == found.split
     values = dict(text.split("=") for text in found.overrides())
     assert int(values["batch.accumulation"]) * int(values["batch.micro_size"]) == 8
@@ -188,7 +216,11 @@ def test_a_choice_says_how_to_make_it_again():
     count = int(values["batch.accumulation"])
     assert build_schedule(name, 2, count, chunks) == found.schedule
     nested = yaml.safe_load(found.to_yaml())
-    assert nested["parallel"]["pipeline"] == {"schedule": name, "chunks": chunks, "split": [len(part) for part in found.split]}
+    assert nested["parallel"]["pipeline"] == {
+        "schedule": name,
+        "chunks": chunks,
+        "split": [len(part) for part in found.split],
+    }
     assert nested["batch"] == {"accumulation": count, "micro_size": 8 // count}
     assert [row.makespan for row in found.table] == sorted(row.makespan for row in found.table)
 
@@ -209,14 +241,20 @@ def test_between_steps_only_the_order_changes(style, chunks):
     assert (found.split, found.schedule.placement) == (split, placement)
     assert (found.microbatches, found.micro_size, found.chunks) == (6, 1, chunks)
     assert len({(row.chunks, row.microbatches, row.split) for row in found.table}) == 1 < len(found.table)
-    before = build_schedule("1f1b", 2, 6) if chunks == 1 else build_schedule("interleaved" if style == "loop" else "v_min", 2, 6, 2)
+    before = (
+        build_schedule("1f1b", 2, 6)
+        if chunks == 1
+        else build_schedule("interleaved" if style == "loop" else "v_min", 2, 6, 2)
+    )
     assert found.predicted.makespan <= simulate(before, UNBALANCED.stage(split)).makespan
     limit = min(row.memory for row in found.table)
     assert max(reorder(UNBALANCED, split, placement, 6, 1, limit).memory) <= limit
 
 
 def test_what_is_impossible_is_refused():
-    with pytest.raises(ConfigError, match="batch.accumulation=3 does not divide the 8 sequences of each .*legal: 1, 2, 4, 8"):
+    with pytest.raises(
+        ConfigError, match="batch.accumulation=3 does not divide the 8 sequences of each .*legal: 1, 2, 4, 8"
+    ):
         search(UNBALANCED.scaled, 2, 8, space=Space(microbatches=(3,)))
     with pytest.raises(ConfigError, match="parallel.pp=9 .*no split of model.depth=8"):
         search(UNBALANCED.scaled, 9, 8)

@@ -1,4 +1,5 @@
 """Costs of stages and the simulation of schedules on them: closed formulas, memory, transfers, gathers, deadlocks."""
+
 from __future__ import annotations
 
 import time
@@ -19,12 +20,19 @@ from trainer.planning.schedules.simulate import Simulation, simulate
 from trainer.planning.schedules.templates import build_schedule, forward_only, greedy, place
 
 SHAPES = [(1, 1), (1, 5), (2, 2), (2, 7), (4, 4), (4, 8), (8, 32)]
-LLAMA = ModelSpec(width=4096, depth=2, vocab_size=128256, attention=AttentionSpec(heads=32, kv_heads=8),
-                  feed_forward=FeedForwardSpec(width=14336))
+LLAMA = ModelSpec(
+    width=4096,
+    depth=2,
+    vocab_size=128256,
+    attention=AttentionSpec(heads=32, kv_heads=8),
+    feed_forward=FeedForwardSpec(width=14336),
+)
 
 
 def schedule(*lines: str, placement: tuple[int, ...], microbatches: int) -> Schedule:
-    return Schedule("test", tuple(tuple(parse(cell) for cell in line.split()) for line in lines), placement, microbatches)
+    return Schedule(
+        "test", tuple(tuple(parse(cell) for cell in line.split()) for line in lines), placement, microbatches
+    )
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -51,7 +59,9 @@ def test_zero_bubble_h1_leaves_a_third_of_the_bubble(p, m):
 
 @pytest.mark.parametrize("p, m", SHAPES)
 def test_activations_held_at_the_peak(p, m):
-    assert simulate(build_schedule("1f1b", p, m), StageCosts.uniform(p)).memory == tuple(min(m, p - rank) for rank in range(p))
+    assert simulate(build_schedule("1f1b", p, m), StageCosts.uniform(p)).memory == tuple(
+        min(m, p - rank) for rank in range(p)
+    )
     assert simulate(build_schedule("gpipe", p, m), StageCosts.uniform(p)).memory == (m,) * p
 
 
@@ -73,7 +83,9 @@ def test_transfers_shift_the_phases_of_gpipe_and_cost_nothing_within_a_rank(p, m
 def test_transfers_overlap_with_computation():
     """In 1F1B's steady state one hop there and one back lie between a forward and its turn, and only they show."""
     p, m = 4, 32
-    plain, slow = (simulate(build_schedule("1f1b", p, m), StageCosts.uniform(p, transfer=seconds)) for seconds in (0.0, 0.1))
+    plain, slow = (
+        simulate(build_schedule("1f1b", p, m), StageCosts.uniform(p, transfer=seconds)) for seconds in (0.0, 0.1)
+    )
     assert plain.makespan + 2 * (p - 1) * 0.1 <= slow.makespan < plain.makespan + 2 * m * 0.1
     assert slow.busy == plain.busy
 
@@ -89,7 +101,11 @@ def test_gathers_delay_the_first_use_and_reductions_follow_the_last():
     costs = replace(StageCosts.uniform(2), unshard=(1.0, 5.0), reduce=(4.0, 1.0))
     result = simulate(plan, costs)
     assert [(str(span.action), span.start, span.end) for span in result.spans[0]] == [
-        ("0F0", 1, 2), ("1F0", 6, 7), ("1B0", 7, 9), ("0B0", 9, 11)]
+        ("0F0", 1, 2),
+        ("1F0", 6, 7),
+        ("1B0", 7, 9),
+        ("0B0", 9, 11),
+    ]
     assert result.makespan == 11 + 4 and result.busy == (6.0,)
     assert simulate(plan, replace(costs, reduce=(1.0, 9.0))).makespan == 9 + 9 + 1
 
@@ -111,20 +127,37 @@ def test_split_backward_keeps_a_share_until_w():
     plan = schedule("0F0 0F1 0I0 0I1 0W0 0W1", placement=(0,), microbatches=2)
     result = simulate(plan, StageCosts.uniform(1, kept=0.25, activation=8))
     assert result.memory == (16.0,)
-    assert result.memory_curve[0] == ((0.0, 0.0), (0.0, 8.0), (1.0, 16.0), (3.0, 10.0), (4.0, 4.0), (5.0, 2.0), (6.0, 0.0))
+    assert result.memory_curve[0] == (
+        (0.0, 0.0),
+        (0.0, 8.0),
+        (1.0, 16.0),
+        (3.0, 10.0),
+        (4.0, 4.0),
+        (5.0, 2.0),
+        (6.0, 0.0),
+    )
     # After recompute, W can hold more than F left.
     assert simulate(plan, StageCosts.uniform(1, kept=3.0, activation=8)).memory == (48.0,)
 
 
-@pytest.mark.parametrize("lines, stuck", [
-    (("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"),
-     ["rank 0 at position 1, 0B0, waits for 1I0 or 1B0", "rank 1 at position 0, 1F1, waits for 0F1"]),
-    (("0F0 0W0 0I0 0F1 0B1", "1F0 1B0 1F1 1B1"),
-     ["rank 0 at position 1, 0W0, waits for 0I0", "rank 1 at position 2, 1F1, waits for 0F1"]),
-    (("0B0 0F0 0F1 0B1", "1F0 1B0 1F1 1B1"),
-     ["rank 0 at position 0, 0B0, waits for 1I0 or 1B0", "rank 1 at position 0, 1F0, waits for 0F0"]),
-    (("0F0 0F1 0B1 0B0", "1B0 1F0 1F1 1B1"), ["rank 1 at position 0, 1B0, waits for 1F0"]),
-])
+@pytest.mark.parametrize(
+    "lines, stuck",
+    [
+        (
+            ("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"),
+            ["rank 0 at position 1, 0B0, waits for 1I0 or 1B0", "rank 1 at position 0, 1F1, waits for 0F1"],
+        ),
+        (
+            ("0F0 0W0 0I0 0F1 0B1", "1F0 1B0 1F1 1B1"),
+            ["rank 0 at position 1, 0W0, waits for 0I0", "rank 1 at position 2, 1F1, waits for 0F1"],
+        ),
+        (
+            ("0B0 0F0 0F1 0B1", "1F0 1B0 1F1 1B1"),
+            ["rank 0 at position 0, 0B0, waits for 1I0 or 1B0", "rank 1 at position 0, 1F0, waits for 0F0"],
+        ),
+        (("0F0 0F1 0B1 0B0", "1B0 1F0 1F1 1B1"), ["rank 1 at position 0, 1B0, waits for 1F0"]),
+    ],
+)
 def test_deadlocks_name_rank_and_action(lines, stuck):
     with pytest.raises(ValueError) as error:
         simulate(schedule(*lines, placement=(0, 1), microbatches=2), StageCosts.uniform(2))
@@ -138,7 +171,11 @@ def test_costs_of_other_stages_are_refused():
 
 def reference(plan: Schedule, costs: StageCosts) -> dict[Action, float]:
     """End times by the definition: an action starts when its predecessor on the rank has ended and its input is there."""
-    rank_of = {action: (rank, order, position) for rank, order in enumerate(plan.orders) for position, action in enumerate(order)}
+    rank_of = {
+        action: (rank, order, position)
+        for rank, order in enumerate(plan.orders)
+        for position, action in enumerate(order)
+    }
     seconds = {"F": costs.f, "I": costs.i, "W": costs.w, "B": costs.b}
     ends: dict[Action, float] = {}
 
@@ -146,7 +183,11 @@ def reference(plan: Schedule, costs: StageCosts) -> dict[Action, float]:
         if action not in ends:
             rank, order, position = rank_of[action]
             stage, m = action.stage, action.microbatch
-            behind = [Action(stage + 1, "I", m), Action(stage + 1, "B", m)] if stage < plan.stages - 1 else [Action(stage, "F", m)]
+            behind = (
+                [Action(stage + 1, "I", m), Action(stage + 1, "B", m)]
+                if stage < plan.stages - 1
+                else [Action(stage, "F", m)]
+            )
             source = {"F": [Action(stage - 1, "F", m)], "W": [Action(stage, "I", m)]}.get(action.kind, behind)
             start = end(order[position - 1]) if position else 0.0
             for need in source:
@@ -165,7 +206,13 @@ times = st.floats(0.01, 4)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.data(), st.integers(1, 3), st.sampled_from([(1, "loop"), (2, "loop"), (2, "v")]), st.integers(1, 5), st.booleans())
+@given(
+    st.data(),
+    st.integers(1, 3),
+    st.sampled_from([(1, "loop"), (2, "loop"), (2, "v")]),
+    st.integers(1, 5),
+    st.booleans(),
+)
 def test_any_schedule_and_costs_equal_the_definition(data, ranks, layout, microbatches, split):
     chunks, style = layout
     stages = ranks * chunks
@@ -173,8 +220,16 @@ def test_any_schedule_and_costs_equal_the_definition(data, ranks, layout, microb
     def draw() -> tuple[float, ...]:
         return tuple(data.draw(st.lists(times, min_size=stages, max_size=stages)))
 
-    costs = StageCosts(draw(), draw(), draw(), draw(), draw(), kept=data.draw(st.floats(0, 2)), transfer=data.draw(st.floats(0, 1)),
-                       host=data.draw(st.floats(0, 0.5)))
+    costs = StageCosts(
+        draw(),
+        draw(),
+        draw(),
+        draw(),
+        draw(),
+        kept=data.draw(st.floats(0, 2)),
+        transfer=data.draw(st.floats(0, 1)),
+        host=data.draw(st.floats(0, 0.5)),
+    )
     plan = greedy(StageCosts.uniform(stages), place(ranks, chunks, style), microbatches, None, split)
     result = simulate(plan, costs)
     ends = reference(plan, costs)
@@ -198,13 +253,17 @@ def test_a_thousand_gpu_schedule_takes_about_a_second():
 
 # Costs from operations
 
-@pytest.mark.parametrize("mode, save, units", [
-    ("none", [], 12 + 4 / 4 + 8 * 3.5 + 4 * 32 / 4096 + 8 / 4096),
-    ("full", [], 2),
-    ("selective", ["matmul", "attention"], 10 + 4 / 4 + 4 * 3.5 + 4 * 32 / 4096),
-    ("selective", ["attention"], 4 + 4 * 32 / 4096),
-    ("selective", ["attention", "matmul/2"], 2 + 0.5 + 2 + 7 + 2 + 4 * 32 / 4096),
-])
+
+@pytest.mark.parametrize(
+    "mode, save, units",
+    [
+        ("none", [], 12 + 4 / 4 + 8 * 3.5 + 4 * 32 / 4096 + 8 / 4096),
+        ("full", [], 2),
+        ("selective", ["matmul", "attention"], 10 + 4 / 4 + 4 * 3.5 + 4 * 32 / 4096),
+        ("selective", ["attention"], 4 + 4 * 32 / 4096),
+        ("selective", ["attention", "matmul/2"], 2 + 0.5 + 2 + 7 + 2 + 4 * 32 / 4096),
+    ],
+)
 def test_saved_activations_by_recompute(mode, save, units):
     """In units of tokens x width bytes, bf16; the first, second, third and fourth are traced values."""
     config = ActivationConfig(mode=mode, save=save)
@@ -215,7 +274,9 @@ def test_saved_activations_by_recompute(mode, save, units):
 
 def test_flops_are_those_of_the_model():
     costs = layer_costs(LLAMA, 1024, 3, 1, 1.0)
-    scores = LLAMA.depth * 4 * 4096 * seen_keys(1024) * 3 * 1024  # attention forward; its backward also computes them again
+    scores = (
+        LLAMA.depth * 4 * 4096 * seen_keys(1024) * 3 * 1024
+    )  # attention forward; its backward also computes them again
     assert sum(costs.total) - 0.5 * scores == pytest.approx(flops_per_token(LLAMA, 1024, causal=True) * 3 * 1024)
     assert costs.w[1] == pytest.approx(costs.f[1] - scores / 2)
     assert costs.i[1] == pytest.approx(costs.w[1] + 2.5 * scores / 2)
@@ -225,11 +286,15 @@ def test_flops_are_those_of_the_model():
 
 def test_recompute_adds_to_the_input_gradient_only():
     kept = layer_costs(LLAMA, 1024, 1, 1, 1.0)
-    full, half, odd = (layer_costs(LLAMA, 1024, 1, 1, 1.0, recompute=ActivationConfig(**options)) for options in (
-        {"mode": "full"}, {"mode": "selective"}, {"mode": "full", "every": 2}))
+    full, half, odd = (
+        layer_costs(LLAMA, 1024, 1, 1, 1.0, recompute=ActivationConfig(**options))
+        for options in ({"mode": "full"}, {"mode": "selective"}, {"mode": "full", "every": 2})
+    )
     down = 2 * 1024 * 4096 * 14336
     assert (full.f, full.w) == (kept.f, kept.w)
-    assert full.i[1] - kept.i[1] == pytest.approx(kept.f[1] - down)  # nothing in backward reads the last product's result
+    assert full.i[1] - kept.i[1] == pytest.approx(
+        kept.f[1] - down
+    )  # nothing in backward reads the last product's result
     assert half.i[1] - kept.i[1] == pytest.approx(2 * 1024 * 4096 * (4096 + 1024 + 14336))  # q, v and gate
     assert odd.i[1] == full.i[1] and odd.i[2] == kept.i[2] and odd.activation[2] == kept.activation[2]
     assert full.kept > half.kept > kept.kept
@@ -237,8 +302,10 @@ def test_recompute_adds_to_the_input_gradient_only():
 
 def test_recompute_of_modules_and_of_a_budget():
     kept = layer_costs(LLAMA, 1024, 1, 1, 1.0)
-    block, half = (layer_costs(LLAMA, 1024, 1, 1, 1.0, recompute=ActivationConfig(**options)) for options in (
-        {"mode": "selective", "modules": ["layers.0.feed_forward"]}, {"mode": "budget", "budget": 0.5}))
+    block, half = (
+        layer_costs(LLAMA, 1024, 1, 1, 1.0, recompute=ActivationConfig(**options))
+        for options in ({"mode": "selective", "modules": ["layers.0.feed_forward"]}, {"mode": "budget", "budget": 0.5})
+    )
     assert block.i[1] - kept.i[1] == pytest.approx(2 * 2 * 1024 * 4096 * 14336) and block.i[2] == kept.i[2]
     assert block.activation[1] == pytest.approx(kept.activation[1] - 2 * 2 * 1024 * 14336)
     full = layer_costs(LLAMA, 1024, 1, 1, 1.0, recompute=ActivationConfig(mode="full"))
@@ -259,8 +326,14 @@ def test_communication_terms():
 
 
 def test_stages_sum_their_layers_embedding_and_head():
-    layers = LayerCosts(f=(1, 2, 4, 8, 16), i=(1, 1, 1, 1, 1), w=(0, 1, 2, 3, 4), activation=(1, 0, 0, 5, 7),
-                        reduce=(1, 1, 1, 1, 2), kept=0.3)
+    layers = LayerCosts(
+        f=(1, 2, 4, 8, 16),
+        i=(1, 1, 1, 1, 1),
+        w=(0, 1, 2, 3, 4),
+        activation=(1, 0, 0, 5, 7),
+        reduce=(1, 1, 1, 1, 2),
+        kept=0.3,
+    )
     stage = layers.stage((range(0, 1), range(1, 3)))
     assert stage == StageCosts(f=(3, 28), i=(2, 3), w=(1, 9), b=(3, 12), activation=(1, 12), kept=0.3, reduce=(2, 4))
     for wrong in ((range(0, 2),), (range(1, 3), range(0, 1)), (range(0, 2), range(1, 3))):
@@ -290,5 +363,7 @@ def test_scaled_costs_are_those_of_a_larger_micro_batch():
 
 
 def test_bubbles_by_rank():
-    result: Simulation = simulate(build_schedule("1f1b", 2, 1), StageCosts((1.0, 3.0), (0.5, 1.5), (0.5, 1.5), (1.0, 3.0), (1.0, 1.0)))
+    result: Simulation = simulate(
+        build_schedule("1f1b", 2, 1), StageCosts((1.0, 3.0), (0.5, 1.5), (0.5, 1.5), (1.0, 3.0), (1.0, 1.0))
+    )
     assert result.makespan == 8 and result.bubbles == (0.75, 0.25) and result.bubble == 0.5

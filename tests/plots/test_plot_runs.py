@@ -1,4 +1,5 @@
 """Pictures of runs: the points that are drawn, the labels, and the command line with its exit codes."""
+
 import json
 import math
 import re
@@ -20,8 +21,16 @@ def lines(steps, scale=1.0):
     records = []
     for step in range(1, steps + 1):
         tokens = step * 4096
-        records.append({"step": step, "tokens": tokens, "loss": None if step == 7 else scale + 8 / step,
-                        "lr": 3e-4 * step / steps, "grad_norm": 2.0 / step, "tokens_per_second": 20e3 * scale})
+        records.append(
+            {
+                "step": step,
+                "tokens": tokens,
+                "loss": None if step == 7 else scale + 8 / step,
+                "lr": 3e-4 * step / steps,
+                "grad_norm": 2.0 / step,
+                "tokens_per_second": 20e3 * scale,
+            }
+        )
         if step % 10 == 0:
             records.append({"step": step, "tokens": tokens, "eval_loss": scale + 9 / step})
     return records
@@ -30,11 +39,15 @@ def lines(steps, scale=1.0):
 @pytest.fixture
 def run(tmp_path):
     """Writes a run folder and returns its path."""
+
     def write(name, records=None, text=None):
         folder = tmp_path / name
         folder.mkdir(parents=True)
-        (folder / "metrics.jsonl").write_text(text if text is not None else "".join(json.dumps(r) + "\n" for r in records))
+        (folder / "metrics.jsonl").write_text(
+            text if text is not None else "".join(json.dumps(r) + "\n" for r in records)
+        )
         return folder
+
     return write
 
 
@@ -107,7 +120,13 @@ def test_runs_are_told_apart(tmp_path):
 def test_what_cannot_be_drawn_is_said_for_every_run_at_once(run, tmp_path, capsys):
     good = run("good", lines(3))
     broken = run("broken", text='{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n{"step": 3, "loss": 1.0}\n')
-    folders = [tmp_path / "absent", run("empty", text=""), broken, run("words", text='{"step": 1, "loss": "low"}\n'), good]
+    folders = [
+        tmp_path / "absent",
+        run("empty", text=""),
+        broken,
+        run("words", text='{"step": 1, "loss": "low"}\n'),
+        good,
+    ]
     assert plot.main([*map(str, folders), "--out", str(tmp_path / "out.png")]) == 2
     shown = capsys.readouterr().err
     assert "absent" in shown and "runs/NAME" in shown and "no step has been logged" in shown
@@ -115,10 +134,15 @@ def test_what_cannot_be_drawn_is_said_for_every_run_at_once(run, tmp_path, capsy
     assert "Traceback" not in shown and not (tmp_path / "out.png").exists()
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--smooth", "0"], "--smooth 0"), (["--out", "x.doc"], ".png"), (["--x", "time"], "tokens"),
-    (["--out", "/dev/null/x.png"], "cannot write"),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--smooth", "0"], "--smooth 0"),
+        (["--out", "x.doc"], ".png"),
+        (["--x", "time"], "tokens"),
+        (["--out", "/dev/null/x.png"], "cannot write"),
+    ],
+)
 def test_wrong_options_exit_with_2(run, arguments, words, capsys):
     try:
         code = plot.main([str(run("a", lines(3))), *arguments])

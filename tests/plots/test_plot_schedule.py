@@ -1,4 +1,5 @@
 """Pictures, traces and files of pipeline timelines: what is drawn is the spans, and the numbers beside are theirs."""
+
 import json
 import re
 from collections import Counter
@@ -52,7 +53,7 @@ def rows(axes):
 def test_1f1b_is_drawn_as_its_textbook_picture():
     spans = planned("1f1b", 4, 8, 0.01)
     figure = draw_schedule({"planned": spans}, title="a run")
-    axes, = figure.axes
+    (axes,) = figure.axes
     # (p - 1)(F + B) of bubble and m (F + B) of work a rank: 90 ms and 240 ms.
     assert titles(axes) == ("planned", "makespan 330 ms, bubble 27.3%") and rows(axes) == ["27.3%"] * 4
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2", "rank 3"]
@@ -62,7 +63,9 @@ def test_1f1b_is_drawn_as_its_textbook_picture():
     assert sum(found.values()) == 4 * 16 + sum(found[rank, "bubble"] for rank in range(4))
     drawn = {collection.get_gid(): times(collection) for collection in axes.collections}
     numpy.testing.assert_allclose(drawn["rank0-bubble"][0], (0.04, 0.10), atol=1e-12)
-    numpy.testing.assert_allclose(drawn["rank3-B0"], [(span.start, span.end) for span in spans[3] if span.action.kind == "B"])
+    numpy.testing.assert_allclose(
+        drawn["rank3-B0"], [(span.start, span.end) for span in spans[3] if span.action.kind == "B"]
+    )
     assert all(collection.get_hatch() for collection in axes.collections if collection.get_label() == "bubble")
     assert axes.yaxis_inverted() and figure.get_suptitle() == "a run"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "full backward", "bubble"]
@@ -79,10 +82,10 @@ def test_planned_above_measured_share_one_time_axis():
 
 
 def test_numbers_are_micro_batches_and_go_when_bars_are_narrow():
-    axes, = draw_schedule({"": planned("1f1b", 2, 12)}).axes
+    (axes,) = draw_schedule({"": planned("1f1b", 2, 12)}).axes
     numbers = Counter(text.get_text() for text in axes.texts if text.get_text().isdigit())
     assert numbers == {str(microbatch): 4 for microbatch in range(12)}  # F and B on two ranks
-    crowded, = draw_schedule({"": planned("zb_h1", 16, 64)}).axes
+    (crowded,) = draw_schedule({"": planned("zb_h1", 16, 64)}).axes
     assert not [text for text in crowded.texts if text.get_text().isdigit()] and bars(crowded)[0, "W"] == 64
 
 
@@ -91,13 +94,19 @@ def test_a_number_lies_in_its_bar():
     figure.draw_without_rendering()
     checked = 0
     for axes in figure.axes:
-        boxes = [path.get_extents(axes.transData) for collection in axes.collections if collection.get_label() != "bubble"
-                 for path in collection.get_paths()]
+        boxes = [
+            path.get_extents(axes.transData)
+            for collection in axes.collections
+            if collection.get_label() != "bubble"
+            for path in collection.get_paths()
+        ]
         for text in axes.texts:
             if text.get_text().isdigit():
                 extent = text.get_window_extent()
-                assert any(box.x0 <= extent.x0 and extent.x1 <= box.x1 and box.y0 <= extent.y0 and extent.y1 <= box.y1
-                           for box in boxes), text
+                assert any(
+                    box.x0 <= extent.x0 and extent.x1 <= box.x1 and box.y0 <= extent.y0 and extent.y1 <= box.y1
+                    for box in boxes
+                ), text
                 checked += 1
     assert checked >= 4 * 16 * 2
 
@@ -106,9 +115,15 @@ def test_chunks_are_shades_and_overlaps_share_a_row():
     def overlap(forward, backward):
         return Action(-1, "OVERLAP_F_B", None, (Action(*forward), Action(*backward)))
 
-    ranks = [[Span(Action(0, "F", 0), 0, 1), Span(overlap((0, "F", 1), (3, "B", 0)), 1, 4), Span(Action(0, "REDUCE_GRAD"), 4, 5)],
-             [Span(Action(1, "F", 0), 1, 2), Span(Action(2, "I", 0), 2, 3), Span(Action(2, "W", 0), 3, 4)]]
-    axes, = draw_schedule({"measured": ranks}, seconds=False).axes
+    ranks = [
+        [
+            Span(Action(0, "F", 0), 0, 1),
+            Span(overlap((0, "F", 1), (3, "B", 0)), 1, 4),
+            Span(Action(0, "REDUCE_GRAD"), 4, 5),
+        ],
+        [Span(Action(1, "F", 0), 1, 2), Span(Action(2, "I", 0), 2, 3), Span(Action(2, "W", 0), 3, 4)],
+    ]
+    (axes,) = draw_schedule({"measured": ranks}, seconds=False).axes
     found = {collection.get_gid(): collection for collection in axes.collections}
     # rank 0 computes 4 of 5, rank 1 3 of 5: reducing gradients is drawn, and is no computation
     assert titles(axes)[1] == "makespan 5, bubble 30.0%" and rows(axes) == ["20.0%", "40.0%"]
@@ -116,8 +131,14 @@ def test_chunks_are_shades_and_overlaps_share_a_row():
     above, below = (found[f"rank0-{half}-overlap"] for half in ("F0", "B1"))
     assert times(found["rank0-F0"]) == [(0, 1)] and times(above) == times(below) == [(1, 4)]
     above, below = (half.get_paths()[0].vertices[:, 1] for half in (above, below))
-    assert above.max() == pytest.approx(below.min()) and above.min() == pytest.approx(-0.42) and below.max() == pytest.approx(0.42)
-    shades = [matplotlib.colors.rgb_to_hsv(found[gid].get_facecolor()[0][:3]) for gid in ("rank1-F0", "rank1-I1", "rank1-W1")]
+    assert (
+        above.max() == pytest.approx(below.min())
+        and above.min() == pytest.approx(-0.42)
+        and below.max() == pytest.approx(0.42)
+    )
+    shades = [
+        matplotlib.colors.rgb_to_hsv(found[gid].get_facecolor()[0][:3]) for gid in ("rank1-F0", "rank1-I1", "rank1-W1")
+    ]
     assert len({round(float(hue), 2) for hue, _, _ in shades}) == 3
 
 
@@ -131,7 +152,10 @@ def test_kinds_are_told_apart_without_colour():
     base = sorted(luminance(pictures._colour(kind, 0, 1)) for kind in pictures.LOOKS)
     assert min(high - low for low, high in zip(base, base[1:])) > 15
     for kind, look in pictures.LOOKS.items():
-        ink, shades = luminance(matplotlib.colors.to_rgb(look.ink)), [luminance(pictures._colour(kind, chunk, 2)) for chunk in (0, 1)]
+        ink, shades = (
+            luminance(matplotlib.colors.to_rgb(look.ink)),
+            [luminance(pictures._colour(kind, chunk, 2)) for chunk in (0, 1)],
+        )
         assert shades[1] - shades[0] > 6 and all(abs(ink - shade) > 35 for shade in shades)
 
 
@@ -147,7 +171,8 @@ def test_pictures_are_written_at_every_size(ranks, microbatches, suffix, start, 
 
 
 spans = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10)), max_size=20).map(
-    lambda pairs: [Span(Action(0, "F", index), start, start + length) for index, (start, length) in enumerate(pairs)])
+    lambda pairs: [Span(Action(0, "F", index), start, start + length) for index, (start, length) in enumerate(pairs)]
+)
 
 
 @given(spans, st.floats(0, 50))
@@ -168,10 +193,12 @@ def test_gaps_and_computation_fill_the_step(spans, more):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_bubbles_are_those_of_the_simulator(name):
     schedule = build_schedule(name, 4, 12)
-    step = simulate(schedule, StageCosts.uniform(schedule.stages, 0.3, 0.7, 0.2, b=0.8, transfer=0.05, unshard=0.1, reduce=0.4))
+    step = simulate(
+        schedule, StageCosts.uniform(schedule.stages, 0.3, 0.7, 0.2, b=0.8, transfer=0.05, unshard=0.1, reduce=0.4)
+    )
     makespan, bubble, bubbles = measure(step.spans, step.makespan)
     assert makespan == step.makespan and bubble == pytest.approx(step.bubble) and bubbles == pytest.approx(step.bubbles)
-    axes, = draw_schedule({name: step.spans}, makespans={name: step.makespan}).axes
+    (axes,) = draw_schedule({name: step.spans}, makespans={name: step.makespan}).axes
     assert f"bubble {100 * step.bubble:.1f}%" in titles(axes)[1]
     assert axes.get_xlim()[1] == step.makespan > max(span.end for row in step.spans for span in row)
 
@@ -182,7 +209,10 @@ def test_traces_hold_every_action_in_microseconds(tmp_path):
     chrome_trace({"planned": ranks, "measured": ranks[:2]}, path)
     events = json.loads(path.read_text())["traceEvents"]
     names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert names == {**{(0, rank): f"rank {rank}" for rank in range(4)}, **{(1, rank): f"rank {rank}" for rank in range(2)}}
+    assert names == {
+        **{(0, rank): f"rank {rank}" for rank in range(4)},
+        **{(1, rank): f"rank {rank}" for rank in range(2)},
+    }
     assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["planned", "measured"]
     done = [event for event in events if event["ph"] == "X"]
     assert len(done) == 6 * 3 * (4 + 2)
@@ -198,7 +228,11 @@ def test_traces_hold_every_action_in_microseconds(tmp_path):
 
 def test_timelines_survive_their_file(tmp_path):
     overlap = Action(-1, "OVERLAP_F_B", None, (Action(0, "F", 7), Action(1, "B", 3)))
-    ranks = (tuple(planned("zb_v", 2, 6, 0.1 / 3)[0]), (Span(Action(1, "REDUCE_GRAD"), 0.0, 1e-3), Span(overlap, 0.5, 0.75)), ())
+    ranks = (
+        tuple(planned("zb_v", 2, 6, 0.1 / 3)[0]),
+        (Span(Action(1, "REDUCE_GRAD"), 0.0, 1e-3), Span(overlap, 0.5, 0.75)),
+        (),
+    )
     path = tmp_path / "schedule" / "measured.json"
     write_timeline(path, ranks)
     assert read_timeline(path) == (ranks, measure(ranks)[0])
@@ -215,7 +249,9 @@ def test_timelines_survive_their_file(tmp_path):
 
 GOOD = '{"makespan": 1, "bubble": 0, "ranks": [[{"action": "0F0", "start": 0, "end": 1}], [%s]]}'
 DAMAGED = {
-    "torn": (GOOD[:40], "not JSON"), "list": ("[]", "no actions under 'ranks'"), "empty": ('{"ranks": [[], []]}', "no actions"),
+    "torn": (GOOD[:40], "not JSON"),
+    "list": ("[]", "no actions under 'ranks'"),
+    "empty": ('{"ranks": [[], []]}', "no actions"),
     "word": (GOOD % '{"action": "0X0", "start": 0, "end": 1}', "rank 1, action 0"),
     "missing": (GOOD % '{"action": "1F0", "start": 0}', "rank 1, action 0"),
     "backwards": (GOOD % '{"action": "1F0", "start": 0.5, "end": 0.25}', "1F0 from 0.5 to 0.25"),
@@ -243,8 +279,21 @@ def drawn(monkeypatch):
 
 def test_templates_are_compared_on_one_axis(drawn, tmp_path, capsys):
     out, trace = tmp_path / "x.svg", tmp_path / "x.json"
-    arguments = ["--schedule", "1f1b", "interleaved", "--ranks", "4", "--microbatches", "8", "--costs", "1,1.5,0.5", "--out", str(out),
-                 "--trace", str(trace)]
+    arguments = [
+        "--schedule",
+        "1f1b",
+        "interleaved",
+        "--ranks",
+        "4",
+        "--microbatches",
+        "8",
+        "--costs",
+        "1,1.5,0.5",
+        "--out",
+        str(out),
+        "--trace",
+        str(trace),
+    ]
     assert plot.main(arguments) == 0
     assert capsys.readouterr().out.splitlines() == [str(out), str(trace)]
     plain, interleaved = drawn["x.svg"].axes
@@ -259,13 +308,15 @@ def test_a_csv_file_is_drawn_as_it_says(drawn, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.csv").write_text(dumps(build_schedule("zb_v", 2, 6)))
     assert plot.main(["--schedule", "mine.csv"]) == 0 and capsys.readouterr().out == "schedule.png\n"
-    axes, = drawn["schedule.png"].axes
+    (axes,) = drawn["schedule.png"].axes
     assert titles(axes)[0] == "mine.csv: 2 ranks x 2 chunks, 6 micro-batches" and bars(axes)[1, "F"] == 12
 
 
 def folder_of_run(folder, *names):
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "loss": 1 / step}) + "\n" for step in (1, 2, 3)))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "loss": 1 / step}) + "\n" for step in (1, 2, 3))
+    )
     for name, seconds in zip(names, (0.01, 0.015)):
         write_timeline(folder / "schedule" / f"{name}.json", planned("1f1b", 2, 4, seconds))
     return folder
@@ -274,7 +325,9 @@ def folder_of_run(folder, *names):
 def test_a_run_with_a_pipeline_has_two_pictures(tmp_path, capsys):
     run = folder_of_run(tmp_path / "deep", "planned", "measured")
     assert plot.main([str(run), "--trace", str(run / "trace.json")]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(run / name) for name in ("metrics.png", "schedule.png", "trace.json")]
+    assert capsys.readouterr().out.splitlines() == [
+        str(run / name) for name in ("metrics.png", "schedule.png", "trace.json")
+    ]
     assert all((run / name).read_bytes().startswith(PNG) for name in ("metrics.png", "schedule.png"))
     assert len(json.loads((run / "trace.json").read_text())["traceEvents"]) == 2 * (2 + 2 * 2 + 2 * 8)
 
@@ -285,15 +338,24 @@ def test_the_panels_of_a_run(drawn, tmp_path, capsys):
     assert plot.main([str(run), "--out", str(tmp_path / "pictures" / "x.svg")]) == 0
     figure = drawn["x-schedule.svg"]
     assert set(drawn) == {"x.svg", "x-schedule.svg"} and figure.get_suptitle() == "deep"
-    assert [titles(axes) for axes in figure.axes] == [("planned", "makespan 150 ms, bubble 20.0%"),
-                                                      ("measured", "makespan 250 ms, bubble 28.0%")]
+    assert [titles(axes) for axes in figure.axes] == [
+        ("planned", "makespan 150 ms, bubble 20.0%"),
+        ("measured", "makespan 250 ms, bubble 28.0%"),
+    ]
 
 
 def test_runs_that_have_only_a_plan_or_no_pipeline(drawn, tmp_path, capsys):
-    young, plain, trace = folder_of_run(tmp_path / "young", "planned"), folder_of_run(tmp_path / "plain"), tmp_path / "x.json"
+    young, plain, trace = (
+        folder_of_run(tmp_path / "young", "planned"),
+        folder_of_run(tmp_path / "plain"),
+        tmp_path / "x.json",
+    )
     assert plot.main([str(plain)]) == 0 and set(drawn) == {"metrics.png"}
     assert plot.main([str(young)]) == 0 and [titles(axes)[0] for axes in drawn["schedule.png"].axes] == ["planned"]
-    assert plot.main([str(plain), "--trace", str(trace)]) == 2 and plot.main([str(young), str(plain), "--trace", str(trace)]) == 2
+    assert (
+        plot.main([str(plain), "--trace", str(trace)]) == 2
+        and plot.main([str(young), str(plain), "--trace", str(trace)]) == 2
+    )
     shown = capsys.readouterr().err
     assert "has no timeline" in shown and "give one run, not 2" in shown and not trace.exists()
 
@@ -309,25 +371,28 @@ def test_a_damaged_timeline_of_a_run_is_said(tmp_path, capsys):
 SIZE = ["--ranks", "4", "--microbatches", "8"]
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--schedule", "1f2b", *SIZE], ["--schedule 1f2b", "zb_v", ".csv"]),
-    (["--schedule", "absent.csv"], ["--schedule absent.csv", "cannot read"]),
-    (["--schedule", "bad.csv"], ["bad.csv, line 2, cell 2"]),
-    (["--schedule", "bad.csv", *SIZE], ["--ranks, --microbatches", "bad.csv"]),
-    (["--schedule", "stuck.csv"], ["stuck.csv: rank 1"]),
-    (["--schedule", "1f1b"], ["--ranks", "--microbatches"]),
-    (["--schedule", "1f1b", "--ranks", "0", "--microbatches", "8"], ["--ranks"]),
-    (["--schedule", "1f1b", "--ranks", "4", "--microbatches", "0"], ["--microbatches"]),
-    (["--schedule", "1f1b", "--ranks", "4", "--microbatches", "many"], ["--microbatches"]),
-    (["--schedule", "zb_v", *SIZE, "--chunks", "3"], ["--chunks"]),
-    (["--schedule", "1f1b", *SIZE, "--costs", "1,2"], ["--costs 1,2", "F,I,W"]),
-    (["--schedule", "1f1b", *SIZE, "--costs", "1,0,nan"], ["--costs", "positive"]),
-    (["--schedule", "1f1b", *SIZE, "--smooth", "3"], ["--smooth goes with a RUN"]),
-    (["--schedule", "1f1b", *SIZE, "--out", "x.doc"], [".svg"]),
-    (["--schedule", "1f1b", *SIZE, "--out", "x.png", "--trace", "/dev/null/x.json"], ["--trace", "cannot write"]),
-    (["run", "--schedule", "1f1b", *SIZE], ["not both"]),
-    (["run", "--ranks", "4"], ["--ranks goes with --schedule"]),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--schedule", "1f2b", *SIZE], ["--schedule 1f2b", "zb_v", ".csv"]),
+        (["--schedule", "absent.csv"], ["--schedule absent.csv", "cannot read"]),
+        (["--schedule", "bad.csv"], ["bad.csv, line 2, cell 2"]),
+        (["--schedule", "bad.csv", *SIZE], ["--ranks, --microbatches", "bad.csv"]),
+        (["--schedule", "stuck.csv"], ["stuck.csv: rank 1"]),
+        (["--schedule", "1f1b"], ["--ranks", "--microbatches"]),
+        (["--schedule", "1f1b", "--ranks", "0", "--microbatches", "8"], ["--ranks"]),
+        (["--schedule", "1f1b", "--ranks", "4", "--microbatches", "0"], ["--microbatches"]),
+        (["--schedule", "1f1b", "--ranks", "4", "--microbatches", "many"], ["--microbatches"]),
+        (["--schedule", "zb_v", *SIZE, "--chunks", "3"], ["--chunks"]),
+        (["--schedule", "1f1b", *SIZE, "--costs", "1,2"], ["--costs 1,2", "F,I,W"]),
+        (["--schedule", "1f1b", *SIZE, "--costs", "1,0,nan"], ["--costs", "positive"]),
+        (["--schedule", "1f1b", *SIZE, "--smooth", "3"], ["--smooth goes with a RUN"]),
+        (["--schedule", "1f1b", *SIZE, "--out", "x.doc"], [".svg"]),
+        (["--schedule", "1f1b", *SIZE, "--out", "x.png", "--trace", "/dev/null/x.json"], ["--trace", "cannot write"]),
+        (["run", "--schedule", "1f1b", *SIZE], ["not both"]),
+        (["run", "--ranks", "4"], ["--ranks goes with --schedule"]),
+    ],
+)
 def test_what_cannot_be_drawn_exits_with_2(arguments, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.csv").write_text("0F0,0B0\n1F0,what\n")

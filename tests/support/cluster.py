@@ -1,4 +1,5 @@
 """A real Slurm on this machine for a test: its own munged, a controller and two nodes, on loopback and in a folder of its own."""
+
 from __future__ import annotations
 
 import os
@@ -92,12 +93,24 @@ class Cluster:
         self._daemon("slurmctld", "-D", "-c")
         for node in NODES:
             self._daemon("slurmd", "-D", "-N", node)
-        wait_for(lambda: self.ask("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D", check=False).strip() == "2", 60, "idle nodes")
+        wait_for(
+            lambda: self.ask("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D", check=False).strip() == "2",
+            60,
+            "idle nodes",
+        )
 
     def _daemon(self, name: str, *arguments: str) -> None:
         with open(self.root / f"{name}.out", "ab") as out:
-            self.daemons.append(subprocess.Popen([_tool(name), *arguments], env=self.environment, stdout=out, stderr=out,
-                                                 stdin=subprocess.DEVNULL, start_new_session=True))
+            self.daemons.append(
+                subprocess.Popen(
+                    [_tool(name), *arguments],
+                    env=self.environment,
+                    stdout=out,
+                    stderr=out,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            )
 
     def ask(self, *command: str, check: bool = True, **options: object) -> str:
         """Output of one of Slurm's commands."""
@@ -107,7 +120,9 @@ class Cluster:
 
     def job(self, number: str) -> dict[str, str]:
         """What Slurm says of a job: JobState, Restarts, ExitCode and so on."""
-        return dict(part.split("=", 1) for part in self.ask("scontrol", "show", "job", "-o", number).split() if "=" in part)
+        return dict(
+            part.split("=", 1) for part in self.ask("scontrol", "show", "job", "-o", number).split() if "=" in part
+        )
 
     def processes(self, *variables: str) -> Iterator[int]:
         """Processes of this Slurm, its jobs among them, that have these NAME=VALUE in their environment."""

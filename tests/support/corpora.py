@@ -1,4 +1,5 @@
 """Small corpora for the tests of the data layer."""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,5 @@
 """Launches a worker script on several processes: the way users do, by torchrun, or forked from one that has imported everything."""
+
 from __future__ import annotations
 
 import gc
@@ -15,19 +16,32 @@ CAN_COMPILE = bool(shutil.which("g++") or shutil.which("clang++"))
 WORKERS = Path(__file__).parent / "workers"
 
 
-def launch(worker: str, world: int, *arguments: object, timeout: float = 300, check: bool = True,
-           forks: bool = False) -> subprocess.CompletedProcess:
+def launch(
+    worker: str, world: int, *arguments: object, timeout: float = 300, check: bool = True, forks: bool = False
+) -> subprocess.CompletedProcess:
     """Runs tests/workers/`worker` on `world` gloo processes; with `check`, a failure shows what the workers printed. forks: the worker
     is one process, and calls `fork` below."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-                   "PYTHONPATH": os.pathsep.join([str(WORKERS.parent.parent), str(WORKERS.parent)])}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(WORKERS.parent.parent), str(WORKERS.parent)]),
+    }
     launcher = [] if forks else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     if forks:
         environment["WORLD_SIZE"] = str(world)
-    done = subprocess.run([sys.executable, *launcher, str(WORKERS / worker), *map(str, arguments)],
-                          env=environment, timeout=timeout, capture_output=True, text=True, errors="replace")
+    done = subprocess.run(
+        [sys.executable, *launcher, str(WORKERS / worker), *map(str, arguments)],
+        env=environment,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
     if check and done.returncode != 0:
-        raise AssertionError(f"{worker} on {world} processes ended with {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}")
+        raise AssertionError(
+            f"{worker} on {world} processes ended with {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+        )
     return done
 
 
@@ -52,7 +66,13 @@ def fork() -> None:
             FORKED.clear()
             break
         FORKED.append(process)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": world, "RANK": str(mine), "LOCAL_RANK": str(mine)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "LOCAL_WORLD_SIZE": world,
+        "RANK": str(mine),
+        "LOCAL_RANK": str(mine),
+    }
 
 
 def leave() -> None:

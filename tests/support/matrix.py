@@ -4,6 +4,7 @@ Of the product of all features, which has millions of cases, the sample takes fe
 together does (Cohen et al. 1997, "The AETG system"): what breaks is nearly always one feature, or two that meet.
 Needs no torch.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -15,21 +16,60 @@ from typing import Any
 Case = dict[str, Any]
 
 LAYOUT = {
-    "dp": (1, 2, 4), "tp": (1, 2, 4), "pp": (1, 2, 4), "stage": (0, 1, 2, 3),
-    "schedule": ("none", "gpipe", "1f1b", "interleaved", "interleaved3", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v", "greedy", "csv"),
+    "dp": (1, 2, 4),
+    "tp": (1, 2, 4),
+    "pp": (1, 2, 4),
+    "stage": (0, 1, 2, 3),
+    "schedule": (
+        "none",
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "interleaved3",
+        "zb_h1",
+        "zb_h2",
+        "zb_v",
+        "v_half",
+        "v_min",
+        "dualpipe_v",
+        "greedy",
+        "csv",
+    ),
 }
 FEATURES = {
-    "micro_batches": (3, 2, 6, 1), "recompute": ("none", "full", "every2", "selective", "modules"),
-    "precision": ("fp32", "bf16", "fp16"), "tied": (False, True), "attention": ("causal", "documents", "window_cap"), "bias": (False, True),
-    "qk_norm": ("none", "head", "full"), "kv_heads": (1, 2, 4), "family": ("llama", "gpt2", "neox", "gemma"), "loss": ("plain", "chunk", "z_loss"),
+    "micro_batches": (3, 2, 6, 1),
+    "recompute": ("none", "full", "every2", "selective", "modules"),
+    "precision": ("fp32", "bf16", "fp16"),
+    "tied": (False, True),
+    "attention": ("causal", "documents", "window_cap"),
+    "bias": (False, True),
+    "qk_norm": ("none", "head", "full"),
+    "kv_heads": (1, 2, 4),
+    "family": ("llama", "gpt2", "neox", "gemma"),
+    "loss": ("plain", "chunk", "z_loss"),
 }
 FACTORS = LAYOUT | FEATURES
 CHUNKS = {"interleaved": 2, "interleaved3": 3, "zb_v": 2, "v_half": 2, "v_min": 2, "dualpipe_v": 2, "csv": 2}
 SEQUENCES = 24
 COSTS = {1: 0.5, 2: 1, 4: 2, 8: 5}
 """Of a case in seconds of processor time, by processes."""
-PLAIN = dict(stage=0, schedule="none", micro_batches=2, recompute="none", precision="fp32", tied=False, attention="causal", bias=True, qk_norm="head",
-             kv_heads=2, family="llama", loss="plain", dp=1, tp=1, pp=1)
+PLAIN = dict(
+    stage=0,
+    schedule="none",
+    micro_batches=2,
+    recompute="none",
+    precision="fp32",
+    tied=False,
+    attention="causal",
+    bias=True,
+    qk_norm="head",
+    kv_heads=2,
+    family="llama",
+    loss="plain",
+    dp=1,
+    tp=1,
+    pp=1,
+)
 
 
 def world(case: Case) -> int:
@@ -38,7 +78,11 @@ def world(case: Case) -> int:
 
 def legal(case: Case) -> bool:
     """Whether the layout exists on at most 8 processes: a pipeline has a schedule, whose stages 9 layers can fill."""
-    return world(case) <= 8 and (case["schedule"] == "none") == (case["pp"] == 1) and case["pp"] * CHUNKS.get(case["schedule"], 1) <= 9
+    return (
+        world(case) <= 8
+        and (case["schedule"] == "none") == (case["pp"] == 1)
+        and case["pp"] * CHUNKS.get(case["schedule"], 1) <= 9
+    )
 
 
 def depth(case: Case) -> int:
@@ -57,10 +101,15 @@ def layouts() -> list[Case]:
 def possible() -> set[tuple]:
     """All pairs of values that some legal case holds; but schedules need meet two data-parallel ranks only, not four, or most
     of the time would go to cases on eight processes."""
-    found = set().union(*(pairs(place) for place in layouts() if place["dp"] < 4 or place["pp"] == 1)) | {(("dp", 4), ("pp", 2))}
+    found = set().union(*(pairs(place) for place in layouts() if place["dp"] < 4 or place["pp"] == 1)) | {
+        (("dp", 4), ("pp", 2))
+    }
     for one, two in itertools.combinations(FACTORS, 2):
         if one in FEATURES or two in FEATURES:
-            found |= {tuple(sorted(pair)) for pair in itertools.product(*([(name, value) for value in FACTORS[name]] for name in (one, two)))}
+            found |= {
+                tuple(sorted(pair))
+                for pair in itertools.product(*([(name, value) for value in FACTORS[name]] for name in (one, two)))
+            }
     return found
 
 
@@ -87,15 +136,27 @@ def completed(case: Case, needed: Case, left: set[tuple], choose: random.Random)
             values = choose.sample(FACTORS[name], len(FACTORS[name]))
             if name == "micro_batches":
                 values = FACTORS[name]
-            case[name] = max(values, key=lambda value: sum(tuple(sorted([(name, value), item])) in left for item in case.items()))
+            case[name] = max(
+                values, key=lambda value: sum(tuple(sorted([(name, value), item])) in left for item in case.items())
+            )
     return case
 
 
 OFFLOADED = {
     1: [{"stage": 3}],
-    2: [{"stage": 1}, {"stage": 2}, {"stage": 3, "micro_batches": 1}, {"stage": 3, "sum_on_host": True},
-        {"stage": 2, "precision": "bf16", "reduce": "bf16"}],
-    4: [{"stage": 3}, {"stage": 3, "shard": 2}, {"stage": 2, "pp": 2, "dp": 2, "schedule": "zb_h1", "micro_batches": 3}]}
+    2: [
+        {"stage": 1},
+        {"stage": 2},
+        {"stage": 3, "micro_batches": 1},
+        {"stage": 3, "sum_on_host": True},
+        {"stage": 2, "precision": "bf16", "reduce": "bf16"},
+    ],
+    4: [
+        {"stage": 3},
+        {"stage": 3, "shard": 2},
+        {"stage": 2, "pp": 2, "dp": 2, "schedule": "zb_h1", "micro_batches": 3},
+    ],
+}
 """What is not plain about plans with their state in host memory, by processes."""
 
 
@@ -106,9 +167,19 @@ def data_parallel(processes: int) -> Iterator[Case]:
     for stage, shard, micro_batches in itertools.product(range(4), (-1, 2), (1, 2)):
         if shard == -1 or (stage > 0 and processes == 4):
             yield base | {"stage": stage, "shard": shard, "micro_batches": micro_batches}
-    features = [{"recompute": "full"}, {"recompute": "every2"}, {"recompute": "selective"}, {"recompute": "modules"}, {"precision": "bf16"},
-                {"precision": "fp16"}, {"loss": "chunk"}, {"tied": True}, {"attention": "documents"}, {"attention": "window_cap"},
-                {"precision": "bf16", "recompute": "full"}]
+    features = [
+        {"recompute": "full"},
+        {"recompute": "every2"},
+        {"recompute": "selective"},
+        {"recompute": "modules"},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"loss": "chunk"},
+        {"tied": True},
+        {"attention": "documents"},
+        {"attention": "window_cap"},
+        {"precision": "bf16", "recompute": "full"},
+    ]
     for index, (stage, feature) in enumerate(itertools.product(range(4), features)):
         if (1, 2, 4, 4)[(index + index // len(features)) % 4] == processes:
             yield base | {"stage": stage} | feature
@@ -116,18 +187,37 @@ def data_parallel(processes: int) -> Iterator[Case]:
     yield base | {"stage": 2, "precision": "bf16", "reduce": "bf16", "micro_batches": 1}
 
 
-RECOMPUTED = [PLAIN | layout for layout in (
-    {"dp": 2, "stage": 0}, {"dp": 2, "stage": 3}, {"tp": 2, "family": "gpt2"}, {"pp": 2, "schedule": "zb_h1"}, {"pp": 2, "schedule": "1f1b", "tied": True})]
+RECOMPUTED = [
+    PLAIN | layout
+    for layout in (
+        {"dp": 2, "stage": 0},
+        {"dp": 2, "stage": 3},
+        {"tp": 2, "family": "gpt2"},
+        {"pp": 2, "schedule": "zb_h1"},
+        {"pp": 2, "schedule": "1f1b", "tied": True},
+    )
+]
 """Where recompute is to change no bit."""
 
-COMPILED = [PLAIN | {"compile": True} | layout for layout in (
-    {"dp": 2, "stage": 3, "recompute": "full"}, {"tp": 2, "recompute": "selective", "attention": "documents"},
-    {"dp": 2, "stage": 3, "recompute": "budget", "offload": True}, {"pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True})]
+COMPILED = [
+    PLAIN | {"compile": True} | layout
+    for layout in (
+        {"dp": 2, "stage": 3, "recompute": "full"},
+        {"tp": 2, "recompute": "selective", "attention": "documents"},
+        {"dp": 2, "stage": 3, "recompute": "budget", "offload": True},
+        {"pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
+    )
+]
 
 
-CUBES = [PLAIN | {"dp": 2, "tp": 2, "pp": 2} | more for more in (
-    {"stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True}, {"stage": 2, "schedule": "interleaved", "precision": "bf16", "recompute": "full"},
-    {"stage": 1, "schedule": "1f1b", "micro_batches": 6, "precision": "fp16", "kv_heads": 1, "family": "gpt2"})]
+CUBES = [
+    PLAIN | {"dp": 2, "tp": 2, "pp": 2} | more
+    for more in (
+        {"stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
+        {"stage": 2, "schedule": "interleaved", "precision": "bf16", "recompute": "full"},
+        {"stage": 1, "schedule": "1f1b", "micro_batches": 6, "precision": "fp16", "kv_heads": 1, "family": "gpt2"},
+    )
+]
 
 
 def hop(kind: str, codec: str, **more: Any) -> dict[str, Any]:
@@ -135,9 +225,17 @@ def hop(kind: str, codec: str, **more: Any) -> dict[str, Any]:
     return {f"{kind}__{name}": value for name, value in {"codec": codec, **more}.items()}
 
 
-QUANTISED = [PLAIN | {"dp": 2} | more | {"gradients": {"min_size": 0, **gradients}} for more, gradients in (
-    ({"stage": 0, "micro_batches": 3}, hop("outer", "int8")), ({"stage": 3, "precision": "fp16", "recompute": "full"}, hop("inner", "fp8")),
-    ({"stage": 2, "tp": 2, "pp": 2, "schedule": "zb_v", "tied": True}, hop("inner", "int4", hadamard=16, error_feedback="classic")))]
+QUANTISED = [
+    PLAIN | {"dp": 2} | more | {"gradients": {"min_size": 0, **gradients}}
+    for more, gradients in (
+        ({"stage": 0, "micro_batches": 3}, hop("outer", "int8")),
+        ({"stage": 3, "precision": "fp16", "recompute": "full"}, hop("inner", "fp8")),
+        (
+            {"stage": 2, "tp": 2, "pp": 2, "schedule": "zb_v", "tied": True},
+            hop("inner", "int4", hadamard=16, error_feedback="classic"),
+        ),
+    )
+]
 """Gradients that travel quantised; four processes: tests/workers/compress.py."""
 
 
@@ -146,7 +244,9 @@ def cases(processes: int, compiled: bool) -> list[Case]:
     chosen = [*data_parallel(processes)] if processes <= 4 else []
     chosen += [case for case in [*sample(), *QUANTISED] if world(case) == processes]
     if processes == 2:
-        chosen += [case | {"recompute": recompute, "bits": True} for case in RECOMPUTED for recompute in FACTORS["recompute"]]
+        chosen += [
+            case | {"recompute": recompute, "bits": True} for case in RECOMPUTED for recompute in FACTORS["recompute"]
+        ]
         chosen += COMPILED if compiled else []
     if processes == 4:
         chosen.append(PLAIN | {"dp": 2, "tp": 2, "stage": 1, "precision": "fp16", "overflow": True})

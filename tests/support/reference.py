@@ -1,4 +1,5 @@
 """What multi-process tests train: a tiny model with all kinds of parameters, and batches of random tokens."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -26,7 +27,13 @@ def settings(**changes: Any) -> Config:
     scale and blow up the rounding of tiny ones.
     """
     config = Config()
-    config.run.steps, config.lr.warmup, config.lr.peak, config.optimizer.clip_norm, config.optimizer.eps = 10, 2, 1e-3, 0.5, 1e-3
+    config.run.steps, config.lr.warmup, config.lr.peak, config.optimizer.clip_norm, config.optimizer.eps = (
+        10,
+        2,
+        1e-3,
+        0.5,
+        1e-3,
+    )
     for path, value in changes.items():
         target = config
         *parents, last = path.split("__")
@@ -37,18 +44,27 @@ def settings(**changes: Any) -> Config:
     return config
 
 
-def random_batch(step: int, sequences: int, length: int, vocab: int, documents: bool, device: str | torch.device = "cpu") -> Batch:
+def random_batch(
+    step: int, sequences: int, length: int, vocab: int, documents: bool, device: str | torch.device = "cpu"
+) -> Batch:
     """The global batch of a step; rows have different numbers of valid targets."""
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, vocab, (sequences, length), generator=generator)
     targets = torch.randint(0, vocab, (sequences, length), generator=generator)
     for row in range(sequences):
-        targets[row, :row * 3 % length] = -100
+        targets[row, : row * 3 % length] = -100
     index = (torch.arange(length) // 7).expand(sequences, length).int()
-    return Batch(tokens, targets, index if documents else None, [f"random:{step * sequences + row}" for row in range(sequences)]).to(device)
+    return Batch(
+        tokens, targets, index if documents else None, [f"random:{step * sequences + row}" for row in range(sequences)]
+    ).to(device)
 
 
 def rows(batch: Batch, start: int, stop: int) -> Batch:
     """Some sequences of a batch."""
     part = slice(start, stop)
-    return Batch(batch.tokens[part], batch.targets[part], None if batch.documents is None else batch.documents[part], batch.ids[part])
+    return Batch(
+        batch.tokens[part],
+        batch.targets[part],
+        None if batch.documents is None else batch.documents[part],
+        batch.ids[part],
+    )

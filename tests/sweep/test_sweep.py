@@ -1,4 +1,5 @@
 """--multirun: trials are Hydra's, checked before the first starts, apart from each other; lack of memory is a result."""
+
 from __future__ import annotations
 
 import json
@@ -34,28 +35,38 @@ def trials(*arguments: str, gpus: int = 0):
 
 # From overrides to trials
 
-@pytest.mark.parametrize("arguments", [
-    ["+config=debug", "parallel=zero1,tp2", "lr.peak=1e-3,3e-4", "run.steps=7"],
-    ["+config=debug,demo", "parallel=glob(zero?)"],
-    ["lr.peak=choice(1e-3)", "data.tokenizer='a, b',bytes", "activation.save=[attention],[matmul/2,attention]"],
-    ["model.pattern=[{attention: {window: 16}}],[{attention: {window: 0}}]", "+model.name='x y'"],
-    ["run.seed=sort(3,1,2)"], ["eval.every=null,3", "run.seed=range(4,6)"],
-    ["lr.peak=1e-3"]])
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["+config=debug", "parallel=zero1,tp2", "lr.peak=1e-3,3e-4", "run.steps=7"],
+        ["+config=debug,demo", "parallel=glob(zero?)"],
+        ["lr.peak=choice(1e-3)", "data.tokenizer='a, b',bytes", "activation.save=[attention],[matmul/2,attention]"],
+        ["model.pattern=[{attention: {window: 16}}],[{attention: {window: 0}}]", "+model.name='x y'"],
+        ["run.seed=sort(3,1,2)"],
+        ["eval.every=null,3", "run.seed=range(4,6)"],
+        ["lr.peak=1e-3"],
+    ],
+)
 def test_trials_are_those_of_hydras_sweeper(arguments):
     """Also in their order, and as composed: Hydra's sweeper writes every override anew, ours only those with several values."""
     sweep, common, swept = expand(arguments)
     with compose.hydra_over(None) as loader:
-        expected = BasicSweeper.split_arguments(OverridesParser.create(config_loader=loader).parse_overrides(arguments), None)[0]
+        expected = BasicSweeper.split_arguments(
+            OverridesParser.create(config_loader=loader).parse_overrides(arguments), None
+        )[0]
     assert len(swept) == len(expected) > 0
     for mine, theirs in zip(swept, expected):
         assert compose.gather([*common, *mine]) == compose.gather(theirs)
 
 
 def test_removals_and_quotes_reach_the_trials():
-    _, common, swept = expand(["data=mix", "~data.sources.text", "run.name=\"a=b\"", "lr.peak=1,2"])
-    assert common == ["data=mix", "~data.sources.text", "run.name=\"a=b\""] and swept == [["lr.peak=1"], ["lr.peak=2"]]
-    [first, _] = trials("+config=debug", "run.name=\"a=b\"", "lr.peak=1,2", "sweep.dir='/tmp/a \"b\", c'")
-    assert first.settings["run"]["dir"] == "/tmp/a \"b\", c/peak-1" and first.settings["run"]["name"] == "a=b-sweep/peak-1"
+    _, common, swept = expand(["data=mix", "~data.sources.text", 'run.name="a=b"', "lr.peak=1,2"])
+    assert common == ["data=mix", "~data.sources.text", 'run.name="a=b"'] and swept == [["lr.peak=1"], ["lr.peak=2"]]
+    [first, _] = trials("+config=debug", 'run.name="a=b"', "lr.peak=1,2", "sweep.dir='/tmp/a \"b\", c'")
+    assert (
+        first.settings["run"]["dir"] == '/tmp/a "b", c/peak-1' and first.settings["run"]["name"] == "a=b-sweep/peak-1"
+    )
 
 
 def test_names_are_readable_and_stay_when_the_sweep_grows():
@@ -70,8 +81,14 @@ def test_names_are_readable_and_stay_when_the_sweep_grows():
 def test_processes_are_the_plans_or_the_machines():
     assert [trial.processes for trial in trials("+config=debug", "parallel=zero1,tp2,tp2_pp2")] == [1, 2, 4]
     assert [trial.processes for trial in trials("+config=debug", "parallel.dp=1,2,4", gpus=8)] == [1, 2, 4]
-    assert [trial.processes for trial in trials("+config=debug", "parallel=zero1,tp2", "sweep.parallel=2", gpus=8)] == [4, 4]
-    assert [trial.processes for trial in trials("+config=debug", "parallel=zero1,tp2", "run.device=cpu", gpus=8)] == [1, 2]
+    assert [trial.processes for trial in trials("+config=debug", "parallel=zero1,tp2", "sweep.parallel=2", gpus=8)] == [
+        4,
+        4,
+    ]
+    assert [trial.processes for trial in trials("+config=debug", "parallel=zero1,tp2", "run.device=cpu", gpus=8)] == [
+        1,
+        2,
+    ]
     assert {trial.processes for trial in trials("+config=debug", "lr.peak=1,2", "sweep.processes=2")} == {2}
     jobs = "sweep.launcher=submitit", "sweep.slurm={nodes: 2, gpus_per_node: 4}"
     assert [trial.processes for trial in trials("+config=debug", "parallel=zero1,zero3", *jobs)] == [8, 8]
@@ -81,25 +98,49 @@ def test_processes_are_the_plans_or_the_machines():
     assert not few.refusal and "4 processes need as many GPUs, and there are 2" in many.refusal[0]
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["+config=debug", "lr.peek=1,2", "parallel=zero1,zero9"], ["did you mean 'lr.peak'", "parallel=zero9"]),
-    (["+config=debug", "parallel.tp=3,5", "lr.peak=-1"], ["lr.peak=-1", "trial tp-3: parallel.tp=3", "trial tp-5: parallel.tp=5"]),
-    (["lr.peak=interval(0,1)", "parallel=glob(x*)", "run.dir=x", "run.name=a,b"], ["interval", "fits nothing", "sweep.dir", "run.name=a,b"]),
-    (["lr.peak=1,2", "++lr.peak=3,4"], ["lr.peak has several values twice"]),
-    (["sweep.paralel=1", "sweep.sort=lr", "sweep.slurm.nodes=0", "sweep.parallel=1,2"],
-     ["'sweep.parallel'", "sweep.sort=lr is not one of", "sweep.slurm.nodes=0 must be at least 1", "sweep.parallel=1,2"]),
-    (["sweep=3", "sweep.sort=lr", "lr.peek=interval(0,1)"], ["sweep=3: the settings of a sweep are", "sweep.sort=lr", "interval"]),
-    (["~sweep"], ["~sweep: the settings of a sweep"]),
-    (["run.seed=range(0,3,0)"], ["range(0,3,0): more than 10000 trials, or without end"]),
-    (["run.seed=shuffle(range(0,1e9))", "lr.peak=1,2"], ["lr.peak=1,2: more than"]), (["lr.peak=range(0,inf)"], ["without end"]),
-    (["run.seed=range(3,0)"], ["fits nothing"]),
-    (["run.seed=range(0,200)", "run.steps=range(100,0,-1)"], ["more than 10000 trials"]),
-    (["sweep.launcher=submitit", "sweep.parallel=2", "lr.peak=1,2"], ["sweep.parallel=2: Slurm decides"]),
-    (["sweep.slurm={partition: gpu, nodes: 1, options: {mem: 100}}", "sweep.wait=false", "lr.peak=1,2"],
-     ["sweep.wait=False, sweep.slurm.partition=gpu, sweep.slurm.options.mem=100: trials run on this machine; set sweep.launcher=submitit"]),
-    (["+config=nothing", "lr.peak=1,2"], ["config=nothing"]),
-    (["lr.peak=1,2", "--cfg", "job"], ["--cfg shows the settings of one run"]),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["+config=debug", "lr.peek=1,2", "parallel=zero1,zero9"], ["did you mean 'lr.peak'", "parallel=zero9"]),
+        (
+            ["+config=debug", "parallel.tp=3,5", "lr.peak=-1"],
+            ["lr.peak=-1", "trial tp-3: parallel.tp=3", "trial tp-5: parallel.tp=5"],
+        ),
+        (
+            ["lr.peak=interval(0,1)", "parallel=glob(x*)", "run.dir=x", "run.name=a,b"],
+            ["interval", "fits nothing", "sweep.dir", "run.name=a,b"],
+        ),
+        (["lr.peak=1,2", "++lr.peak=3,4"], ["lr.peak has several values twice"]),
+        (
+            ["sweep.paralel=1", "sweep.sort=lr", "sweep.slurm.nodes=0", "sweep.parallel=1,2"],
+            [
+                "'sweep.parallel'",
+                "sweep.sort=lr is not one of",
+                "sweep.slurm.nodes=0 must be at least 1",
+                "sweep.parallel=1,2",
+            ],
+        ),
+        (
+            ["sweep=3", "sweep.sort=lr", "lr.peek=interval(0,1)"],
+            ["sweep=3: the settings of a sweep are", "sweep.sort=lr", "interval"],
+        ),
+        (["~sweep"], ["~sweep: the settings of a sweep"]),
+        (["run.seed=range(0,3,0)"], ["range(0,3,0): more than 10000 trials, or without end"]),
+        (["run.seed=shuffle(range(0,1e9))", "lr.peak=1,2"], ["lr.peak=1,2: more than"]),
+        (["lr.peak=range(0,inf)"], ["without end"]),
+        (["run.seed=range(3,0)"], ["fits nothing"]),
+        (["run.seed=range(0,200)", "run.steps=range(100,0,-1)"], ["more than 10000 trials"]),
+        (["sweep.launcher=submitit", "sweep.parallel=2", "lr.peak=1,2"], ["sweep.parallel=2: Slurm decides"]),
+        (
+            ["sweep.slurm={partition: gpu, nodes: 1, options: {mem: 100}}", "sweep.wait=false", "lr.peak=1,2"],
+            [
+                "sweep.wait=False, sweep.slurm.partition=gpu, sweep.slurm.options.mem=100: trials run on this machine; set sweep.launcher=submitit"
+            ],
+        ),
+        (["+config=nothing", "lr.peak=1,2"], ["config=nothing"]),
+        (["lr.peak=1,2", "--cfg", "job"], ["--cfg shows the settings of one run"]),
+    ],
+)
 def test_what_no_trial_can_mean_is_an_error(arguments, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["--multirun", *arguments]) == 2
@@ -119,6 +160,7 @@ def test_several_values_need_multirun(capsys, monkeypatch):
 
 # What has become of a trial
 
+
 def put(folder: Path, status: dict | None = None, log: str = "", **errors: str) -> Path:
     folder.mkdir(parents=True)
     (folder / "log.txt").write_text(log)
@@ -133,19 +175,38 @@ def put(folder: Path, status: dict | None = None, log: str = "", **errors: str) 
 
 def test_outcomes(tmp_path):
     gpu = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free. See documentation for more"
-    first = put(tmp_path / "a", {"status": "failed", "reason": "PeerError: rank 1"}, r0="RuntimeError: Connection closed by peer", r1=gpu)
-    assert outcome(first, 1) == ("out_of_memory", "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free")
+    first = put(
+        tmp_path / "a",
+        {"status": "failed", "reason": "PeerError: rank 1"},
+        r0="RuntimeError: Connection closed by peer",
+        r1=gpu,
+    )
+    assert outcome(first, 1) == (
+        "out_of_memory",
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free",
+    )
     # The kernel's way: whoever was killed says nothing, and the peers complain.
     killed = put(tmp_path / "b", {"status": "running"}, r0="RuntimeError: Connection closed by peer")
-    assert [outcome(killed, 137, kernel_killed=known)[0] for known in (True, None, False)] == ["out_of_memory", "out_of_memory", "failed"]
-    assert "probably by the kernel" in outcome(killed, 137)[1] and "SIGKILL" in outcome(killed, 137, kernel_killed=False)[1]
+    assert [outcome(killed, 137, kernel_killed=known)[0] for known in (True, None, False)] == [
+        "out_of_memory",
+        "out_of_memory",
+        "failed",
+    ]
+    assert (
+        "probably by the kernel" in outcome(killed, 137)[1]
+        and "SIGKILL" in outcome(killed, 137, kernel_killed=False)[1]
+    )
     assert outcome(killed, 1) == ("failed", "Connection closed by peer")
     assert outcome(killed, 143, asked="timeout")[0] == "timeout"
     told = "old\nconfiguration error: old\nconfiguration error, 2 problems:\n  - a=1 is wrong\n  - b=2 too\nW1121 torchrun says\n"
     assert outcome(put(tmp_path / "c", log=told), 2) == ("refused", "a=1 is wrong; b=2 too")
     assert outcome(put(tmp_path / "d", log="Fatal\n\n"), 134) == ("failed", "Fatal")
     assert outcome(put(tmp_path / "e", {"status": "stopped"}), 1)[0] == "stopped"
-    assert outcome(put(tmp_path / "f", {"status": "done"}), None)[0] == outcome(tmp_path / "f", 0, asked="stopped")[0] == "done"
+    assert (
+        outcome(put(tmp_path / "f", {"status": "done"}), None)[0]
+        == outcome(tmp_path / "f", 0, asked="stopped")[0]
+        == "done"
+    )
     late = put(tmp_path / "g", {"status": "failed", "reason": "OutOfMemoryError: CUDA out of memory"})
     assert outcome(late, 1, asked="timeout")[0] == "out_of_memory"
 
@@ -160,26 +221,55 @@ def test_lack_of_memory_behind_another_error_and_advice():
         assert missing_memory(error) == "Unable to allocate 4 TiB"
     assert missing_memory(ValueError("memory")) is None
     words = advice(trainer.compose(["+config=debug"]))
-    assert all(part in words for part in ("activation=full", "batch.micro_size", "parallel.zero.stage=1 or more", "parallel.tp=2"))
-    words = advice(trainer.compose(["+config=debug", "activation=full", "parallel=zero3", "batch.micro_size=1", "batch.accumulation=8"]))
+    assert all(
+        part in words
+        for part in ("activation=full", "batch.micro_size", "parallel.zero.stage=1 or more", "parallel.tp=2")
+    )
+    words = advice(
+        trainer.compose(
+            ["+config=debug", "activation=full", "parallel=zero3", "batch.micro_size=1", "batch.accumulation=8"]
+        )
+    )
     assert words == "parallel.zero.offload=true or parallel.tp=2"
-    words = advice(trainer.compose(["+config=debug", "activation=full", "parallel=zero3_offload", "batch.micro_size=1", "batch.accumulation=8"]))
+    words = advice(
+        trainer.compose(
+            ["+config=debug", "activation=full", "parallel=zero3_offload", "batch.micro_size=1", "batch.accumulation=8"]
+        )
+    )
     assert words == "parallel.zero.sum_on_host=true (slow) or parallel.tp=2"
 
 
 # Sweeps
 
+
 def sweep(*arguments: object, **options) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-                   "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]), **options.pop("environment", {})}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        **options.pop("environment", {}),
+    }
     start = options.pop("preexec_fn", lambda: None)
 
     def begin() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the suite itself was started with & by a script
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # ignored where the suite itself was started with & by a script
         start()
 
-    SWEEPS.append(subprocess.Popen([sys.executable, "-m", "trainer", "--multirun", *map(str, arguments)], cwd=ROOT, env=environment, text=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=begin, **options))
+    SWEEPS.append(
+        subprocess.Popen(
+            [sys.executable, "-m", "trainer", "--multirun", *map(str, arguments)],
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=begin,
+            **options,
+        )
+    )
     return SWEEPS[-1]
 
 
@@ -212,13 +302,18 @@ RECIPES = {
     "big_batch": "batch: {global_size: 8192, micro_size: 8192}",
     "illegal": "parallel: {tp: 3}",
     "diverges": "lr: {peak: 1.0e+30}\noptimizer: {clip_norm: 0}\nguard: {max_skipped: 1}",
-    "no_data": "data: {sources: {stdlib: {kind: text, path: /not/there}}}"}
+    "no_data": "data: {sources: {stdlib: {kind: text, path: /not/there}}}",
+}
 
 
 def little_memory():
     """Limits a process to 2 GiB beyond what it needs to start: enough for all but big_batch, which thus fails in the midst of a step."""
-    words = subprocess.check_output([sys.executable, "-c", "import trainer.training.run; print(open('/proc/self/status').read())"], text=True,
-                                    cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}).split()
+    words = subprocess.check_output(
+        [sys.executable, "-c", "import trainer.training.run; print(open('/proc/self/status').read())"],
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ).split()
     limit = 1024 * int(words[words.index("VmPeak:") + 1]) + 2 * 2**30
     return lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
@@ -227,39 +322,77 @@ def test_every_trial_ends_in_a_result(tmp_path):
     """A sweep of everything that can happen to a trial, and the same sweep again."""
     (tmp_path / "mine" / "config").mkdir(parents=True)
     for name, text in RECIPES.items():
-        (tmp_path / "mine" / "config" / f"{name}.yaml").write_text(f"# @package _global_\ndefaults: [/config/debug, _self_]\n{text}\n")
-    arguments = ["--config-dir", tmp_path / "mine", f"+config={','.join(RECIPES)}", "run.device=cpu", f"sweep.dir={tmp_path / 'sweep'}"]
+        (tmp_path / "mine" / "config" / f"{name}.yaml").write_text(
+            f"# @package _global_\ndefaults: [/config/debug, _self_]\n{text}\n"
+        )
+    arguments = [
+        "--config-dir",
+        tmp_path / "mine",
+        f"+config={','.join(RECIPES)}",
+        "run.device=cpu",
+        f"sweep.dir={tmp_path / 'sweep'}",
+    ]
     limits = {"preexec_fn": little_memory()}
     code, out, error = finish(sweep(*arguments, "sweep.parallel=3", "sweep.processes=1", **limits))
     found = {name.removeprefix("config-"): line for name, line in lines(tmp_path / "sweep").items()}
     assert {name: line["status"] for name, line in found.items()} == {
-        "fine": "done", "big_model": "out_of_memory", "big_batch": "out_of_memory", "illegal": "refused", "diverges": "failed",
-        "no_data": "refused"}, (out, error)
+        "fine": "done",
+        "big_model": "out_of_memory",
+        "big_batch": "out_of_memory",
+        "illegal": "refused",
+        "diverges": "failed",
+        "no_data": "refused",
+    }, (out, error)
     assert code == 1 and not error
     fine = found["fine"]
-    assert fine["overrides"] == ["+config=fine"] and fine["loss"] > 1 and fine["eval_loss"] > 1 and fine["tokens_per_second"] > 0
+    assert (
+        fine["overrides"] == ["+config=fine"]
+        and fine["loss"] > 1
+        and fine["eval_loss"] > 1
+        and fine["tokens_per_second"] > 0
+    )
     assert fine["memory_gib"] > 0 and fine["step_seconds_p50"] > 0 and fine["mfu"] is None and fine["reason"] is None
-    assert Path(fine["folder"]) == tmp_path / "sweep" / "config-fine" and (tmp_path / "sweep" / "config-fine" / "metrics.jsonl").exists()
+    assert (
+        Path(fine["folder"]) == tmp_path / "sweep" / "config-fine"
+        and (tmp_path / "sweep" / "config-fine" / "metrics.jsonl").exists()
+    )
     assert "/not/there" in found["no_data"]["reason"] and "parallel.tp=3 does not divide" in found["illegal"]["reason"]
     assert "without an update" in found["diverges"]["reason"] and found["big_model"]["loss"] is None
     for name in ("big_model", "big_batch"):
         assert "can't allocate memory: you tried to allocate" in found[name]["reason"]
         log = (tmp_path / "sweep" / f"config-{name}" / "log.txt").read_text()
-        assert re.search(r"^out of memory on rank 0: .*bytes.*\. To need less, set activation=selective.*parallel\.tp=2$", log, re.MULTILINE)
+        assert re.search(
+            r"^out of memory on rank 0: .*bytes.*\. To need less, set activation=selective.*parallel\.tp=2$",
+            log,
+            re.MULTILINE,
+        )
         status = json.loads((tmp_path / "sweep" / f"config-{name}" / "status.json").read_text())
         assert status["status"] == "failed" and "can't allocate memory" in status["reason"]
-    table = out[out.index("\ntrial  "):]
+    table = out[out.index("\ntrial  ") :]
     assert re.search(r"evaluation +tokens/s +memory +step +reason\nconfig-fine ", table) and "MFU" not in table
     place = ["+config=fine", "run.device=cpu", "run.name=debug-sweep/config-fine", f"run.dir={fine['folder']}"]
     assert (Path(fine["folder"]) / "config.yaml").read_text() == to_yaml(trainer.compose(place, tmp_path / "mine"))
 
     # What was done stays; what failed is tried again, here with no time to finish. Other settings are not mixed in.
     before = (tmp_path / "sweep" / "config-fine" / "metrics.jsonl").stat().st_mtime_ns
-    again = ["sweep.processes=1", "sweep.time_minutes=0.001", f"+config={','.join(name for name in RECIPES if name != 'no_data')}"]
+    again = [
+        "sweep.processes=1",
+        "sweep.time_minutes=0.001",
+        f"+config={','.join(name for name in RECIPES if name != 'no_data')}",
+    ]
     code, out, _ = finish(sweep(*arguments[:2], *arguments[3:], *again, **limits))
-    assert "5 trials, 1 done, 2 out of memory, 1 refused, 1 to run" in out and "trial config-diverges: timeout" in out and code == 0, out
-    assert out.count(": started") == 1 and (tmp_path / "sweep" / "config-fine" / "metrics.jsonl").stat().st_mtime_ns == before
-    assert lines(tmp_path / "sweep")["config-no_data"]["status"] == "refused"  # no part of this sweep, but of its results
+    assert (
+        "5 trials, 1 done, 2 out of memory, 1 refused, 1 to run" in out
+        and "trial config-diverges: timeout" in out
+        and code == 0
+    ), out
+    assert (
+        out.count(": started") == 1
+        and (tmp_path / "sweep" / "config-fine" / "metrics.jsonl").stat().st_mtime_ns == before
+    )
+    assert (
+        lines(tmp_path / "sweep")["config-no_data"]["status"] == "refused"
+    )  # no part of this sweep, but of its results
     code, _, error = finish(sweep(*arguments, "sweep.processes=1", "run.steps=9"))
     assert code == 2 and "config-fine holds this trial with other settings (run.steps=9, then 5)" in error
 
@@ -269,16 +402,28 @@ def started(folder: Path) -> bool:
 
 
 def test_a_signal_ends_the_trials_with_a_checkpoint_and_the_sweep_goes_on_later(tmp_path):
-    arguments = ["+config=debug", "run.seed=range(0,3)", "run.steps=100000", f"sweep.dir={tmp_path}", "sweep.parallel=2"]
+    arguments = [
+        "+config=debug",
+        "run.seed=range(0,3)",
+        "run.steps=100000",
+        f"sweep.dir={tmp_path}",
+        "sweep.parallel=2",
+    ]
     process = sweep(*arguments)
     wait_for(lambda: all(started(tmp_path / f"seed-{seed}") for seed in (0, 1)), 120, "step of two trials")
-    [victim] = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if is_worker(pid, tmp_path / "seed-1")]
+    [victim] = [
+        pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if is_worker(pid, tmp_path / "seed-1")
+    ]
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: started(tmp_path / "seed-2"), 120, "step of the trial in the place of the killed one")
     process.send_signal(signal.SIGINT)
     code, out, error = finish(process)
     found = lines(tmp_path)
-    assert {name: line["status"] for name, line in found.items()} == {"seed-0": "stopped", "seed-1": "failed", "seed-2": "stopped"}, (out, error)
+    assert {name: line["status"] for name, line in found.items()} == {
+        "seed-0": "stopped",
+        "seed-1": "failed",
+        "seed-2": "stopped",
+    }, (out, error)
     assert code == 1 and "SIGKILL" in found["seed-1"]["reason"] and found["seed-0"]["loss"] > 1
     steps = {seed: max((tmp_path / f"seed-{seed}" / "checkpoints").iterdir()).name for seed in (0, 2)}
 
@@ -293,7 +438,10 @@ def test_a_signal_ends_the_trials_with_a_checkpoint_and_the_sweep_goes_on_later(
 
 def is_worker(pid: int, folder: Path) -> bool:
     try:
-        return f"run.dir=\"{folder}\"" in Path(f"/proc/{pid}/cmdline").read_text() and "LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_text()
+        return (
+            f'run.dir="{folder}"' in Path(f"/proc/{pid}/cmdline").read_text()
+            and "LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_text()
+        )
     except OSError:
         return False
 
@@ -302,8 +450,12 @@ def test_no_trial_is_submitted_twice(tmp_path, monkeypatch):
     """Whatever ends the sweep: a refusal of the second job, a death that leaves an old result, a hangup."""
     pytest.importorskip("submitit", reason="submitit is not installed")
     calls, queue = tmp_path / "calls", tmp_path / "queue"
-    for name, script in {"sbatch": f"echo >>{calls}; n=$(wc -l <{calls}); [ $n != 2 ] || exit 1; echo Submitted batch job $n",
-                         "squeue": f"cat {queue}", "srun": "", "scontrol": ""}.items():
+    for name, script in {
+        "sbatch": f"echo >>{calls}; n=$(wc -l <{calls}); [ $n != 2 ] || exit 1; echo Submitted batch job $n",
+        "squeue": f"cat {queue}",
+        "srun": "",
+        "scontrol": "",
+    }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -313,25 +465,35 @@ def test_no_trial_is_submitted_twice(tmp_path, monkeypatch):
     path = tmp_path / "sweep" / "results.jsonl"
     assert {name: line["status"] for name, line in lines(path.parent).items()} == {"peak-0.001": "submitted"}
 
-    path.write_text(path.read_text().replace('"submitted"', '"failed"'))  # of an earlier job; the sweep died before it wrote anew
+    path.write_text(
+        path.read_text().replace('"submitted"', '"failed"')
+    )  # of an earlier job; the sweep died before it wrote anew
     with pytest.raises(ConfigError, match="squeue does not answer"):
         run_sweep(arguments)
     queue.write_text("1\n3\n")
     with pytest.raises(ConfigError, match="holds this trial with other settings"):
         run_sweep([*arguments, "run.steps=7"])
     assert run_sweep([*arguments, "sweep.wait=false"]) == 0
-    assert {(line["status"], line["reason"]) for line in lines(path.parent).values()} == {("submitted", None), ("submitted", "job 3")}
+    assert {(line["status"], line["reason"]) for line in lines(path.parent).values()} == {
+        ("submitted", None),
+        ("submitted", "job 3"),
+    }
 
     before = signal.signal(signal.SIGHUP, lambda *_: pytest.fail("a hangup outside the waiting"))
-    (tmp_path / "squeue").write_text(f"#!/bin/bash\ncat {queue}\n[ -e {queue}.waiting ] && kill -HUP $PPID\ntouch {queue}.waiting\n")
+    (tmp_path / "squeue").write_text(
+        f"#!/bin/bash\ncat {queue}\n[ -e {queue}.waiting ] && kill -HUP $PPID\ntouch {queue}.waiting\n"
+    )
     try:
         assert run_sweep(arguments) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert len(calls.read_text().splitlines()) == 3 and {line["status"] for line in lines(path.parent).values()} == {"submitted"}
+    assert len(calls.read_text().splitlines()) == 3 and {line["status"] for line in lines(path.parent).values()} == {
+        "submitted"
+    }
 
 
 # A real Slurm
+
 
 @pytest.fixture(scope="module")
 def cluster():
@@ -348,15 +510,27 @@ def cluster():
 def test_trials_as_jobs(cluster, tmp_path):
     """Two nodes each: submitted and left alone, collected later; preempted and gone on; cancelled."""
     jobs = {"environment": {"SLURM_CONF": cluster.environment["SLURM_CONF"]}}
-    arguments = ["+config=debug", f"sweep.dir={tmp_path}", "sweep.launcher=submitit",
-                 "sweep.slurm={nodes: 2, time_minutes: 30, options: {mem: 100}}"]
-    code, out, error = finish(sweep(*arguments, "parallel=zero3", "model.vocab_size=257,1000000000000", "sweep.wait=false", **jobs))
-    assert code == 0 and {line["status"] for line in lines(tmp_path).values()} == {"submitted"} and "2 jobs go on by themselves" in out, error
+    arguments = [
+        "+config=debug",
+        f"sweep.dir={tmp_path}",
+        "sweep.launcher=submitit",
+        "sweep.slurm={nodes: 2, time_minutes: 30, options: {mem: 100}}",
+    ]
+    code, out, error = finish(
+        sweep(*arguments, "parallel=zero3", "model.vocab_size=257,1000000000000", "sweep.wait=false", **jobs)
+    )
+    assert (
+        code == 0
+        and {line["status"] for line in lines(tmp_path).values()} == {"submitted"}
+        and "2 jobs go on by themselves" in out
+    ), error
     code, out, error = finish(sweep(*arguments, "parallel=zero3", "model.vocab_size=257,1000000000000", **jobs))
     found = lines(tmp_path)
     assert code == 0 and ": submitted" not in out, (out, error)
     assert [(line["status"], line["processes"]) for line in found.values()] == [("done", 2), ("out_of_memory", 2)]
-    assert found["vocab_size-257"]["loss"] > 1 and "can't allocate memory" in found["vocab_size-1000000000000"]["reason"]
+    assert (
+        found["vocab_size-257"]["loss"] > 1 and "can't allocate memory" in found["vocab_size-1000000000000"]["reason"]
+    )
     assert (tmp_path / "vocab_size-257" / "log-1.txt").exists()
 
     process = sweep(*arguments, "run.seed=7", "sweep.name=long", "run.steps=100000", **jobs)

@@ -3,6 +3,7 @@
 Whatever happens, the run ends with the losses of one that nothing disturbed, and goes on from a checkpoint no older than the newest
 that was whole. Moments and victims are drawn from a seed that is printed; FAULT_SEED=N draws the same again.
 """
+
 from __future__ import annotations
 
 import json
@@ -28,36 +29,79 @@ from trainer.observe import metrics
 ROOT = Path(__file__).parents[2]
 SEED = int(os.environ.get("FAULT_SEED", random.randrange(10**6)))
 STEPS, EVERY = 40, 5
-SETTINGS = ["+config=debug", "model.depth=2", "batch.global_size=4", "batch.micro_size=2", f"run.steps={STEPS}",
-            f"checkpoint.every={EVERY}", "checkpoint.keep_last=3", "checkpoint.at_end=true", "run.deterministic=true", "run.device=cpu",
-            "logging.console=plain", "guard.stall_seconds=5", "guard.stall_allowance=40", "guard.max_skipped=2",
-            "guard.straggler_factor=1.5", "guard.straggler_lines=6"]
+SETTINGS = [
+    "+config=debug",
+    "model.depth=2",
+    "batch.global_size=4",
+    "batch.micro_size=2",
+    f"run.steps={STEPS}",
+    f"checkpoint.every={EVERY}",
+    "checkpoint.keep_last=3",
+    "checkpoint.at_end=true",
+    "run.deterministic=true",
+    "run.device=cpu",
+    "logging.console=plain",
+    "guard.stall_seconds=5",
+    "guard.stall_allowance=40",
+    "guard.max_skipped=2",
+    "guard.straggler_factor=1.5",
+    "guard.straggler_lines=6",
+]
 
 
 class Launch:
     """A run that is under way: one process, or torchrun's, whose output goes to a file beside the run's folder."""
 
-    def __init__(self, folder: Path, processes: int, *overrides: str, torchrun: tuple[str, ...] = ("--standalone",), name: str = "log",
-                 **environment: str):
+    def __init__(
+        self,
+        folder: Path,
+        processes: int,
+        *overrides: str,
+        torchrun: tuple[str, ...] = ("--standalone",),
+        name: str = "log",
+        **environment: str,
+    ):
         self.folder, self.log = folder, folder.parent / f"{folder.name}.{name}.txt"
         corpus = folder.parent / "corpus"
         if not corpus.exists():
             shutil.copytree(ROOT / "trainer" / "model", corpus, ignore=shutil.ignore_patterns("__pycache__"))
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), *torchrun] if processes else []
-        variables = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-                     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "BREAK": str(folder.parent / "break"), **environment}
+        variables = {
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "BREAK": str(folder.parent / "break"),
+            **environment,
+        }
         with open(self.log, "ab") as out:
             self.process = subprocess.Popen(
-                [sys.executable, *launcher, str(WORKERS / "faults.py"), *SETTINGS, "data=text", f"data.sources.text.path={corpus}/**/*.py",
-                 f"run.dir={folder}", f"data.cache={folder.parent / 'cache'}", *overrides],
-                env={**os.environ, **variables}, stdout=out, stderr=out, start_new_session=True)
+                [
+                    sys.executable,
+                    *launcher,
+                    str(WORKERS / "faults.py"),
+                    *SETTINGS,
+                    "data=text",
+                    f"data.sources.text.path={corpus}/**/*.py",
+                    f"run.dir={folder}",
+                    f"data.cache={folder.parent / 'cache'}",
+                    *overrides,
+                ],
+                env={**os.environ, **variables},
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
 
     def wait_for(self, condition: Callable[[], object], what: str, seconds: float = 120) -> None:
         end = time.monotonic() + seconds
         while not condition():
             if (ended := self.process.poll() is not None) or time.monotonic() > end:
                 self.kill()
-                raise AssertionError(f"seed {SEED}: no {what}; the launch {'ended' if ended else 'lasts'}:\n{self.text()[-5000:]}")
+                raise AssertionError(
+                    f"seed {SEED}: no {what}; the launch {'ended' if ended else 'lasts'}:\n{self.text()[-5000:]}"
+                )
             time.sleep(0.01)
 
     def reached(self, step: int) -> Callable[[], bool]:
@@ -123,8 +167,13 @@ def say_seed() -> None:
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory) -> Launch:
     """The undisturbed run, with one slow rank, which changes no number; torchrun's store is the one that breaks restarts."""
-    launch = Launch(tmp_path_factory.mktemp("faults") / "calm", 2, torchrun=("--standalone", "--max-restarts", "1"), SLOW_RANK="1",
-                    TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
+    launch = Launch(
+        tmp_path_factory.mktemp("faults") / "calm",
+        2,
+        torchrun=("--standalone", "--max-restarts", "1"),
+        SLOW_RANK="1",
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0",
+    )
     assert launch.end() == 0, launch.text()
     return launch
 
@@ -152,8 +201,10 @@ def test_killed_stopped_and_broken_ranks(calm, folder):
     launch = Launch(folder, 2, torchrun=("--standalone", "--max-restarts", "4"))
     try:
         for number, fault in enumerate(draw.sample(["kill", "kill saving", f"stop {draw.randrange(2)}", "break"], 4)):
-            launch.wait_for(lambda: len(resumed(launch)) == number and last_step(folder) >= 6 * number + 7 and newest(folder),
-                            f"progress before '{fault}'")
+            launch.wait_for(
+                lambda: len(resumed(launch)) == number and last_step(folder) >= 6 * number + 7 and newest(folder),
+                f"progress before '{fault}'",
+            )
             time.sleep(draw.uniform(0, 0.3))
             if fault == "kill saving":
                 launch.wait_for(lambda: any((folder / "checkpoints").glob("*.tmp/*")), "save")
@@ -183,7 +234,9 @@ def stop_and_read(launch: Launch, rank: int) -> None:
     victim = launch.rank(rank)
     os.kill(victim, signal.SIGSTOP)
     try:
-        launch.wait_for(lambda: "reason" in json.loads((launch.folder / "status.json").read_text()), "report of the watchdog")
+        launch.wait_for(
+            lambda: "reason" in json.loads((launch.folder / "status.json").read_text()), "report of the watchdog"
+        )
     finally:
         os.kill(victim, signal.SIGCONT)  # else torchrun waits half a minute before it kills it
     [report] = set((launch.folder / "flight").glob("*/report.txt")) - before
@@ -191,7 +244,11 @@ def stop_and_read(launch: Launch, rank: int) -> None:
     assert "guard.stall_" in text and f"rank {rank} does not answer" in text.splitlines()[1]
     assert re.search(rf"rank {1 - rank} in \w+ .*, which rank {rank} may not have entered", text), text
     assert re.search(r" at (parallel/|checkpointing/|train\.py:|step\.py:)", text), text
-    assert status["status"] == "failed" and "no progress for" in status["reason"] and f"rank {rank} does not answer" in status["reason"]
+    assert (
+        status["status"] == "failed"
+        and "no progress for" in status["reason"]
+        and f"rank {rank} does not answer" in status["reason"]
+    )
     stacks = (report.parent / f"rank-{1 - rank}.stack.txt").read_text()
     assert "train.py" in stacks
 
@@ -202,16 +259,43 @@ def test_a_lost_node_and_a_stopped_launcher(calm, folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test", "--max-restarts", "2")
+    options = (
+        "--nnodes",
+        "1:2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--rdzv-id",
+        "test",
+        "--max-restarts",
+        "2",
+    )
     # The rendezvous is on the node that stays: with it, a launch is lost.
-    first, second = (Launch(folder, 1, torchrun=(*options, "--rdzv-conf", f"is_host={host},last_call_timeout=3,keep_alive_interval=1,"
-                                                 "keep_alive_max_attempt=2"), name=name) for name, host in (("first", 1), ("second", 0)))
+    first, second = (
+        Launch(
+            folder,
+            1,
+            torchrun=(
+                *options,
+                "--rdzv-conf",
+                f"is_host={host},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2",
+            ),
+            name=name,
+        )
+        for name, host in (("first", 1), ("second", 0))
+    )
     try:
-        first.wait_for(lambda: "2 x CPU" in first.text() + second.text() and last_step(folder) > EVERY + 3 and newest(folder), "step of both")
+        first.wait_for(
+            lambda: "2 x CPU" in first.text() + second.text() and last_step(folder) > EVERY + 3 and newest(folder),
+            "step of both",
+        )
         time.sleep(draw.uniform(0, 0.5))
         already, saved = len(resumed(first)), newest(folder)
         second.kill()
-        first.wait_for(lambda: len(resumed(first)) > already and last_step(folder) > resumed(first)[-1] + 2, "progress on one node")
+        first.wait_for(
+            lambda: len(resumed(first)) > already and last_step(folder) > resumed(first)[-1] + 2, "progress on one node"
+        )
         assert resumed(first)[-1] >= saved > 0 and "2 a micro-batch x 2 micro-batches x 1 ranks" in first.text()
         first.process.send_signal(signal.SIGTERM)
         first.end()
@@ -220,8 +304,13 @@ def test_a_lost_node_and_a_stopped_launcher(calm, folder):
     status = json.loads((folder / "status.json").read_text())
     assert status["status"] == "stopped" and newest(folder) == status["step"] < STEPS
 
-    refused = Launch(folder, 0, "checkpoint.resume=auto", "batch.global_size=null", "batch.accumulation=1", name="refused")
-    assert refused.end() == 2 and "batch.global_size=4 batch.accumulation=null, which fits any number of ranks" in refused.text()
+    refused = Launch(
+        folder, 0, "checkpoint.resume=auto", "batch.global_size=null", "batch.accumulation=1", name="refused"
+    )
+    assert (
+        refused.end() == 2
+        and "batch.global_size=4 batch.accumulation=null, which fits any number of ranks" in refused.text()
+    )
     last = Launch(folder, 0, "checkpoint.resume=auto", name="last")
     assert last.end() == 0 and resumed(last) == [status["step"]]
     assert losses(folder) == pytest.approx(losses(calm.folder), rel=2e-6)
@@ -248,7 +337,11 @@ def test_damaged_checkpoints_and_a_vanished_corpus(calm, folder):
     again = Launch(folder, 2, "checkpoint.resume=auto")
     again.wait_for(lambda: resumed(again), "resume")
     shutil.rmtree(corpus)  # a run has its tokens in the cache
-    assert again.end() == 0 and again.text().count("passing over the damaged checkpoint") == 2 and resumed(again) == [whole], again.text()
+    assert (
+        again.end() == 0
+        and again.text().count("passing over the damaged checkpoint") == 2
+        and resumed(again) == [whole]
+    ), again.text()
     assert losses(folder) == losses(calm.folder)
 
 
@@ -257,8 +350,11 @@ def small_disk(folder) -> Iterator[Path]:
     """The folder of the run's checkpoints as a disk of its own, which holds one of them and half."""
     place = folder / "checkpoints"
     place.mkdir(parents=True)
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], capture_output=True, text=True) \
-        if shutil.which("mount") else None
+    mount = (
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], capture_output=True, text=True)
+        if shutil.which("mount")
+        else None
+    )
     if mount is None or mount.returncode:
         pytest.skip(f"no disk can be mounted here: {mount.stderr.strip() if mount else 'there is no mount'}")
     try:
@@ -271,7 +367,10 @@ def test_a_full_disk(calm, folder, small_disk):
     few = ["run.steps=12", "checkpoint.keep_last=1"]
     full = Launch(folder, 0, *few, name="full")
     assert full.end() == 1 and last_step(folder) == 12, full.text()
-    assert re.search(r"checkpoint of step 10 could not be saved: .*No space left on device", full.text()) and newest(folder) == EVERY
+    assert (
+        re.search(r"checkpoint of step 10 could not be saved: .*No space left on device", full.text())
+        and newest(folder) == EVERY
+    )
     assert json.loads((folder / "status.json").read_text())["status"] == "failed"
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     again = Launch(folder, 0, *few, "checkpoint.resume=auto", name="again")

@@ -1,5 +1,6 @@
 """Whole runs under plans of data, tensor and pipeline parallelism: equal numbers, checkpoints between plans, import and export,
 `schedule: auto`, lost ranks, and plans that are refused."""
+
 from __future__ import annotations
 
 import argparse
@@ -51,7 +52,12 @@ def alone(root):
         seen[name] = run(root / name, STEPS, **{"model.tied": name == "tied", "checkpoint.every": 2})
         later = [f"step-{step:08d}" for step in range(FIRST + 1, STEPS + 1)]
         shutil.copytree(root / name, root / f"chain_{name}", ignore=shutil.ignore_patterns(*later))
-    assert export.main([f"checkpoint={root / 'untied/checkpoints/step-00000004'}", f"out={root / 'exported'}", "dtype=fp32"]) == 0
+    assert (
+        export.main(
+            [f"checkpoint={root / 'untied/checkpoints/step-00000004'}", f"out={root / 'exported'}", "dtype=fp32"]
+        )
+        == 0
+    )
     return seen
 
 
@@ -103,7 +109,7 @@ def test_any_plan_resumes_any_other(root, alone, four, two, name):
     assert len(legs) == 5
     for leg, seen in enumerate(legs, start=1):
         assert_equal(seen, whole, FIRST + leg * LEG)
-        assert seen["ids"] == whole["ids"][FIRST + (leg - 1) * LEG:FIRST + leg * LEG], leg
+        assert seen["ids"] == whole["ids"][FIRST + (leg - 1) * LEG : FIRST + leg * LEG], leg
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -116,10 +122,26 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(root, four, name):
 def test_export_from_any_plan(root, four):
     """Of ZeRO-3 on two tensor-parallel ranks and two pipeline ranks that hold two stages each."""
     out = root / "exported_tp2_pp2"
-    command = [sys.executable, "-m", "trainer.export", f"checkpoint={root / 'tp2_pp2_interleaved'}", f"out={out}", "dtype=fp32"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(WORKERS.parent.parent)}, capture_output=True, text=True, timeout=200)
+    command = [
+        sys.executable,
+        "-m",
+        "trainer.export",
+        f"checkpoint={root / 'tp2_pp2_interleaved'}",
+        f"out={out}",
+        "dtype=fp32",
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(WORKERS.parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict() for folder in (out, root / "exported"))
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        for folder in (out, root / "exported")
+    )
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5, msg=name)
@@ -128,7 +150,9 @@ def test_export_from_any_plan(root, four):
 def test_any_plan_starts_from_transformers_weights(root, four):
     saved = read_tensors(root / "untied/checkpoints/step-00000004")
     started = torch.load(root / "weights.pt")
-    assert four["from_hf"]["code"] == 0 and set(started) == {name.removeprefix("model.") for name in saved if name.startswith("model.")}
+    assert four["from_hf"]["code"] == 0 and set(started) == {
+        name.removeprefix("model.") for name in saved if name.startswith("model.")
+    }
     assert [name for name, value in started.items() if not torch.equal(value, saved[f"model.{name}"])] == []
 
 
@@ -137,7 +161,9 @@ def test_auto_measures_chooses_and_goes_on(root, alone, two, name):
     """As measured; with settings that stay; and with a choice for which the layers are cut anew in the middle of the run."""
     first, again = two[f"{name}_5"], two[f"{name}_7"]
     assert first["code"] == again["code"] == 0
-    assert first["measured"] == [3] and again["measured"] == []  # two steps after the one that warms up; a resumed run has its choice
+    assert (
+        first["measured"] == [3] and again["measured"] == []
+    )  # two steps after the one that warms up; a resumed run has its choice
     assert_equal(first, alone["untied"], 5)
     assert_equal(again, alone["untied"], 7)
     assert first["ids"] + again["ids"] == alone["untied"]["ids"][:7]
@@ -170,12 +196,31 @@ def test_a_rank_that_vanishes_is_named_by_all_others(root):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = [f"{name}={value}" for name, value in COMMON.items()] + [
-        f"data.sources.text.path={root / 'corpus'}", f"data.cache={root / 'cache'}", f"run.dir={root / 'killed'}", "run.steps=20",
-        "eval.every=0", "parallel.tp=2", "parallel.pp=2"]
-    common = {**os.environ, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-              "PYTHONPATH": os.pathsep.join([str(WORKERS.parent.parent), str(WORKERS.parent)])}
-    ranks = [subprocess.Popen([sys.executable, str(WORKERS / "parallel_runs.py"), "dies", *arguments], text=True, stderr=subprocess.PIPE,
-                              env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(4)]
+        f"data.sources.text.path={root / 'corpus'}",
+        f"data.cache={root / 'cache'}",
+        f"run.dir={root / 'killed'}",
+        "run.steps=20",
+        "eval.every=0",
+        "parallel.tp=2",
+        "parallel.pp=2",
+    ]
+    common = {
+        **os.environ,
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": os.pathsep.join([str(WORKERS.parent.parent), str(WORKERS.parent)]),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKERS / "parallel_runs.py"), "dies", *arguments],
+            text=True,
+            stderr=subprocess.PIPE,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(4)
+    ]
     try:
         assert ranks[1].wait(timeout=200) == -9, ranks[1].communicate()[1]
         killed = time.monotonic()
@@ -195,33 +240,66 @@ def test_a_rank_that_vanishes_is_named_by_all_others(root):
 
 REFUSED = {  # processes, settings that cannot be, what is said about them, a way out that is among it
     "tp that does not divide the heads": (
-        3, {"parallel.tp": 3}, ["parallel.tp=3", "model.attention.heads=4", "legal: 1, 2, 4"], {"parallel.tp": 1}),
+        3,
+        {"parallel.tp": 3},
+        ["parallel.tp=3", "model.attention.heads=4", "legal: 1, 2, 4"],
+        {"parallel.tp": 1},
+    ),
     "more pipeline ranks than layers": (
-        5, {"parallel.pp": 5}, ["parallel.pp=5", "4 layers", "legal: up to 4"], {"parallel.pp": 1}),
+        5,
+        {"parallel.pp": 5},
+        ["parallel.pp=5", "4 layers", "legal: up to 4"],
+        {"parallel.pp": 1},
+    ),
     "a split that does not add up": (
-        2, {"parallel.pp": 2, "parallel.pipeline.split": [3, 2]}, ["parallel.pipeline.split=[3,2]", "5 layers", "model.depth=4", "[2,2]"],
-        {"parallel.pipeline.split": [2, 2]}),
+        2,
+        {"parallel.pp": 2, "parallel.pipeline.split": [3, 2]},
+        ["parallel.pipeline.split=[3,2]", "5 layers", "model.depth=4", "[2,2]"],
+        {"parallel.pipeline.split": [2, 2]},
+    ),
     "a split of another number of stages": (
-        2, {"parallel.pp": 2, "parallel.pipeline.split": [2, 1, 1]}, ["parallel.pipeline.split=[2,1,1]", "3 entries", "2 stages", "[2,2]"],
-        {"parallel.pipeline.split": [2, 2]}),
+        2,
+        {"parallel.pp": 2, "parallel.pipeline.split": [2, 1, 1]},
+        ["parallel.pipeline.split=[2,1,1]", "3 entries", "2 stages", "[2,2]"],
+        {"parallel.pipeline.split": [2, 2]},
+    ),
     "more stages than layers": (
-        2, {"parallel.pp": 2, "parallel.pipeline.schedule": "interleaved", "parallel.pipeline.chunks": 3},
-        ["parallel.pp=2", "3 stages", "needs 6 layers", "the model has 4", "parallel.pipeline.chunks"], {"parallel.pipeline.chunks": 2}),
+        2,
+        {"parallel.pp": 2, "parallel.pipeline.schedule": "interleaved", "parallel.pipeline.chunks": 3},
+        ["parallel.pp=2", "3 stages", "needs 6 layers", "the model has 4", "parallel.pipeline.chunks"],
+        {"parallel.pipeline.chunks": 2},
+    ),
     "chunks that a schedule does not have": (
-        2, {"parallel.pp": 2, "parallel.pipeline.schedule": "zb_v", "parallel.pipeline.chunks": 3},
-        ["parallel.pipeline.chunks=3", "zb_v", "legal: 2"], {"parallel.pipeline.chunks": 2}),
+        2,
+        {"parallel.pp": 2, "parallel.pipeline.schedule": "zb_v", "parallel.pipeline.chunks": 3},
+        ["parallel.pipeline.chunks=3", "zb_v", "legal: 2"],
+        {"parallel.pipeline.chunks": 2},
+    ),
     "an unknown schedule": (
-        2, {"parallel.pp": 2, "parallel.pipeline.schedule": "2f2b"}, ["parallel.pipeline.schedule=2f2b", "1f1b", "auto", ".csv"],
-        {"parallel.pipeline.schedule": "1f1b"}),
+        2,
+        {"parallel.pp": 2, "parallel.pipeline.schedule": "2f2b"},
+        ["parallel.pipeline.schedule=2f2b", "1f1b", "auto", ".csv"],
+        {"parallel.pipeline.schedule": "1f1b"},
+    ),
     "a schedule that cannot be read": (
-        2, {"parallel.pp": 2, "parallel.pipeline.schedule": "nowhere.csv"}, ["parallel.pipeline.schedule=nowhere.csv", "cannot read"],
-        {"parallel.pipeline.schedule": "greedy"}),
+        2,
+        {"parallel.pp": 2, "parallel.pipeline.schedule": "nowhere.csv"},
+        ["parallel.pipeline.schedule=nowhere.csv", "cannot read"],
+        {"parallel.pipeline.schedule": "greedy"},
+    ),
     "a world that the degrees do not divide": (
-        6, {"parallel.tp": 2, "parallel.pp": 2}, ["parallel.tp=2 x parallel.pp=2", "6", "parallel.tp=2 parallel.pp=1"],
-        {"parallel.pp": 1}),
+        6,
+        {"parallel.tp": 2, "parallel.pp": 2},
+        ["parallel.tp=2 x parallel.pp=2", "6", "parallel.tp=2 parallel.pp=1"],
+        {"parallel.pp": 1},
+    ),
     "tokens that cannot be shared": (
-        2, {"parallel.tp": 2, "batch.sequence_length": 31}, ["batch.sequence_length=31", "parallel.tp=2", "30 or 32"],
-        {"batch.sequence_length": 30})}
+        2,
+        {"parallel.tp": 2, "batch.sequence_length": 31},
+        ["batch.sequence_length=31", "parallel.tp=2", "30 or 32"],
+        {"batch.sequence_length": 30},
+    ),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -230,7 +308,10 @@ def test_impossible_plans_are_refused_before_anything_starts(root, monkeypatch, 
     monkeypatch.setenv("WORLD_SIZE", str(world))
     monkeypatch.setattr(trainer.training.run, "join", lambda *_: pytest.fail("joined a process group"))
     monkeypatch.setattr(trainer.training.run, "open_corpus", lambda *_: pytest.fail("opened the corpus"))
-    common = [f"{name}={value}" for name, value in {**COMMON, "batch.global_size": 12 if world % 3 == 0 else 8 * world}.items()]
+    common = [
+        f"{name}={value}"
+        for name, value in {**COMMON, "batch.global_size": 12 if world % 3 == 0 else 8 * world}.items()
+    ]
 
     def overrides(changes):
         return [*common, "data.sources.text.path=corpus", *[f"{name}={value}" for name, value in changes.items()]]
@@ -249,10 +330,19 @@ def test_tensor_parallelism_stays_inside_a_node_unless_forced(monkeypatch, capsy
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(trainer.training.run, "join", lambda *_: pytest.fail("joined a process group"))
-    arguments = [*[f"{name}={value}" for name, value in COMMON.items()], "data.sources.text.path=corpus", "parallel.tp=4"]
+    arguments = [
+        *[f"{name}={value}" for name, value in COMMON.items()],
+        "data.sources.text.path=corpus",
+        "parallel.tp=4",
+    ]
     assert cli.main(arguments) == 2
     said = capsys.readouterr().err
-    for words in ("parallel.tp=4 spans nodes of 2 processes", "parallel.tp=2", "parallel.pp", "parallel.tp_across_nodes=true"):
+    for words in (
+        "parallel.tp=4 spans nodes of 2 processes",
+        "parallel.tp=2",
+        "parallel.pp",
+        "parallel.tp_across_nodes=true",
+    ):
         assert words in said, said
     assert trainer.compose([*arguments, "parallel.tp_across_nodes=true"]).parallel.tp == 4
     assert trainer.compose([*arguments, "parallel.tp=2", "parallel.pp=2"]).parallel.tp == 2

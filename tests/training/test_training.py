@@ -1,4 +1,5 @@
 """Whole runs: resume under any plan, signals, kills, broken numbers."""
+
 from __future__ import annotations
 
 import json
@@ -55,7 +56,9 @@ def test_mixed_precision_resumes_bit_by_bit(results):
     for stage in range(4):
         first, again = results[f"bf16_zero{stage}"], results[f"bf16_again{stage}"]
         assert again["ids"] == first["ids"][4:] and len(first["eval"]) == 2
-        assert again["losses"] == first["losses"] and again["norms"] == first["norms"] and again["eval"] == first["eval"]
+        assert (
+            again["losses"] == first["losses"] and again["norms"] == first["norms"] and again["eval"] == first["eval"]
+        )
 
 
 def test_a_finished_run_says_so_and_trains_no_more(results):
@@ -94,15 +97,44 @@ def test_ranks_started_with_different_settings_are_refused(results):
 
 # Through the command line, as users and schedulers see it.
 
-COMMAND = ["+config=debug", "run.steps=30", "checkpoint.every=4", "checkpoint.keep_last=0", "checkpoint.resume=auto", "checkpoint.at_end=true", "batch.global_size=2", "model.depth=2",
-           "data.sources.stdlib.limit=40", "run.deterministic=true", "logging.console=plain", "run.device=cpu"]
+COMMAND = [
+    "+config=debug",
+    "run.steps=30",
+    "checkpoint.every=4",
+    "checkpoint.keep_last=0",
+    "checkpoint.resume=auto",
+    "checkpoint.at_end=true",
+    "batch.global_size=2",
+    "model.depth=2",
+    "data.sources.stdlib.limit=40",
+    "run.deterministic=true",
+    "logging.console=plain",
+    "run.device=cpu",
+]
 
 
 def start(folder: Path, *overrides: str, processes: int = 1) -> subprocess.Popen:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen([sys.executable, *torchrun, "-m", "trainer", *COMMAND, f"run.dir={folder}", f"data.cache={folder.parent / 'cache'}",
-                             *overrides], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return subprocess.Popen(
+        [
+            sys.executable,
+            *torchrun,
+            "-m",
+            "trainer",
+            *COMMAND,
+            f"run.dir={folder}",
+            f"data.cache={folder.parent / 'cache'}",
+            *overrides,
+        ],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def wait_for(folder: Path, step: int, process: subprocess.Popen) -> None:
@@ -133,10 +165,38 @@ def undisturbed(tmp_path_factory):
 
 def test_the_run_folder_keeps_the_contract(undisturbed):
     folder, output = undisturbed
-    assert {path.name for path in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "status.json", "checkpoints", "tokenizer"}
+    assert {path.name for path in folder.iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "status.json",
+        "checkpoints",
+        "tokenizer",
+    }
     assert len(losses(folder)) == 30 and "step 30/30" in output and f"everything is in {folder}" in output
-    names = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "mfu_full", "memory_gib", "step_seconds", "data_seconds",
-             "bubble", "loss_scale", "skipped", "epoch", "eta_seconds", "step_seconds_p50", "step_seconds_p95", "straggler", "straggler_rank", "comm/bytes_inner", "comm/bytes_outer"}
+    names = {
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_second",
+        "mfu",
+        "mfu_full",
+        "memory_gib",
+        "step_seconds",
+        "data_seconds",
+        "bubble",
+        "loss_scale",
+        "skipped",
+        "epoch",
+        "eta_seconds",
+        "step_seconds_p50",
+        "step_seconds_p95",
+        "straggler",
+        "straggler_rank",
+        "comm/bytes_inner",
+        "comm/bytes_outer",
+    }
     line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert set(line) == names and line["mfu"] is None and line["tokens"] == 30 * 2 * 64
 
@@ -195,8 +255,22 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(undisturbed, tmp_
     """The files of this run may not grow beyond 100 kB, which no checkpoint fits in."""
     folder = tmp_path / "run"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "trainer", *COMMAND, f"run.dir={folder}", f"data.cache={undisturbed[0].parent / 'cache'}", "run.steps=6"]
-    done = subprocess.run(["bash", "-c", 'ulimit -f 100; exec "$@"', "-", *command], env=environment, capture_output=True, text=True, timeout=200)
+    command = [
+        sys.executable,
+        "-m",
+        "trainer",
+        *COMMAND,
+        f"run.dir={folder}",
+        f"data.cache={undisturbed[0].parent / 'cache'}",
+        "run.steps=6",
+    ]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 100; exec "$@"', "-", *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 1 and "could not be written" in done.stderr, done.stdout + done.stderr
     assert [line for line in losses(folder)] == losses(undisturbed[0])[:6]  # it had trained on all the same
 
@@ -225,10 +299,18 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(undisturbed, tmp_path):
 
 
 def test_recompute_of_nothing_is_refused_before_any_process_group(tmp_path):
-    for setting, words in (("activation.save=[atention]", "'atention' names no operation"), ("activation.modules=[nothing]", "match no submodule")):
+    for setting, words in (
+        ("activation.save=[atention]", "'atention' names no operation"),
+        ("activation.modules=[nothing]", "match no submodule"),
+    ):
         process = start(tmp_path / "run", "activation=selective", setting)
         output = process.communicate(timeout=100)[0]
-        assert process.returncode == 2 and words in output and "tokenising" not in output and not (tmp_path / "run").exists(), output
+        assert (
+            process.returncode == 2
+            and words in output
+            and "tokenising" not in output
+            and not (tmp_path / "run").exists()
+        ), output
 
 
 def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch):
@@ -240,6 +322,7 @@ def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch):
 
 def test_a_damaged_checkpoint_is_passed_over(undisturbed, tmp_path):
     import shutil
+
     folder = tmp_path / "run"
     shutil.copytree(undisturbed[0], folder)
     file = next((folder / "checkpoints" / "step-00000030").glob("*.distcp"))
@@ -248,5 +331,7 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed, tmp_path):
     file.write_bytes(content)
     process = start(folder)
     output = process.communicate(timeout=200)[0]
-    assert process.returncode == 0 and "passing over the damaged checkpoint" in output and "at step 28" in output, output
+    assert process.returncode == 0 and "passing over the damaged checkpoint" in output and "at step 28" in output, (
+        output
+    )
     assert losses(folder) == losses(undisturbed[0])

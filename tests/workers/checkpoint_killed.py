@@ -1,4 +1,5 @@
 """Two ranks: completes the checkpoint of step 1, then dies by SIGKILL in the middle of writing that of step 2."""
+
 import os
 import signal
 import sys

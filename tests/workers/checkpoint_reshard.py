@@ -2,6 +2,7 @@
 
 Arguments: the folder to work in; it holds `single`, written by one process without a process group.
 """
+
 import os
 import resource
 import sys

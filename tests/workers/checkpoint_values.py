@@ -1,4 +1,5 @@
 """The tensors that checkpoint tests save: odd sizes, fewer rows than ranks, every kind of element."""
+
 import torch
 from torch import nn
 

@@ -2,6 +2,7 @@
 
 Nodes are emulated: LOCAL_WORLD_SIZE is all that the project knows of them.
 """
+
 from __future__ import annotations
 
 import json
@@ -83,7 +84,9 @@ PLANS: dict[str, Case] = {
     "zero2_3": case(stage=2, **inner(**INT8), micro_batches=3),
     "zero2_1": case(stage=2, **inner(**INT8), micro_batches=1),
     "zero3_3": case(stage=3, **inner(**INT4), micro_batches=3),
-    "zero3_nodes": case(2, stage=3, **inner(codec="int8", block=64), **outer(codec="int4", error_feedback="average8"), micro_batches=3),
+    "zero3_nodes": case(
+        2, stage=3, **inner(codec="int8", block=64), **outer(codec="int4", error_feedback="average8"), micro_batches=3
+    ),
     "zero3_nodes_outer": case(2, stage=3, **outer(**INT8)),
     "zero1_nodes_inner": case(2, stage=1, **inner(**INT8), micro_batches=3),
     "zero2_one_rank_a_node": case(1, stage=2, **outer(codec="int8", stochastic=True)),
@@ -104,7 +107,9 @@ PLANS: dict[str, Case] = {
     "pp2_zb_v_replicas": case(**PP, schedule="zb_v", stage=2, shard=1, **outer(**INT8)),
     "pp2_zb_v_3": case(**PP, schedule="zb_v", stage=3, tied=True, precision="bf16", **inner(**INT4)),
     # Parameters chosen by name; messages that are too small: all, or the layers but not embedding and head.
-    "by_name": case(stage=1, rules={"layers.0.*": {"quantise": False}, "*norm.weight": {"quantise": True}}, **inner(**INT8)),
+    "by_name": case(
+        stage=1, rules={"layers.0.*": {"quantise": False}, "*norm.weight": {"quantise": True}}, **inner(**INT8)
+    ),
     "small": case(stage=0, gradients={"min_size": 1 << 20, **outer(**INT4)}),
     "small_layers": case(stage=1, vocab=600, gradients={"min_size": 30_000, **inner(codec="int4")}),
 }
@@ -131,7 +136,12 @@ def run_plan(chosen: Case, worlds: Worlds, references: dict[str, Any]) -> dict[s
             watch.train(batches)
             sent.append(state.compression.sent)
         seen = watch.trajectory()
-    ranks = gather({"sent": sent, "parameters": {name: list(parameter.shape) for name, parameter in state.optimizer.parameters.items()}})
+    ranks = gather(
+        {
+            "sent": sent,
+            "parameters": {name: list(parameter.shape) for name, parameter in state.optimizer.parameters.items()},
+        }
+    )
     state.close()
     if world.rank:
         return {}
@@ -141,13 +151,24 @@ def run_plan(chosen: Case, worlds: Worlds, references: dict[str, Any]) -> dict[s
     expected, plain = references[key]
     kind = coarsest(config.precision, config.parallel.grad_comm)
     if kind in DTYPES and kind != "fp32" and kind not in plain:
-        plain[kind] = compare(reference(settings(), spec, data(chosen, spec, None, plan), CPU, compute=DTYPES[kind]), expected)
+        plain[kind] = compare(
+            reference(settings(), spec, data(chosen, spec, None, plan), CPU, compute=DTYPES[kind]), expected
+        )
     result = judge("", [], kind, seen, expected, plain.get(kind))
     norms = {name: value.norm().item() for name, value in expected.gradients[0].items()}
     floor = 1e-2 * math.hypot(*norms.values())
-    off = {name: (seen.gradients[0][name] - value).norm().item() / max(norms[name], floor) for name, value in expected.gradients[0].items()}
-    return {"kind": kind, "reasons": result.reasons, "off": off, "ranks": ranks, "overflows": seen.overflows,
-            "seconds": time.perf_counter() - started}
+    off = {
+        name: (seen.gradients[0][name] - value).norm().item() / max(norms[name], floor)
+        for name, value in expected.gradients[0].items()
+    }
+    return {
+        "kind": kind,
+        "reasons": result.reasons,
+        "off": off,
+        "ranks": ranks,
+        "overflows": seen.overflows,
+        "seconds": time.perf_counter() - started,
+    }
 
 
 def data(chosen: Case, spec: ModelSpec, world: World | None, plan: Plan) -> Iterator[list[Batch]]:
@@ -156,7 +177,10 @@ def data(chosen: Case, spec: ModelSpec, world: World | None, plan: Plan) -> Iter
     micro = SEQUENCES // ranks // micro_batches
     for step in range(STEPS):
         batch = random_batch(step, SEQUENCES, LENGTH, spec.vocab_size, False)
-        yield [rows(batch, start, start + micro) for start in range(rank * micro * micro_batches, (rank + 1) * micro * micro_batches, micro)]
+        yield [
+            rows(batch, start, start + micro)
+            for start in range(rank * micro * micro_batches, (rank + 1) * micro * micro_batches, micro)
+        ]
 
 
 def gather(value: Any) -> list[Any]:
@@ -169,8 +193,14 @@ def gather(value: Any) -> list[Any]:
 BROKEN: dict[str, Case] = {
     "dp4": case(2, **inner(codec="int8", error_feedback="classic"), **outer(**INT4)),
     "zero3": case(stage=3, micro_batches=3, **inner(codec="int4", error_feedback="average8", stochastic=True)),
-    "hsdp_fp16": case(2, stage=2, shard=2, precision="fp16", **inner(codec="fp8", error_feedback="average8"),
-                      **outer(codec="int8", error_feedback="classic")),
+    "hsdp_fp16": case(
+        2,
+        stage=2,
+        shard=2,
+        precision="fp16",
+        **inner(codec="fp8", error_feedback="average8"),
+        **outer(codec="int8", error_feedback="classic"),
+    ),
     "pp2_bf16": case(**PP, schedule="1f1b", stage=1, precision="bf16", **inner(codec="bf16", error_feedback="classic")),
 }
 
@@ -192,12 +222,19 @@ def break_steps(chosen: Case, worlds: Worlds) -> list[dict[str, Any]]:
         bad = train_step(state, batches, False)
         for handle in handles:
             handle.remove()
-        results += gather({
-            "good": good["found_inf"].item(), "bad": bad["found_inf"].item(), "backoff": state.scaler.value.item() / scale,
-            "kept": max(tensor.float().abs().max().item() for tensor in errors.values()),
-            "weights": all(torch.equal(old, local(parameter)) for old, parameter in zip(weights, state.parameters.values())),
-            "errors": errors.keys() == state.compression.tensors().keys() and all(
-                torch.equal(tensor, errors[name]) for name, tensor in state.compression.tensors().items())})
+        results += gather(
+            {
+                "good": good["found_inf"].item(),
+                "bad": bad["found_inf"].item(),
+                "backoff": state.scaler.value.item() / scale,
+                "kept": max(tensor.float().abs().max().item() for tensor in errors.values()),
+                "weights": all(
+                    torch.equal(old, local(parameter)) for old, parameter in zip(weights, state.parameters.values())
+                ),
+                "errors": errors.keys() == state.compression.tensors().keys()
+                and all(torch.equal(tensor, errors[name]) for name, tensor in state.compression.tensors().items()),
+            }
+        )
     results += gather({"next": train_step(state, batches, False)["found_inf"].item()})
     state.close()
     return results
@@ -211,8 +248,18 @@ def run(folder: Path, steps: int, node: int = RANKS, stop_after: int | None = No
     trainer.training.run.train_step = Watched(stop_after=stop_after)
     began = time.perf_counter()
     try:
-        result = trainer.run(run_settings(folder, **{"run.steps": steps, "eval.every": 0, "run.deterministic": True,
-                                                     "parallel.grad_comm.min_size": 0, **changes}))
+        result = trainer.run(
+            run_settings(
+                folder,
+                **{
+                    "run.steps": steps,
+                    "eval.every": 0,
+                    "run.deterministic": True,
+                    "parallel.grad_comm.min_size": 0,
+                    **changes,
+                },
+            )
+        )
     finally:
         Logger.event, trainer.training.run.train_step = tell, train_step
     lines = [line for line in result.metrics if "loss" in line]
@@ -224,10 +271,28 @@ def hops(**settings: Any) -> dict[str, Any]:
 
 
 RESUMED: dict[str, dict[str, Any]] = {
-    "hsdp_classic": {"node": 2, "parallel.zero.stage": 3, "parallel.shard": 2, **hops(**inner(codec="int8"), **outer(**INT4))},
-    "nodes_average8": {"node": 2, "parallel.zero.stage": 2, "precision.compute": "fp16", "precision.loss_scale": 2.0 ** 10, **hops(
-        **inner(codec="int4", error_feedback="average8", stochastic=True), **outer(codec="int8", error_feedback="average8"))},
-    "pp2_classic": {"parallel.pp": 2, "parallel.zero.stage": 1, "batch.micro_size": 1, **hops(**inner(codec="int4", error_feedback="classic"))},
+    "hsdp_classic": {
+        "node": 2,
+        "parallel.zero.stage": 3,
+        "parallel.shard": 2,
+        **hops(**inner(codec="int8"), **outer(**INT4)),
+    },
+    "nodes_average8": {
+        "node": 2,
+        "parallel.zero.stage": 2,
+        "precision.compute": "fp16",
+        "precision.loss_scale": 2.0**10,
+        **hops(
+            **inner(codec="int4", error_feedback="average8", stochastic=True),
+            **outer(codec="int8", error_feedback="average8"),
+        ),
+    },
+    "pp2_classic": {
+        "parallel.pp": 2,
+        "parallel.zero.stage": 1,
+        "batch.micro_size": 1,
+        **hops(**inner(codec="int4", error_feedback="classic")),
+    },
 }
 
 
@@ -251,23 +316,44 @@ def whole_runs(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     advance, Trial.advance = Trial.advance, lambda trial, step: (measured.append(step), advance(trial, step))[1]
     yield "auto", run(root / "auto", 9, **hops(outer__codec="auto"))
     first, measured[:] = list(measured), []
-    yield "auto_resumed", run(root / "auto", 11, **hops(outer__codec="auto")) | {"first": first, "again": list(measured)}
+    yield (
+        "auto_resumed",
+        run(root / "auto", 11, **hops(outer__codec="auto")) | {"first": first, "again": list(measured)},
+    )
     measured[:] = []
-    yield "auto_other_plan", run(root / "auto", 20, **{"parallel.zero.stage": 1}, **hops(inner__codec="auto")) | {"measured": list(measured)}
+    yield (
+        "auto_other_plan",
+        run(root / "auto", 20, **{"parallel.zero.stage": 1}, **hops(inner__codec="auto"))
+        | {"measured": list(measured)},
+    )
     Trial.advance = advance
-    yield "plain", run(root / "plain", 1) | {"parameters": {name: info.shape for name, info in declarations(trainer.training.run.starting_point(
-        run_settings(root / "plain"))[0]).items()}}
+    yield (
+        "plain",
+        run(root / "plain", 1)
+        | {
+            "parameters": {
+                name: info.shape
+                for name, info in declarations(
+                    trainer.training.run.starting_point(run_settings(root / "plain"))[0]
+                ).items()
+            }
+        },
+    )
 
 
 def same(one: Path, other: Path) -> bool:
     """Whether two runs have left the same bits, errors included."""
     mine, theirs = (read_tensors(folder / "checkpoints/step-00000006") for folder in (one, other))
-    return mine.keys() == theirs.keys() and any(name.startswith("compression.") for name in mine) and all(
-        torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+    return (
+        mine.keys() == theirs.keys()
+        and any(name.startswith("compression.") for name in mine)
+        and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+    )
 
 
 class Fixed:
     """Stands for the hops that are left open."""
+
     left_open, decided = {"inner", "outer"}, False
 
     def __init__(self) -> None:
@@ -284,7 +370,9 @@ def decide(seconds: dict[str, float]) -> dict[str, Any]:
     while said is None:
         step += 1
         time = seconds[" ".join(sorted(hops.chosen[-1]))] if dist.get_rank() == RANKS - 1 else 1e-6
-        trial.measured(step, time + 50 * (step - 11 in range(0, 99, TIMED + 1)))  # each first step of a candidate is slow
+        trial.measured(
+            step, time + 50 * (step - 11 in range(0, 99, TIMED + 1))
+        )  # each first step of a candidate is slow
         if trial.due(step):
             said = trial.advance(step)
     return {"chosen": [sorted(some) for some in hops.chosen], "decided": hops.decided, "said": said, "steps": step - 10}
@@ -303,8 +391,13 @@ def main(root: Path) -> None:
             raise
     for name, chosen in BROKEN.items():
         results["broken"][name] = break_steps(chosen, worlds)
-    results["trials"] = [decide(seconds) for seconds in (
-        {"": 1.0, "inner": 1.2, "outer": 0.5, "inner outer": 0.6}, {"": 1.0, "inner": 0.99, "outer": 0.98, "inner outer": 0.99})]
+    results["trials"] = [
+        decide(seconds)
+        for seconds in (
+            {"": 1.0, "inner": 1.2, "outer": 0.5, "inner outer": 0.6},
+            {"": 1.0, "inner": 0.99, "outer": 0.98, "inner outer": 0.99},
+        )
+    ]
     results["runs"] = dict(whole_runs(root))
     if dist.get_rank() == 0:
         (root / "results.json").write_text(json.dumps(results))

@@ -1,5 +1,6 @@
 """DeepSpeed beside the torch engine: numbers, overflows under fp16, lost losses, and on four processes runs that change the engine;
 on eight what is parallel in all three ways."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -40,45 +41,95 @@ SMALL = {"reduce_bucket_size": 500, "sub_group_size": 4000, "stage3_param_persis
 
 CASES: dict[str, dict[str, Any]] = {  # name -> micro-batches, and settings
     "zero1": {"micro": 2, "stage": 1},
-    "zero1_buckets": {"micro": 1, "stage": 1, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 500, "contiguous_gradients": False}}},
+    "zero1_buckets": {
+        "micro": 1,
+        "stage": 1,
+        "deepspeed": {"zero_optimization": {"reduce_bucket_size": 500, "contiguous_gradients": False}},
+    },
     "zero1_offload_bf16": {"micro": 2, "stage": 1, "offload": True, "compute": "bf16"},
     "zero2": {"micro": 2, "stage": 2, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 500}}},
     "zero2_offload": {"micro": 2, "stage": 2, "offload": True},
     "zero2_offload_bf16": {"micro": 2, "stage": 2, "offload": True, "compute": "bf16"},
     "zero3": {"micro": 2, "stage": 3, "tied": True, "deepspeed": {"zero_optimization": SMALL}, "recompute": "full"},
-    "zero2_scattered_bf16": {"micro": 2, "stage": 2, "compute": "bf16", "deepspeed": {
-        "zero_optimization": {"reduce_bucket_size": 500, "contiguous_gradients": False}}},
-    "zero3_offload_bf16": {"micro": 2, "stage": 3, "offload": True, "compute": "bf16", "deepspeed": {
-        "zero_optimization": SMALL | {"stage3_allgather_sequential": True}}},
-    "zero3_keys": {"micro": 2, "stage": 3, "deepspeed": {"wall_clock_breakdown": True, "zero_optimization": SMALL | {
-        "contiguous_gradients": False, "overlap_comm": False, "stage3_prefetch_bucket_size": 0, "stage3_model_persistence_threshold": 0,
-        "stage3_module_granularity_threshold": 100, "stage3_use_all_reduce_for_fetch_params": True}}},
-    "zero3_hpz": {"micro": 2, "stage": 3, "node": 2, "deepspeed": {"zero_optimization": SMALL | {"zero_hpz_partition_size": 2}}},
-    "zero3_hpz_offload_bf16": {"micro": 2, "stage": 3, "node": 2, "offload": True, "compute": "bf16",
-                               "deepspeed": {"zero_optimization": SMALL | {"zero_hpz_partition_size": 2}}},
+    "zero2_scattered_bf16": {
+        "micro": 2,
+        "stage": 2,
+        "compute": "bf16",
+        "deepspeed": {"zero_optimization": {"reduce_bucket_size": 500, "contiguous_gradients": False}},
+    },
+    "zero3_offload_bf16": {
+        "micro": 2,
+        "stage": 3,
+        "offload": True,
+        "compute": "bf16",
+        "deepspeed": {"zero_optimization": SMALL | {"stage3_allgather_sequential": True}},
+    },
+    "zero3_keys": {
+        "micro": 2,
+        "stage": 3,
+        "deepspeed": {
+            "wall_clock_breakdown": True,
+            "zero_optimization": SMALL
+            | {
+                "contiguous_gradients": False,
+                "overlap_comm": False,
+                "stage3_prefetch_bucket_size": 0,
+                "stage3_model_persistence_threshold": 0,
+                "stage3_module_granularity_threshold": 100,
+                "stage3_use_all_reduce_for_fetch_params": True,
+            },
+        },
+    },
+    "zero3_hpz": {
+        "micro": 2,
+        "stage": 3,
+        "node": 2,
+        "deepspeed": {"zero_optimization": SMALL | {"zero_hpz_partition_size": 2}},
+    },
+    "zero3_hpz_offload_bf16": {
+        "micro": 2,
+        "stage": 3,
+        "node": 2,
+        "offload": True,
+        "compute": "bf16",
+        "deepspeed": {"zero_optimization": SMALL | {"zero_hpz_partition_size": 2}},
+    },
     "tp2": {"micro": 1, "stage": 1, "tp": 2, "recompute": "selective"},
     "tp4_offload": {"micro": 1, "stage": 1, "tp": 4, "offload": True},
     "pp2_1f1b": {"micro": 2, "stage": 1, "pp": 2, "schedule": "1f1b", "offload": True, "tied": True},
     "pp2_zb_v_bf16": {"micro": 4, "stage": 1, "pp": 2, "schedule": "zb_v", "compute": "bf16", "tied": True},
     "tp2_pp2_interleaved": {"micro": 4, "stage": 1, "tp": 2, "pp": 2, "schedule": "interleaved", "tied": True},
-    "tp2_pp2_zb_h1_offload": {"micro": 4, "stage": 1, "tp": 2, "pp": 2, "schedule": "zb_h1", "offload": True}}
+    "tp2_pp2_zb_h1_offload": {"micro": 4, "stage": 1, "tp": 2, "pp": 2, "schedule": "zb_h1", "offload": True},
+}
 """On four processes. node: processes of what is to count as one node."""
 
 CUBE = {"micro": 2, "stage": 1, "tp": 2, "pp": 2}
 
 CUBES: dict[str, dict[str, Any]] = {  # on eight
     "dp2_tp2_pp2_zb_v_offload": CUBE | {"schedule": "zb_v", "offload": True, "tied": True},
-    "dp2_tp2_pp2_1f1b_bf16": CUBE | {"compute": "bf16", "tied": True, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 500}}}}
+    "dp2_tp2_pp2_1f1b_bf16": CUBE
+    | {"compute": "bf16", "tied": True, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 500}}},
+}
 
-OVERFLOWS = [{"micro": 2, "stage": 1, "tp": 2, "pp": 2}, {"micro": 2, "stage": 1, "pp": 2, "offload": True},
-             {"micro": 2, "stage": 2, "offload": True}, {"micro": 2, "stage": 3}]
+OVERFLOWS = [
+    {"micro": 2, "stage": 1, "tp": 2, "pp": 2},
+    {"micro": 2, "stage": 1, "pp": 2, "offload": True},
+    {"micro": 2, "stage": 2, "offload": True},
+    {"micro": 2, "stage": 3},
+]
 
 
 def settings_of(case: dict[str, Any], **changes: Any) -> Config:
     zero = {f"parallel__zero__{name}": case[name] for name in ("stage", "offload", "deepspeed") if name in case}
     parallel = {f"parallel__{name}": case[name] for name in ("tp", "pp") if name in case}
-    return settings(parallel__pipeline__schedule=case.get("schedule", "1f1b"), precision__compute=case.get("compute", "fp32"),
-                    activation__mode=case.get("recompute", "none"), **zero, **parallel, **changes)
+    return settings(
+        parallel__pipeline__schedule=case.get("schedule", "1f1b"),
+        precision__compute=case.get("compute", "fp32"),
+        activation__mode=case.get("recompute", "none"),
+        **zero,
+        **parallel,
+        **changes,
+    )
 
 
 class Worlds(dict[tuple, World]):
@@ -108,6 +159,7 @@ def build(config: Config, case: dict[str, Any]) -> tuple[TrainState, Iterator[li
         for step in range(100):
             whole = random_batch(step, SEQUENCES, LENGTH, spec.vocab_size, False)
             yield [rows(whole, start, start + size) for start in range(first, first + SEQUENCES // plan.dp, size)]
+
     return state, steps()
 
 
@@ -119,7 +171,9 @@ def parity(name: str, case: dict[str, Any], references: dict[str, Any]) -> dict[
     watch, theirs, copied = Watch(state), [], []
     if "node" in case:  # the node has its own copies of what is dropped after use
         parameter = next(iter(state.stages[0].layers.values())).feed_forward.down.weight
-        state.stages[0].head.register_forward_pre_hook(lambda *_: copied.append(parameter.ds_secondary_tensor is not None))
+        state.stages[0].head.register_forward_pre_hook(
+            lambda *_: copied.append(parameter.ds_secondary_tensor is not None)
+        )
     for _ in range(STEPS):
         watch.train(next(steps))
         theirs.append(float(state.optimizer.zero._global_grad_norm))
@@ -133,7 +187,9 @@ def parity(name: str, case: dict[str, Any], references: dict[str, Any]) -> dict[
         if (tied, compute) not in references:
             batches = [[random_batch(step, SEQUENCES, LENGTH, state.spec.vocab_size, False)] for step in range(STEPS)]
             base = dataclasses.replace(config, parallel=Config().parallel)
-            references[tied, compute] = reference(base, state.spec, batches, torch.device("cpu"), compute=DTYPES[compute])
+            references[tied, compute] = reference(
+                base, state.spec, batches, torch.device("cpu"), compute=DTYPES[compute]
+            )
     expected = references[tied, "fp32"]
     plain = None if kind == "fp32" else compare(references[tied, kind], expected)
     return dataclasses.asdict(judge(name, [], kind, seen, expected, plain)) | {"their_norms": theirs}
@@ -145,46 +201,76 @@ def optimizers() -> dict[str, Any]:
     for stage in (1, 3):
         found = []
         for engine in ("torch", "deepspeed"):
-            config = settings_of({"stage": stage}, parallel__zero__engine=engine, precision__types__embedding__optimizer="sgd",
-                                 precision__types__bias__optimizer="lion", precision__types__matrix__state_dtype="bf16")
+            config = settings_of(
+                {"stage": stage},
+                parallel__zero__engine=engine,
+                precision__types__embedding__optimizer="sgd",
+                precision__types__bias__optimizer="lion",
+                precision__types__matrix__state_dtype="bf16",
+            )
             state, steps = build(config, {"micro": 2})
             watch = Watch(state)
             for _ in range(STEPS):
                 watch.train(next(steps))
             found.append(watch.trajectory().parameters)
-        worst[str(stage)] = max([(found[0][name] - found[1][name]).abs().max().item() for name in found[0]], default=0.0)
+        worst[str(stage)] = max(
+            [(found[0][name] - found[1][name]).abs().max().item() for name in found[0]], default=0.0
+        )
     return worst
 
 
 def overflows(cases: list[dict[str, Any]], victims: tuple[int, int, int, int]) -> list[dict[str, Any]]:
     """fp16 under both engines: one rank's gradient of one parameter is infinite in a step, each victim in turn; then the loss alone."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
     CPU_Accelerator.is_fp16_supported = lambda self: True  # torch computes it here, if slowly
     results, (first, second, third, fourth) = [], victims
     for case in cases:
         seen = {}
-        for engine in ("torch", "deepspeed") if not results else ("deepspeed",):  # torch's numbers are those of any plan
-            config = settings_of(case | {"compute": "fp16"}, parallel__zero__engine=engine, precision__loss_scale=1024.0,
-                                 precision__growth_interval=2, optimizer__clip_norm=0.0)
+        for engine in (
+            ("torch", "deepspeed") if not results else ("deepspeed",)
+        ):  # torch's numbers are those of any plan
+            config = settings_of(
+                case | {"compute": "fp16"},
+                parallel__zero__engine=engine,
+                precision__loss_scale=1024.0,
+                precision__growth_interval=2,
+                optimizer__clip_norm=0.0,
+            )
             state, steps = build(config, case)
-            seen[engine] = [one_step(state, next(steps), victim) for victim in (
-                None, first, second, None, third, None, None, fourth, "loss", None)]
+            seen[engine] = [
+                one_step(state, next(steps), victim)
+                for victim in (None, first, second, None, third, None, None, fourth, "loss", None)
+            ]
             tracker = state.scaler.state_dict()
             state.scaler.load_state_dict(tracker)
             assert state.scaler.state_dict() == tracker
             seen[engine].append({"scaler": tracker})
             state.close()
-        results.append({"case": case, "torch": results[0]["torch"] if results else None} | {engine: gather(steps) for engine, steps in seen.items()})
+        results.append(
+            {"case": case, "torch": results[0]["torch"] if results else None}
+            | {engine: gather(steps) for engine, steps in seen.items()}
+        )
     return results
 
 
 def lost_losses() -> list[dict[str, Any]]:
     """Without a loss scale and with all gradients finite, a step whose loss is not."""
     results = []
-    for case in [{"stage": stage, "offload": offload, "compute": compute} for stage, offload, compute in (
-            (1, True, "fp32"), (1, True, "bf16"), (2, False, "fp32"), (2, True, "fp32"), (3, True, "fp32"))]:
+    for case in [
+        {"stage": stage, "offload": offload, "compute": compute}
+        for stage, offload, compute in (
+            (1, True, "fp32"),
+            (1, True, "bf16"),
+            (2, False, "fp32"),
+            (2, True, "fp32"),
+            (3, True, "fp32"),
+        )
+    ]:
         state, steps = build(settings_of(case, **THEIRS), {"micro": 2})
-        results.append({"case": case, "steps": [one_step(state, next(steps), victim) for victim in (None, "loss", None)]})
+        results.append(
+            {"case": case, "steps": [one_step(state, next(steps), victim) for victim in (None, "loss", None)]}
+        )
     return results
 
 
@@ -192,7 +278,9 @@ def one_step(state: TrainState, batches: list[Batch], victim: int | str | None) 
     handle, train = None, state.runtime.train
     if victim == state.world.rank:
         layer = next(iter(next(iter(state.stages.values())).layers.values()))
-        handle = layer.feed_forward.down.register_full_backward_hook(lambda module, inputs, outputs: (torch.full_like(inputs[0], torch.inf),))
+        handle = layer.feed_forward.down.register_full_backward_hook(
+            lambda module, inputs, outputs: (torch.full_like(inputs[0], torch.inf),)
+        )
     if victim == "loss":
         state.runtime.train = lambda *arguments: train(*arguments) + torch.inf
     before = [local(parameter).detach().clone() for parameter in state.parameters.values()]
@@ -201,8 +289,14 @@ def one_step(state: TrainState, batches: list[Batch], victim: int | str | None) 
     if handle:
         handle.remove()
     changed = any(not torch.equal(old, local(parameter)) for old, parameter in zip(before, state.parameters.values()))
-    return {"loss": scalars["loss"].item(), "norm": scalars["grad_norm"].item(), "found_inf": scalars["found_inf"].item(),
-            "scale": scalars["loss_scale"].item(), "updates": state.optimizer.updates.item(), "changed": changed}
+    return {
+        "loss": scalars["loss"].item(),
+        "norm": scalars["grad_norm"].item(),
+        "found_inf": scalars["found_inf"].item(),
+        "scale": scalars["loss_scale"].item(),
+        "updates": state.optimizer.updates.item(),
+        "changed": changed,
+    }
 
 
 def gathered() -> list[int]:
@@ -213,10 +307,16 @@ def gathered() -> list[int]:
     model, storages, found = state.stages[0], {}, []
 
     def remember(layer: torch.nn.Module, *_: Any) -> None:
-        storages.update({(id(layer), name): StorageWeakRef(parameter.untyped_storage()) for name, parameter in layer.named_parameters()})
+        storages.update(
+            {
+                (id(layer), name): StorageWeakRef(parameter.untyped_storage())
+                for name, parameter in layer.named_parameters()
+            }
+        )
 
     def count(*_: Any) -> None:
         found.extend([sum(not storage.expired() for storage in storages.values()), len(storages)])
+
     for layer in model.layers.values():
         layer.attention_norm.register_forward_pre_hook(lambda *_, layer=layer: remember(layer))
     model.head.register_forward_pre_hook(count)
@@ -225,19 +325,32 @@ def gathered() -> list[int]:
 
 
 LEGS = [  # plans of one run, two steps each
-    {"parallel.tp": 2, "parallel.pp": 2, "parallel.pipeline.schedule": "zb_v", "parallel.zero.stage": 1, "parallel.zero.engine": "deepspeed",
-     "batch.micro_size": 1},
+    {
+        "parallel.tp": 2,
+        "parallel.pp": 2,
+        "parallel.pipeline.schedule": "zb_v",
+        "parallel.zero.stage": 1,
+        "parallel.zero.engine": "deepspeed",
+        "batch.micro_size": 1,
+    },
     {"parallel.zero.stage": 3},
     {"parallel.zero.stage": 3, "parallel.zero.engine": "deepspeed", "parallel.zero.offload": True},
     {"parallel.zero.stage": 2, "parallel.zero.engine": "deepspeed"},
     {"parallel.pp": 2, "parallel.zero.stage": 1, "batch.micro_size": 1},
-    {"parallel.pp": 4, "parallel.zero.stage": 1, "parallel.zero.engine": "deepspeed"}]
+    {"parallel.pp": 4, "parallel.zero.stage": 1, "parallel.zero.engine": "deepspeed"},
+]
 
 
 def four(root: Path) -> dict[str, Any]:
     references: dict[str, Any] = {}
-    results: dict[str, Any] = {"parity": {name: parity(name, case, references) for name, case in CASES.items()}, "optimizers": optimizers(),
-                               "gathered": gathered(), "lost": lost_losses(), "overflows": overflows(OVERFLOWS, (0, 1, 2, 3)), "legs": []}
+    results: dict[str, Any] = {
+        "parity": {name: parity(name, case, references) for name, case in CASES.items()},
+        "optimizers": optimizers(),
+        "gathered": gathered(),
+        "lost": lost_losses(),
+        "overflows": overflows(OVERFLOWS, (0, 1, 2, 3)),
+        "legs": [],
+    }
     common = {"model.tied": True, "eval.every": 2, "precision.compute": "fp32"}
     results["whole"] = run(root / "whole", 2 * len(LEGS), **common, **{"parallel.zero.stage": 1})
     for leg, plan in enumerate(LEGS, start=1):
@@ -247,8 +360,10 @@ def four(root: Path) -> dict[str, Any]:
 
 def eight() -> dict[str, Any]:
     references: dict[str, Any] = {}
-    return {"parity": {name: parity(name, case, references) for name, case in CUBES.items()},
-            "overflows": overflows([CUBE | {"schedule": "zb_v"}], (0, 3, 5, 6))}  # unlike in every coordinate
+    return {
+        "parity": {name: parity(name, case, references) for name, case in CUBES.items()},
+        "overflows": overflows([CUBE | {"schedule": "zb_v"}], (0, 3, 5, 6)),
+    }  # unlike in every coordinate
 
 
 def main(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 Two steps after a checkpoint are broken, which guard.max_skipped=2 ends the run for, before the next checkpoint holds the gap.
 """
+
 from __future__ import annotations
 
 import os
@@ -28,7 +29,9 @@ def faulty_step(state: Any, batches: Any, stop: bool) -> Any:
         handle = layer.register_forward_pre_hook(lambda *_: time.sleep(0.15))
     # The first two steps after a save, in turn.
     if RANK == state.world.size - 1 and BREAK.exists() and state.step % EVERY == broken + 1:
-        handle = layer.attention.o.register_full_backward_hook(lambda module, inputs, outputs: (torch.full_like(inputs[0], float("nan")),))
+        handle = layer.attention.o.register_full_backward_hook(
+            lambda module, inputs, outputs: (torch.full_like(inputs[0], float("nan")),)
+        )
         broken += 1
         if broken == 2:
             BREAK.unlink()

@@ -3,6 +3,7 @@
 `four` and `two` go on with what one process has left in a folder (see tests/training/test_parallel_runs.py); `dies` is one rank of a
 run in which a rank vanishes in the middle of a step.
 """
+
 from __future__ import annotations
 
 import copy
@@ -33,28 +34,72 @@ from trainer.planning.schedules.templates import build_schedule
 
 train_step = trainer.training.run.train_step
 
-COMMON = {"model": "tiny", "model.width": 32, "model.depth": 4, "model.feed_forward.width": 48, "model.vocab_size": 257,
-          "model.init.embedding_std": 0.3, "data": "text", "data.tokenizer": "bytes", "data.eval_fraction": 0.3, "data.workers": 1,
-          "batch.sequence_length": 32, "batch.global_size": 8, "batch.micro_size": 2, "lr": "constant", "lr.warmup": 2, "lr.peak": 3e-3,
-          "eval.every": 2, "eval.sequences": 5, "checkpoint.keep_last": 0, "run.device": "cpu", "logging.console": "none"}
+COMMON = {
+    "model": "tiny",
+    "model.width": 32,
+    "model.depth": 4,
+    "model.feed_forward.width": 48,
+    "model.vocab_size": 257,
+    "model.init.embedding_std": 0.3,
+    "data": "text",
+    "data.tokenizer": "bytes",
+    "data.eval_fraction": 0.3,
+    "data.workers": 1,
+    "batch.sequence_length": 32,
+    "batch.global_size": 8,
+    "batch.micro_size": 2,
+    "lr": "constant",
+    "lr.warmup": 2,
+    "lr.peak": 3e-3,
+    "eval.every": 2,
+    "eval.sequences": 5,
+    "checkpoint.keep_last": 0,
+    "run.device": "cpu",
+    "logging.console": "none",
+}
 """Embeddings are large enough for gradients of norms not to hang on the last bits of small numbers."""
 
 PLANS = {  # of one run of four steps
     "dp2_tp2": {"parallel.tp": 2, "parallel.zero.stage": 3},
     "tp4": {"parallel.tp": 4},
     "pp2_dp2_1f1b": {"parallel.pp": 2, "parallel.zero.stage": 1, "batch.micro_size": 1},
-    "tp2_pp2_interleaved": {"parallel.tp": 2, "parallel.pp": 2, "parallel.pipeline.schedule": "interleaved", "parallel.zero.stage": 3},
-    "pp2_dp2_zb_v": {"parallel.pp": 2, "parallel.pipeline.schedule": "zb_v", "parallel.zero.stage": 2, "batch.micro_size": 1}}
+    "tp2_pp2_interleaved": {
+        "parallel.tp": 2,
+        "parallel.pp": 2,
+        "parallel.pipeline.schedule": "interleaved",
+        "parallel.zero.stage": 3,
+    },
+    "pp2_dp2_zb_v": {
+        "parallel.pp": 2,
+        "parallel.pipeline.schedule": "zb_v",
+        "parallel.zero.stage": 2,
+        "batch.micro_size": 1,
+    },
+}
 
 CHAINS = {  # of plans, two steps each, on 4 processes and then on 2; one process begins and ends
-    "untied": {4: [{"parallel.tp": 2, "parallel.zero.stage": 3},
-                   {"parallel.pp": 2, "parallel.pipeline.schedule": "zb_h1", "parallel.zero.stage": 2, "batch.micro_size": 1},
-                   {"parallel.tp": 2, "parallel.pp": 2, "parallel.pipeline.schedule": "interleaved", "parallel.zero.stage": 1}],
-               2: [{"parallel.pp": 2, "parallel.pipeline.schedule": "greedy"}]},
-    "tied": {4: [{"parallel.tp": 2, "parallel.pp": 2, "parallel.pipeline.schedule": "zb_v", "parallel.zero.stage": 2},  # ends on one rank
-                 {"parallel.pp": 4, "parallel.pipeline.schedule": "1f1b"},  # and on two
-                 {"parallel.tp": 4}],
-             2: [{"parallel.pp": 2, "parallel.pipeline.schedule": "dualpipe_v", "parallel.zero.stage": 1}]}}
+    "untied": {
+        4: [
+            {"parallel.tp": 2, "parallel.zero.stage": 3},
+            {"parallel.pp": 2, "parallel.pipeline.schedule": "zb_h1", "parallel.zero.stage": 2, "batch.micro_size": 1},
+            {"parallel.tp": 2, "parallel.pp": 2, "parallel.pipeline.schedule": "interleaved", "parallel.zero.stage": 1},
+        ],
+        2: [{"parallel.pp": 2, "parallel.pipeline.schedule": "greedy"}],
+    },
+    "tied": {
+        4: [
+            {
+                "parallel.tp": 2,
+                "parallel.pp": 2,
+                "parallel.pipeline.schedule": "zb_v",
+                "parallel.zero.stage": 2,
+            },  # ends on one rank
+            {"parallel.pp": 4, "parallel.pipeline.schedule": "1f1b"},  # and on two
+            {"parallel.tp": 4},
+        ],
+        2: [{"parallel.pp": 2, "parallel.pipeline.schedule": "dualpipe_v", "parallel.zero.stage": 1}],
+    },
+}
 
 FIRST, LEG = 2, 2
 """Steps that one process takes before a chain, and steps of each leg."""
@@ -76,7 +121,11 @@ class Watched:
         if self.keep_weights and not self.ids:
             everyone = gather({name: whole(parameter) for name, parameter in state.parameters.items()})
             self.weights = {name: value for some in everyone for name, value in some.items()}
-        self.ids.append(sorted({sample for some in gather([sample for batch in batches for sample in batch.ids]) for sample in some}))
+        self.ids.append(
+            sorted(
+                {sample for some in gather([sample for batch in batches for sample in batch.ids]) for sample in some}
+            )
+        )
         scalars = train_step(state, batches, stop)
         if self.stop_after == state.step and state.world.rank == state.world.size - 1:
             signal.raise_signal(signal.SIGTERM)  # one rank only: all must stop after the same step
@@ -97,8 +146,11 @@ def gather(value: Any) -> list[Any]:
 
 @cache
 def common(root: Path) -> Config:
-    return trainer.compose([f"{name}={value}" for name, value in COMMON.items()] + [
-        f"data.sources.text.path={root / 'corpus'}", f"data.cache={root / 'cache'}", f"run.dir={root / 'run'}"], world_size=1)
+    return trainer.compose(
+        [f"{name}={value}" for name, value in COMMON.items()]
+        + [f"data.sources.text.path={root / 'corpus'}", f"data.cache={root / 'cache'}", f"run.dir={root / 'run'}"],
+        world_size=1,
+    )
 
 
 def settings(folder: Path, **changes: Any) -> Config:
@@ -121,9 +173,15 @@ def run(folder: Path, steps: int, watched: Watched | None = None, **changes: Any
     finally:
         trainer.training.run.train_step = train_step
     lines = [line for line in result.metrics if "loss" in line]
-    return {"code": result.code, "ids": watched.ids, "steps": [line["step"] for line in lines], "losses": [line["loss"] for line in lines],
-            "norms": [line["grad_norm"] for line in lines], "bubbles": [line["bubble"] for line in lines],
-            "eval": {line["step"]: line["eval_loss"] for line in result.metrics if "eval_loss" in line}}
+    return {
+        "code": result.code,
+        "ids": watched.ids,
+        "steps": [line["step"] for line in lines],
+        "losses": [line["loss"] for line in lines],
+        "norms": [line["grad_norm"] for line in lines],
+        "bubbles": [line["bubble"] for line in lines],
+        "eval": {line["step"]: line["eval_loss"] for line in result.metrics if "eval_loss" in line},
+    }
 
 
 def follow_chain(root: Path, name: str, world: int) -> Iterator[tuple[str, dict]]:
@@ -131,8 +189,12 @@ def follow_chain(root: Path, name: str, world: int) -> Iterator[tuple[str, dict]
     before = 0 if world == 4 else len(CHAINS[name][4])
     for leg, plan in enumerate(CHAINS[name][world], start=before + 1):
         end, stopped = FIRST + leg * LEG, leg == STOPPED[name]
-        seen = run(root / f"chain_{name}", end + 9 * stopped, Watched(stop_after=end - 1 if stopped else None),
-                   **{"model.tied": name == "tied", **plan})
+        seen = run(
+            root / f"chain_{name}",
+            end + 9 * stopped,
+            Watched(stop_after=end - 1 if stopped else None),
+            **{"model.tied": name == "tied", **plan},
+        )
         yield f"{name}_{leg}", seen | {"codes": gather(seen["code"])}
 
 
@@ -151,20 +213,39 @@ def four(root: Path) -> Iterator[tuple[str, dict]]:
 def two(root: Path) -> Iterator[tuple[str, dict]]:
     for name in CHAINS:
         yield from follow_chain(root, name, 2)
-    auto = {"parallel.pp": 2, "parallel.pipeline.schedule": "auto", "parallel.pipeline.probe_steps": 2, "batch.micro_size": None}
+    auto = {
+        "parallel.pp": 2,
+        "parallel.pipeline.schedule": "auto",
+        "parallel.pipeline.probe_steps": 2,
+        "batch.micro_size": None,
+    }
     given = {"batch.accumulation": 4, "parallel.pipeline.split": [3, 1], "parallel.pipeline.chunks": 1}
     choose = trainer.training.auto_schedule.Auto.choose
-    for name, changes, decide in (("auto", {}, choose), ("auto_given", given, choose), ("auto_rebuilt", {}, another_cut)):
+    for name, changes, decide in (
+        ("auto", {}, choose),
+        ("auto_given", given, choose),
+        ("auto_rebuilt", {}, another_cut),
+    ):
         for steps in (5, 7):  # the second goes on where the first ended
             measured: list[int] = []
-            trainer.training.auto_schedule.Auto.choose = lambda auto: (measured.append(auto.state.step), decide(auto))[1]
+            trainer.training.auto_schedule.Auto.choose = lambda auto: (measured.append(auto.state.step), decide(auto))[
+                1
+            ]
             yield f"{name}_{steps}", run(root / name, steps, **auto, **changes) | {"measured": measured}
 
 
-def another_cut(auto: trainer.training.auto_schedule.Auto, choose: Any = trainer.training.auto_schedule.Auto.choose) -> Choice:
+def another_cut(
+    auto: trainer.training.auto_schedule.Auto, choose: Any = trainer.training.auto_schedule.Auto.choose
+) -> Choice:
     """A choice for which the layers have to be cut anew, whatever was measured."""
-    return dataclasses.replace(choose(auto), schedule=build_schedule("1f1b", 2, 4), chunks=1, split=(range(3), range(3, 4)),
-                               microbatches=4, micro_size=2)
+    return dataclasses.replace(
+        choose(auto),
+        schedule=build_schedule("1f1b", 2, 4),
+        chunks=1,
+        split=(range(3), range(3, 4)),
+        microbatches=4,
+        micro_size=2,
+    )
 
 
 def dies(arguments: list[str]) -> int:

@@ -1,4 +1,5 @@
 """What torch's own pipelining gets wrong (its defects are described in test_pipeline_defects.py), on real stages over FSDP."""
+
 from __future__ import annotations
 
 import json
@@ -29,6 +30,7 @@ SEQUENCES, LENGTH, STEPS = 8, 16, 2
 
 class Gathers(TorchDispatchMode):
     """Counts all-gathers of FSDP."""
+
     count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
@@ -50,7 +52,10 @@ class Case:
         self.micro_batches, self.dp = micro_batches, plan.dp
 
     def batches(self, step: int) -> list[Any]:
-        whole, first = random_batch(step, SEQUENCES, LENGTH, self.spec.vocab_size, False), self.state.world.data.get_local_rank() * SEQUENCES // self.dp
+        whole, first = (
+            random_batch(step, SEQUENCES, LENGTH, self.spec.vocab_size, False),
+            self.state.world.data.get_local_rank() * SEQUENCES // self.dp,
+        )
         return [rows(whole, first + i * self.micro, first + (i + 1) * self.micro) for i in range(self.micro_batches)]
 
     def errors(self, evaluations: bool = False) -> dict[str, Any]:
@@ -66,13 +71,21 @@ class Case:
         steps = [[random_batch(step, SEQUENCES, LENGTH, self.spec.vocab_size, False)] for step in range(STEPS)]
         expected = reference(self.config, self.spec, steps, torch.device("cpu"))
         found = compare(seen, expected)
-        return {"gradient": max(step.gradient for step in found.steps), "norm": max(step.norm for step in found.steps), "problems": seen.problems}
+        return {
+            "gradient": max(step.gradient for step in found.steps),
+            "norm": max(step.norm for step in found.steps),
+            "problems": seen.problems,
+        }
 
 
 def split_backward(results: dict[str, Any]) -> None:
     for schedule in ("zb_h1", "zb_v", "dualpipe_v"):
-        for name, changes in (("resharded", dict(parallel__zero__stage=3)), ("replicated", dict(parallel__zero__stage=0)),
-                              ("recomputed", dict(activation__mode="full")), ("selective", dict(activation__mode="selective"))):
+        for name, changes in (
+            ("resharded", dict(parallel__zero__stage=3)),
+            ("replicated", dict(parallel__zero__stage=0)),
+            ("recomputed", dict(activation__mode="full")),
+            ("selective", dict(activation__mode="selective")),
+        ):
             case = Case(4, parallel__pp=2, parallel__pipeline__schedule=schedule, **changes)
             bodies = Counter()
             body = Layer.body
@@ -87,7 +100,9 @@ def split_backward(results: dict[str, Any]) -> None:
 def tied_ends(results: dict[str, Any]) -> None:
     for schedule in ("1f1b", "zb_v"):
         for stage in (0, 3):
-            case = Case(4, tied=True, parallel__pp=2, parallel__pipeline__schedule=schedule, parallel__zero__stage=stage)
+            case = Case(
+                4, tied=True, parallel__pp=2, parallel__pipeline__schedule=schedule, parallel__zero__stage=stage
+            )
             results[f"tied {schedule} {stage}"] = case.errors()
             case.state.close()
 
@@ -111,7 +126,8 @@ def evaluation(results: dict[str, Any]) -> None:
         case.state.runtime.train(batches, scale)
         results[f"accumulated, evaluated between: {between}"] = max(
             ((parameter.grad.full_tensor() - 2 * once[name]).norm() / once[name].norm().clamp(min=1e-3)).item()
-            for name, parameter in case.state.parameters.items())
+            for name, parameter in case.state.parameters.items()
+        )
         case.state.close()
 
 

@@ -2,6 +2,7 @@
 
 By hand on four GPUs, over NCCL: torchrun --nproc-per-node 4 tests/workers/pipeline_runtime.py numbers OUT
 """
+
 from __future__ import annotations
 
 import json
@@ -84,15 +85,18 @@ class Layer(nn.Module):
     def __init__(self, number: int, deferred: Deferred | None):
         super().__init__()
         generator = torch.Generator().manual_seed(number)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH ** 0.5)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5)
         self.gain = nn.Parameter(1 + torch.randn(WIDTH, generator=generator, dtype=torch.float64) / 10)
         self.deferred, self.forwards = deferred, 0
 
     def forward(self, hidden: Tensor, documents: Tensor | None) -> Tensor:
         self.forwards += 1
         scaled = hidden * (self.gain if documents is None else self.gain * (1 + documents[..., None] / 10))
-        return hidden + torch.tanh(F.linear(scaled, self.weight) if self.deferred is None
-                                   else DeferrableLinear.apply(scaled, self.weight, self.deferred))
+        return hidden + torch.tanh(
+            F.linear(scaled, self.weight)
+            if self.deferred is None
+            else DeferrableLinear.apply(scaled, self.weight, self.deferred)
+        )
 
 
 class Stage(nn.Module):
@@ -115,10 +119,18 @@ class Stage(nn.Module):
         if hidden is None:
             hidden = F.embedding(tokens, self.embedding)
         for layer in self.layers.values():
-            hidden = checkpoint(layer, hidden, documents, use_reentrant=False) if self.recompute else layer(hidden, documents)
+            hidden = (
+                checkpoint(layer, hidden, documents, use_reentrant=False)
+                if self.recompute
+                else layer(hidden, documents)
+            )
         if targets is None:
             return hidden
-        logits = F.linear(hidden, self.head) if self.deferred is None else DeferrableLinear.apply(hidden, self.head, self.deferred)
+        logits = (
+            F.linear(hidden, self.head)
+            if self.deferred is None
+            else DeferrableLinear.apply(hidden, self.head, self.deferred)
+        )
         entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         return entropy + 1e-2 * logits.square().sum(), entropy
 
@@ -244,11 +256,18 @@ def schedules(ranks: int, counts: tuple[int, ...]):
         yield merge_backward(schedule)
 
 
-def build(schedule: Schedule, channels: Channels | None, sharding: Any = None, recompute: bool = False, **keywords) -> Runtime:
+def build(
+    schedule: Schedule, channels: Channels | None, sharding: Any = None, recompute: bool = False, **keywords
+) -> Runtime:
     deferred, rank = Deferred(), 0 if channels is None else channels.rank
-    stages = {stage: Stage(stage, schedule.stages, deferred, recompute).to(DEVICE)
-              for stage, where in enumerate(schedule.placement) if where == rank}
-    return Runtime(schedule, stages, channels, sharding(stages) if sharding else Kept(), deferred, hidden_state, DEVICE, **keywords)
+    stages = {
+        stage: Stage(stage, schedule.stages, deferred, recompute).to(DEVICE)
+        for stage, where in enumerate(schedule.placement)
+        if where == rank
+    }
+    return Runtime(
+        schedule, stages, channels, sharding(stages) if sharding else Kept(), deferred, hidden_state, DEVICE, **keywords
+    )
 
 
 def gradients(runtime: Runtime) -> dict[str, Tensor | None]:
@@ -282,14 +301,21 @@ def parity(schedule: Schedule, channels: Channels | None, number: int) -> dict[s
     own = {name: expected[name] for name in accumulated}
     assert reduced.sharding.sums.keys() == own.keys()
     order = [str(part) for action in schedule.orders[runtime.rank] for part in action.parts or [action]]
-    return {"case": f"{schedule.name} on {schedule.ranks} ranks, {schedule.stages} stages, {count} micro-batches",
-            "template": schedule.name, "missing": missing, "untouched": untouched, "late": late,
-            "gradients": distance(accumulated, own), "reduced": distance(reduced.sharding.sums, own),
-            "reductions": reduced.sharding.reductions == len(reduced.stages) * (count if every else 1),
-            "losses": distance({"": losses}, {"": entropies}) if last else losses.abs().max().item(),
-            "evaluated": distance({"": evaluated}, {"": held_out_entropies}) if last else evaluated.abs().max().item(),
-            "timeline": [str(span.action) for span in spans] == order
-            and all(0 <= a.start <= a.end <= b.start for a, b in zip(spans, spans[1:])) and 0 < times.busy() <= times.finish()}
+    return {
+        "case": f"{schedule.name} on {schedule.ranks} ranks, {schedule.stages} stages, {count} micro-batches",
+        "template": schedule.name,
+        "missing": missing,
+        "untouched": untouched,
+        "late": late,
+        "gradients": distance(accumulated, own),
+        "reduced": distance(reduced.sharding.sums, own),
+        "reductions": reduced.sharding.reductions == len(reduced.stages) * (count if every else 1),
+        "losses": distance({"": losses}, {"": entropies}) if last else losses.abs().max().item(),
+        "evaluated": distance({"": evaluated}, {"": held_out_entropies}) if last else evaluated.abs().max().item(),
+        "timeline": [str(span.action) for span in spans] == order
+        and all(0 <= a.start <= a.end <= b.start for a, b in zip(spans, spans[1:]))
+        and 0 < times.busy() <= times.finish(),
+    }
 
 
 def numbers(out: Path) -> None:
@@ -298,8 +324,11 @@ def numbers(out: Path) -> None:
     pair = [3, 1] if rank % 2 else [0, 2]
     pipelines[2] = Channels(pair, edges((0, 1)), DEVICE)
     pipelines[4].extend(edges(place(4, 2, "loop")))
-    cases = [parity(schedule, channels, number) for ranks, channels in pipelines.items()
-             for number, schedule in enumerate(schedules(ranks, (8, 5) if ranks == 4 else (5,)))]
+    cases = [
+        parity(schedule, channels, number)
+        for ranks, channels in pipelines.items()
+        for number, schedule in enumerate(schedules(ranks, (8, 5) if ranks == 4 else (5,)))
+    ]
     cases += [parity(build_schedule("1f1b", 1, 3), None, 0), parity(build_schedule("zb_h1", 1, 3), None, 1)]
     pipelines[2].close()
 
@@ -309,7 +338,11 @@ def numbers(out: Path) -> None:
             schedule = build_schedule(name, 4, count)
             counting = Counting(range(4), edges(schedule.placement), DEVICE)
             build(schedule, counting).train(random_batches(count, 0, False), torch.ones((), device=DEVICE))
-            memory[f"{name} {count}"] = [counting.peak, counting.unread, sum(buffer() is not None for buffer in counting.buffers)]
+            memory[f"{name} {count}"] = [
+                counting.peak,
+                counting.unread,
+                sum(buffer() is not None for buffer in counting.buffers),
+            ]
             counting.close()
 
     recomputed = {}
@@ -326,7 +359,13 @@ def numbers(out: Path) -> None:
         runtime.train(batches, scale)
     ranges = sorted(event.key for event in profile.key_averages() if event.key.startswith("PP:"))
 
-    results = {"cases": cases, "memory": memory, "recomputed": recomputed, "ranges": len(ranges), "steps": len(runtime._program)}
+    results = {
+        "cases": cases,
+        "memory": memory,
+        "recomputed": recomputed,
+        "ranges": len(ranges),
+        "steps": len(runtime._program),
+    }
     if GPU:  # NCCL does not notice that a peer has gone
         out.with_suffix(f".{rank}").write_text(json.dumps(results))
         return
@@ -341,6 +380,7 @@ def numbers(out: Path) -> None:
 def raising(error: Exception) -> Callable[[], None]:
     def fault() -> None:
         raise error
+
     return fault
 
 
@@ -360,8 +400,12 @@ def failure(step: Callable[[], None]) -> dict[str, Any]:
     try:
         step()
     except (PipelineError, ConfigError) as error:
-        return {"type": type(error).__name__, "text": str(error), "cause": type(error.__cause__).__name__,
-                "seconds": time.perf_counter() - start}
+        return {
+            "type": type(error).__name__,
+            "text": str(error),
+            "cause": type(error.__cause__).__name__,
+            "seconds": time.perf_counter() - start,
+        }
     return {"type": "none"}
 
 
@@ -402,8 +446,12 @@ class SleepStage(nn.Module):
 
 def sleeping(schedule: Schedule, costs: StageCosts, channels: Channels | None) -> Runtime:
     deferred, rank = SleepDeferred(), 0 if channels is None else channels.rank
-    stages = {stage: SleepStage(costs, stage, deferred) for stage, where in enumerate(schedule.placement) if where == rank}
-    return Runtime(schedule, stages, channels, Kept(), deferred, lambda batch: (torch.Size([1, 8]), torch.float32), DEVICE)
+    stages = {
+        stage: SleepStage(costs, stage, deferred) for stage, where in enumerate(schedule.placement) if where == rank
+    }
+    return Runtime(
+        schedule, stages, channels, Kept(), deferred, lambda batch: (torch.Size([1, 8]), torch.float32), DEVICE
+    )
 
 
 def overheads(channels: Channels) -> tuple[float, float, float]:
@@ -428,7 +476,9 @@ def overheads(channels: Channels) -> tuple[float, float, float]:
             pending.wait()
             hops.append((time.perf_counter() - start) / 2)
         channels.flush()
-    mine = torch.tensor([sleep, host + statistics.median(posting), statistics.median(hops) if hops else 0.0], dtype=torch.float64)
+    mine = torch.tensor(
+        [sleep, host + statistics.median(posting), statistics.median(hops) if hops else 0.0], dtype=torch.float64
+    )
     dist.all_reduce(mine)
     return mine[0].item() / 4, mine[1].item() / 4, mine[2].item() / 2
 
@@ -439,28 +489,53 @@ def bubbles(out: Path) -> None:
     channels.extend(edges(place(4, 2, "v")))
     unit, results = 0.012, []
     sleep, host, transfer = overheads(channels)
-    for scenario, (f, i, w, head) in {"balanced": (1, 1, 1, 0), "head": (1, 1, 1, 0.6), "attention": (0.9, 1.5, 0.5, 0)}.items():
+    for scenario, (f, i, w, head) in {
+        "balanced": (1, 1, 1, 0),
+        "head": (1, 1, 1, 0.6),
+        "attention": (0.9, 1.5, 0.5, 0),
+    }.items():
         for name in ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "v_half", "dualpipe_v", "greedy"):
+
             def costs(stages: int, extra: float = 0.0, **more: float) -> StageCosts:
                 def seconds(x: float) -> tuple[float, ...]:
-                    return tuple(extra + unit * (x * 4 / stages + (head if stage == stages - 1 else 0)) for stage in range(stages))
-                return StageCosts(f=seconds(f), i=seconds(i), w=seconds(w), b=seconds(i + w),
-                                  activation=(1.0,) * stages, **more)
-            schedule = greedy(costs(8), place(4, 2, "v"), 8, cap=8.0) if name == "greedy" else build_schedule(name, 4, 8)
+                    return tuple(
+                        extra + unit * (x * 4 / stages + (head if stage == stages - 1 else 0))
+                        for stage in range(stages)
+                    )
+
+                return StageCosts(
+                    f=seconds(f), i=seconds(i), w=seconds(w), b=seconds(i + w), activation=(1.0,) * stages, **more
+                )
+
+            schedule = (
+                greedy(costs(8), place(4, 2, "v"), 8, cap=8.0) if name == "greedy" else build_schedule(name, 4, 8)
+            )
             runtime = sleeping(schedule, costs(schedule.stages), channels)
             predicted = simulate(schedule, costs(schedule.stages, sleep, host=host, transfer=transfer))
             measured: list[tuple[float, float]] = []
-            while len(measured) < 2 or len(measured) < 8 and (  # the machine may be busy
-                    min(measured)[0] > 1.05 * predicted.makespan or abs(min(measured)[1] - predicted.bubble) > 0.04):
+            while (
+                len(measured) < 2
+                or len(measured) < 8
+                and (  # the machine may be busy
+                    min(measured)[0] > 1.05 * predicted.makespan or abs(min(measured)[1] - predicted.bubble) > 0.04
+                )
+            ):
                 dist.barrier()
                 runtime.train([Batch(torch.zeros(1), torch.zeros(1), None)] * 8, torch.ones((), device=DEVICE))
                 seen: list[Any] = [None] * 4
                 dist.all_gather_object(seen, (runtime.finish(), runtime.busy()))
                 makespan = max(finish for finish, _ in seen)
                 measured.append((makespan, 1 - sum(busy for _, busy in seen) / (4 * makespan)))
-            results.append({"case": f"{name}, {scenario}", "measured": min(measured)[0], "measured_bubble": min(measured)[1],
-                            "predicted": predicted.makespan, "predicted_bubble": predicted.bubble,
-                            "ideal": simulate(schedule, costs(schedule.stages)).makespan})
+            results.append(
+                {
+                    "case": f"{name}, {scenario}",
+                    "measured": min(measured)[0],
+                    "measured_bubble": min(measured)[1],
+                    "predicted": predicted.makespan,
+                    "predicted_bubble": predicted.bubble,
+                    "ideal": simulate(schedule, costs(schedule.stages)).makespan,
+                }
+            )
     if dist.get_rank() == 0:
         out.write_text(json.dumps({"cases": results, "sleep": sleep, "host": host, "transfer": transfer}))
 

@@ -1,4 +1,5 @@
 """Every plan of the matrix against the one-process reference, many in one launch; and fp16 overflows on one rank."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -38,13 +39,23 @@ STEPS, LENGTH = 2, 16
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "gpt2": {"norm": {"kind": "layer"}, "learned_positions": True, "attention": {"positions": "none", "output_bias": True},
-             "feed_forward": {"kind": "plain", "activation": "gelu_tanh", "bias": True}},
+    "gpt2": {
+        "norm": {"kind": "layer"},
+        "learned_positions": True,
+        "attention": {"positions": "none", "output_bias": True},
+        "feed_forward": {"kind": "plain", "activation": "gelu_tanh", "bias": True},
+    },
     "neox": {"norm": {"kind": "layer"}, "parallel_residual": True, "feed_forward": {"kind": "plain", "bias": True}},
-    "gemma": {"norm": {"placement": "both", "offset": 1.0}, "embedding_scale": 24 ** 0.5, "logit_soft_cap": 5.0},
+    "gemma": {"norm": {"placement": "both", "offset": 1.0}, "embedding_scale": 24**0.5, "logit_soft_cap": 5.0},
 }
-RECOMPUTE = {"none": {}, "full": {"mode": "full"}, "every2": {"mode": "full", "every": 2}, "selective": {"mode": "selective"},
-             "modules": {"mode": "selective", "modules": ["*.feed_forward"]}, "budget": {"mode": "budget"}}
+RECOMPUTE = {
+    "none": {},
+    "full": {"mode": "full"},
+    "every2": {"mode": "full", "every": 2},
+    "selective": {"mode": "selective"},
+    "modules": {"mode": "selective", "modules": ["*.feed_forward"]},
+    "budget": {"mode": "budget"},
+}
 
 
 def spec_of(case: Case, device: torch.device) -> ModelSpec:
@@ -52,23 +63,40 @@ def spec_of(case: Case, device: torch.device) -> ModelSpec:
     spec = tiny_spec(tied=case["tied"], depth=depth(case), attention=attention, init={"std": 0.05})
     windows = {"attention": {"window": 5, "soft_cap": 2.0}, "pattern": [{}, {"attention": {"window": 0}}]}
     # FlexAttention on a GPU wants heads of a power of two.
-    for changes in (FAMILIES[case["family"]], windows if case["attention"] == "window_cap" else {}, {"width": 64} if device.type == "cuda" else {}):
+    for changes in (
+        FAMILIES[case["family"]],
+        windows if case["attention"] == "window_cap" else {},
+        {"width": 64} if device.type == "cuda" else {},
+    ):
         spec = ModelSpec.from_dict(merged(spec.to_dict(), changes))
     return spec
 
 
 def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    return values | {name: merged(values[name], change) if isinstance(change, dict) else change for name, change in changes.items()}
+    return values | {
+        name: merged(values[name], change) if isinstance(change, dict) else change for name, change in changes.items()
+    }
 
 
 def config_of(case: Case, folder: Path) -> Config:
     schedule = case["schedule"]
-    config = settings(parallel__tp=case["tp"], parallel__pp=case["pp"], parallel__zero__stage=case["stage"], parallel__shard=case.get("shard", -1),
-                      parallel__zero__offload=case.get("offload", False), parallel__zero__sum_on_host=case.get("sum_on_host", False),
-                      precision__compute=case["precision"], precision__reduce=case.get("reduce", "fp32"), compile=case.get("compile", False),
-                      **{f"activation__{name}": value for name, value in RECOMPUTE[case["recompute"]].items()},
-                      **{f"parallel__grad_comm__{name}": value for name, value in case.get("gradients", {}).items()})
-    config.loss.chunk, config.loss.z_loss = (5 if case["loss"] == "chunk" else 2048), (1e-2 if case["loss"] == "z_loss" else 0.0)
+    config = settings(
+        parallel__tp=case["tp"],
+        parallel__pp=case["pp"],
+        parallel__zero__stage=case["stage"],
+        parallel__shard=case.get("shard", -1),
+        parallel__zero__offload=case.get("offload", False),
+        parallel__zero__sum_on_host=case.get("sum_on_host", False),
+        precision__compute=case["precision"],
+        precision__reduce=case.get("reduce", "fp32"),
+        compile=case.get("compile", False),
+        **{f"activation__{name}": value for name, value in RECOMPUTE[case["recompute"]].items()},
+        **{f"parallel__grad_comm__{name}": value for name, value in case.get("gradients", {}).items()},
+    )
+    config.loss.chunk, config.loss.z_loss = (
+        (5 if case["loss"] == "chunk" else 2048),
+        (1e-2 if case["loss"] == "z_loss" else 0.0),
+    )
     if schedule == "interleaved3":
         config.parallel.pipeline.schedule, config.parallel.pipeline.chunks = "interleaved", 3
     elif schedule == "csv":  # with full and split backwards side by side
@@ -78,16 +106,21 @@ def config_of(case: Case, folder: Path) -> Config:
     elif schedule != "none":
         config.parallel.pipeline.schedule = schedule
     if case.get("overflow"):
-        config.precision.loss_scale, config.precision.scale_backoff = 2.0 ** 40, 2.0 ** -10
+        config.precision.loss_scale, config.precision.scale_backoff = 2.0**40, 2.0**-10
     return config
 
 
-def batches(case: Case, spec: ModelSpec, device: torch.device, rank: int = 0, ranks: int = 1, micro_batches: int = 1) -> Iterator[list[Batch]]:
+def batches(
+    case: Case, spec: ModelSpec, device: torch.device, rank: int = 0, ranks: int = 1, micro_batches: int = 1
+) -> Iterator[list[Batch]]:
     """The steps of a data-parallel rank."""
     micro = SEQUENCES // ranks // micro_batches
     for step in range(STEPS):
         batch = random_batch(step, SEQUENCES, LENGTH, spec.vocab_size, case["attention"] != "causal", device)
-        yield [rows(batch, start, start + micro) for start in range(rank * micro * micro_batches, (rank + 1) * micro * micro_batches, micro)]
+        yield [
+            rows(batch, start, start + micro)
+            for start in range(rank * micro * micro_batches, (rank + 1) * micro * micro_batches, micro)
+        ]
 
 
 def digest(seen: Trajectory) -> str:
@@ -126,15 +159,27 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
             error.add_note(f"in the case {describe(case)}")
             raise
         if world.rank == 0:
-            key, kind = json.dumps([spec.to_dict(), case["loss"] == "z_loss", case["attention"]]), coarsest(config.precision, config.parallel.grad_comm)
+            key, kind = (
+                json.dumps([spec.to_dict(), case["loss"] == "z_loss", case["attention"]]),
+                coarsest(config.precision, config.parallel.grad_comm),
+            )
             base = settings(loss__z_loss=config.loss.z_loss)
             if key not in references:
                 references[key] = reference(base, spec, batches(case, spec, device), device)
             if key + kind not in plain:  # fp32 has to do with the table
-                plain[key + kind] = None if kind not in DTYPES or kind == "fp32" else compare(
-                    reference(base, spec, batches(case, spec, device), device, compute=DTYPES[kind]), references[key])
+                plain[key + kind] = (
+                    None
+                    if kind not in DTYPES or kind == "fp32"
+                    else compare(
+                        reference(base, spec, batches(case, spec, device), device, compute=DTYPES[kind]),
+                        references[key],
+                    )
+                )
             result = judge(describe(case), [], kind, seen, references[key], plain[key + kind])
-            results.append(dataclasses.asdict(result) | {"case": case, "digest": digest(seen), "seconds": time.perf_counter() - started})
+            results.append(
+                dataclasses.asdict(result)
+                | {"case": case, "digest": digest(seen), "seconds": time.perf_counter() - started}
+            )
     return results
 
 
@@ -153,9 +198,13 @@ def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
         batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // 2, 2)
         world = worlds.of(plan, device)
         state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), world)
-        whole_sum, (first, second) = state.shared.sum, batches(case, spec, device, world.data.get_local_rank(), plan.dp, 2)
+        whole_sum, (first, second) = (
+            state.shared.sum,
+            batches(case, spec, device, world.data.get_local_rank(), plan.dp, 2),
+        )
         train_step(state, first, False)
         for victim in range(world.size):
+
             def broken_sum() -> None:
                 if world.rank == victim:
                     name = next(name for name in state.parameters if name.endswith("feed_forward.down.weight"))
@@ -167,9 +216,14 @@ def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
             state.shared.sum = broken_sum
             scalars = train_step(state, second, False)
             state.shared.sum = whole_sum
-            mine = {"found_inf": scalars["found_inf"].item(), "backoff": state.scaler.value.item() / scale,
-                    "updates": state.optimizer.updates.item() - updates,
-                    "unchanged": all(torch.equal(old, local(parameter)) for old, parameter in zip(before, state.parameters.values()))}
+            mine = {
+                "found_inf": scalars["found_inf"].item(),
+                "backoff": state.scaler.value.item() / scale,
+                "updates": state.optimizer.updates.item() - updates,
+                "unchanged": all(
+                    torch.equal(old, local(parameter)) for old, parameter in zip(before, state.parameters.values())
+                ),
+            }
             everyone: list[Any] = [None] * world.size
             dist.all_gather_object(everyone, mine)
             results.append({"case": f"{plan.describe()}, rank {victim}", "ranks": everyone})
@@ -183,8 +237,10 @@ def main(out: str) -> None:
     device, worlds = local_device(Config().run), Worlds()
     processes = int(os.environ.get("WORLD_SIZE", 1))
     worlds.of(resolve_plan(Config().parallel, processes), device)
-    results = {"cases": measure(cases(processes, CAN_COMPILE), worlds, device, Path(out).parent),
-               "overflow": overflow(worlds, device) if processes == 4 else []}
+    results = {
+        "cases": measure(cases(processes, CAN_COMPILE), worlds, device, Path(out).parent),
+        "overflow": overflow(worlds, device) if processes == 4 else [],
+    }
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
 

@@ -3,6 +3,7 @@ TRITON_INTERPRET=1, which rounds conversions to bf16 and fp8 toward zero, so tha
 
     python tests/workers/quantize.py cpu|cuda
 """
+
 from __future__ import annotations
 
 import itertools
@@ -15,16 +16,25 @@ import torch
 from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, pack, triton_pack, triton_unpack, unpack
 
 LAYOUTS = [  # segments, rows, grain of 256
-    ([(0, 1)], 1, False), ([(5, 256), (300, 255), (555, 257)], 1, False), ([(0, 40), (41, 1700), (1800, 3)], 3, True), ([(7, 6000)], 4, False)]
+    ([(0, 1)], 1, False),
+    ([(5, 256), (300, 255), (555, 257)], 1, False),
+    ([(0, 40), (41, 1700), (1800, 3)], 3, True),
+    ([(7, 6000)], 4, False),
+]
 
 
 def cases(real: bool) -> Iterator[tuple[Codec, str, torch.dtype, int]]:
     """Codec, error feedback, type of the gradients, layout: two blocks and types for each, of which Triton compiles all anew; in the
     interpreter, which is slow, one layout each."""
     kinds = ("int8", "int4", "fp8", "bf16") if real else ("int8", "int4")
-    forms = [(32, torch.float32), (256, torch.bfloat16), (64, torch.float16), (4096, torch.float32)] if real else [(64, torch.float32)] * 2
-    for number, (kind, hadamard, stochastic, feedback) in enumerate(itertools.product(
-            kinds, (0, 16), (False, True), ("none", "classic", "average8"))):
+    forms = (
+        [(32, torch.float32), (256, torch.bfloat16), (64, torch.float16), (4096, torch.float32)]
+        if real
+        else [(64, torch.float32)] * 2
+    )
+    for number, (kind, hadamard, stochastic, feedback) in enumerate(
+        itertools.product(kinds, (0, 16), (False, True), ("none", "classic", "average8"))
+    ):
         if stochastic and kind in ("fp8", "bf16") or hadamard and kind == "bf16":
             continue
         for which, layout in itertools.product(range(2 if real else 1), range(len(LAYOUTS))):
@@ -36,19 +46,26 @@ def cases(real: bool) -> Iterator[tuple[Codec, str, torch.dtype, int]]:
 def differences(codec: Codec, feedback: str, dtype: torch.dtype, layout: int, device: torch.device) -> list[str]:
     """What differs over three steps, of which the second is skipped for numbers that are not finite."""
     segments, rows, coarse = LAYOUTS[layout]
-    where = [Blocks(segments, codec.block, rows, place, max(256, codec.block) if coarse else 0) for place in (torch.device("cpu"), device)]
+    where = [
+        Blocks(segments, codec.block, rows, place, max(256, codec.block) if coarse else 0)
+        for place in (torch.device("cpu"), device)
+    ]
     errors = [ErrorFeedback(feedback, blocks) if feedback != "none" else None for blocks in where]
     wrong, size = [], segments[-1][0] + segments[-1][1] + 9
     for step in range(3):
         choose = torch.Generator().manual_seed(step)
         unit, seed = 2.0 ** (10 - step), (0x12345679 * step) & 0x7FFFFFFF
-        flat = (torch.randn(size, generator=choose) * unit * 10.0 ** (-5 * torch.rand(size, generator=choose))).to(dtype)
+        flat = (torch.randn(size, generator=choose) * unit * 10.0 ** (-5 * torch.rand(size, generator=choose))).to(
+            dtype
+        )
         flat[::37] = 0
         if step == 1:
             flat[segments[0][0]], flat[segments[-1][0] + 2] = math.nan, math.inf
         flats = [flat, flat.to(device)]
-        payloads = [write(codec, part, blocks, kept, torch.tensor(unit, device=part.device), seed)
-                    for write, part, blocks, kept in zip((pack, triton_pack), flats, where, errors)]
+        payloads = [
+            write(codec, part, blocks, kept, torch.tensor(unit, device=part.device), seed)
+            for write, part, blocks, kept in zip((pack, triton_pack), flats, where, errors)
+        ]
         before = payloads[0] if step == 0 else before
         senders = torch.stack([before, payloads[0], payloads[0]])
         results = [torch.full((size,), 3.0, dtype=dtype, device=part.device) for part in flats]
@@ -65,7 +82,11 @@ def differences(codec: Codec, feedback: str, dtype: torch.dtype, layout: int, de
         for kept in filter(None, errors):
             kept.settle(torch.tensor(float(step == 1), device=kept.kept[0].device), step + 1)
         if feedback != "none":
-            wrong += [f"{told}: errors" for mine, other in zip(errors[0].kept, errors[1].kept) if not torch.equal(mine, other.cpu())]
+            wrong += [
+                f"{told}: errors"
+                for mine, other in zip(errors[0].kept, errors[1].kept)
+                if not torch.equal(mine, other.cpu())
+            ]
     return wrong
 
 

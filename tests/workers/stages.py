@@ -1,4 +1,5 @@
 """What the ZeRO stages hold on each rank and which collectives they run."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -26,8 +27,19 @@ from trainer.training.step import train_step
 LENGTH = 16
 ACCUMULATION = 3
 CODEC = {"grad_comm__min_size": 0, "grad_comm__inner__codec": "int8", "grad_comm__inner__error_feedback": "classic"}
-PLANS = [(0, -1, {}), (1, -1, {}), (2, -1, {}), (3, -1, {}), (1, 2, {}), (3, 2, {}), *((stage, -1, {"zero__offload": True}) for stage in (1, 2, 3)),
-         (3, -1, {"zero__offload": True, "zero__sum_on_host": True}), (3, 2, {"zero__offload": True}), (2, -1, CODEC), (3, -1, CODEC)]
+PLANS = [
+    (0, -1, {}),
+    (1, -1, {}),
+    (2, -1, {}),
+    (3, -1, {}),
+    (1, 2, {}),
+    (3, 2, {}),
+    *((stage, -1, {"zero__offload": True}) for stage in (1, 2, 3)),
+    (3, -1, {"zero__offload": True, "zero__sum_on_host": True}),
+    (3, 2, {"zero__offload": True}),
+    (2, -1, CODEC),
+    (3, -1, CODEC),
+]
 """Stage, ranks that share, and further settings of the plan."""
 
 
@@ -51,7 +63,11 @@ def main(out: str) -> None:
     results, world_size = [], int(os.environ["WORLD_SIZE"])
     spec = tiny_spec()
     for stage, shard, more in PLANS:
-        config = settings(parallel__zero__stage=stage, parallel__shard=shard, **{f"parallel__{name}": value for name, value in more.items()})
+        config = settings(
+            parallel__zero__stage=stage,
+            parallel__shard=shard,
+            **{f"parallel__{name}": value for name, value in more.items()},
+        )
         plan = resolve_plan(config.parallel, world_size)
         batch = BatchPlan(LENGTH, world_size * ACCUMULATION, 1, ACCUMULATION)
         pipeline = resolve_pipeline(config, spec, plan, batch)
@@ -64,7 +80,10 @@ def main(out: str) -> None:
 
         state.optimizer.step = noting
         for step in range(2):
-            data, first = random_batch(step, world_size * ACCUMULATION, LENGTH, spec.vocab_size, False), state.world.rank * ACCUMULATION
+            data, first = (
+                random_batch(step, world_size * ACCUMULATION, LENGTH, spec.vocab_size, False),
+                state.world.rank * ACCUMULATION,
+            )
             # Gradients that are kept between micro-batches: looked at when the last micro-batch's forward starts.
             kept = []
             handle = model.register_forward_pre_hook(lambda *_: kept.append(accumulated_bytes(model)))
@@ -73,10 +92,23 @@ def main(out: str) -> None:
             handle.remove()
         once, feedback = (state.compression.once, state.compression.feedback_bytes) if state.compression else (False, 0)
         expected = fullest_rank(config, spec, plan, pipeline, batch, once, max(state.world.gather(feedback)))
-        results.append({"stage": stage, "shard": plan.shard, "more": more, "expected": dataclasses.asdict(expected), "units": len(model.layers) + 1, "total": sum(p.numel() for p in model.parameters()) * 4,
-                        "parameters": sum(local(p).nbytes for p in model.parameters()), "inside": kept[-1][0], "outside": kept[-1][1], "feedback": feedback,
-                        "gradients": gradients[-1], "optimizer": sum(t.nbytes for t in state.optimizer.state.values()),
-                        "collectives": collectives.counts})
+        results.append(
+            {
+                "stage": stage,
+                "shard": plan.shard,
+                "more": more,
+                "expected": dataclasses.asdict(expected),
+                "units": len(model.layers) + 1,
+                "total": sum(p.numel() for p in model.parameters()) * 4,
+                "parameters": sum(local(p).nbytes for p in model.parameters()),
+                "inside": kept[-1][0],
+                "outside": kept[-1][1],
+                "feedback": feedback,
+                "gradients": gradients[-1],
+                "optimizer": sum(t.nbytes for t in state.optimizer.state.values()),
+                "collectives": collectives.counts,
+            }
+        )
     if state.world.rank == 0:
         Path(out).write_text(json.dumps(results))
 
@@ -88,8 +120,11 @@ def accumulated_bytes(model: torch.nn.Module) -> tuple[int, int]:
     for group in parameter_groups(model):
         for parameter in group.fsdp_params:
             whole = getattr(parameter, "_unsharded_param", None)
-            inside += sum(gradient.nbytes for gradient in (parameter.unsharded_accumulated_grad, None if whole is None else whole.grad)
-                          if gradient is not None)
+            inside += sum(
+                gradient.nbytes
+                for gradient in (parameter.unsharded_accumulated_grad, None if whole is None else whole.grad)
+                if gradient is not None
+            )
             outside += 0 if parameter.sharded_param.grad is None else local(parameter.sharded_param.grad).nbytes
         inside += 0 if group._partial_reduce_output is None else group._partial_reduce_output.nbytes
     return inside, outside

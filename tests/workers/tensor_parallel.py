@@ -1,5 +1,6 @@
 """What tensor parallelism keeps for backward, sends, overlaps and holds: the model's own parts on four processes, in groups of
 1, 2 and 4 ranks."""
+
 from __future__ import annotations
 
 import json
@@ -37,16 +38,25 @@ TOKENS = BATCH * LENGTH
 CPU = torch.device("cpu")
 
 LLAMA = {"attention": {"heads": 8, "kv_heads": 4}, "feed_forward": {"width": 96}}
-GPT2 = {"attention": {"heads": 8, "bias": True, "output_bias": True, "positions": "none"}, "norm": {"kind": "layer"},
-        "feed_forward": {"kind": "plain", "width": 128, "activation": "gelu_tanh", "bias": True}}
+GPT2 = {
+    "attention": {"heads": 8, "bias": True, "output_bias": True, "positions": "none"},
+    "norm": {"kind": "layer"},
+    "feed_forward": {"kind": "plain", "width": 128, "activation": "gelu_tanh", "bias": True},
+}
 KINDS = {
-    "llama": LLAMA, "gpt2": GPT2,
+    "llama": LLAMA,
+    "gpt2": GPT2,
     # Without what keeps more in eager mode on a CPU: RMSNorm in several operations, the copies of shared key-value heads, and the
     # one of attention's output, whose layout follows that of rotated queries.
     "gated": {"attention": {"heads": 8, "positions": "none"}, "norm": {"kind": "layer"}, "feed_forward": {"width": 96}},
     "qk_norm head": {**LLAMA, "attention": {**LLAMA["attention"], "qk_norm": "head"}},
-    "qk_norm full": {**LLAMA, "attention": {**LLAMA["attention"], "qk_norm": "full"}}}
-UNEVEN = {"vocab_size": 61, "attention": {"heads": 8, "kv_heads": 2, "bias": True, "qk_norm": "full"}, "feed_forward": {"width": 38}}
+    "qk_norm full": {**LLAMA, "attention": {**LLAMA["attention"], "qk_norm": "full"}},
+}
+UNEVEN = {
+    "vocab_size": 61,
+    "attention": {"heads": 8, "kv_heads": 2, "bias": True, "qk_norm": "full"},
+    "feed_forward": {"width": 38},
+}
 
 
 def spec_of(**changes: Any) -> ModelSpec:
@@ -86,7 +96,9 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: tuple = (), keywords: dict | None = None) -> Any:
         result = function(*arguments, **(keywords or {}))
-        self.seen.append((function._opname, [local(leaf).shape for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]))
+        self.seen.append(
+            (function._opname, [local(leaf).shape for leaf in tree_leaves(result) if isinstance(leaf, Tensor)])
+        )
         return result
 
     def collectives(self) -> list[list]:
@@ -101,8 +113,15 @@ class Watch(TorchDispatchMode):
 
 class Steps:
     """What is started, waited for and multiplied within a context, in order; also inside of the project's own operators."""
-    names = {"_c10d_functional::all_gather_into_tensor": "gather", "_c10d_functional::reduce_scatter_tensor": "scatter",
-             "_c10d_functional::all_reduce": "sum", "_c10d_functional::wait_tensor": "wait", "aten::mm": "product", "aten::addmm": "product"}
+
+    names = {
+        "_c10d_functional::all_gather_into_tensor": "gather",
+        "_c10d_functional::reduce_scatter_tensor": "scatter",
+        "_c10d_functional::all_reduce": "sum",
+        "_c10d_functional::wait_tensor": "wait",
+        "aten::mm": "product",
+        "aten::addmm": "product",
+    }
 
     def __enter__(self) -> Steps:
         self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
@@ -162,8 +181,13 @@ def measure_head(world: World) -> dict:
         objective.backward(retain_graph=True)
     with Steps() as steps:
         objective.backward()
-    return {"widest": max(forward.widest(), backward.widest()), "part": local(model.head.weight).shape[0], "saved": saved,
-            "forward": forward.collectives(), "backward": steps.seen}
+    return {
+        "widest": max(forward.widest(), backward.widest()),
+        "part": local(model.head.weight).shape[0],
+        "saved": saved,
+        "forward": forward.collectives(),
+        "backward": steps.seen,
+    }
 
 
 def measure_overlap(world: World) -> dict:
@@ -210,8 +234,11 @@ def defer(world: World) -> dict:
             late = late or [name for name, parameter in model.named_parameters() if parameter.grad is None]
             deferred.take()()
         gradients.append({name: local(parameter.grad).clone() for name, parameter in model.named_parameters()})
-    worst = max((other[name] - gradients[0][name]).abs().max().item() / gradients[0][name].abs().max().item()
-                for other in gradients[1:] for name in other)
+    worst = max(
+        (other[name] - gradients[0][name]).abs().max().item() / gradients[0][name].abs().max().item()
+        for other in gradients[1:]
+        for name in other
+    )
     linears = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)]
     return {"late": late, "expected": linears, "worst": worst}
 
@@ -219,7 +246,10 @@ def defer(world: World) -> dict:
 def layout(world: World) -> dict:
     """Of each parameter: whether it is a DTensor, and the shape that this rank holds."""
     model = model_of(spec_of(**UNEVEN), world)
-    return {name: [isinstance(parameter, DTensor), list(local(parameter).shape)] for name, parameter in model.named_parameters()}
+    return {
+        name: [isinstance(parameter, DTensor), list(local(parameter).shape)]
+        for name, parameter in model.named_parameters()
+    }
 
 
 def differing_weights(tp: int, stage: int) -> list[str]:
@@ -231,16 +261,25 @@ def differing_weights(tp: int, stage: int) -> list[str]:
     model = Transformer(spec)
     initialize(model, spec, config.run.seed, CPU)
     assert state.parameters.keys() == dict(model.named_parameters()).keys()
-    return [name for name, parameter in model.named_parameters() if not torch.equal(state.parameters[name].full_tensor(), parameter)]
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if not torch.equal(state.parameters[name].full_tensor(), parameter)
+    ]
 
 
 def main(out: str) -> None:
     mine: dict[str, dict] = {}
     for tp in GROUPS:
         world = enter(tp)
-        mine[str(tp)] = {"layers": {kind: measure_layer(changes, world) for kind, changes in KINDS.items()}, "head": measure_head(world),
-                         "overlap": measure_overlap(world) if tp > 1 else {}, "deferred": defer(world), "layout": layout(world),
-                         "weights": {stage: differing_weights(tp, stage) for stage in (0, 3)}}
+        mine[str(tp)] = {
+            "layers": {kind: measure_layer(changes, world) for kind, changes in KINDS.items()},
+            "head": measure_head(world),
+            "overlap": measure_overlap(world) if tp > 1 else {},
+            "deferred": defer(world),
+            "layout": layout(world),
+            "weights": {stage: differing_weights(tp, stage) for stage in (0, 3)},
+        }
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, mine)
     if dist.get_rank() == 0:

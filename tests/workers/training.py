@@ -1,4 +1,5 @@
 """Whole runs in one launch: undisturbed, stopped and resumed under other plans, with overflows and with broken numbers."""
+
 from __future__ import annotations
 
 import json
@@ -39,7 +40,11 @@ class Watched:
         broken = state.step + 1 in self.break_at and state.world.rank == state.world.size - 1
         handle = None
         if broken:  # one rank's gradient of one parameter, before any reduction
-            handle = state.stages[0].layers["1"].attention.o.register_full_backward_hook(lambda *_: (torch.full_like(_[1][0], self.value),))
+            handle = (
+                state.stages[0]
+                .layers["1"]
+                .attention.o.register_full_backward_hook(lambda *_: (torch.full_like(_[1][0], self.value),))
+            )
         scalars = train_step(state, batches, stop)
         if handle:
             handle.remove()
@@ -50,9 +55,24 @@ class Watched:
 
 
 def settings(folder: Path, **overrides: object):
-    values = {"model": "tiny", "data.tokenizer": "bytes", "data.cache": folder.parent / "cache", "data.sources.stdlib.limit": 40,
-              "batch.sequence_length": 32, "batch.global_size": 8, "batch.micro_size": 1, "model.width": 32, "model.depth": 2, "run.steps": 20,
-              "lr.warmup": 3, "lr.peak": 3e-3, "run.dir": folder, "run.device": "cpu", "logging.console": "none", **overrides}
+    values = {
+        "model": "tiny",
+        "data.tokenizer": "bytes",
+        "data.cache": folder.parent / "cache",
+        "data.sources.stdlib.limit": 40,
+        "batch.sequence_length": 32,
+        "batch.global_size": 8,
+        "batch.micro_size": 1,
+        "model.width": 32,
+        "model.depth": 2,
+        "run.steps": 20,
+        "lr.warmup": 3,
+        "lr.peak": 3e-3,
+        "run.dir": folder,
+        "run.device": "cpu",
+        "logging.console": "none",
+        **overrides,
+    }
     return trainer.compose([f"{name}={value}" for name, value in values.items()])
 
 
@@ -64,18 +84,35 @@ def run(folder: Path, watched: Watched | None = None, **overrides: object) -> di
         answer["code"] = trainer.run(settings(folder, **overrides)).code
     except (ConfigError, trainer.training.run.NonFinite) as error:
         answer["error"] = str(error)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] if (folder / "metrics.jsonl").exists() else []
+    lines = (
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        if (folder / "metrics.jsonl").exists()
+        else []
+    )
     steps = [line for line in lines if "loss" in line]
-    return answer | {"ids": watched.ids, "draws": watched.draws, "updates": watched.updates, "steps": [line["step"] for line in steps],
-                     "losses": [line["loss"] for line in steps], "norms": [line["grad_norm"] for line in steps],
-                     "skipped": [line["skipped"] for line in steps], "scales": [line["loss_scale"] for line in steps],
-                     "lr": [line["lr"] for line in steps], "eval": [line["eval_loss"] for line in lines if "eval_loss" in line]}
+    return answer | {
+        "ids": watched.ids,
+        "draws": watched.draws,
+        "updates": watched.updates,
+        "steps": [line["step"] for line in steps],
+        "losses": [line["loss"] for line in steps],
+        "norms": [line["grad_norm"] for line in steps],
+        "skipped": [line["skipped"] for line in steps],
+        "scales": [line["loss_scale"] for line in steps],
+        "lr": [line["lr"] for line in steps],
+        "eval": [line["eval_loss"] for line in lines if "eval_loss" in line],
+    }
 
 
 def scenarios(root: Path, world_size: int):
     """Name -> result. With fewer processes only the resumes of what four left behind."""
-    plans = {"zero3": {"parallel": "zero3"}, "zero0": {"parallel": "ddp"}, "zero1_hsdp": {"parallel": "zero1", "parallel.shard": 2},
-             "zero2_accumulate": {"parallel": "zero2", "batch.accumulation": 8 // world_size}, "zero3_micro2": {"parallel": "zero3", "batch.micro_size": 2}}
+    plans = {
+        "zero3": {"parallel": "zero3"},
+        "zero0": {"parallel": "ddp"},
+        "zero1_hsdp": {"parallel": "zero1", "parallel.shard": 2},
+        "zero2_accumulate": {"parallel": "zero2", "batch.accumulation": 8 // world_size},
+        "zero3_micro2": {"parallel": "zero3", "batch.micro_size": 2},
+    }
     if world_size == 1:
         del plans["zero1_hsdp"]
     common = {"run.deterministic": True, "eval.every": 10, "eval.sequences": 5, "checkpoint.every": 10}
@@ -91,12 +128,21 @@ def scenarios(root: Path, world_size: int):
         yield f"resumed_{name}_{world_size}", run(root / f"{name}_{world_size}", **common, **plan)
     if world_size == 4:
         yield "done", run(root / "zero3_4", **common, parallel="zero3")
-        mixed = {**common, "precision": "bf16", "run.steps": 8, "checkpoint.every": 4, "eval.every": 4, "checkpoint.keep_last": 0}
+        mixed = {
+            **common,
+            "precision": "bf16",
+            "run.steps": 8,
+            "checkpoint.every": 4,
+            "eval.every": 4,
+            "checkpoint.keep_last": 0,
+        }
         for stage in range(4):  # a save that follows an evaluation, when whole copies in bf16 are around
             folder = root / f"bf16_zero{stage}"
             yield f"bf16_zero{stage}", run(folder, **mixed, **{"parallel.zero.stage": stage})
             saved = read_tensors(folder / "checkpoints" / "step-00000008")
-            assert {str(value.dtype) for value in saved.values()} == {"torch.float32"}, {n: v.dtype for n, v in saved.items()}
+            assert {str(value.dtype) for value in saved.values()} == {"torch.float32"}, {
+                n: v.dtype for n, v in saved.items()
+            }
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(folder / "checkpoints" / "step-00000008")
@@ -106,12 +152,35 @@ def scenarios(root: Path, world_size: int):
         yield "undisturbed", run(root / "undisturbed", **short)
         yield "broken", run(root / "broken", Watched(break_at=range(4, 6)), **short)
         yield "hopeless", run(root / "hopeless", Watched(break_at=range(4, 99)), **short, **{"guard.max_skipped": 3})
-        yield "overflow", run(root / "overflow", Watched(break_at=range(3, 5), value=float("inf")), **short, precision="fp16", **{"precision.loss_scale": 1024})
+        yield (
+            "overflow",
+            run(
+                root / "overflow",
+                Watched(break_at=range(3, 5), value=float("inf")),
+                **short,
+                precision="fp16",
+                **{"precision.loss_scale": 1024},
+            ),
+        )
         mine = {"lr.peak": 1e-3 if dist.get_rank() == 0 else 1e-2}
         yield "different", run(root / "different", **short, **mine)
-        yield "other_model", run(root / "whole", **common, parallel="zero3", **{"model.feed_forward.width": 64, "run.steps": 25})
-        yield "other_data", run(root / "whole", **common, parallel="zero3", **{"data.sources.stdlib.limit": 30, "run.steps": 25})
-        yield "other_data_restart", run(root / "whole", **common, parallel="zero3", **{"data.sources.stdlib.limit": 30, "run.steps": 22, "checkpoint.data": "restart"})
+        yield (
+            "other_model",
+            run(root / "whole", **common, parallel="zero3", **{"model.feed_forward.width": 64, "run.steps": 25}),
+        )
+        yield (
+            "other_data",
+            run(root / "whole", **common, parallel="zero3", **{"data.sources.stdlib.limit": 30, "run.steps": 25}),
+        )
+        yield (
+            "other_data_restart",
+            run(
+                root / "whole",
+                **common,
+                parallel="zero3",
+                **{"data.sources.stdlib.limit": 30, "run.steps": 22, "checkpoint.data": "restart"},
+            ),
+        )
 
 
 def main(root: str) -> None:

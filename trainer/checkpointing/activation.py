@@ -3,6 +3,7 @@
 The policy is applied to what a layer runs, not by wrapping modules, so that parameter names stay global. It composes with
 compilation (the compiler sees the marks and plans the recompute) and with sharding (applied before it).
 """
+
 from __future__ import annotations
 
 from collections import Counter
@@ -25,9 +26,13 @@ REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 ALIASES = {
     "matmul": ("aten.mm", "aten.addmm", "aten.bmm"),
-    "attention": ("aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_flash_attention",
-                  "aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_flash_attention_for_cpu",
-                  "higher_order.flex_attention"),
+    "attention": (
+        "aten._scaled_dot_product_cudnn_attention",
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "higher_order.flex_attention",
+    ),
 }
 
 
@@ -59,7 +64,9 @@ def check_recompute(model: Transformer, config: ActivationConfig) -> None:
     inside = submodules(model, list(model.layers.values()))
     unmatched = [p for p in config.modules if not any(fnmatchcase(name, p) for name in inside)]
     if unmatched:
-        raise ConfigError(f"activation.modules={unmatched} match no submodule; names look like: {', '.join(list(inside)[:8])}")
+        raise ConfigError(
+            f"activation.modules={unmatched} match no submodule; names look like: {', '.join(list(inside)[:8])}"
+        )
 
 
 def submodules(model: Transformer, layers: list[nn.Module]) -> dict[str, nn.Module]:
@@ -86,8 +93,10 @@ def saved_operations(names: list[str]) -> dict[Any, tuple[str, int]]:
         name, _, every = entry.partition("/")
         found = [operator for target in ALIASES.get(name, (name,)) for operator in find_operators(target)]
         if not found or (every and not every.isdigit()) or every == "0":
-            raise ConfigError(f"activation.save: '{entry}' names no operation; legal: {', '.join(ALIASES)}, or a torch operator such "
-                              "as 'aten.mm', each also as NAME/2 for every second call")
+            raise ConfigError(
+                f"activation.save: '{entry}' names no operation; legal: {', '.join(ALIASES)}, or a torch operator such "
+                "as 'aten.mm', each also as NAME/2 for every second call"
+            )
         operations.update({operator: (name, int(every or 1)) for operator in found})
     return operations
 
@@ -110,7 +119,9 @@ def selective_contexts(operations: dict[Any, tuple[str, int]]) -> Any:
     calls: Counter = Counter()
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        if operator is REDUCE_SCATTER:  # a tensor-parallel rank's part of a result: cheaper kept than communicated again
+        if (
+            operator is REDUCE_SCATTER
+        ):  # a tensor-parallel rank's part of a result: cheaper kept than communicated again
             return CheckpointPolicy.MUST_SAVE
         if operator not in operations:
             return CheckpointPolicy.PREFER_RECOMPUTE
@@ -121,4 +132,3 @@ def selective_contexts(operations: dict[Any, tuple[str, int]]) -> Any:
         return CheckpointPolicy.MUST_SAVE if calls[key] % every == 0 else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-

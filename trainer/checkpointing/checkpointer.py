@@ -4,6 +4,7 @@ A save goes: decide which rank writes what, copy that to host memory, let traini
 torch.distributed.checkpoint into `step-N.tmp` while hashing, read back and compare, write the manifest, rename. Failure
 on any rank is a message to the user, never an exception in the training loop, and leaves the older checkpoints alone.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -83,8 +84,9 @@ class Checkpointer:
         """Whether a save is running in the background."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, step: int, tensors: dict[str, Tensor | Fragment], manifest: dict[str, Any],
-             wait: bool = False) -> None:
+    def save(
+        self, step: int, tensors: dict[str, Tensor | Fragment], manifest: dict[str, Any], wait: bool = False
+    ) -> None:
         """Saves `tensors` by their global names, with rank 0's `manifest` (JSON data), as the checkpoint of `step`.
 
         The tensors may change as soon as this returns. A rank may pass tensors that others do not have; what several
@@ -107,8 +109,9 @@ class Checkpointer:
                 pieces = self._copy_to_host(pieces)
             except RuntimeError as error:  # host memory is full; the other ranks must learn of it
                 failure = error
-            self._thread = threading.Thread(target=self._run, args=(step, pieces, manifest, failure),
-                                            name="checkpoint", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(step, pieces, manifest, failure), name="checkpoint", daemon=True
+            )
             self._thread.start()
         self.stall_seconds = time.perf_counter() - started
 
@@ -138,8 +141,11 @@ class Checkpointer:
 
     def _own_pieces(self, tensors: dict[str, Tensor | Fragment]) -> dict[str, Piece]:
         """The pieces that this rank has to write: dealt out again only when the layout has changed on some rank."""
-        pieces = {name: piece for name, tensor in tensors.items()
-                  if getattr(tensor, "counted", True) and (piece := Piece.of(tensor)) is not None}
+        pieces = {
+            name: piece
+            for name, tensor in tensors.items()
+            if getattr(tensor, "counted", True) and (piece := Piece.of(tensor)) is not None
+        }
         layout = {(name, *piece.boxes): piece.local.nbytes for name, piece in pieces.items()}
         changed = torch.tensor(int(layout != self._layout))
         if self._group is not None:
@@ -180,8 +186,10 @@ class Checkpointer:
         except (Exception, CheckpointException) as error:
             if self._rank == 0:
                 shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)
-                self._messages.append(f"the checkpoint of step {step} could not be saved: {_reason(error)}; "
-                                      "training goes on, older checkpoints are untouched")
+                self._messages.append(
+                    f"the checkpoint of step {step} could not be saved: {_reason(error)}; "
+                    "training goes on, older checkpoints are untouched"
+                )
             return
         self.saved_step = step
         if self._rank == 0:
@@ -211,8 +219,10 @@ class Checkpointer:
         def commit() -> int:
             if self._rank != 0:
                 return 0
-            tensors = {name: {"shape": list(entry.size), "dtype": str(entry.properties.dtype).removeprefix("torch.")}
-                       for name, entry in sorted(metadata.state_dict_metadata.items())}
+            tensors = {
+                name: {"shape": list(entry.size), "dtype": str(entry.properties.dtype).removeprefix("torch.")}
+                for name, entry in sorted(metadata.state_dict_metadata.items())
+            }
             write_manifest(written, {**manifest, "torch": torch.__version__, "files": files, "tensors": tensors})
             verify(written, checksums=False)  # that this rank sees what the others wrote
             sync_folder(written)
@@ -221,8 +231,13 @@ class Checkpointer:
 
         self._together(prepare)
         writer = HashingWriter(written)
-        metadata = dcp.save(dict(pieces), storage_writer=writer, planner=PiecePlanner(), process_group=self._group,
-                            no_dist=self._group is None)
+        metadata = dcp.save(
+            dict(pieces),
+            storage_writer=writer,
+            planner=PiecePlanner(),
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
         files = {name: file for part in self._together(verify_own_files) for name, file in part.items()}
         return self._together(commit)[0]
 
@@ -267,8 +282,14 @@ class Piece:
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.local.dtype)
-        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.shape))
-                for chunk in self.__create_chunk_list__()]
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
 
 class PiecePlanner(dcp.DefaultSavePlanner):
@@ -412,8 +433,10 @@ def read_tensors(path: Path, names: list[str] | None = None) -> dict[str, Tensor
     missing = [name for name in names or () if name not in held]
     if missing:
         raise ConfigError(f"{path} has no tensor {_first(missing)}")
-    tensors = {name: torch.empty(held[name]["shape"], dtype=getattr(torch, held[name]["dtype"]))
-               for name in (held if names is None else names)}
+    tensors = {
+        name: torch.empty(held[name]["shape"], dtype=getattr(torch, held[name]["dtype"]))
+        for name in (held if names is None else names)
+    }
     _read(path, tensors)
     return tensors
 
@@ -426,14 +449,23 @@ def _read(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
 
 
 def _mismatches(path: Path, wanted: dict[str, tuple[torch.Size, torch.dtype]]) -> list[str]:
-    held = {name: (torch.Size(entry["shape"]), getattr(torch, entry["dtype"]))
-            for name, entry in read_manifest(path)["tensors"].items()}
+    held = {
+        name: (torch.Size(entry["shape"]), getattr(torch, entry["dtype"]))
+        for name, entry in read_manifest(path)["tensors"].items()
+    }
     missing = [name for name in wanted if name not in held]
-    differing = [f"{name} ({held[name][1]} {list(held[name][0])} there, {dtype} {list(shape)} here)"
-                 for name, (shape, dtype) in wanted.items() if name in held and held[name] != (shape, dtype)]
+    differing = [
+        f"{name} ({held[name][1]} {list(held[name][0])} there, {dtype} {list(shape)} here)"
+        for name, (shape, dtype) in wanted.items()
+        if name in held and held[name] != (shape, dtype)
+    ]
     kinds = (missing, "are not in the checkpoint"), (differing, "differ from the checkpoint's")
-    return [f"checkpoint.resume={path}: {len(names)} of {len(wanted)} tensors {what}: {_first(names)}; resume with the "
-            "settings it was saved with, or set checkpoint.resume=none" for names, what in kinds if names]
+    return [
+        f"checkpoint.resume={path}: {len(names)} of {len(wanted)} tensors {what}: {_first(names)}; resume with the "
+        "settings it was saved with, or set checkpoint.resume=none"
+        for names, what in kinds
+        if names
+    ]
 
 
 def _first(names: list[str]) -> str:

@@ -4,6 +4,7 @@ torch's distributed checkpoint format has no checksums: a flipped byte loads sil
 holds the size and SHA-256 of each file as it was meant to be written, and a checksum of itself. Folders named otherwise
 (`.tmp` while being written or deleted) are never taken for checkpoints.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -112,6 +113,7 @@ def verify(path: Path, checksums: bool) -> dict[str, Any]:
 
 def verify_checksums(path: Path, files: dict[str, dict[str, Any]]) -> None:
     """Reads `files` of the folder `path` and compares SHA-256; several at a time, since hashing releases the GIL."""
+
     def digest(name: str) -> str:
         try:
             with open(path / name, "rb") as file:

@@ -1,4 +1,5 @@
 """What a run goes on from, and what it asks of a checkpoint before it does. Runs on rank 0 alone."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -27,28 +28,42 @@ def find_start(setting: CheckpointConfig, folder: Path, launchers: list[str]) ->
 
 def data_identity(fingerprint: str, seed: int, batch: BatchPlan) -> dict[str, Any]:
     """What the position in the data depends on."""
-    return {"corpus (as cut into sequences)": fingerprint, "run.seed": seed, "batch.sequence_length": batch.sequence_length}
+    return {
+        "corpus (as cut into sequences)": fingerprint,
+        "run.seed": seed,
+        "batch.sequence_length": batch.sequence_length,
+    }
 
 
-def check_manifest(manifest: dict[str, Any], config: Config, spec: ModelSpec, batch: BatchPlan, data: dict[str, Any]) -> dict[str, Any]:
+def check_manifest(
+    manifest: dict[str, Any], config: Config, spec: ModelSpec, batch: BatchPlan, data: dict[str, Any]
+) -> dict[str, Any]:
     """Refuses to resume another model, other data under the old position, or a global batch that follows from the number of ranks
     and is another with theirs. data: `data_identity` of this run. Raises `ConfigError`."""
     problems = []
     saved, mine = flat(manifest["spec"]), flat(spec.to_dict())
-    differing = [name for name in mine if name.partition(".")[0] not in ("name", "init") and saved.get(name) != mine[name]]
+    differing = [
+        name for name in mine if name.partition(".")[0] not in ("name", "init") and saved.get(name) != mine[name]
+    ]
     if differing:
-        problems.append("; ".join(f"model.{name}={mine[name]} but the checkpoint has {saved.get(name)}" for name in differing[:3])
-                        + ": set checkpoint.resume=none or another run.dir to start anew")
+        problems.append(
+            "; ".join(f"model.{name}={mine[name]} but the checkpoint has {saved.get(name)}" for name in differing[:3])
+            + ": set checkpoint.resume=none or another run.dir to start anew"
+        )
     if manifest["data"] != data and config.checkpoint.data == "continue":
         changed = [name for name, value in data.items() if manifest["data"].get(name) != value]
-        problems.append(f"the data differ from the checkpoint's in {', '.join(changed)}, so its position means nothing here: set "
-                        "checkpoint.data=restart to train on from the first sample of the new data, or restore the old settings")
+        problems.append(
+            f"the data differ from the checkpoint's in {', '.join(changed)}, so its position means nothing here: set "
+            "checkpoint.data=restart to train on from the first sample of the new data, or restore the old settings"
+        )
     before, given = manifest.get("batch", {}).get("global_size"), config.batch
     if before not in (None, batch.global_size) and given.global_size is None and given.global_tokens is None:
         dp = batch.global_size // (batch.micro_size * batch.accumulation)
-        problems.append(f"the checkpoint's steps have {before} sequences, but batch.micro_size={batch.micro_size} x batch.accumulation="
-                        f"{batch.accumulation} x {dp} data-parallel ranks make {batch.global_size}: set batch.global_size={before} "
-                        f"batch.accumulation=null, which fits any number of ranks, or batch.global_size={batch.global_size} to train on so")
+        problems.append(
+            f"the checkpoint's steps have {before} sequences, but batch.micro_size={batch.micro_size} x batch.accumulation="
+            f"{batch.accumulation} x {dp} data-parallel ranks make {batch.global_size}: set batch.global_size={before} "
+            f"batch.accumulation=null, which fits any number of ranks, or batch.global_size={batch.global_size} to train on so"
+        )
     if problems:
         raise ConfigError(problems)
     return manifest

@@ -3,6 +3,7 @@
 Everything here runs on rank 0 alone. A checkpoint leaves by being renamed to `.tmp` first, so that a crash while
 deleting never leaves half a checkpoint that looks whole.
 """
+
 from __future__ import annotations
 
 import os
@@ -100,12 +101,17 @@ def find_resume(setting: str, folder: Path, verify_files: bool) -> tuple[Path | 
     except DamagedCheckpoint as damage:
         choices = (find_newest(place, verify_files)[0] for place in dict.fromkeys((path.parent, folder)))
         newest = next(filter(None, choices), None)
-        way_out = (f"the newest whole checkpoint is {newest}: set checkpoint.resume={newest}" if newest else
-                   "no other whole checkpoint was found: set checkpoint.resume=none to start afresh")
+        way_out = (
+            f"the newest whole checkpoint is {newest}: set checkpoint.resume={newest}"
+            if newest
+            else "no other whole checkpoint was found: set checkpoint.resume=none to start afresh"
+        )
         raise ConfigError(f"checkpoint.resume={setting}: {damage}; {way_out}") from None
     if path.resolve().parent == folder.resolve():
         later = [other for other in list_checkpoints(folder).values() if other.name > path.name]
         if later:
-            return path, [f"{later[0]} is later than the checkpoint asked for, and checkpoint.resume=auto takes it until this run has "
-                          "saved: move it away, or give this run another run.dir"]
+            return path, [
+                f"{later[0]} is later than the checkpoint asked for, and checkpoint.resume=auto takes it until this run has "
+                "saved: move it away, or give this run another run.dir"
+            ]
     return path, []

@@ -1,4 +1,5 @@
 """The model in a checkpoint of a run, for what comes after training."""
+
 from __future__ import annotations
 
 import sys
@@ -17,6 +18,7 @@ from trainer.config.model import ModelSpec
 @dataclass(frozen=True)
 class SavedModel:
     """path: the checkpoint's own folder; tokenizer: the run's tokenizer folder, if there is one."""
+
     path: Path
     spec: ModelSpec
     tokenizer: Path | None
@@ -36,8 +38,9 @@ def open_saved(checkpoint: str) -> SavedModel:
         try:
             verify(folder, checksums=True)
         except DamagedCheckpoint as damage:
-            raise ConfigError(f"checkpoint={checkpoint}: {damage}; give the run's folder to take its newest whole "
-                              "checkpoint") from None
+            raise ConfigError(
+                f"checkpoint={checkpoint}: {damage}; give the run's folder to take its newest whole checkpoint"
+            ) from None
         path = folder
     else:
         place = folder / "checkpoints" if list_checkpoints(folder / "checkpoints") else folder
@@ -45,7 +48,9 @@ def open_saved(checkpoint: str) -> SavedModel:
         for warning in warnings:
             print(warning, file=sys.stderr)
         if path is None:
-            raise ConfigError(f"checkpoint={checkpoint} holds no whole checkpoint; give a run's folder (runs/NAME) or "
-                              "one of its checkpoints (runs/NAME/checkpoints/step-00000100)")
+            raise ConfigError(
+                f"checkpoint={checkpoint} holds no whole checkpoint; give a run's folder (runs/NAME) or "
+                "one of its checkpoints (runs/NAME/checkpoints/step-00000100)"
+            )
     tokenizer = path.resolve().parent.parent / "tokenizer"
     return SavedModel(path, ModelSpec.from_dict(read_manifest(path)["spec"]), tokenizer if tokenizer.is_dir() else None)

@@ -1,4 +1,5 @@
 """What is wrong between nodes: the bandwidth of all-reduces within and between them, and their clocks."""
+
 from __future__ import annotations
 
 import datetime
@@ -17,9 +18,11 @@ from trainer.cluster.options import NODE, PreflightOptions
 @dataclass(frozen=True)
 class Floors:
     """Least bus bandwidths in GB/s, and the least share of the median."""
+
     within: float
     between: float
     share: float
+
 
 FLOORS = {"nccl": Floors(20.0, 2.0, 0.6), "gloo": Floors(0.01, 0.002, 0.0)}
 """Far below what NVLink, PCIe 4 and 100 Gbit/s give, and above what broken links leave: a cluster's own figures tell more."""
@@ -41,17 +44,24 @@ def pairings(nodes: int) -> list[list[tuple[int, int]]]:
 
 def bandwidth_problems(within: dict[str, float], between: dict[tuple[str, str], float], floors: Floors) -> list[str]:
     """Which nodes, or pairs of nodes, are slower than they may be. GB/s; `HUNG` where an all-reduce did not end."""
-    problems = [f"{node}: all-reduce over its processes {speed}; look at nvidia-smi topo -m and nvlink --status, and leave it out meanwhile"
-                for node, speed in _slow(within, floors.within, floors.share)]
+    problems = [
+        f"{node}: all-reduce over its processes {speed}; look at nvidia-smi topo -m and nvlink --status, and leave it out meanwhile"
+        for node, speed in _slow(within, floors.within, floors.share)
+    ]
     slow = dict(_slow(between, floors.between, floors.share))
     for node in dict.fromkeys(itertools.chain(*slow)):
         links = [pair for pair in between if node in pair]
         if len(links) > 1 and all(link in slow for link in links):
-            problems.append(f"{node}: all-reduce with each of {len(links)} other nodes {slow[links[0]]}; look at its network adapter "
-                            "(ibstat, ethtool), and leave it out meanwhile")
+            problems.append(
+                f"{node}: all-reduce with each of {len(links)} other nodes {slow[links[0]]}; look at its network adapter "
+                "(ibstat, ethtool), and leave it out meanwhile"
+            )
             slow = {pair: speed for pair, speed in slow.items() if node not in pair}
-    return problems + [f"{first} with {second}: all-reduce {speed}; look at the adapters of both, their cables and NCCL_SOCKET_IFNAME, "
-                       "NCCL_IB_HCA" for (first, second), speed in slow.items()]
+    return problems + [
+        f"{first} with {second}: all-reduce {speed}; look at the adapters of both, their cables and NCCL_SOCKET_IFNAME, "
+        "NCCL_IB_HCA"
+        for (first, second), speed in slow.items()
+    ]
 
 
 def _slow(speeds: dict[Any, float], floor: float, share: float) -> Iterator[tuple[Any, str]]:
@@ -74,8 +84,12 @@ def clock_problems(rounds: Sequence[dict[str, float]], limit: float) -> list[str
         median = statistics.median(clocks.values())
         for node, clock in clocks.items():
             least[node] = min(least.get(node, float("inf")), clock - median, key=abs)
-    return [f"{node}: its clock is {abs(difference):.1f} s {'ahead of' if difference > 0 else 'behind'} the others' (more than {limit:g}): "
-            "start chrony or ntpd there" for node, difference in least.items() if abs(difference) > limit]
+    return [
+        f"{node}: its clock is {abs(difference):.1f} s {'ahead of' if difference > 0 else 'behind'} the others' (more than {limit:g}): "
+        "start chrony or ntpd there"
+        for node, difference in least.items()
+        if abs(difference) > limit
+    ]
 
 
 def check_network(options: PreflightOptions) -> tuple[list[str], str]:
@@ -90,8 +104,9 @@ def check_network(options: PreflightOptions) -> tuple[list[str], str]:
     device = torch.device("cuda", local) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
-                            timeout=datetime.timedelta(seconds=options.patience + 60))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo", timeout=datetime.timedelta(seconds=options.patience + 60)
+    )
 
     control = dist.new_group(backend="gloo")
     names = gather((int(os.environ.get("GROUP_RANK", 0)), NODE), control)
@@ -104,7 +119,9 @@ def check_network(options: PreflightOptions) -> tuple[list[str], str]:
         mine = next((place for place, group in enumerate(groups) if rank in group), None)
         speed = None
         if mine is not None:
-            speed = all_reduce_speed(made[mine], len(groups[mine]), torch.ones(ELEMENTS[backend], device=device), options.patience)
+            speed = all_reduce_speed(
+                made[mine], len(groups[mine]), torch.ones(ELEMENTS[backend], device=device), options.patience
+            )
         speeds = gather(speed, control)
         return [min(speeds[member] for member in group) for group in groups]
 
@@ -123,9 +140,14 @@ def check_network(options: PreflightOptions) -> tuple[list[str], str]:
         between |= {(nodes[first][1], nodes[second][1]): speed for (first, second), speed in zip(pairs, speeds)}
     given = {name: value for name in ("within", "between", "share") if (value := getattr(options, name)) != -1}
     floors = replace(FLOORS[backend], **given)
-    measured = [f"{kind} {min(speeds.values()):.3g} to {max(speeds.values()):.3g} GB/s"
-                for kind, speeds in (("within nodes", within), ("between nodes", between)) if speeds]
-    return problems + bandwidth_problems(within, between, floors), f"{len(nodes)} nodes, all-reduce {', '.join(measured)}"
+    measured = [
+        f"{kind} {min(speeds.values()):.3g} to {max(speeds.values()):.3g} GB/s"
+        for kind, speeds in (("within nodes", within), ("between nodes", between))
+        if speeds
+    ]
+    return problems + bandwidth_problems(
+        within, between, floors
+    ), f"{len(nodes)} nodes, all-reduce {', '.join(measured)}"
 
 
 def all_reduce_speed(group: Any, size: int, tensor: Any, patience: float) -> float:
@@ -133,6 +155,7 @@ def all_reduce_speed(group: Any, size: int, tensor: Any, patience: float) -> flo
     `HUNG` where it fails, gives a wrong sum, or takes longer than `patience` seconds."""
     import torch
     import torch.distributed as dist
+
     seconds = []
     try:
         for _ in range(5):  # the first connects, the best counts

@@ -1,4 +1,5 @@
 """What is wrong with one node: its GPUs as nvidia-smi sees them, its disks, and folders that others must see."""
+
 from __future__ import annotations
 
 import os
@@ -13,11 +14,24 @@ from trainer.cluster.options import NODE, PreflightOptions
 from trainer.config import ConfigError
 
 # Names of `nvidia-smi --query-gpu`; drivers before 535 know the last as clocks_throttle_reasons.active.
-FIELDS = ("index", "uuid", "ecc.errors.uncorrected.volatile.total", "remapped_rows.pending", "remapped_rows.failure",
-          "memory.used", "temperature.gpu", "clocks_event_reasons.active")
+FIELDS = (
+    "index",
+    "uuid",
+    "ecc.errors.uncorrected.volatile.total",
+    "remapped_rows.pending",
+    "remapped_rows.failure",
+    "memory.used",
+    "temperature.gpu",
+    "clocks_event_reasons.active",
+)
 
 # The bits that mean a fault; the others are idleness, chosen clocks and the ordinary power cap.
-SLOWED = {0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
+SLOWED = {
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
 
 OCCUPIED_MIB = 2048  # more than an idle driver holds
 
@@ -27,14 +41,25 @@ def nvidia_smi(run: Callable[..., Any] = subprocess.run) -> str:
     for last in (FIELDS[-1], "clocks_throttle_reasons.active"):
         query = ",".join([*FIELDS[:-1], last])
         try:
-            done = run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=60)
+            done = run(
+                ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"],
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
         except FileNotFoundError:
-            raise ConfigError("there is no nvidia-smi: the node has no GPU driver, or the job was given no GPUs") from None
+            raise ConfigError(
+                "there is no nvidia-smi: the node has no GPU driver, or the job was given no GPUs"
+            ) from None
         except subprocess.TimeoutExpired:
-            raise ConfigError("nvidia-smi does not answer within 60 s: the driver hangs, the node needs a reboot") from None
+            raise ConfigError(
+                "nvidia-smi does not answer within 60 s: the driver hangs, the node needs a reboot"
+            ) from None
         if done.returncode == 0:
             return done.stdout
-    raise ConfigError(f"nvidia-smi failed: {' '.join((done.stdout + done.stderr).split())[:300]}; reset the GPU or reboot the node")
+    raise ConfigError(
+        f"nvidia-smi failed: {' '.join((done.stdout + done.stderr).split())[:300]}; reset the GPU or reboot the node"
+    )
 
 
 def gpu_problems(output: str, asked: int, visible: str | None = None) -> list[str]:
@@ -42,13 +67,17 @@ def gpu_problems(output: str, asked: int, visible: str | None = None) -> list[st
 
     visible: CUDA_VISIBLE_DEVICES, which hides GPUs from the run but not from nvidia-smi.
     """
-    rows = [dict(zip(FIELDS, (cell.strip() for cell in line.split(",")))) for line in output.splitlines() if line.strip()]
+    rows = [
+        dict(zip(FIELDS, (cell.strip() for cell in line.split(",")))) for line in output.splitlines() if line.strip()
+    ]
     if visible is not None:
         mine = [name.strip() for name in visible.split(",") if name.strip()]
         rows = [row for row in rows if any(row["index"] == name or row["uuid"].startswith(name) for name in mine)]
     problems = []
     if len(rows) != asked:
-        problems.append(f"{len(rows)} of {asked} GPUs are there: look for 'fallen off the bus' (Xid 79) in dmesg, or set --gpus-per-node")
+        problems.append(
+            f"{len(rows)} of {asked} GPUs are there: look for 'fallen off the bus' (Xid 79) in dmesg, or set --gpus-per-node"
+        )
     for row in rows:
         problems += [f"GPU {row['index']} ({row['uuid']}): {text}" for text in _gpu_problems(row)]
     return problems
@@ -105,7 +134,9 @@ def unseen(folder: Path, nodes: Iterable[str], patience: float) -> list[str]:
     (folder / NODE).touch()
     end, missing = time.monotonic() + patience, sorted(nodes)
     while missing and time.monotonic() < end:
-        seen = set(os.listdir(folder))  # a listing, since network file systems remember for a while that a name was not there
+        seen = set(
+            os.listdir(folder)
+        )  # a listing, since network file systems remember for a while that a name was not there
         missing = [node for node in missing if node not in seen]
         time.sleep(0.2 if missing else 0)
     return missing
@@ -134,9 +165,11 @@ def check_node(options: PreflightOptions) -> list[str]:
                 for old in marks.glob("*"):  # of earlier checks
                     if old.name != options.stamp:
                         shutil.rmtree(old, ignore_errors=True)
-                problems += [f"sees nothing in run.dir={folder} from {node} for {options.patience:g} s: either that node did not start, or "
-                             "the folder is not the same on both; put run.dir on a shared file system" for node in
-                             unseen(marks / options.stamp, nodes, options.patience)]
+                problems += [
+                    f"sees nothing in run.dir={folder} from {node} for {options.patience:g} s: either that node did not start, or "
+                    "the folder is not the same on both; put run.dir on a shared file system"
+                    for node in unseen(marks / options.stamp, nodes, options.patience)
+                ]
             except OSError as error:
                 problems.append(f"{marks} cannot be used: {error.strerror}; remove it, or set another run.dir")
     return problems

@@ -1,4 +1,5 @@
 """Options of the preflight, and who and where its process is."""
+
 from __future__ import annotations
 
 import os
@@ -20,10 +21,14 @@ class PreflightOptions:
     cache: str = option("", "node: folder of tokenised corpora, written on first use; empty looks at none")
     free_gib: float = option(20.0, "node: GiB that must be free for run_dir")
     cache_gib: float = option(1.0, "node: GiB that must be free for cache")
-    nodes: str = option("", "node: names of all nodes, separated by commas, which must see each other's files in run_dir")
+    nodes: str = option(
+        "", "node: names of all nodes, separated by commas, which must see each other's files in run_dir"
+    )
     stamp: str = option("once", "node: a name for this check, so that files of an earlier one do not count")
     patience: float = option(60.0, "seconds to wait for other nodes' files, and for an all-reduce to end")
-    within: float = option(-1.0, "network: least bus bandwidth of an all-reduce within a node, GB/s; -1: 20 (GPUs), 0.01 (CPUs)")
+    within: float = option(
+        -1.0, "network: least bus bandwidth of an all-reduce within a node, GB/s; -1: 20 (GPUs), 0.01 (CPUs)"
+    )
     between: float = option(-1.0, "network: the same between two nodes, GB/s; -1: 2 (GPUs), 0.002 (CPUs)")
     share: float = option(-1.0, "network: least share of the median over nodes; -1: 0.6 (GPUs), 0 (CPUs)")
     skew: float = option(1.0, "network: most seconds that a node's clock may differ from the others'")

@@ -2,6 +2,7 @@
 
 Hydra composes plain values (`configs/`, the user's folder, its override grammar); `typed.py` gives them their types.
 """
+
 from __future__ import annotations
 
 import os
@@ -87,9 +88,11 @@ def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: ty
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException as error:
-        problems[override] = (f"'{override}' is not SETTING=VALUE, GROUP=OPTION or +config=RECIPE "
-                              f"({_sentence(error)}); quote values with special characters ('run.name=\"a=b\"'), but not keys within braces, "
-                              "where a colon is written as \\:")
+        problems[override] = (
+            f"'{override}' is not SETTING=VALUE, GROUP=OPTION or +config=RECIPE "
+            f"({_sentence(error)}); quote values with special characters ('run.name=\"a=b\"'), but not keys within braces, "
+            "where a colon is written as \\:"
+        )
         return None
     key = parsed.key_or_group
     if parsed.is_sweep_override():
@@ -97,8 +100,10 @@ def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: ty
     elif key.startswith("sweep."):
         problems[key] = f"{override}: the settings of a sweep need --multirun"
     elif re.match(r"hydra\b", key):
-        problems[key] = (f"{override}: Hydra only composes here, its own settings have no effect; "
-                         "a folder of groups and recipes is named by --config-dir DIR")
+        problems[key] = (
+            f"{override}: Hydra only composes here, its own settings have no effect; "
+            "a folder of groups and recipes is named by --config-dir DIR"
+        )
     elif parsed.is_delete():
         if typed.is_entry(key):
             return override
@@ -124,8 +129,10 @@ def _choose(group: str, chosen: Any, override: str, loader: ConfigLoader, proble
             single = f" (one setting: {group}.NAME=VALUE)" if typed.is_setting(group) else ""
             problems[group] = f"{group}={option}: there is no such {kind}; {nearest(str(option), options)}{single}"
         elif group == "config" and str(option).endswith((".yaml", ".yml")):
-            problems[group] = (f"config={option}: a recipe is named, not given as a path; for a recipe of your own put it in FOLDER/config/ and "
-                               f"say --config-dir FOLDER +config={Path(str(option)).stem}")
+            problems[group] = (
+                f"config={option}: a recipe is named, not given as a path; for a recipe of your own put it in FOLDER/config/ and "
+                f"say --config-dir FOLDER +config={Path(str(option)).stem}"
+            )
     if group in problems:
         return None
     defaults = OmegaConf.load(CONFIGS / "config.yaml").defaults
@@ -142,7 +149,9 @@ def to_config(values: dict, problems: typed.Problems, world: int = 1) -> Config:
 
     Besides OmegaConf's own interpolations there is `${from_processes:4,2}`: 2 where at least 4 processes run, else 1.
     """
-    OmegaConf.register_new_resolver("from_processes", lambda least, degree: degree if world >= least else 1, replace=True)
+    OmegaConf.register_new_resolver(
+        "from_processes", lambda least, degree: degree if world >= least else 1, replace=True
+    )
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:

@@ -6,6 +6,7 @@ make layers differ: `pattern`, partial overrides repeated cyclically over the de
 
 This module imports neither torch nor the rest of the project, so that composing a configuration stays quick.
 """
+
 from __future__ import annotations
 
 import copy
@@ -19,11 +20,14 @@ from trainer.config.fields import divisors, nearest, option
 @dataclass
 class RopeSpec:
     """Rotary position embedding (Su et al., arXiv 2104.09864), half-split layout as in transformers."""
+
     theta: float = option(10000.0, "base of the rotation frequencies")
     fraction: float = option(1.0, "leading share of each head's dimensions that is rotated (GPT-NeoX: 0.25)")
     scaling: str = option("none", "context extension of the frequencies", ("none", "linear", "llama3"))
     factor: float = option(1.0, "context extension factor")
-    low_frequency_factor: float = option(1.0, "llama3 scaling: wavelengths above original_length / this are divided by factor")
+    low_frequency_factor: float = option(
+        1.0, "llama3 scaling: wavelengths above original_length / this are divided by factor"
+    )
     high_frequency_factor: float = option(4.0, "llama3 scaling: wavelengths below original_length / this are kept")
     original_length: int = option(8192, "llama3 scaling: context length before extension", unit="tokens")
 
@@ -31,23 +35,31 @@ class RopeSpec:
 @dataclass
 class AttentionSpec:
     """Causal self-attention with grouped key-value heads."""
+
     kind: str = option("softmax", "attention block", ("softmax",))
     heads: int = option(8, "query heads")
     kv_heads: int = option(0, "key-value heads; 0 means as many as query heads")
     head_dim: int = option(0, "dimensions per head; 0 means width / heads")
     bias: bool = option(False, "bias on the query, key and value projections")
     output_bias: bool = option(False, "bias on the output projection")
-    qk_norm: str = option("none", "norm on queries and keys: per head (Qwen3) or over all heads at once (OLMo2)", ("none", "head", "full"))
-    window: int = option(0, "sliding window: a token sees itself and the window - 1 tokens before it; 0 means all", unit="tokens")
+    qk_norm: str = option(
+        "none", "norm on queries and keys: per head (Qwen3) or over all heads at once (OLMo2)", ("none", "head", "full")
+    )
+    window: int = option(
+        0, "sliding window: a token sees itself and the window - 1 tokens before it; 0 means all", unit="tokens"
+    )
     soft_cap: float = option(0.0, "scores become cap * tanh(scores / cap); 0 means off (Gemma 2: 50)")
     scale: float = option(0.0, "factor on the scores; 0 means head_dim ** -0.5")
-    positions: str = option("rope", "rotary positions, or none (learned positions are a field of the model)", ("rope", "none"))
+    positions: str = option(
+        "rope", "rotary positions, or none (learned positions are a field of the model)", ("rope", "none")
+    )
     rope: RopeSpec = option(RopeSpec(), "rotary frequencies")
 
 
 @dataclass
 class FeedForwardSpec:
     """Feed-forward block: `gated` is down(act(gate(x)) * up(x)) (SwiGLU, GeGLU), `plain` is down(act(up(x)))."""
+
     kind: str = option("gated", "feed-forward block", ("gated", "plain"))
     width: int = option(1024, "hidden width")
     activation: str = option("silu", "non-linearity", ("silu", "gelu", "gelu_tanh", "relu"))
@@ -57,6 +69,7 @@ class FeedForwardSpec:
 @dataclass
 class NormSpec:
     """Normalisation of the residual stream."""
+
     kind: str = option("rms", "RMSNorm or LayerNorm (with bias)", ("rms", "layer"))
     eps: float = option(1e-5, "added to the variance")
     offset: float = option(0.0, "added to the stored weight (Gemma stores weight - 1: offset 1)")
@@ -66,16 +79,22 @@ class NormSpec:
 @dataclass
 class InitSpec:
     """Initial weights. Norm weights start at one (less the offset), biases at zero."""
+
     std: float = option(0.02, "standard deviation of matrices; 0 means sqrt(2 / (5 width)) (GPT-NeoX small init)")
     truncate: float = option(0.0, "values are drawn within this many standard deviations; 0 means no limit")
     embedding_std: float = option(0.0, "standard deviation of the token embedding; 0 means std")
-    residual: str = option("depth", "projections that write to the residual stream: 'depth' divides std by sqrt(2 depth) "
-                           "(GPT-2, Llama), 'wang' uses 2 / (depth sqrt(width)) (GPT-NeoX), 'none' leaves std", ("depth", "wang", "none"))
+    residual: str = option(
+        "depth",
+        "projections that write to the residual stream: 'depth' divides std by sqrt(2 depth) "
+        "(GPT-2, Llama), 'wang' uses 2 / (depth sqrt(width)) (GPT-NeoX), 'none' leaves std",
+        ("depth", "wang", "none"),
+    )
 
 
 @dataclass
 class LayerSpec:
     """One layer after pattern and overrides are applied."""
+
     attention: AttentionSpec
     feed_forward: FeedForwardSpec
     norm: NormSpec
@@ -84,15 +103,21 @@ class LayerSpec:
 @dataclass
 class ModelSpec:
     """A decoder-only language model."""
+
     name: str = option("tiny", "name of the model, for tables and run metadata")
-    family: str = option("llama", "transformers architecture that the model is exported as",
-                         ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "olmo2", "gemma2", "phi3"))
+    family: str = option(
+        "llama",
+        "transformers architecture that the model is exported as",
+        ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "olmo2", "gemma2", "phi3"),
+    )
     vocab_size: int = option(4096, "rows of the token embedding", unit="tokens")
     width: int = option(256, "width of the residual stream")
     depth: int = option(4, "number of layers")
     max_length: int = option(2048, "longest sequence the model is built for", unit="tokens")
     tied: bool = option(False, "the head shares the token embedding's weight")
-    parallel_residual: bool = option(False, "attention and feed-forward read the same input and are added together (GPT-NeoX)")
+    parallel_residual: bool = option(
+        False, "attention and feed-forward read the same input and are added together (GPT-NeoX)"
+    )
     learned_positions: bool = option(False, "a learned embedding is added at each position (GPT-2)")
     embedding_scale: float = option(1.0, "factor on the token embedding's output (Gemma: sqrt(width))")
     logit_soft_cap: float = option(0.0, "logits become cap * tanh(logits / cap); 0 means off (Gemma 2: 30)")
@@ -100,9 +125,15 @@ class ModelSpec:
     feed_forward: FeedForwardSpec = option(FeedForwardSpec(), "feed-forward block of every layer")
     norm: NormSpec = option(NormSpec(), "norms of every layer, and the final norm")
     init: InitSpec = option(InitSpec(), "initial weights")
-    pattern: list[Any] = option([], "partial overrides of attention, feed_forward or norm, repeated cyclically over the depth; "
-                                "`repeat: n` in an entry stands for n layers")
-    overrides: dict[str, Any] = option({}, "partial overrides by layer: 0, -1 or a range first:last (last not included), such as {0: {feed_forward: {width: 704}}}")
+    pattern: list[Any] = option(
+        [],
+        "partial overrides of attention, feed_forward or norm, repeated cyclically over the depth; "
+        "`repeat: n` in an entry stands for n layers",
+    )
+    overrides: dict[str, Any] = option(
+        {},
+        "partial overrides by layer: 0, -1 or a range first:last (last not included), such as {0: {feed_forward: {width: 704}}}",
+    )
 
     def layer(self, index: int) -> LayerSpec:
         """The resolved blocks of layer `index` (0-based): common fields, then pattern, then overrides."""
@@ -120,8 +151,11 @@ class ModelSpec:
 
     def check(self) -> list[str]:
         """Everything that is wrong with the spec, one sentence each that names the field, its value and the way out."""
-        problems = [f"model.{name}={getattr(self, name)} must be positive" for name in ("vocab_size", "width", "depth", "max_length")
-                    if getattr(self, name) < 1]
+        problems = [
+            f"model.{name}={getattr(self, name)} must be positive"
+            for name in ("vocab_size", "width", "depth", "max_length")
+            if getattr(self, name) < 1
+        ]
         if problems:
             return problems
         try:
@@ -133,13 +167,19 @@ class ModelSpec:
             if a.heads < 1:
                 found.append(f"model.attention.heads={a.heads} must be positive")
             elif a.head_dim * a.heads != self.width and self.attention.head_dim == 0:
-                found.append(f"model.attention.heads={a.heads} does not divide model.width={self.width}; "
-                             f"legal: {', '.join(str(h) for h in divisors(self.width) if h <= 128 and (self.width // h) % 2 == 0)} (or set model.attention.head_dim)")
+                found.append(
+                    f"model.attention.heads={a.heads} does not divide model.width={self.width}; "
+                    f"legal: {', '.join(str(h) for h in divisors(self.width) if h <= 128 and (self.width // h) % 2 == 0)} (or set model.attention.head_dim)"
+                )
             elif a.kv_heads < 1 or a.heads % a.kv_heads:
-                found.append(f"model.attention.kv_heads={a.kv_heads} does not divide model.attention.heads={a.heads}; "
-                             f"legal: {', '.join(map(str, divisors(a.heads)))}")
+                found.append(
+                    f"model.attention.kv_heads={a.kv_heads} does not divide model.attention.heads={a.heads}; "
+                    f"legal: {', '.join(map(str, divisors(a.heads)))}"
+                )
             elif a.head_dim < 1:
-                found.append(f"model.attention.head_dim={a.head_dim} must be positive, or 0 for model.width / model.attention.heads")
+                found.append(
+                    f"model.attention.head_dim={a.head_dim} must be positive, or 0 for model.width / model.attention.heads"
+                )
             elif a.positions == "rope" and not 0 < a.rope.fraction <= 1:
                 found.append(f"model.attention.rope.fraction={a.rope.fraction} must lie in (0, 1]")
             elif a.positions == "rope" and int(a.head_dim * a.rope.fraction) % 2:

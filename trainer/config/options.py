@@ -1,4 +1,5 @@
 """Small commands, `python -m trainer.NAME key=value ...`: a dataclass of documented options and a function."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -34,16 +35,24 @@ def parse(schema: type[Options], arguments: Sequence[str]) -> Options:
         if choices and values[name] not in choices:
             problems.append(f"{name}={text} is not legal; {nearest(text, list(choices))}")
     given = {argument.partition("=")[0] for argument in arguments}
-    problems += [f"{name}=... is needed: {field.metadata['doc']}" for name, field in fields.items()
-                 if field.default is None and name not in given]
+    problems += [
+        f"{name}=... is needed: {field.metadata['doc']}"
+        for name, field in fields.items()
+        if field.default is None and name not in given
+    ]
     if problems:
         raise ConfigError(problems)
     return schema(**values)
 
 
 def usage(schema: type, program: str) -> str:
-    lines = [f"usage: python -m {program} " + " ".join(
-        f"{f.name}=..." if f.default is None else f"[{f.name}={f.default}]" for f in dataclasses.fields(schema)), ""]
+    lines = [
+        f"usage: python -m {program} "
+        + " ".join(
+            f"{f.name}=..." if f.default is None else f"[{f.name}={f.default}]" for f in dataclasses.fields(schema)
+        ),
+        "",
+    ]
     width = max(len(f.name) for f in dataclasses.fields(schema))
     for f in dataclasses.fields(schema):
         choices = f" ({', '.join(f.metadata['choices'])})" if f.metadata["choices"] else ""
@@ -51,8 +60,9 @@ def usage(schema: type, program: str) -> str:
     return "\n".join(lines)
 
 
-def run_command(schema: type[Options], action: Callable[[Options], Any], program: str,
-                arguments: Sequence[str] | None = None) -> int:
+def run_command(
+    schema: type[Options], action: Callable[[Options], Any], program: str, arguments: Sequence[str] | None = None
+) -> int:
     """Parses and runs; the exit code is 0, or 2 after one message on stderr about what is wrong with the options."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):

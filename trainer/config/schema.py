@@ -3,6 +3,7 @@
 Hydra composes YAML groups into these dataclasses (`trainer/cli.py`); the rest of the project receives the typed object.
 This module imports no torch, so that `--cfg job` and typos answer at once.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -24,30 +25,44 @@ class RunConfig:
 
 @dataclass
 class ModelConfig(ModelSpec):
-    from_hf: Optional[str] = option(None, "folder with config.json and safetensors of a transformers model: its architecture "
-                                    "replaces the other model fields, its weights are where training starts")
+    from_hf: Optional[str] = option(
+        None,
+        "folder with config.json and safetensors of a transformers model: its architecture "
+        "replaces the other model fields, its weights are where training starts",
+    )
 
 
 @dataclass
 class SourceConfig:
     """One corpus."""
-    kind: str = option("stdlib", "the running interpreter's own library, local files, a hub name, or ready-made token files",
-                       ("stdlib", "text", "jsonl", "parquet", "hub", "tokens"))
+
+    kind: str = option(
+        "stdlib",
+        "the running interpreter's own library, local files, a hub name, or ready-made token files",
+        ("stdlib", "text", "jsonl", "parquet", "hub", "tokens"),
+    )
     path: Optional[str] = option(None, "file, folder or glob (text, jsonl, parquet, tokens) or hub name (hub)")
     field: str = option("text", "column that holds the text (jsonl, parquet, hub)")
     subset: Optional[str] = option(None, "hub configuration name")
     split: str = option("train", "hub split")
     streaming: bool = option(False, "read from the hub while training instead of downloading first")
     limit: int = option(0, "read at most this many documents; 0 means all", unit="documents")
-    dtype: str = option("auto", "element type of token files (tokens); auto reads it from the vocabulary size", ("auto", "uint16", "uint32"))
+    dtype: str = option(
+        "auto",
+        "element type of token files (tokens); auto reads it from the vocabulary size",
+        ("auto", "uint16", "uint32"),
+    )
     weight: float = option(1.0, "share of this source among all, before normalisation")
 
 
 @dataclass
 class DataConfig:
     sources: dict[str, SourceConfig] = option({"stdlib": SourceConfig()}, "corpora by name, mixed by weight")
-    tokenizer: str = option("bpe", "bpe (trained once on the sources; with model.from_hf, the tokenizer in that folder), bytes "
-                            "(256 bytes and an end mark), or the path of a tokenizer.json or of a transformers tokenizer folder")
+    tokenizer: str = option(
+        "bpe",
+        "bpe (trained once on the sources; with model.from_hf, the tokenizer in that folder), bytes "
+        "(256 bytes and an end mark), or the path of a tokenizer.json or of a transformers tokenizer folder",
+    )
     vocab_size: int = option(4096, "size of a trained bpe tokenizer", unit="tokens")
     cache: str = option("~/.cache/trainer", "folder of trained tokenizers and tokenised corpora")
     eval_fraction: float = option(0.01, "share of the documents held out for evaluation")
@@ -59,6 +74,7 @@ class DataConfig:
 @dataclass
 class BatchConfig:
     """Two of the sizes are enough: global = micro x accumulation x data-parallel ranks."""
+
     sequence_length: int = option(512, "tokens per sequence", unit="tokens")
     global_size: Optional[int] = option(None, "sequences per optimizer step over all ranks", unit="sequences")
     global_tokens: Optional[int] = option(None, "the same in tokens: global_size x sequence_length", unit="tokens")
@@ -70,56 +86,105 @@ class BatchConfig:
 class ZeroConfig:
     stage: int = option(0, "0 replicates; 1 shards optimizer state; 2 also gradients; 3 also parameters", (0, 1, 2, 3))
     offload: bool = option(False, "keep sharded parameters, gradients and optimizer state in host memory")
-    sum_on_host: bool = option(False, "with offload in stages 2 and 3, add up the micro-batches' gradients in host memory too: 4 bytes less "
-                               "on the device for each parameter of the shard, and slow")
-    engine: str = option("torch", "what shards and updates: torch (FSDP2), or DeepSpeed: stage 1 under any tp x pp, stages 2 and 3 with "
-                         "data parallelism alone", ("torch", "deepspeed"))
-    nvme: Optional[str] = option(None, "deepspeed, stage 3: folder on a local disk, in which parameters and optimizer state live instead")
-    deepspeed: dict[str, Any] = option({}, "deepspeed: more of its own configuration, such as {zero_optimization: {sub_group_size: 1e8}}")
+    sum_on_host: bool = option(
+        False,
+        "with offload in stages 2 and 3, add up the micro-batches' gradients in host memory too: 4 bytes less "
+        "on the device for each parameter of the shard, and slow",
+    )
+    engine: str = option(
+        "torch",
+        "what shards and updates: torch (FSDP2), or DeepSpeed: stage 1 under any tp x pp, stages 2 and 3 with "
+        "data parallelism alone",
+        ("torch", "deepspeed"),
+    )
+    nvme: Optional[str] = option(
+        None, "deepspeed, stage 3: folder on a local disk, in which parameters and optimizer state live instead"
+    )
+    deepspeed: dict[str, Any] = option(
+        {}, "deepspeed: more of its own configuration, such as {zero_optimization: {sub_group_size: 1e8}}"
+    )
 
 
 @dataclass
 class PipelineConfig:
     """How micro-batches go through the stages. Their number is batch.accumulation."""
-    schedule: str = option("1f1b", "gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v, greedy (planned from the "
-                           "layers' costs), auto (measures the layers, then chooses), or the path of a CSV file in torch's notation")
-    chunks: Optional[int] = option(None, "stages on each rank; null means what the schedule wants (2 for interleaved)", unit="stages")
-    group_size: Optional[int] = option(None, "interleaved: micro-batches that pass a stage before the rank turns to its next one; "
-                                       "null means parallel.pp", unit="micro-batches")
-    split: Any = option("balanced", "layers of each stage: balanced (by cost, embedding and head counted), even (by number), or a list "
-                        "such as [9, 8, 8, 7]")
-    memory_cap: Optional[float] = option(None, "greedy, auto: largest number of micro-batches whose activations a rank keeps; null means "
-                                         "parallel.pp for greedy, and what the device holds for auto", unit="micro-batches")
+
+    schedule: str = option(
+        "1f1b",
+        "gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v, greedy (planned from the "
+        "layers' costs), auto (measures the layers, then chooses), or the path of a CSV file in torch's notation",
+    )
+    chunks: Optional[int] = option(
+        None, "stages on each rank; null means what the schedule wants (2 for interleaved)", unit="stages"
+    )
+    group_size: Optional[int] = option(
+        None,
+        "interleaved: micro-batches that pass a stage before the rank turns to its next one; null means parallel.pp",
+        unit="micro-batches",
+    )
+    split: Any = option(
+        "balanced",
+        "layers of each stage: balanced (by cost, embedding and head counted), even (by number), or a list "
+        "such as [9, 8, 8, 7]",
+    )
+    memory_cap: Optional[float] = option(
+        None,
+        "greedy, auto: largest number of micro-batches whose activations a rank keeps; null means "
+        "parallel.pp for greedy, and what the device holds for auto",
+        unit="micro-batches",
+    )
     probe_steps: int = option(3, "auto: steps that are measured before the choice", unit="steps")
 
 
 @dataclass
 class HopConfig:
     """How gradients travel over one kind of link."""
-    codec: str = option("none", "form of the gradients: none (as precision.reduce has them), bf16, int8, int4, fp8, or auto (int8 if the first "
-                        "steps are measurably faster with it)", ("none", "bf16", "int8", "int4", "fp8", "auto"))
-    block: Optional[int] = option(None, "neighbouring elements that share a scale, a power of two; null means 256, and 128 for int4",
-                                  unit="elements")
-    hadamard: int = option(0, "rotate runs of so many elements (a power of two, at most half a block) before quantising, which spreads "
-                           "outliers; 0: do not", unit="elements")
+
+    codec: str = option(
+        "none",
+        "form of the gradients: none (as precision.reduce has them), bf16, int8, int4, fp8, or auto (int8 if the first "
+        "steps are measurably faster with it)",
+        ("none", "bf16", "int8", "int4", "fp8", "auto"),
+    )
+    block: Optional[int] = option(
+        None,
+        "neighbouring elements that share a scale, a power of two; null means 256, and 128 for int4",
+        unit="elements",
+    )
+    hadamard: int = option(
+        0,
+        "rotate runs of so many elements (a power of two, at most half a block) before quantising, which spreads "
+        "outliers; 0: do not",
+        unit="elements",
+    )
     stochastic: bool = option(False, "int8, int4: round up or down at random, so that the mean error is zero")
-    error_feedback: str = option("none", "add what earlier steps left out: classic keeps all of it in fp32, average8 a moving average in "
-                                 "8 bits; both twice, for steps that are skipped", ("none", "classic", "average8"))
+    error_feedback: str = option(
+        "none",
+        "add what earlier steps left out: classic keeps all of it in fp32, average8 a moving average in "
+        "8 bits; both twice, for steps that are skipped",
+        ("none", "classic", "average8"),
+    )
 
 
 @dataclass
 class GradCommConfig:
     """Quantised gradient communication. Which parameters take part: precision.types."""
+
     inner: HopConfig = option(HopConfig(), "between ranks that share one copy of the sharded state, within a node")
     outer: HopConfig = option(HopConfig(), "between replicas, and between nodes")
-    min_size: int = option(65536, "what a reduction has of a layer (or of embedding and head) travels as it is if it has fewer bytes in fp32",
-                           unit="bytes")
+    min_size: int = option(
+        65536,
+        "what a reduction has of a layer (or of embedding and head) travels as it is if it has fewer bytes in fp32",
+        unit="bytes",
+    )
 
 
 @dataclass
 class ParallelConfig:
     dp: int = option(-1, "data-parallel ranks; -1 takes what is left", unit="ranks")
-    shard: int = option(-1, "ranks that share one copy of the sharded state (HSDP when below dp); -1 means dp", unit="ranks")
+    shard: int = option(
+        -1, "ranks that share one copy of the sharded state (HSDP when below dp); -1 means dp", unit="ranks"
+    )
     tp: int = option(1, "tensor-parallel ranks", unit="ranks")
     tp_across_nodes: bool = option(False, "allow tensor-parallel groups that span nodes, whose links are much slower")
     pp: int = option(1, "pipeline-parallel ranks", unit="ranks")
@@ -131,7 +196,10 @@ class ParallelConfig:
 @dataclass
 class TypePolicy:
     """How parameters of one type are optimised."""
-    optimizer: Optional[str] = option(None, "optimizer of this type; null means optimizer.name", ("adamw", "lion", "sgd"))
+
+    optimizer: Optional[str] = option(
+        None, "optimizer of this type; null means optimizer.name", ("adamw", "lion", "sgd")
+    )
     state_dtype: str = option("fp32", "type that the optimizer's moments are kept in", ("fp32", "bf16"))
     weight_decay: Optional[float] = option(None, "decoupled weight decay; null means optimizer.weight_decay")
     lr_scale: float = option(1.0, "factor on the learning rate")
@@ -141,6 +209,7 @@ class TypePolicy:
 @dataclass
 class ParameterTypes:
     """The parameter-type map: by role of the parameter, refined by rules on names (the last match wins)."""
+
     embedding: TypePolicy = option(TypePolicy(weight_decay=0.0), "token and position embeddings")
     norm: TypePolicy = option(TypePolicy(weight_decay=0.0, quantise=False), "norm weights and biases")
     bias: TypePolicy = option(TypePolicy(weight_decay=0.0, quantise=False), "biases of projections")
@@ -164,19 +233,32 @@ class PrecisionConfig:
 @dataclass
 class ActivationConfig:
     """What the backward pass finds saved, and what it recomputes."""
-    mode: str = option("none", "none saves all; full recomputes whole blocks; selective recomputes all but `save` (or only "
-                       "`modules`); budget lets the compiler choose", ("none", "full", "selective", "budget"))
+
+    mode: str = option(
+        "none",
+        "none saves all; full recomputes whole blocks; selective recomputes all but `save` (or only "
+        "`modules`); budget lets the compiler choose",
+        ("none", "full", "selective", "budget"),
+    )
     every: int = option(1, "full, selective: recompute every k-th block only", unit="blocks")
-    save: list[str] = option(["attention", "matmul/2"], "selective: operations whose outputs are kept; 'attention', 'matmul', "
-                             "any aten name such as 'aten.mm'; NAME/2 keeps every second call")
-    modules: list[str] = option([], "selective: recompute only the submodules that match these patterns, such as '*.feed_forward'; "
-                                "`save` is then unused")
+    save: list[str] = option(
+        ["attention", "matmul/2"],
+        "selective: operations whose outputs are kept; 'attention', 'matmul', "
+        "any aten name such as 'aten.mm'; NAME/2 keeps every second call",
+    )
+    modules: list[str] = option(
+        [],
+        "selective: recompute only the submodules that match these patterns, such as '*.feed_forward'; "
+        "`save` is then unused",
+    )
     budget: float = option(0.5, "budget: share of the block's activation memory to keep, 0 to 1 (needs compile)")
 
 
 @dataclass
 class LossConfig:
-    z_loss: float = option(0.0, "factor of the squared log-normaliser, added to each token's loss (PaLM, arXiv 2204.02311: 1e-4)")
+    z_loss: float = option(
+        0.0, "factor of the squared log-normaliser, added to each token's loss (PaLM, arXiv 2204.02311: 1e-4)"
+    )
     chunk: int = option(2048, "tokens whose fp32 logits exist at a time; 0 means all", unit="tokens")
 
 
@@ -205,11 +287,18 @@ class CheckpointConfig:
     at_end: bool = option(True, "save when the last step is done")
     asynchronous: bool = option(True, "train on while the checkpoint is written")
     keep_last: int = option(2, "newest checkpoints kept; 0 keeps all")
-    keep_every: int = option(0, "checkpoints at multiples of this many steps are kept for good; 0 means none", unit="steps")
-    resume: str = option("auto", "auto (newest valid one of the run, if any), none, or the path of a checkpoint or of a run")
+    keep_every: int = option(
+        0, "checkpoints at multiples of this many steps are kept for good; 0 means none", unit="steps"
+    )
+    resume: str = option(
+        "auto", "auto (newest valid one of the run, if any), none, or the path of a checkpoint or of a run"
+    )
     verify: bool = option(True, "compare checksums before loading")
-    data: str = option("continue", "on resume: continue where the data stopped, or restart at the first sample (for other data)",
-                       ("continue", "restart"))
+    data: str = option(
+        "continue",
+        "on resume: continue where the data stopped, or restart at the first sample (for other data)",
+        ("continue", "restart"),
+    )
 
 
 @dataclass
@@ -220,13 +309,25 @@ class EvalConfig:
 
 @dataclass
 class GuardConfig:
-    max_skipped: int = option(10, "stop after this many steps in a row without an update for a non-finite loss or gradient", unit="steps")
-    stall_factor: float = option(10.0, "a run without progress for this many times its median step ends itself, with the stacks of all "
-                                 "ranks, to be started again; 0 means never", unit="median steps")
+    max_skipped: int = option(
+        10, "stop after this many steps in a row without an update for a non-finite loss or gradient", unit="steps"
+    )
+    stall_factor: float = option(
+        10.0,
+        "a run without progress for this many times its median step ends itself, with the stacks of all "
+        "ranks, to be started again; 0 means never",
+        unit="median steps",
+    )
     stall_seconds: float = option(300.0, "but not before so long without progress", unit="seconds")
-    stall_allowance: float = option(900.0, "the same for what is not an ordinary step: the start, the first steps (which compile), "
-                                    "evaluations, saves, a new schedule", unit="seconds")
-    straggler_factor: float = option(1.3, "a rank is called slow when its forward passes take this many times the median of its peers'")
+    stall_allowance: float = option(
+        900.0,
+        "the same for what is not an ordinary step: the start, the first steps (which compile), "
+        "evaluations, saves, a new schedule",
+        unit="seconds",
+    )
+    straggler_factor: float = option(
+        1.3, "a rank is called slow when its forward passes take this many times the median of its peers'"
+    )
     straggler_lines: int = option(20, "and do so in this many logged steps in a row", unit="logged steps")
 
 
@@ -241,7 +342,11 @@ class WandbConfig:
 @dataclass
 class LoggingConfig:
     every: int = option(1, "log every n steps", unit="steps")
-    console: str = option("auto", "rich progress bar, plain lines, or nothing; auto: rich on a terminal", ("auto", "rich", "plain", "none"))
+    console: str = option(
+        "auto",
+        "rich progress bar, plain lines, or nothing; auto: rich on a terminal",
+        ("auto", "rich", "plain", "none"),
+    )
     tensorboard: bool = option(False, "write TensorBoard events to the run folder")
     wandb: WandbConfig = option(WandbConfig(), "Weights & Biases")
     trace: list[int] = option([], "steps of which rank 0 writes a profiler trace to traces/")

@@ -3,6 +3,7 @@
 Hydra composes plain values; here they meet the dataclasses: names, types and legal values of every setting, at any
 depth. A structured config inside Hydra would stop at the first mistake and let `+parallel.tpp=3` pass.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -22,8 +23,12 @@ from trainer.config.schema import Config, TypePolicy
 Problems = dict[str, str]
 """What is wrong, by setting."""
 
-LEAVES = {int: (IntegerNode, "a whole number"), float: (FloatNode, "a number"), bool: (BooleanNode, "true or false"),
-          str: (StringNode, "text")}
+LEAVES = {
+    int: (IntegerNode, "a whole number"),
+    float: (FloatNode, "a number"),
+    bool: (BooleanNode, "true or false"),
+    str: (StringNode, "text"),
+}
 
 
 @dataclass
@@ -37,6 +42,7 @@ PARTIAL = {"model.pattern": PatternEntry, "model.overrides": LayerSpec, "precisi
 
 class Setting(NamedTuple):
     """One leaf of the schema."""
+
     path: str
     default: Any
     doc: str
@@ -68,8 +74,13 @@ def plain(value: Any) -> Any:
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{'a': {'b': 1}} -> {'a.b': 1}."""
-    return {name: leaf for key, value in values.items()
-            for name, leaf in (flat(value, f"{prefix}{key}.").items() if isinstance(value, dict) else [(prefix + key, value)])}
+    return {
+        name: leaf
+        for key, value in values.items()
+        for name, leaf in (
+            flat(value, f"{prefix}{key}.").items() if isinstance(value, dict) else [(prefix + key, value)]
+        )
+    }
 
 
 def complete(section: Any, given: dict) -> dict:
@@ -101,8 +112,9 @@ def build(values: dict, problems: Problems, schema: type = Config, path: str = "
     return _convert(schema, values, path, problems)
 
 
-def _convert(hint: Any, value: Any, path: str, problems: Problems, choices: tuple | None = None,
-             partial: bool = False) -> Any:
+def _convert(
+    hint: Any, value: Any, path: str, problems: Problems, choices: tuple | None = None, partial: bool = False
+) -> Any:
     """`value` as the type `hint`; raises `Invalid` where the whole of it is wrong."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):  # Optional[T]
@@ -147,13 +159,18 @@ def _section(schema: type, values: Any, path: str, problems: Problems, partial: 
         if name not in fields:
             problems[join(path, name)] = unknown(path, str(name), list(fields), value)
     given = [name for name in fields if name in values]
-    converted = _collect(((name, hints[name], values[name], fields[name].metadata.get("choices")) for name in given),
-                         path, problems, partial)
+    converted = _collect(
+        ((name, hints[name], values[name], fields[name].metadata.get("choices")) for name in given),
+        path,
+        problems,
+        partial,
+    )
     return converted if partial else schema(**converted)
 
 
-def _collect(entries: Iterable[tuple[str, Any, Any, tuple | None]], path: str, problems: Problems,
-             partial: bool) -> dict[str, Any]:
+def _collect(
+    entries: Iterable[tuple[str, Any, Any, tuple | None]], path: str, problems: Problems, partial: bool
+) -> dict[str, Any]:
     """Converts (name, type, value, choices) one by one; what is invalid becomes a problem and is left out."""
     converted = {}
     for name, hint, value, choices in entries:

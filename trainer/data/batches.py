@@ -1,4 +1,5 @@
 """Batches of one rank: the training loader, which reads ahead in a thread, and the batches of an evaluation."""
+
 from __future__ import annotations
 
 import time
@@ -24,6 +25,7 @@ class Batch:
     tokens, targets: int64 [micro, length]; a target is `IGNORE` where there is none. documents: int32 [micro, length], the
     number within its sequence of each token's document, or None where attention is not to be masked. ids: "source:index".
     """
+
     tokens: Tensor
     targets: Tensor
     documents: Tensor | None
@@ -50,8 +52,19 @@ class Loader:
     prefetch: steps that a thread prepares ahead. What goes wrong in it is raised by `next`, which may be tried again.
     """
 
-    def __init__(self, samples: Samples, batch: BatchPlan, dp_rank: int, dp_size: int, *, seed: int, position: int = 0,
-                 mask_documents: bool = False, prefetch: int = 2, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        samples: Samples,
+        batch: BatchPlan,
+        dp_rank: int,
+        dp_size: int,
+        *,
+        seed: int,
+        position: int = 0,
+        mask_documents: bool = False,
+        prefetch: int = 2,
+        device: torch.device | str = "cpu",
+    ):
         assert batch.global_size == batch.micro_size * batch.accumulation * dp_size
         self.samples, self.batch, self.position, self.wait_seconds = samples, batch, position, 0.0
         self.mask_documents, self.prefetch, self.device = mask_documents, prefetch, torch.device(device)
@@ -106,12 +119,20 @@ class Loader:
         sources, indices = self._order(position + self._mine.ravel())
         rows = [_row(self.samples, source, index) for source, index in zip(sources.tolist(), indices.tolist())]
         size = self.batch.micro_size
-        batches = [_collate(rows[start:start + size], self.mask_documents) for start in range(0, len(rows), size)]
+        batches = [_collate(rows[start : start + size], self.mask_documents) for start in range(0, len(rows), size)]
         return [batch.pin() for batch in batches] if self.device.type == "cuda" else batches
 
 
-def eval_batches(samples: Samples, sequences: int, micro_size: int, dp_rank: int, dp_size: int, *,
-                 mask_documents: bool = False, device: torch.device | str = "cpu") -> Iterator[Batch]:
+def eval_batches(
+    samples: Samples,
+    sequences: int,
+    micro_size: int,
+    dp_rank: int,
+    dp_size: int,
+    *,
+    mask_documents: bool = False,
+    device: torch.device | str = "cpu",
+) -> Iterator[Batch]:
     """The held-out batches of one rank: together the same `sequences`, spread evenly over all that are held out.
 
     Every rank gets as many batches; rows that are left over hold no valid target.

@@ -3,6 +3,7 @@
 The cache holds trained tokenizers (`tokenizers/`), token files (`tokens/`), what `datasets` downloads or converts
 (`datasets/`) and notes on streams (`streams/`); every name is a hash of what its content depends on.
 """
+
 from __future__ import annotations
 
 import fcntl
@@ -78,6 +79,7 @@ class Corpus:
 
     `fingerprint` changes with all that a sample's number stands for but the seed: tokens, sequence length, weights.
     """
+
     tokenizer: Tokenizer
     train: Samples
     eval: Samples
@@ -98,15 +100,22 @@ def open_corpus(config: Config) -> Corpus:
     tokenizer = _tokenizer(config, sources)
     limit = _model_vocab_size(config)
     if tokenizer.vocab_size > limit:
-        raise ConfigError(f"data.tokenizer={config.data.tokenizer} has {tokenizer.vocab_size} tokens, more than the "
-                          f"model's vocab_size={limit}; set model.vocab_size={tokenizer.vocab_size} or more, or take a "
-                          "smaller tokenizer")
+        raise ConfigError(
+            f"data.tokenizer={config.data.tokenizer} has {tokenizer.vocab_size} tokens, more than the "
+            f"model's vocab_size={limit}; set model.vocab_size={tokenizer.vocab_size} or more, or take a "
+            "smaller tokenizer"
+        )
     opened = _collect(lambda source=source: _open(config, source, tokenizer) for source in sources)
     weights = [source.config.weight for source in sources]
     train, held = Samples([split[0] for split in opened], weights), Samples([split[1] for split in opened], weights)
     _check_sizes(config, train, held)
-    parts = [config.batch.sequence_length, *((source.name, round(source.config.weight / sum(weights), 9), split[2])
-                                             for source, split in zip(sources, opened))]
+    parts = [
+        config.batch.sequence_length,
+        *(
+            (source.name, round(source.config.weight / sum(weights), 9), split[2])
+            for source, split in zip(sources, opened)
+        ),
+    ]
     return Corpus(tokenizer, train, held, _key(parts))
 
 
@@ -146,15 +155,21 @@ def _tokenizer(config: Config, sources: list[Source]) -> Tokenizer:
     if config.model.from_hf:  # pretrained weights know one tokenizer: their own
         folder = Path(config.model.from_hf).expanduser()
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-            raise ConfigError(f"model.from_hf={folder} holds no tokenizer; set data.tokenizer to the one that its weights were trained with")
+            raise ConfigError(
+                f"model.from_hf={folder} holds no tokenizer; set data.tokenizer to the one that its weights were trained with"
+            )
         return load_tokenizer(folder)
     texts = [source for source in sources if source.config.kind != "tokens"]
     if not texts:
-        raise ConfigError("data.tokenizer=bpe is trained on text, and all of data.sources are token files; name the "
-                          "tokenizer that they were made with")
+        raise ConfigError(
+            "data.tokenizer=bpe is trained on text, and all of data.sources are token files; name the "
+            "tokenizer that they were made with"
+        )
     if not 257 <= data.vocab_size <= _model_vocab_size(config):
-        raise ConfigError(f"data.vocab_size={data.vocab_size} must lie between 257 (256 bytes and the end mark) and the "
-                          f"model's vocab_size={_model_vocab_size(config)}")
+        raise ConfigError(
+            f"data.vocab_size={data.vocab_size} must lie between 257 (256 bytes and the end mark) and the "
+            f"model's vocab_size={_model_vocab_size(config)}"
+        )
     key = _key(["bpe", data.vocab_size, [source.identity for source in texts]])
     path = _cache(config) / "tokenizers" / f"{key}.json"
 
@@ -164,6 +179,7 @@ def _tokenizer(config: Config, sources: list[Source]) -> Tokenizer:
         tokenizer = train_tokenizer((text for source in texts for text in source.sample_texts(share)), data.vocab_size)
         with replacing(path) as part:
             tokenizer.backend.save(part)
+
     _once(path, train, config)
     return load_tokenizer(path)
 
@@ -182,6 +198,7 @@ def _open(config: Config, source: Source, tokenizer: Tokenizer) -> tuple[Sequenc
             threshold = held_out_threshold(source.documents, config.data.eval_fraction)
             job = Job(source.documents, tokenizer, token_dtype(tokenizer.vocab_size), threshold, folder)
             tokenise(job, source.name, config.data.workers)
+
         _once(folder / "manifest.json", prepare, config)
         pieces, content = read_manifest(folder)
     return *(_packed(config, source, tokenizer, pieces[split]) for split in ("train", "eval")), content
@@ -202,6 +219,7 @@ def _open_stream(config: Config, source: Source, tokenizer: Tokenizer) -> tuple[
             write_manifest(folder, writer.dtype, {"train": [], "eval": [writer.finish()] if writer.count else []})
         finally:
             writer.discard()
+
     _once(folder / "manifest.json", prepare, config)
     notes = _cache(config) / "streams" / _key([*content, length])
     train = StreamedSequences(source.documents, tokenizer, threshold, length, notes)
@@ -210,12 +228,16 @@ def _open_stream(config: Config, source: Source, tokenizer: Tokenizer) -> tuple[
 
 def _token_files(config: Config, source: Source, tokenizer: Tokenizer) -> tuple[dict[str, list[Piece]], Any]:
     if source.config.limit:
-        raise ConfigError(f"data.sources.{source.name}.limit={source.config.limit} counts documents, and token files "
-                          "are not read by documents; leave it at 0")
+        raise ConfigError(
+            f"data.sources.{source.name}.limit={source.config.limit} counts documents, and token files "
+            "are not read by documents; leave it at 0"
+        )
     whole = [open_token_file(source.name, source.config, path, tokenizer.vocab_size) for path in source.paths]
     parts = [hold_out_tail(piece, config.data.eval_fraction, tokenizer.end_id) for piece in whole]
-    return ({split: [part[side] for part in parts] for side, split in enumerate(("train", "eval"))},
-            [[file_digest(piece), part[0].length] for piece, part in zip(whole, parts)])
+    return (
+        {split: [part[side] for part in parts] for side, split in enumerate(("train", "eval"))},
+        [[file_digest(piece), part[0].length] for piece, part in zip(whole, parts)],
+    )
 
 
 def _packed(config: Config, source: Source, tokenizer: Tokenizer, pieces: list[Piece]) -> Packed:
@@ -225,15 +247,20 @@ def _packed(config: Config, source: Source, tokenizer: Tokenizer, pieces: list[P
 
 def _check_sizes(config: Config, train: Samples, held: Samples) -> None:
     length = config.batch.sequence_length
-    problems = [f"data.sources.{source.name} holds {source.tokens} tokens to train on, and one sequence of "
-                f"batch.sequence_length={length} needs {length + 1}; shorten it, or add text"
-                for source in train.sources if source.length == 0]
+    problems = [
+        f"data.sources.{source.name} holds {source.tokens} tokens to train on, and one sequence of "
+        f"batch.sequence_length={length} needs {length + 1}; shorten it, or add text"
+        for source in train.sources
+        if source.length == 0
+    ]
     if config.eval.every and not len(held):
         tokens = sum(source.tokens for source in held.sources)
-        problems.append(f"eval.every={config.eval.every} needs at least one held-out sequence of "
-                        f"batch.sequence_length={length}, and data.eval_fraction={config.data.eval_fraction} holds out "
-                        f"{tokens} tokens in whole documents; raise data.eval_fraction, shorten the sequence, or set "
-                        "eval.every=0")
+        problems.append(
+            f"eval.every={config.eval.every} needs at least one held-out sequence of "
+            f"batch.sequence_length={length}, and data.eval_fraction={config.data.eval_fraction} holds out "
+            f"{tokens} tokens in whole documents; raise data.eval_fraction, shorten the sequence, or set "
+            "eval.every=0"
+        )
     if problems:
         raise ConfigError(problems)
 
@@ -241,6 +268,7 @@ def _check_sizes(config: Config, train: Samples, held: Samples) -> None:
 def _model_vocab_size(config: Config) -> int:
     if config.model.from_hf:
         from trainer.hf import spec_from_hf
+
         return spec_from_hf(config.model.from_hf).vocab_size
     return config.model.vocab_size
 
@@ -264,5 +292,6 @@ def _once(target: Path, make: Callable[[], None], config: Config) -> None:
             if not target.exists():
                 make()
     except OSError as error:
-        raise ConfigError(f"data.cache={config.data.cache} cannot be written ({error}); name a folder with room and "
-                          "permission") from error
+        raise ConfigError(
+            f"data.cache={config.data.cache} cannot be written ({error}); name a folder with room and permission"
+        ) from error

@@ -1,4 +1,5 @@
 """The documents of one source: files as text, tables and streams through `datasets`; and which are held out."""
+
 from __future__ import annotations
 
 import glob
@@ -24,8 +25,12 @@ PIECE_BYTES = 64 << 10
 COUNTED = 10_000
 """Up to this many documents the held-out share is counted out; above, a threshold on the hash is close enough."""
 
-SUFFIXES = {"text": None, "jsonl": (".jsonl", ".json", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parquet",),
-            "tokens": (".bin", ".npy")}
+SUFFIXES = {
+    "text": None,
+    "jsonl": (".jsonl", ".json", ".jsonl.gz", ".jsonl.zst"),
+    "parquet": (".parquet",),
+    "tokens": (".bin", ".npy"),
+}
 """What a folder of each kind is searched for; None means every file."""
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -34,6 +39,7 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 
 class Document(NamedTuple):
     """Text, and whether a document ends with it."""
+
     text: str
     final: bool = True
 
@@ -71,8 +77,10 @@ class TextFiles:
                 text = data.decode("utf-8", "strict" if self.strict else "replace")
                 return Document(text, handle.tell() >= self.sizes[file])
         except UnicodeDecodeError as error:
-            raise ConfigError(f"data.sources.{self.name}.path: {path} is not UTF-8 text ({error}); convert it, or leave it "
-                              "out with a glob such as 'folder/**/*.txt'") from error
+            raise ConfigError(
+                f"data.sources.{self.name}.path: {path} is not UTF-8 text ({error}); convert it, or leave it "
+                "out with a glob such as 'folder/**/*.txt'"
+            ) from error
         except OSError as error:
             raise ConfigError(f"data.sources.{self.name}.path: {path} cannot be read: {error.strerror}") from error
 
@@ -91,7 +99,7 @@ class Table:
 
     def read(self, first: int, last: int) -> Iterator[Document]:
         for start in range(first, last, 256):
-            for text in self.rows[start:min(start + 256, last)][self.field]:
+            for text in self.rows[start : min(start + 256, last)][self.field]:
                 if text:
                     yield Document(text)
 
@@ -114,8 +122,10 @@ class Stream:
         try:
             yield from dataset
         except Exception as error:  # the network, or a reader of datasets, gave up
-            raise DataError(f"data.sources.{self.name}: the stream {self.source.path} broke off: {error}; start the run "
-                            "again, it resumes there") from error
+            raise DataError(
+                f"data.sources.{self.name}: the stream {self.source.path} broke off: {error}; start the run "
+                "again, it resumes there"
+            ) from error
 
     def texts(self, rows: Iterable[dict]) -> Iterator[str]:
         for row in rows:
@@ -136,7 +146,7 @@ class Source:
         self.streams = config.kind == "hub" and config.streaming
         self.paths = [] if config.kind == "hub" else find_files(name, config)
         if config.limit and config.kind in ("stdlib", "text"):
-            self.paths = self.paths[:config.limit]
+            self.paths = self.paths[: config.limit]
 
     @cached_property
     def identity(self) -> list[Any]:
@@ -190,8 +200,13 @@ def find_files(name: str, source: SourceConfig) -> list[str]:
         path, suffixes = os.path.expanduser(source.path or ""), SUFFIXES[source.kind]
         named, hint = f"data.sources.{name}.path={source.path}", "name an existing file, folder or glob"
         if os.path.isdir(path):
-            paths = [entry for entry in walk(path, lambda folder: not folder.startswith("."))
-                     if (suffixes is None or entry.endswith(suffixes)) and not os.path.basename(entry).startswith(".") and os.path.isfile(entry)]
+            paths = [
+                entry
+                for entry in walk(path, lambda folder: not folder.startswith("."))
+                if (suffixes is None or entry.endswith(suffixes))
+                and not os.path.basename(entry).startswith(".")
+                and os.path.isfile(entry)
+            ]
             hint = f"the folder holds no file{f' that ends in ' + ', '.join(suffixes) if suffixes else ''}"
         else:
             found = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
@@ -210,6 +225,7 @@ def find_files(name: str, source: SourceConfig) -> list[str]:
 def load_table(name: str, source: SourceConfig, paths: list[str], cache: Path, streaming: bool) -> Any:
     """A JSONL, Parquet or hub source opened by `datasets`; its own errors become `ConfigError`."""
     import datasets
+
     if not on_terminal():
         datasets.disable_progress_bars()
     if source.kind == "hub":

@@ -3,6 +3,7 @@
 Sample g of the run is sample n of one source; sources alternate in a fixed pattern that keeps to their weights, and
 within each epoch a source is read in an order of its own. Nothing has to be stored but g, and no number of ranks enters.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -48,7 +49,7 @@ def shares(weights: list[float]) -> np.ndarray:
     """Samples of each source in a period, int64: by weight, rounded by largest remainder, at least one."""
     exact = np.asarray(weights, np.float64) / sum(weights) * (PERIOD - len(weights))
     counts = np.floor(exact).astype(np.int64)
-    counts[np.argsort(counts - exact, kind="stable")[:PERIOD - len(weights) - counts.sum()]] += 1
+    counts[np.argsort(counts - exact, kind="stable")[: PERIOD - len(weights) - counts.sum()]] += 1
     return counts + 1
 
 

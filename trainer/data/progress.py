@@ -1,4 +1,5 @@
 """How preparation shows itself: a bar on the terminal of a machine's first process, elsewhere a line now and then."""
+
 from __future__ import annotations
 
 import contextlib
@@ -26,6 +27,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
     if on_terminal():
         from rich.console import Console
         from rich.progress import Progress
+
         with Progress(console=Console(stderr=True)) as bar:
             task = bar.add_task(label, total=total)
             yield lambda amount: bar.advance(task, amount)
@@ -40,5 +42,6 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
         if time.monotonic() - last > EVERY:
             last = time.monotonic()
             say(f"{label}: {100 * done // max(1, total)}%")
+
     yield advance
     say(f"{label}: done in {time.monotonic() - start:.1f} s")

@@ -4,6 +4,7 @@ A folder holds, per shard, the training and the held-out tokens and a `.json` th
 `manifest.json` follows when every shard is there. Run as a module, this file is one worker: clean interpreters, unlike
 forked ones, are safe beside the threads of torch and `tokenizers`, and need no guard in the script that started them.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -40,6 +41,7 @@ class Job:
     `shards`: first and last document (not included) of each, a function of the documents alone, so that a resumed run
     with other workers finds the same.
     """
+
     documents: TextFiles | Table
     tokenizer: Tokenizer
     dtype: str
@@ -83,11 +85,16 @@ def read_manifest(folder: Path) -> tuple[dict[str, list[Piece]], list[str]]:
     """The pieces of each split, and digests of their content. Raises `ConfigError` for missing or cut files."""
     manifest = json.loads((folder / "manifest.json").read_text())
     dtype, files = manifest["dtype"], manifest["files"]
-    pieces = {split: [Piece(str(folder / file["file"]), dtype, 0, file["tokens"]) for file in files[split]] for split in SPLITS}
+    pieces = {
+        split: [Piece(str(folder / file["file"]), dtype, 0, file["tokens"]) for file in files[split]]
+        for split in SPLITS
+    }
     for piece in itertools.chain(*pieces.values()):
         size = piece.length * np.dtype(dtype).itemsize
         if not os.path.exists(piece.path) or os.path.getsize(piece.path) != size:
-            raise ConfigError(f"data.cache: {piece.path} is missing or damaged; delete the folder {folder} and it is made anew")
+            raise ConfigError(
+                f"data.cache: {piece.path} is missing or damaged; delete the folder {folder} and it is made anew"
+            )
     return pieces, [file["digest"] for split in SPLITS for file in files[split]]
 
 
@@ -143,15 +150,25 @@ def _in_turn(job: Job, numbers: list[int]) -> Iterator[int]:
 def _in_processes(job: Job, numbers: list[int], workers: int) -> Iterator[int]:
     """Yields each number when its shard is done. Workers report to one pipe, a line of JSON at a time."""
     package = str(Path(__file__).parents[2])
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false",
-                   "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
+    environment = {
+        **os.environ,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
+    }
     with tempfile.NamedTemporaryFile() as plan:
         pickle.dump(job, plan)
         plan.flush()
         read, write = os.pipe()
         command = [sys.executable, "-m", __name__, plan.name, str(write)]
-        processes = [subprocess.Popen([*command, *map(str, numbers[rank::workers])], env=environment, pass_fds=[write],
-                                      stdout=subprocess.DEVNULL) for rank in range(workers)]
+        processes = [
+            subprocess.Popen(
+                [*command, *map(str, numbers[rank::workers])],
+                env=environment,
+                pass_fds=[write],
+                stdout=subprocess.DEVNULL,
+            )
+            for rank in range(workers)
+        ]
         os.close(write)
         try:
             with open(read) as reports:
@@ -162,8 +179,10 @@ def _in_processes(job: Job, numbers: list[int], workers: int) -> Iterator[int]:
                     yield report["shard"]
             codes = [process.wait() for process in processes]
             if any(codes):
-                raise RuntimeError(f"processes that tokenise ended with {codes}; finished shards are kept, run it again "
-                                   "(with fewer data.workers if memory ran out)")
+                raise RuntimeError(
+                    f"processes that tokenise ended with {codes}; finished shards are kept, run it again "
+                    "(with fewer data.workers if memory ran out)"
+                )
         finally:
             for process in processes:
                 process.kill()

@@ -7,6 +7,7 @@ every rank reads and tokenises the whole stream, and an epoch has no known lengt
 Skipping to a position would mean to read up to it. Therefore the state of the reader is noted in the cache now and then,
 and a reader starts from the last note before its position; without notes (another machine) it reads from the start.
 """
+
 from __future__ import annotations
 
 import json
@@ -45,8 +46,8 @@ class StreamedSequences:
         while True:
             while len(self._buffer) <= self.size:
                 self._pull()
-            tokens = self._buffer[:self.size + 1]
-            self._buffer, self._next = self._buffer[self.size:], self._next + 1
+            tokens = self._buffer[: self.size + 1]
+            self._buffer, self._next = self._buffer[self.size :], self._next + 1
             if self._next > index:
                 return tokens, number_documents(tokens, self.tokenizer.end_id)
 
@@ -76,8 +77,9 @@ class StreamedSequences:
             self._buffer = np.concatenate([self._buffer, *([*ids, self.tokenizer.end_id] for ids in encoded)])
         if len(rows) < GROUP:
             if not self._kept:
-                raise DataError(f"data.sources.{self.name}: the stream {self.documents.source.path} holds no text to "
-                                "train on")
+                raise DataError(
+                    f"data.sources.{self.name}: the stream {self.documents.source.path} holds no text to train on"
+                )
             self._dataset = self.documents.open()
             self._rows = self.documents.rows(self._dataset)
 

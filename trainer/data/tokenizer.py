@@ -1,4 +1,5 @@
 """Text to token ids and back: trained byte-level BPE, plain bytes, or a tokenizer from a file or folder."""
+
 from __future__ import annotations
 
 import hashlib
@@ -61,7 +62,11 @@ class Tokenizer:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(folder / "tokenizer.json"))
-        described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.backend.id_to_token(self.end_id), "clean_up_tokenization_spaces": False}
+        described = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.backend.id_to_token(self.end_id),
+            "clean_up_tokenization_spaces": False,
+        }
         (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2))
 
 
@@ -77,7 +82,9 @@ class ByteTokenizer(Tokenizer):
 
 def byte_tokenizer() -> ByteTokenizer:
     """The 256 bytes and an end mark, 256. Its file is a byte-level BPE without merges, so everything opens it."""
-    backend = Backend(models.BPE(vocab={character: byte for byte, character in enumerate(_byte_characters())}, merges=[]))
+    backend = Backend(
+        models.BPE(vocab={character: byte for byte, character in enumerate(_byte_characters())}, merges=[])
+    )
     _byte_level(backend)
     backend.add_special_tokens([AddedToken(END, special=True)])
     return ByteTokenizer(backend, 256)
@@ -87,8 +94,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE (Radford et al., GPT-2) of at most `vocab_size` tokens, at least the 256 bytes and the end mark."""
     backend = Backend(models.BPE())
     _byte_level(backend)
-    backend.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    backend.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
     return Tokenizer(backend, backend.token_to_id(END))
 
 
@@ -99,27 +113,34 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if path.is_dir():
         return _from_folder(path, named)
     if not path.is_file():
-        raise ConfigError(f"{named} does not exist; legal: bpe, bytes, a tokenizer.json, or a transformers tokenizer folder")
+        raise ConfigError(
+            f"{named} does not exist; legal: bpe, bytes, a tokenizer.json, or a transformers tokenizer folder"
+        )
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception
         raise ConfigError(f"{named} is not a tokenizer.json: {error}") from error
     ends = [end for end in map(backend.token_to_id, KNOWN_ENDS) if end is not None]
     if not ends:
-        raise ConfigError(f"{named} has none of the end marks {', '.join(KNOWN_ENDS)}; name a transformers tokenizer folder whose "
-                          "tokenizer_config.json has an eos_token")
+        raise ConfigError(
+            f"{named} has none of the end marks {', '.join(KNOWN_ENDS)}; name a transformers tokenizer folder whose "
+            "tokenizer_config.json has an eos_token"
+        )
     return Tokenizer(backend, ends[0])
 
 
 def _from_folder(path: Path, named: str) -> Tokenizer:
     from transformers import AutoTokenizer
+
     try:
         original = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # whatever the tokenizer's own class raises on files it cannot read
         raise ConfigError(f"{named} is not a transformers tokenizer folder: {error}") from error
     backend = getattr(original, "backend_tokenizer", None)
     if backend is None:
-        raise ConfigError(f"{named} is a {type(original).__name__} without a tokenizer.json; save it as a fast tokenizer first")
+        raise ConfigError(
+            f"{named} is a {type(original).__name__} without a tokenizer.json; save it as a fast tokenizer first"
+        )
     if original.eos_token_id is None:
         raise ConfigError(f"{named} has no end mark; set eos_token in its tokenizer_config.json")
     return Tokenizer(backend, original.eos_token_id, original)

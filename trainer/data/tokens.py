@@ -1,4 +1,5 @@
 """Token files, and the sequences packed out of them."""
+
 from __future__ import annotations
 
 import contextlib
@@ -23,6 +24,7 @@ class DataError(RuntimeError):
 
 class Sequences(Protocol):
     """Sequences of one source; `length` is None for a stream, whose end nobody knows."""
+
     name: str
     length: int | None
 
@@ -33,6 +35,7 @@ class Sequences(Protocol):
 @dataclass(frozen=True)
 class Piece:
     """A run of `length` tokens that starts `offset` bytes into a file; another document starts with it."""
+
     path: str
     dtype: str
     offset: int
@@ -48,8 +51,10 @@ class Piece:
         try:
             return np.memmap(self.path, self.dtype, "r", self.offset, (self.length,))
         except (OSError, ValueError) as error:
-            raise DataError(f"token file {self.path} vanished or changed since the run started ({error}); start the run again, "
-                            "it resumes and prepares what is missing") from error
+            raise DataError(
+                f"token file {self.path} vanished or changed since the run started ({error}); start the run again, "
+                "it resumes and prepares what is missing"
+            ) from error
 
 
 class Packed:
@@ -75,14 +80,16 @@ class Packed:
         number = int(np.searchsorted(self._ends, index * self.size, "right"))
         while filled <= self.size:
             first = index * self.size + filled - int(self._ends[number]) + self.pieces[number].length
-            run = self._map(number)[first:first + self.size + 1 - filled]
+            run = self._map(number)[first : first + self.size + 1 - filled]
             starts[filled] = True
-            tokens[filled:filled + len(run)] = run
+            tokens[filled : filled + len(run)] = run
             filled, number = filled + len(run), number + 1
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
-            raise DataError(f"{self.name}:{index} in {self.pieces[number - 1].path} holds token {tokens.max()}, beyond the "
-                            f"tokenizer's {self.vocab_size}; data.tokenizer is not the one the file was made with, or "
-                            f"data.sources.{self.name}.dtype is wrong")
+            raise DataError(
+                f"{self.name}:{index} in {self.pieces[number - 1].path} holds token {tokens.max()}, beyond the "
+                f"tokenizer's {self.vocab_size}; data.tokenizer is not the one the file was made with, or "
+                f"data.sources.{self.name}.dtype is wrong"
+            )
         return tokens, number_documents(tokens, self.end_id, starts)
 
     def _map(self, number: int) -> np.ndarray:
@@ -116,12 +123,16 @@ def open_token_file(name: str, source: SourceConfig, path: str, vocab_size: int)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{named} is no .npy array: {error}") from error
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise ConfigError(f"{named} holds {array.dtype} of shape {array.shape}; legal: one dimension of whole numbers")
+            raise ConfigError(
+                f"{named} holds {array.dtype} of shape {array.shape}; legal: one dimension of whole numbers"
+            )
         return Piece(path, array.dtype.str, array.offset, len(array))
     dtype = np.dtype(token_dtype(vocab_size) if source.dtype == "auto" else source.dtype).newbyteorder("<")
     size = os.path.getsize(path)
     if size % dtype.itemsize:
-        raise ConfigError(f"{named} has {size} bytes, no multiple of {dtype.name}'s {dtype.itemsize}; set data.sources.{name}.dtype")
+        raise ConfigError(
+            f"{named} has {size} bytes, no multiple of {dtype.name}'s {dtype.itemsize}; set data.sources.{name}.dtype"
+        )
     return Piece(path, dtype.str, 0, size // dtype.itemsize)
 
 
@@ -134,7 +145,7 @@ def hold_out_tail(piece: Piece, fraction: float, end_id: int) -> tuple[Piece, Pi
         return piece.cut(piece.length)
     tokens, wish = piece.map(), piece.length - round(piece.length * fraction)
     for start in range(max(0, wish - 1), piece.length, SCAN):
-        found = np.flatnonzero(tokens[start:min(start + SCAN, piece.length - 1)] == end_id)
+        found = np.flatnonzero(tokens[start : min(start + SCAN, piece.length - 1)] == end_id)
         if len(found):
             return piece.cut(start + int(found[0]) + 1)
     for stop in range(min(wish, piece.length - 1), 0, -SCAN):
@@ -150,7 +161,7 @@ def file_digest(piece: Piece) -> str:
     tokens = piece.map() if piece.length else np.empty(0)
     seen = hashlib.blake2b(str(piece.length).encode(), digest_size=16)
     for start in np.linspace(0, max(0, piece.length - 4096), 64, dtype=np.int64):
-        seen.update(np.ascontiguousarray(tokens[start:start + 4096]).tobytes())
+        seen.update(np.ascontiguousarray(tokens[start : start + 4096]).tobytes())
     return seen.hexdigest()
 
 

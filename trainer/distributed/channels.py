@@ -8,6 +8,7 @@ The communicators are made on the store, not by `dist.new_group`: that makes one
 ranks taking part (NCCL, once that group has a device), or names it by how many groups a rank has seen, which differs
 along a pipeline (`use_local_synchronization`).
 """
+
 from __future__ import annotations
 
 import itertools
@@ -57,12 +58,20 @@ class Channels:
     if None. All ranks of the pipeline construct, extend and close it together.
     """
 
-    def __init__(self, ranks: Iterable[int], edges: Iterable[Edge], device: torch.device, store: dist.Store | None = None,
-                 timeout: timedelta = timedelta(minutes=20)):
+    def __init__(
+        self,
+        ranks: Iterable[int],
+        edges: Iterable[Edge],
+        device: torch.device,
+        store: dist.Store | None = None,
+        timeout: timedelta = timedelta(minutes=20),
+    ):
         self.ranks, self.device, self.timeout = tuple(ranks), device, timeout
         self.rank = self.ranks.index(dist.get_rank())
         # Wide as the run: a failure in another pipeline breaks this one through data parallelism.
-        self._store = dist.PrefixStore(f"pipeline/{next(_numbers)}", store or dist.distributed_c10d._get_default_store())
+        self._store = dist.PrefixStore(
+            f"pipeline/{next(_numbers)}", store or dist.distributed_c10d._get_default_store()
+        )
         self.failures = Failures(self._store)
         self._known: set[Edge] = set()
         self._links: dict[Edge, _Link] = {}
@@ -153,6 +162,7 @@ class Channels:
 @dataclass
 class _Link:
     """One end of an edge. Tags count its messages: gloo then matches them in order, as NCCL, which knows no tags, does."""
+
     backend: dist.distributed_c10d.Backend
     messages: int = 0
     sending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
@@ -164,6 +174,7 @@ class _Link:
 
 class Pending:
     """A tensor on its way here."""
+
     __slots__ = ("_channels", "_work", "_buffer", "_source")
 
     def __init__(self, channels: Channels, work: dist.Work, buffer: Tensor, source: int):

@@ -6,6 +6,7 @@ usable, so that what is called between the two overlaps. All of them are visible
 
 Another backend is a class with these methods; `parallel/tensor.py` gives it to the model.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ c10d = torch.ops._c10d_functional
 @dataclass(frozen=True)
 class TensorGroup:
     """The ranks that share the matrices of a layer. `name` is that of the process group."""
+
     name: str
     rank: int
     size: int

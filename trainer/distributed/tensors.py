@@ -1,4 +1,5 @@
 """What a rank holds of a tensor when its part is a run of elements, flat in memory, and not a rectangle."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ class Fragment:
     counted: whether this rank's copy is the one that is counted and saved where others hold the same rectangle, which they
     may have cut elsewhere. grad: of the same elements, or None.
     """
+
     values: Tensor
     start: int
     part: torch.Size
@@ -41,14 +43,16 @@ class Fragment:
     def take(self, whole: Tensor) -> Tensor:
         """These elements of the whole tensor: [elements]."""
         part = whole[tuple(slice(first, first + size) for first, size in zip(self.offset, self.part))]
-        return part.flatten()[self.start:self.start + self.values.numel()]
+        return part.flatten()[self.start : self.start + self.values.numel()]
 
 
 def boxes(tensor: Tensor | Fragment) -> list[tuple[torch.Size, Tensor]]:
     """What this rank holds of a tensor as rectangles: where each begins in the whole, and its values, not copied."""
     if isinstance(tensor, Fragment):
-        return [(torch.Size(first + offset for first, offset in zip(begin, tensor.offset)), values)
-                for begin, values in _rectangles(tensor.values, tensor.start, tensor.part)]
+        return [
+            (torch.Size(first + offset for first, offset in zip(begin, tensor.offset)), values)
+            for begin, values in _rectangles(tensor.values, tensor.start, tensor.part)
+        ]
     if isinstance(tensor, DTensor):
         return [(extent(tensor)[1], tensor.to_local().detach())]
     return [(torch.Size([0] * tensor.dim()), tensor.detach())]
@@ -66,11 +70,11 @@ def _rectangles(values: Tensor, start: int, shape: torch.Size) -> Iterator[tuple
         left = values.numel() - done
         if skipped or left < row:  # the end of a row, or the beginning of one
             size = min(row - skipped, left)
-            for begin, part in _rectangles(values[done:done + size], skipped, shape[1:]):
+            for begin, part in _rectangles(values[done : done + size], skipped, shape[1:]):
                 yield (index, *begin), part[None]
         else:
             size = left // row * row
-            yield (index,) + (0,) * (len(shape) - 1), values[done:done + size].view(-1, *shape[1:])
+            yield (index,) + (0,) * (len(shape) - 1), values[done : done + size].view(-1, *shape[1:])
         done += size
 
 
@@ -81,7 +85,9 @@ def extent(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
     such parts as if they were cut the other way round, which differs where sizes do not divide.
     """
     size, first, mesh = list(tensor.shape), [0] * tensor.dim(), tensor.device_mesh
-    for dimension in sorted(range(mesh.ndim), key=lambda dimension: isinstance(tensor.placements[dimension], _StridedShard)):
+    for dimension in sorted(
+        range(mesh.ndim), key=lambda dimension: isinstance(tensor.placements[dimension], _StridedShard)
+    ):
         cut = getattr(tensor.placements[dimension], "dim", None)
         if cut is not None:
             part = -(-size[cut] // mesh.size(dimension))

@@ -1,4 +1,5 @@
 """Processes -> one named device mesh. Every process group of the project is a dimension of this mesh."""
+
 from __future__ import annotations
 
 import datetime
@@ -24,14 +25,17 @@ def local_device(run: RunConfig) -> torch.device:
     if count == 0:
         raise ConfigError("run.device=cuda: this machine has no GPU that torch can use; set run.device=cpu, or auto")
     if local >= count:
-        raise ConfigError(f"run.device={run.device}: this machine has {count} GPUs, but runs at least {local + 1} processes; "
-                          f"start at most {count} with --nproc-per-node, or set run.device=cpu")
+        raise ConfigError(
+            f"run.device={run.device}: this machine has {count} GPUs, but runs at least {local + 1} processes; "
+            f"start at most {count} with --nproc-per-node, or set run.device=cpu"
+        )
     return torch.device("cuda", local)
 
 
 @dataclass(frozen=True)
 class World:
     """This process among all of them."""
+
     rank: int
     size: int
     device: torch.device
@@ -99,8 +103,9 @@ def join(shape: Mapping[str, int], device: torch.device, timeout: float = 1200.0
     backend, limit = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=timeout)
     if not dist.is_initialized():
         rendezvous = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, timeout=limit, **rendezvous,
-                                device_id=device if device.type == "cuda" else None)
+        dist.init_process_group(
+            backend, timeout=limit, **rendezvous, device_id=device if device.type == "cuda" else None
+        )
     mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     data = mesh["replicate", "shard"]._flatten("dp")
     for group in (*mesh.get_all_groups(), data.get_group()):  # torch would give them 10 minutes with NCCL

@@ -1,4 +1,5 @@
 """Text from a trained model, token by token."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -23,8 +24,15 @@ def load_model(saved: SavedModel, device: torch.device) -> Transformer:
 
 
 @torch.inference_mode()
-def continuation(model: Transformer, tokens: list[int], count: int, temperature: float = 0.0, top_k: int = 0,
-                 seed: int = 0, stop: int | None = None) -> Iterator[int]:
+def continuation(
+    model: Transformer,
+    tokens: list[int],
+    count: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    seed: int = 0,
+    stop: int | None = None,
+) -> Iterator[int]:
     """Up to `count` tokens that follow `tokens`, ending before `stop`.
 
     Beyond the model's longest sequence the oldest tokens are forgotten. Every token costs a pass over the whole

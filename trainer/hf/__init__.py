@@ -1,4 +1,5 @@
 """Interoperability with transformers: folders with config.json and safetensors, in and out."""
+
 from trainer.hf.config import spec_from_hf
 from trainer.hf.weights import HFWeights, export
 

@@ -1,4 +1,5 @@
 """config.json of a transformers folder <-> ModelSpec."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -14,8 +15,12 @@ from trainer.config.model import ModelSpec, RopeSpec
 from trainer.hf.families import ACTIVATIONS, FAMILIES, Family
 
 ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
-ROPE_FIELDS = {"factor": "factor", "low_freq_factor": "low_frequency_factor",
-               "high_freq_factor": "high_frequency_factor", "original_max_position_embeddings": "original_length"}
+ROPE_FIELDS = {
+    "factor": "factor",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    "original_max_position_embeddings": "original_length",
+}
 ROPE_SCALING_FIELDS = {"none": (), "linear": ("factor",), "llama3": tuple(ROPE_FIELDS)}
 
 
@@ -24,12 +29,15 @@ def spec_from_hf(folder: str | Path) -> ModelSpec:
     folder = Path(folder).expanduser()
     path = folder / "config.json"
     if not path.is_file():
-        raise ConfigError(f"model.from_hf={folder}: there is no {path.name} in it; give a folder as transformers saves "
-                          "it (a model of the hub: hf download NAME --local-dir DIR)")
+        raise ConfigError(
+            f"model.from_hf={folder}: there is no {path.name} in it; give a folder as transformers saves "
+            "it (a model of the hub: hf download NAME --local-dir DIR)"
+        )
     try:
         raw = json.loads(path.read_text())
         if raw.get("model_type") in FAMILIES:  # transformers fills what the file leaves to the defaults of its class
             from transformers import AutoConfig
+
             raw = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
     except Exception as error:  # json, and every class of error by which transformers refuses a field
         reason = " ".join(str(error).split())
@@ -51,8 +59,11 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     if model_type not in FAMILIES:
         raise ConfigError(f"model_type={model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
-    problems = [f"{key}={config[key]!r} is not supported by model family {model_type}; supported: {value!r}"
-                for key, value in family.required.items() if config.get(key, value) != value]
+    problems = [
+        f"{key}={config[key]!r} is not supported by model family {model_type}; supported: {value!r}"
+        for key, value in family.required.items()
+        if config.get(key, value) != value
+    ]
     if config.get("quantization_config"):
         problems.append("quantization_config: quantised weights are not supported; supported: fp32, bf16, fp16")
     spec = ModelSpec(family=model_type)
@@ -83,8 +94,12 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     Raises `ConfigError` where the family cannot express the spec.
     """
     family = FAMILIES[spec.family]
-    config: dict[str, Any] = {"model_type": spec.family, "architectures": [family.architecture],
-                              **family.required, **family.written}
+    config: dict[str, Any] = {
+        "model_type": spec.family,
+        "architectures": [family.architecture],
+        **family.required,
+        **family.written,
+    }
     layer = spec.layer(0)
     common = dataclasses.replace(spec, attention=layer.attention, feed_forward=layer.feed_forward, norm=layer.norm)
     for key, paths in family.fields.items():
@@ -100,9 +115,11 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     # The proof that nothing was lost is reading it back.
     difference = first_difference(spec, spec_from_config(config))
     if difference:
-        raise ConfigError(f"{difference}, which the transformers family of model.family={spec.family} cannot express; "
-                          f"choose the family that has it (supported: {', '.join(FAMILIES)}), or train without it if "
-                          "the model is to be exported")
+        raise ConfigError(
+            f"{difference}, which the transformers family of model.family={spec.family} cannot express; "
+            f"choose the family that has it (supported: {', '.join(FAMILIES)}), or train without it if "
+            "the model is to be exported"
+        )
     return config
 
 
@@ -126,8 +143,11 @@ def layer_facts(spec: ModelSpec, index: int) -> dict[str, Any]:
     rope = facts["attention.positions"] == "rope"
     scaling = (ROPE_FIELDS[key] for key in ROPE_SCALING_FIELDS[facts["attention.rope.scaling"]])
     used = ("theta", "fraction", "scaling", *scaling)
-    return {key: value for key, value in facts.items()
-            if not key.startswith("attention.rope.") or rope and key.removeprefix("attention.rope.") in used}
+    return {
+        key: value
+        for key, value in facts.items()
+        if not key.startswith("attention.rope.") or rope and key.removeprefix("attention.rope.") in used
+    }
 
 
 def same(a: Any, b: Any) -> bool:
@@ -169,15 +189,17 @@ def encode(path: str, value: Any) -> Any:
     if path == "feed_forward.activation":
         return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == value)
     if path == "attention.scale":
-        return round(value ** -2)  # an integer in transformers
+        return round(value**-2)  # an integer in transformers
     return None if path.endswith("soft_cap") and not value else value
 
 
 def rope_from_config(config: dict[str, Any], problems: list[str]) -> RopeSpec:
     """Rotary positions from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    options = {"rope_theta": config.get("rope_theta", config.get("rotary_emb_base", 10000.0)),
-               "partial_rotary_factor": config.get("partial_rotary_factor", config.get("rotary_pct", 1.0)),
-               **(config.get("rope_parameters") or config.get("rope_scaling") or {})}
+    options = {
+        "rope_theta": config.get("rope_theta", config.get("rotary_emb_base", 10000.0)),
+        "partial_rotary_factor": config.get("partial_rotary_factor", config.get("rotary_pct", 1.0)),
+        **(config.get("rope_parameters") or config.get("rope_scaling") or {}),
+    }
     kind = options.get("rope_type") or options.get("type") or "default"
     rope = RopeSpec(theta=float(options["rope_theta"]), fraction=float(options["partial_rotary_factor"]))
     if kind not in ROPE_TYPES:

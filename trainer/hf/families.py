@@ -3,6 +3,7 @@
 One table serves both directions: `config.py` reads and writes config.json by it, `weights.py` reads and writes the
 tensors. Every name below is checked against transformers by the tests of logits and gradients.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ class Rule:
     per_head: the rows of the modules alternate head by head (GPT-NeoX) instead of following one another.
     transposed: weights are stored [inputs, outputs] (GPT-2's Conv1D).
     """
+
     theirs: str
     ours: tuple[str, ...]
     per_head: bool = False
@@ -32,6 +34,7 @@ class Family:
     written: options that do not change the function computed here, with the value to write on export.
     windows: which layers can have a sliding window: none, all, or a choice of them ('layers').
     """
+
     architecture: str
     base: str
     layers: str
@@ -44,21 +47,41 @@ class Family:
     windows: str = "none"
 
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu", "gelu_pytorch_tanh": "gelu_tanh",
-               "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "relu": "relu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
 
 DECODER = {
-    "vocab_size": "vocab_size", "hidden_size": "width", "num_hidden_layers": "depth",
-    "max_position_embeddings": "max_length", "tie_word_embeddings": "tied", "num_attention_heads": "attention.heads",
-    "intermediate_size": "feed_forward.width", "initializer_range": "init.std"}
-LLAMA = {**DECODER, "num_key_value_heads": "attention.kv_heads", "head_dim": "attention.head_dim",
-         "rms_norm_eps": "norm.eps"}
+    "vocab_size": "vocab_size",
+    "hidden_size": "width",
+    "num_hidden_layers": "depth",
+    "max_position_embeddings": "max_length",
+    "tie_word_embeddings": "tied",
+    "num_attention_heads": "attention.heads",
+    "intermediate_size": "feed_forward.width",
+    "initializer_range": "init.std",
+}
+LLAMA = {
+    **DECODER,
+    "num_key_value_heads": "attention.kv_heads",
+    "head_dim": "attention.head_dim",
+    "rms_norm_eps": "norm.eps",
+}
 ACTIVATION = {"hidden_act": "feed_forward.activation"}
 BIAS = {"attention_bias": ("attention.bias", "attention.output_bias")}
 
 OUTER = (Rule("model.embed_tokens", ("embedding",)), Rule("model.norm", ("norm",)), Rule("lm_head", ("head",)))
-QKV = (Rule("self_attn.q_proj", ("attention.q",)), Rule("self_attn.k_proj", ("attention.k",)),
-       Rule("self_attn.v_proj", ("attention.v",)))
+QKV = (
+    Rule("self_attn.q_proj", ("attention.q",)),
+    Rule("self_attn.k_proj", ("attention.k",)),
+    Rule("self_attn.v_proj", ("attention.v",)),
+)
 OUTPUT = (Rule("self_attn.o_proj", ("attention.o",)),)
 QK_NORM = (Rule("self_attn.q_norm", ("attention.q_norm",)), Rule("self_attn.k_norm", ("attention.k_norm",)))
 GATED = (Rule("mlp.gate_proj", ("feed_forward.gate",)), Rule("mlp.up_proj", ("feed_forward.up",)))
@@ -67,60 +90,151 @@ PRE_NORM = (Rule("input_layernorm", ("attention_norm",)), Rule("post_attention_l
 FUSED_QKV = ("attention.q", "attention.k", "attention.v")
 
 
-def llama_like(architecture: str, fields: dict, layer_rules: tuple[Rule, ...] = QKV + OUTPUT + GATED + DOWN + PRE_NORM,
-               **differences: Any) -> Family:
-    return Family(architecture, "model.", "model.layers.", {**LLAMA, **ACTIVATION, **fields}, OUTER, layer_rules,
-                  written={"attention_dropout": 0.0, **differences.pop("written", {})}, **differences)
+def llama_like(
+    architecture: str,
+    fields: dict,
+    layer_rules: tuple[Rule, ...] = QKV + OUTPUT + GATED + DOWN + PRE_NORM,
+    **differences: Any,
+) -> Family:
+    return Family(
+        architecture,
+        "model.",
+        "model.layers.",
+        {**LLAMA, **ACTIVATION, **fields},
+        OUTER,
+        layer_rules,
+        written={"attention_dropout": 0.0, **differences.pop("written", {})},
+        **differences,
+    )
 
 
 FAMILIES: dict[str, Family] = {
     "llama": llama_like("LlamaForCausalLM", {**BIAS, "mlp_bias": "feed_forward.bias"}),
     "mistral": llama_like("MistralForCausalLM", {}, windows="all"),
-    "qwen2": llama_like("Qwen2ForCausalLM", {}, fixed={"attention.bias": True}, windows="layers",
-                        written={"use_sliding_window": True}),
-    "qwen3": llama_like("Qwen3ForCausalLM", BIAS, QKV + QK_NORM + OUTPUT + GATED + DOWN + PRE_NORM,
-                        fixed={"attention.qk_norm": "head"}, windows="layers", written={"use_sliding_window": True}),
-    "olmo2": llama_like("Olmo2ForCausalLM", BIAS, QKV + QK_NORM + OUTPUT + GATED + DOWN + (
-        Rule("post_attention_layernorm", ("attention_post_norm",)),
-        Rule("post_feedforward_layernorm", ("feed_forward_post_norm",))),
-        fixed={"attention.qk_norm": "full", "norm.placement": "post"}),
-    "phi3": llama_like("Phi3ForCausalLM", {}, (Rule("self_attn.qkv_proj", FUSED_QKV),) + OUTPUT + (
-        Rule("mlp.gate_up_proj", ("feed_forward.gate", "feed_forward.up")),) + DOWN + PRE_NORM,
-        windows="all", written={"embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+    "qwen2": llama_like(
+        "Qwen2ForCausalLM", {}, fixed={"attention.bias": True}, windows="layers", written={"use_sliding_window": True}
+    ),
+    "qwen3": llama_like(
+        "Qwen3ForCausalLM",
+        BIAS,
+        QKV + QK_NORM + OUTPUT + GATED + DOWN + PRE_NORM,
+        fixed={"attention.qk_norm": "head"},
+        windows="layers",
+        written={"use_sliding_window": True},
+    ),
+    "olmo2": llama_like(
+        "Olmo2ForCausalLM",
+        BIAS,
+        QKV
+        + QK_NORM
+        + OUTPUT
+        + GATED
+        + DOWN
+        + (
+            Rule("post_attention_layernorm", ("attention_post_norm",)),
+            Rule("post_feedforward_layernorm", ("feed_forward_post_norm",)),
+        ),
+        fixed={"attention.qk_norm": "full", "norm.placement": "post"},
+    ),
+    "phi3": llama_like(
+        "Phi3ForCausalLM",
+        {},
+        (Rule("self_attn.qkv_proj", FUSED_QKV),)
+        + OUTPUT
+        + (Rule("mlp.gate_up_proj", ("feed_forward.gate", "feed_forward.up")),)
+        + DOWN
+        + PRE_NORM,
+        windows="all",
+        written={"embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    ),
     "gemma2": Family(
-        "Gemma2ForCausalLM", "model.", "model.layers.",
-        {**LLAMA, **BIAS, "hidden_activation": "feed_forward.activation", "query_pre_attn_scalar": "attention.scale",
-         "attn_logit_softcapping": "attention.soft_cap", "final_logit_softcapping": "logit_soft_cap"},
-        OUTER, QKV + OUTPUT + GATED + DOWN + (
-            Rule("input_layernorm", ("attention_norm",)), Rule("post_attention_layernorm", ("attention_post_norm",)),
+        "Gemma2ForCausalLM",
+        "model.",
+        "model.layers.",
+        {
+            **LLAMA,
+            **BIAS,
+            "hidden_activation": "feed_forward.activation",
+            "query_pre_attn_scalar": "attention.scale",
+            "attn_logit_softcapping": "attention.soft_cap",
+            "final_logit_softcapping": "logit_soft_cap",
+        },
+        OUTER,
+        QKV
+        + OUTPUT
+        + GATED
+        + DOWN
+        + (
+            Rule("input_layernorm", ("attention_norm",)),
+            Rule("post_attention_layernorm", ("attention_post_norm",)),
             Rule("pre_feedforward_layernorm", ("feed_forward_norm",)),
-            Rule("post_feedforward_layernorm", ("feed_forward_post_norm",))),
-        fixed={"norm.offset": 1.0, "norm.placement": "both", "embedding_scale": lambda spec: spec.width ** 0.5},
-        required={"use_bidirectional_attention": None}, written={"attention_dropout": 0.0}, windows="layers"),
+            Rule("post_feedforward_layernorm", ("feed_forward_post_norm",)),
+        ),
+        fixed={"norm.offset": 1.0, "norm.placement": "both", "embedding_scale": lambda spec: spec.width**0.5},
+        required={"use_bidirectional_attention": None},
+        written={"attention_dropout": 0.0},
+        windows="layers",
+    ),
     "gpt_neox": Family(
-        "GPTNeoXForCausalLM", "gpt_neox.", "gpt_neox.layers.",
-        {**DECODER, **ACTIVATION, **BIAS, "layer_norm_eps": "norm.eps",
-         "use_parallel_residual": "parallel_residual"},
-        (Rule("gpt_neox.embed_in", ("embedding",)), Rule("gpt_neox.final_layer_norm", ("norm",)),
-         Rule("embed_out", ("head",))),
-        (Rule("attention.query_key_value", FUSED_QKV, per_head=True), Rule("attention.dense", ("attention.o",)),
-         Rule("mlp.dense_h_to_4h", ("feed_forward.up",)), Rule("mlp.dense_4h_to_h", ("feed_forward.down",)), *PRE_NORM),
+        "GPTNeoXForCausalLM",
+        "gpt_neox.",
+        "gpt_neox.layers.",
+        {**DECODER, **ACTIVATION, **BIAS, "layer_norm_eps": "norm.eps", "use_parallel_residual": "parallel_residual"},
+        (
+            Rule("gpt_neox.embed_in", ("embedding",)),
+            Rule("gpt_neox.final_layer_norm", ("norm",)),
+            Rule("embed_out", ("head",)),
+        ),
+        (
+            Rule("attention.query_key_value", FUSED_QKV, per_head=True),
+            Rule("attention.dense", ("attention.o",)),
+            Rule("mlp.dense_h_to_4h", ("feed_forward.up",)),
+            Rule("mlp.dense_4h_to_h", ("feed_forward.down",)),
+            *PRE_NORM,
+        ),
         fixed={"norm.kind": "layer", "feed_forward.kind": "plain", "feed_forward.bias": True},
-        written={"attention_dropout": 0.0, "hidden_dropout": 0.0}),
+        written={"attention_dropout": 0.0, "hidden_dropout": 0.0},
+    ),
     "gpt2": Family(
-        "GPT2LMHeadModel", "transformer.", "transformer.h.",
-        {"vocab_size": "vocab_size", "n_embd": "width", "n_layer": "depth", "n_positions": "max_length",
-         "tie_word_embeddings": "tied", "n_head": "attention.heads", "n_inner": "feed_forward.width",
-         "activation_function": "feed_forward.activation", "layer_norm_epsilon": "norm.eps",
-         "initializer_range": "init.std"},
-        (Rule("transformer.wte", ("embedding",)), Rule("transformer.wpe", ("positions",)),
-         Rule("transformer.ln_f", ("norm",)), Rule("lm_head", ("head",))),
-        (Rule("attn.c_attn", FUSED_QKV, transposed=True), Rule("attn.c_proj", ("attention.o",), transposed=True),
-         Rule("mlp.c_fc", ("feed_forward.up",), transposed=True),
-         Rule("mlp.c_proj", ("feed_forward.down",), transposed=True),
-         Rule("ln_1", ("attention_norm",)), Rule("ln_2", ("feed_forward_norm",))),
-        fixed={"norm.kind": "layer", "feed_forward.kind": "plain", "feed_forward.bias": True, "attention.bias": True,
-               "attention.output_bias": True, "attention.positions": "none", "learned_positions": True},
+        "GPT2LMHeadModel",
+        "transformer.",
+        "transformer.h.",
+        {
+            "vocab_size": "vocab_size",
+            "n_embd": "width",
+            "n_layer": "depth",
+            "n_positions": "max_length",
+            "tie_word_embeddings": "tied",
+            "n_head": "attention.heads",
+            "n_inner": "feed_forward.width",
+            "activation_function": "feed_forward.activation",
+            "layer_norm_epsilon": "norm.eps",
+            "initializer_range": "init.std",
+        },
+        (
+            Rule("transformer.wte", ("embedding",)),
+            Rule("transformer.wpe", ("positions",)),
+            Rule("transformer.ln_f", ("norm",)),
+            Rule("lm_head", ("head",)),
+        ),
+        (
+            Rule("attn.c_attn", FUSED_QKV, transposed=True),
+            Rule("attn.c_proj", ("attention.o",), transposed=True),
+            Rule("mlp.c_fc", ("feed_forward.up",), transposed=True),
+            Rule("mlp.c_proj", ("feed_forward.down",), transposed=True),
+            Rule("ln_1", ("attention_norm",)),
+            Rule("ln_2", ("feed_forward_norm",)),
+        ),
+        fixed={
+            "norm.kind": "layer",
+            "feed_forward.kind": "plain",
+            "feed_forward.bias": True,
+            "attention.bias": True,
+            "attention.output_bias": True,
+            "attention.positions": "none",
+            "learned_positions": True,
+        },
         required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-        written={"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+        written={"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    ),
 }

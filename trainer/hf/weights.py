@@ -1,4 +1,5 @@
 """Safetensors of a transformers folder <-> parameters by global name."""
+
 from __future__ import annotations
 
 import json
@@ -32,6 +33,7 @@ class Entry:
 
     groups: 1 where they follow one another, or the number of heads by which they alternate.
     """
+
     theirs: str
     ours: tuple[str, ...]
     groups: int
@@ -59,15 +61,26 @@ def entries(spec: ModelSpec, infos: Mapping[str, ParameterInfo]) -> list[Entry]:
     """Every tensor of the model's checkpoint, in the order of the layers; a tied head is none of its own."""
     family = FAMILIES[spec.family]
     rules = [(rule.theirs, rule.ours, rule) for rule in family.rules]
-    rules += [(f"{family.layers}{index}.{rule.theirs}", tuple(f"layers.{index}.{name}" for name in rule.ours), rule)
-              for index in range(spec.depth) for rule in family.layer_rules]
-    return [entry(spec, theirs, ours, rule, kind) for theirs, ours, rule in rules for kind in ("weight", "bias")
-            if f"{ours[0]}.{kind}" in infos]
+    rules += [
+        (f"{family.layers}{index}.{rule.theirs}", tuple(f"layers.{index}.{name}" for name in rule.ours), rule)
+        for index in range(spec.depth)
+        for rule in family.layer_rules
+    ]
+    return [
+        entry(spec, theirs, ours, rule, kind)
+        for theirs, ours, rule in rules
+        for kind in ("weight", "bias")
+        if f"{ours[0]}.{kind}" in infos
+    ]
 
 
 def entry(spec: ModelSpec, theirs: str, ours: tuple[str, ...], rule: Rule, kind: str) -> Entry:
-    return Entry(f"{theirs}.{kind}", tuple(f"{name}.{kind}" for name in ours),
-                 groups=spec.attention.heads if rule.per_head else 1, transposed=rule.transposed and kind == "weight")
+    return Entry(
+        f"{theirs}.{kind}",
+        tuple(f"{name}.{kind}" for name in ours),
+        groups=spec.attention.heads if rule.per_head else 1,
+        transposed=rule.transposed and kind == "weight",
+    )
 
 
 class HFWeights:
@@ -105,8 +118,10 @@ class HFWeights:
             except (ValueError, KeyError, TypeError) as error:
                 raise self.error(f"{index.name} is not an index of safetensors files ({error!r})") from error
         if not (self.folder / single).is_file():
-            raise self.error(f"there is neither {single} nor {index.name}; save the model with transformers' "
-                             "save_pretrained(safe_serialization=True)")
+            raise self.error(
+                f"there is neither {single} nor {index.name}; save the model with transformers' "
+                "save_pretrained(safe_serialization=True)"
+            )
         return {name: single for name in self.open(single).keys()}
 
     def open(self, file: str) -> Any:
@@ -133,8 +148,9 @@ class HFWeights:
         for name, shape in shapes.items():
             name = self.stored_name(name)
             if name in self.files and (found := self.stored_shape(name)) != shape:
-                problems.append(f"{self.files[name]}: {name} has shape {list(found)}, but config.json asks for "
-                                f"{list(shape)}")
+                problems.append(
+                    f"{self.files[name]}: {name} has shape {list(found)}, but config.json asks for {list(shape)}"
+                )
         if problems:
             raise ConfigError([self.message(problem) for problem in problems[:5]])
 
@@ -156,9 +172,14 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def export(spec: ModelSpec, tensors: Callable[[str], Tensor] | Mapping[str, Tensor], folder: str | Path,
-           dtype: torch.dtype = torch.bfloat16, tokenizer: str | Path | None = None,
-           shard_size: int | str = "5GB") -> None:
+def export(
+    spec: ModelSpec,
+    tensors: Callable[[str], Tensor] | Mapping[str, Tensor],
+    folder: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    tokenizer: str | Path | None = None,
+    shard_size: int | str = "5GB",
+) -> None:
     """Writes a folder that `AutoModelForCausalLM.from_pretrained` opens: config, safetensors, tokenizer.
 
     tensors: whole parameters by global name; asked for one at a time, so that no more than one file's worth of tensors
@@ -181,8 +202,14 @@ def export(spec: ModelSpec, tensors: Callable[[str], Tensor] | Mapping[str, Tens
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for file, names in split.filename_to_tensors.items():
-        save_file({name: content[name].join([read(part).detach().cpu().to(dtype) for part in content[name].ours])
-                   for name in names}, partial / file, {"format": "pt"})
+        save_file(
+            {
+                name: content[name].join([read(part).detach().cpu().to(dtype) for part in content[name].ours])
+                for name in names
+            },
+            partial / file,
+            {"format": "pt"},
+        )
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -201,5 +228,6 @@ def special_tokens(tokenizer: str | Path | None) -> dict[str, int | None]:
     if tokenizer is None:
         return dict.fromkeys(SPECIAL)
     from transformers import AutoTokenizer
+
     opened = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
     return {name: getattr(opened, name) for name in SPECIAL}

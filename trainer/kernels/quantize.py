@@ -4,6 +4,7 @@ One pass over the gradient gathers blocks from where they lie, adds what earlier
 and keeps what is left out now; one pass over the received bytes decodes, sums, rotates back and writes to where blocks lie.
 A program takes `TILE` blocks in two halves, which int4 packs into one byte.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -61,9 +62,30 @@ def _code(x, up, LARGEST: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["seed"])
-def _pack(flat, starts, lengths, scales, codes, kept, kept_scales, left, left_scales, unit, seed, count, row_bytes,
-         KIND: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, FACTOR: tl.constexpr, STOCHASTIC: tl.constexpr,
-         FEEDBACK: tl.constexpr, DECAY: tl.constexpr, TILE: tl.constexpr):
+def _pack(
+    flat,
+    starts,
+    lengths,
+    scales,
+    codes,
+    kept,
+    kept_scales,
+    left,
+    left_scales,
+    unit,
+    seed,
+    count,
+    row_bytes,
+    KIND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    DECAY: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Encodes row `program_id(1)`. flat: any float type; starts, lengths: of blocks [rows x count]; scales, codes: fp32 and
     byte pointers to the payload's first scale and code, rows `row_bytes` apart; kept, left: errors before and after
     ([rows x count x BLOCK], fp32 or int8 with scales); unit: what errors are multiples of, a pointer."""
@@ -115,8 +137,14 @@ def _pack(flat, starts, lengths, scales, codes, kept, kept_scales, left, left_sc
             else:
                 low_code, high_code = _code(low_code, 0.5, LARGEST), _code(high_code, 0.5, LARGEST)
             if KIND == "int8":
-                tl.store(out + block[:, None] * BLOCK + inside, low_code.to(tl.int8).to(tl.uint8, bitcast=True), mask=there)
-                tl.store(out + block[:, None] * BLOCK + inside + HALF, high_code.to(tl.int8).to(tl.uint8, bitcast=True), mask=there)
+                tl.store(
+                    out + block[:, None] * BLOCK + inside, low_code.to(tl.int8).to(tl.uint8, bitcast=True), mask=there
+                )
+                tl.store(
+                    out + block[:, None] * BLOCK + inside + HALF,
+                    high_code.to(tl.int8).to(tl.uint8, bitcast=True),
+                    mask=there,
+                )
             else:
                 both = (low_code + 8).to(tl.int32) | ((high_code + 8).to(tl.int32) << 4)
                 tl.store(out + block[:, None] * HALF + inside, both.to(tl.uint8), mask=there)
@@ -134,8 +162,22 @@ def _pack(flat, starts, lengths, scales, codes, kept, kept_scales, left, left_sc
 
 
 @triton.jit
-def _unpack(scales, codes, flat, starts, lengths, count, row_bytes, rows, SENDERS: tl.constexpr, KIND: tl.constexpr,
-           BLOCK: tl.constexpr, SIZE: tl.constexpr, FACTOR: tl.constexpr, TILE: tl.constexpr):
+def _unpack(
+    scales,
+    codes,
+    flat,
+    starts,
+    lengths,
+    count,
+    row_bytes,
+    rows,
+    SENDERS: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Sums over senders what they encoded of row `program_id(1)`, in their order, and writes it to where its blocks lie in
     `flat`. Payloads of senders are `rows` rows apart."""
     tile, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -185,6 +227,7 @@ class Form:
     hadamard: elements of a rotated run, 0 for none; factor: what a rotation is multiplied with; stochastic: whether codes are
     rounded at random; scale_bytes: where codes begin in a row of the payload, behind the scales.
     """
+
     kind: str
     block: int
     largest: float
@@ -194,17 +237,45 @@ class Form:
     scale_bytes: int
 
 
-def pack(form: Form, flat: Tensor, table: tuple[Tensor, Tensor], payload: Tensor, seed: int, feedback: str = "none", decay: float = 0.0,
-         kept: Sequence[Tensor | None] = (), left: Sequence[Tensor | None] = (), unit: Tensor | None = None) -> None:
+def pack(
+    form: Form,
+    flat: Tensor,
+    table: tuple[Tensor, Tensor],
+    payload: Tensor,
+    seed: int,
+    feedback: str = "none",
+    decay: float = 0.0,
+    kept: Sequence[Tensor | None] = (),
+    left: Sequence[Tensor | None] = (),
+    unit: Tensor | None = None,
+) -> None:
     """Encodes the blocks of `flat` into `payload` [rows, row bytes]. table: where each block starts and how long it is [rows x count].
 
     kept, left: errors before and after, and their scales; feedback: their kind; unit: what they are multiples of.
     """
     rows, count = payload.shape[0], table[0].numel() // payload.shape[0]
     grid, tile = _grid(rows, count, form.block)
-    _pack[grid](flat, *table, *_parts(form, payload), *_pair(kept), *_pair(left), unit, seed, count, payload.shape[1], KIND=form.kind,
-                LARGEST=form.largest, BLOCK=form.block, SIZE=form.hadamard, FACTOR=form.factor, STOCHASTIC=form.stochastic,
-                FEEDBACK=feedback, DECAY=decay, TILE=tile, **OPTIONS)
+    _pack[grid](
+        flat,
+        *table,
+        *_parts(form, payload),
+        *_pair(kept),
+        *_pair(left),
+        unit,
+        seed,
+        count,
+        payload.shape[1],
+        KIND=form.kind,
+        LARGEST=form.largest,
+        BLOCK=form.block,
+        SIZE=form.hadamard,
+        FACTOR=form.factor,
+        STOCHASTIC=form.stochastic,
+        FEEDBACK=feedback,
+        DECAY=decay,
+        TILE=tile,
+        **OPTIONS,
+    )
 
 
 def unpack(form: Form, payload: Tensor, table: tuple[Tensor, Tensor], flat: Tensor) -> None:
@@ -212,8 +283,21 @@ def unpack(form: Form, payload: Tensor, table: tuple[Tensor, Tensor], flat: Tens
     payload = payload.contiguous()
     rows, count = payload.shape[1], table[0].numel() // payload.shape[1]
     grid, tile = _grid(rows, count, form.block)
-    _unpack[grid](*_parts(form, payload), flat, *table, count, payload.shape[2], rows, SENDERS=payload.shape[0], KIND=form.kind,
-                  BLOCK=form.block, SIZE=form.hadamard, FACTOR=form.factor, TILE=tile, **OPTIONS)
+    _unpack[grid](
+        *_parts(form, payload),
+        flat,
+        *table,
+        count,
+        payload.shape[2],
+        rows,
+        SENDERS=payload.shape[0],
+        KIND=form.kind,
+        BLOCK=form.block,
+        SIZE=form.hadamard,
+        FACTOR=form.factor,
+        TILE=tile,
+        **OPTIONS,
+    )
 
 
 def _grid(rows: int, count: int, block: int) -> tuple[tuple[int, int], int]:
@@ -225,7 +309,7 @@ def _grid(rows: int, count: int, block: int) -> tuple[tuple[int, int], int]:
 def _parts(form: Form, payload: Tensor) -> tuple[Tensor, Tensor]:
     """Pointers to a payload's first scale and first code."""
     flat = payload.view(-1)
-    return flat.view(torch.float32), flat[form.scale_bytes:]
+    return flat.view(torch.float32), flat[form.scale_bytes :]
 
 
 def _pair(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:

@@ -3,6 +3,7 @@
 Plain causal attention goes to `scaled_dot_product_attention`, which picks the fastest kernel of the device. Windows,
 documents and soft caps go to FlexAttention on a GPU (a block mask, never N x N scores or masks) and to a dense mask on a CPU.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -31,9 +32,11 @@ def build_mask(documents: Tensor | None, length: int, window: int, soft_cap: flo
     if documents is None and not window and not soft_cap:
         return None
     if device.type == "cuda":
+
         def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             seen = sees(query, key, window)
             return seen if documents is None else seen & (documents[batch, query] == documents[batch, key])
+
         batch = None if documents is None else documents.shape[0]
         return compiled_block_mask()(mask_mod, batch, None, length, length, device=str(device))
     index = torch.arange(length, device=device)
@@ -75,10 +78,12 @@ def kernel_priority(deterministic: bool) -> contextlib.AbstractContextManager:
 @cache
 def compiled_flex() -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention, dynamic=False)
 
 
 @cache
 def compiled_block_mask() -> Callable:
     from torch.nn.attention.flex_attention import create_block_mask
+
     return torch.compile(create_block_mask, dynamic=False)

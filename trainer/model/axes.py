@@ -4,6 +4,7 @@ Every parameter is declared with a name for each of its dimensions (`embed`, `he
 a role. Layouts (tensor parallelism, sharding), optimizer groups and initial weights follow from these declarations; no
 other part of the project knows architectures.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class ParameterInfo:
     """Facts of one parameter that hold under every plan: its global shape, the axis of each dimension, its role,
     whether it writes to the residual stream (which initialisation scales with depth), and into how many parts its first
     dimension can be cut at most (heads, for a dimension that is made of heads)."""
+
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     role: str
@@ -57,7 +59,15 @@ class Declared(nn.Module):
         self.group: TensorGroup | None = None
         self.part: slice | None = None
 
-    def declare(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...], role: str, residual: bool = False, units: int = 0) -> None:
+    def declare(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        role: str,
+        residual: bool = False,
+        units: int = 0,
+    ) -> None:
         assert len(shape) == len(axes) and role in ROLES, (name, shape, axes, role)
         self.declared[name] = ParameterInfo(tuple(shape), axes, role, residual, units or shape[0])
         self.register_parameter(name, nn.Parameter(torch.empty(shape)))
@@ -87,6 +97,10 @@ class Part(torch.autograd.Function):
 
 def parameter_infos(model: nn.Module) -> dict[str, ParameterInfo]:
     """Global name -> declaration, in the order of `model.named_parameters()`; a tied parameter appears once."""
-    declared = {f"{prefix}.{name}": info for prefix, module in model.named_modules() if isinstance(module, Declared)
-                for name, info in module.declared.items()}
+    declared = {
+        f"{prefix}.{name}": info
+        for prefix, module in model.named_modules()
+        if isinstance(module, Declared)
+        for name, info in module.declared.items()
+    }
     return {name: declared[name] for name, _ in model.named_parameters()}

@@ -3,6 +3,7 @@
 Each parameter is drawn whole from its own generator and then sliced to what the rank holds, so every plan and world size
 starts from the same bits (on the same kind of device).
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -34,7 +35,7 @@ def initial_std(spec: ModelSpec, info: ParameterInfo) -> float:
     if info.residual and spec.init.residual == "depth":
         return std / (2 * spec.depth) ** 0.5
     if info.residual and spec.init.residual == "wang":
-        return 2 / (spec.depth * spec.width ** 0.5)
+        return 2 / (spec.depth * spec.width**0.5)
     return std
 
 
@@ -72,7 +73,9 @@ def reset_buffers(model: nn.Module) -> None:
             module.reset_buffers()
 
 
-def initialize(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device, weights: Weights | None = None) -> None:
+def initialize(
+    model: nn.Module, spec: ModelSpec, seed: int, device: torch.device, weights: Weights | None = None
+) -> None:
     """Sets all weights of a (sharded, materialised) model: the given ones, or freshly drawn."""
     fill(model, weights or initial_weights(spec, seed, device))
 

@@ -1,4 +1,5 @@
 """The blocks that a model is made of: linear, norm, rotary positions, attention, feed-forward, layer."""
+
 from __future__ import annotations
 
 import math
@@ -16,7 +17,11 @@ from trainer.model.axes import Declared
 from trainer.model.linear import DeferredGrads, columns, number_layer, rows
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu, "gelu": F.gelu, "relu": F.relu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
 
 
 class Linear(Declared):
@@ -25,7 +30,15 @@ class Linear(Declared):
     Column-parallel or row-parallel as tensor parallelism splits the outputs or the inputs (`by_rows`).
     """
 
-    def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], bias: bool = False, residual: bool = False, units: int = 0):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        axes: tuple[str, str],
+        bias: bool = False,
+        residual: bool = False,
+        units: int = 0,
+    ):
         super().__init__()
         self.by_rows = False
         self.deferred: DeferredGrads | None = None
@@ -51,8 +64,13 @@ class Linear(Declared):
 
 def project(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
     """The products of one input with several linear layers that split alike; the input is gathered once."""
-    return columns(x, [linear.local("weight") for linear in linears], [linear.local_bias() for linear in linears],
-                   linears[0].group, [] if linears[0].number is None else [linear.number for linear in linears])
+    return columns(
+        x,
+        [linear.local("weight") for linear in linears],
+        [linear.local_bias() for linear in linears],
+        linears[0].group,
+        [] if linears[0].number is None else [linear.number for linear in linears],
+    )
 
 
 class Norm(Declared):
@@ -107,7 +125,8 @@ class Rotary(nn.Module):
         elif spec.scaling == "llama3":  # Llama 3.1: long waves are stretched, short ones kept, a ramp between
             wavelength = 2 * math.pi / frequencies
             ramp = (spec.original_length / wavelength - spec.low_frequency_factor) / (
-                spec.high_frequency_factor - spec.low_frequency_factor)
+                spec.high_frequency_factor - spec.low_frequency_factor
+            )
             ramp = ramp.clamp(0, 1)
             frequencies = (1 - ramp) * frequencies / spec.factor + ramp * frequencies
         self.frequencies.copy_(frequencies)
@@ -122,7 +141,7 @@ class Rotary(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the leading dimensions of each head, pairing dimension i with i + size / 2. x: [batch, heads, length, head_dim]."""
     half = cos.shape[-1]
-    first, second, rest = x[..., :half].float(), x[..., half:2 * half].float(), x[..., 2 * half:]
+    first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
     return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
@@ -132,7 +151,12 @@ class Attention(nn.Module):
 
     def __init__(self, spec: AttentionSpec, norm: NormSpec, width: int):
         super().__init__()
-        self.head_dim, self.scale, self.soft_cap, self.rotary = spec.head_dim, spec.scale, spec.soft_cap, spec.positions == "rope"
+        self.head_dim, self.scale, self.soft_cap, self.rotary = (
+            spec.head_dim,
+            spec.scale,
+            spec.soft_cap,
+            spec.positions == "rope",
+        )
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q = Linear(width, queries, ("heads", "embed"), spec.bias, units=spec.heads)
         self.k = Linear(width, keys, ("kv_heads", "embed"), spec.bias, units=spec.kv_heads)
@@ -141,8 +165,12 @@ class Attention(nn.Module):
         self.qk_norm = spec.qk_norm
         if spec.qk_norm != "none":
             per_head = spec.qk_norm == "head"
-            self.q_norm = Norm(spec.head_dim, norm, "head_dim") if per_head else Norm(queries, norm, "heads", spec.heads)
-            self.k_norm = Norm(spec.head_dim, norm, "head_dim") if per_head else Norm(keys, norm, "kv_heads", spec.kv_heads)
+            self.q_norm = (
+                Norm(spec.head_dim, norm, "head_dim") if per_head else Norm(queries, norm, "heads", spec.heads)
+            )
+            self.k_norm = (
+                Norm(spec.head_dim, norm, "head_dim") if per_head else Norm(keys, norm, "kv_heads", spec.kv_heads)
+            )
 
     def forward(self, x: Tensor, shape: tuple[int, int], rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
         """x: [tokens, width], this rank's tokens of a micro-batch of `shape` (batch, length); rotation: cos and sin of the
@@ -150,7 +178,9 @@ class Attention(nn.Module):
         query, key, value = project(x, self.q, self.k, self.v)
         if self.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = (y.view(*shape, -1, self.head_dim) for y in (query, key, value))  # [batch, length, heads, head_dim]
+        query, key, value = (
+            y.view(*shape, -1, self.head_dim) for y in (query, key, value)
+        )  # [batch, length, heads, head_dim]
         if self.qk_norm == "head":
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (y.transpose(1, 2) for y in (query, key, value))

@@ -11,6 +11,7 @@ linear layer itself puts them off, which needs no walk of the autograd graph and
 the product's two factors. Its backward is then an operator of its own (`trainer::columns_backward`, `rows_backward`): to the
 compiler it returns the input's gradient, and what it leaves aside is not the compiler's business.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -61,6 +62,7 @@ def accumulate(weights: list[Tensor], gradients: list[Tensor]) -> None:
 
 class Deferring(Protocol):
     """A linear layer as the operators below find it."""
+
     deferred: DeferredGrads
     group: TensorGroup | None
 
@@ -148,8 +150,10 @@ class Columns(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, group: TensorGroup | None, x: Tensor, count: int, *operands: Tensor | None) -> tuple[Tensor, ...]:
-        weights, biases, numbers = operands[:count], operands[count:2 * count], operands[2 * count:]
+    def forward(
+        ctx: Any, group: TensorGroup | None, x: Tensor, count: int, *operands: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases, numbers = operands[:count], operands[count : 2 * count], operands[2 * count :]
         whole = x if group is None else group.wait(group.gather(x))
         ctx.group, ctx.count, ctx.biased = group, count, [b is not None for b in biases]
         ctx.save_for_backward(x, *weights, *numbers)
@@ -158,13 +162,19 @@ class Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
         x, *operands = ctx.saved_tensors
-        group, weights, numbers = ctx.group, operands[:ctx.count], operands[ctx.count:]
+        group, weights, numbers = ctx.group, operands[: ctx.count], operands[ctx.count :]
         to_biases = [gradient.sum(0) if biased else None for gradient, biased in zip(gradients, ctx.biased)]
         if numbers:
             to_x = columns_backward(list(gradients), weights, x, numbers)
             return None, to_x, None, *[None] * ctx.count, *to_biases, *[None] * ctx.count
         if group is None:
-            return None, input_gradient(gradients, weights), None, *[gradient.t() @ x for gradient in gradients], *to_biases
+            return (
+                None,
+                input_gradient(gradients, weights),
+                None,
+                *[gradient.t() @ x for gradient in gradients],
+                *to_biases,
+            )
         started = group.gather(x)
         to_x = group.scatter_sum(input_gradient(gradients, weights))
         whole = group.wait(started)
@@ -192,8 +202,13 @@ class Rows(torch.autograd.Function):
         return None, whole @ weight, whole.t() @ x, None
 
 
-def columns(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: TensorGroup | None,
-            numbers: Sequence[Tensor] = ()) -> Sequence[Tensor]:
+def columns(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    group: TensorGroup | None,
+    numbers: Sequence[Tensor] = (),
+) -> Sequence[Tensor]:
     """Products of one input with several matrices, column-parallel over `group` if one is given; see `Columns`.
 
     Weights marked `dropped_after_use` get new memory for backward: torch's own product would save a view of the old.
@@ -205,7 +220,7 @@ def columns(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 
 def rows(x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup, number: Tensor | None) -> Tensor:
     """A row-parallel product; the bias is added to the sum. See `Rows`."""
-    weight, = apart([weight], [] if number is None else [number])
+    (weight,) = apart([weight], [] if number is None else [number])
     y = Rows.apply(group, x, weight, number)
     return y if bias is None else y + bias
 

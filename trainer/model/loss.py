@@ -4,6 +4,7 @@ Plain autograd keeps the logits, their fp32 copy, the log-softmax and its gradie
 entry. Here the logits exist once, in the compute type, and become their own gradient chunk by chunk. Where ranks share the
 vocabulary each computes its own logits, and two numbers a token are exchanged.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ IGNORE = -100
 class LossSettings:
     """soft_cap: of the logits, 0 for none; z_loss: factor of the squared log-normaliser; chunk: tokens whose fp32 logits
     exist at a time, 0 for all; compiled: whether chunks run compiled."""
+
     soft_cap: float = 0.0
     z_loss: float = 0.0
     chunk: int = 0
@@ -38,15 +40,28 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: LossSettings, group: TensorGroup | None,
-                start: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        settings: LossSettings,
+        group: TensorGroup | None,
+        start: int,
+    ) -> tuple[Tensor, Tensor]:
         whole = hidden if group is None else group.wait(group.gather(hidden))
         logits = whole @ weight.t()
         size = settings.chunk or max(1, logits.shape[0])
         chunks = [slice(begin, begin + size) for begin in range(0, logits.shape[0], size)]
-        statistics, gradient = (compiled(loss_statistics), compiled(loss_gradient)) if settings.compiled else (loss_statistics, loss_gradient)
+        statistics, gradient = (
+            (compiled(loss_statistics), compiled(loss_gradient))
+            if settings.compiled
+            else (loss_statistics, loss_gradient)
+        )
         index = targets - start
-        normalizer, score = torch.cat([statistics(logits[rows], index[rows], settings.soft_cap) for rows in chunks], 1).unbind()
+        normalizer, score = torch.cat(
+            [statistics(logits[rows], index[rows], settings.soft_cap) for rows in chunks], 1
+        ).unbind()
         if group is not None:
             parts = group.wait(group.gather(torch.stack([normalizer, score]))).view(group.size, 2, -1)
             normalizer, score = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
@@ -55,7 +70,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         objective = entropy + settings.z_loss * torch.where(valid, normalizer, 0).square().sum()
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             for rows in chunks:
-                logits[rows] = gradient(logits[rows], index[rows], valid[rows], normalizer[rows], settings.soft_cap, settings.z_loss)
+                logits[rows] = gradient(
+                    logits[rows], index[rows], valid[rows], normalizer[rows], settings.soft_cap, settings.z_loss
+                )
             ctx.group = group
             ctx.save_for_backward(hidden, weight, logits)
         ctx.mark_non_differentiable(entropy)
@@ -89,11 +106,15 @@ def loss_statistics(logits: Tensor, index: Tensor, soft_cap: float) -> Tensor:
     return torch.stack([torch.logsumexp(scores, -1), torch.where(here, scores, 0).sum(-1)])
 
 
-def loss_gradient(logits: Tensor, index: Tensor, valid: Tensor, normalizer: Tensor, soft_cap: float, z_loss: float) -> Tensor:
+def loss_gradient(
+    logits: Tensor, index: Tensor, valid: Tensor, normalizer: Tensor, soft_cap: float, z_loss: float
+) -> Tensor:
     """The gradient of the objective with respect to `logits` [tokens, vocab / t], given the normaliser of all of them."""
     scores = capped(logits, soft_cap)
     gradient = torch.exp(scores - normalizer[:, None]) * (1 + 2 * z_loss * normalizer[:, None])
-    gradient = torch.where(torch.arange(logits.shape[1], device=logits.device) == index[:, None], gradient - 1, gradient)
+    gradient = torch.where(
+        torch.arange(logits.shape[1], device=logits.device) == index[:, None], gradient - 1, gradient
+    )
     if soft_cap:
         gradient = gradient * (1 - (scores / soft_cap).square())
     return torch.where(valid[:, None], gradient, 0).to(logits.dtype)

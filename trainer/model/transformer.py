@@ -1,4 +1,5 @@
 """From a spec to modules: any range of layers, with names that do not depend on how the model is cut."""
+
 from __future__ import annotations
 
 from typing import Any, Callable
@@ -30,7 +31,11 @@ class Embedding(Declared):
             return F.embedding(index, weight)
         index = index - part_start(self.declared["weight"].shape[0], self.group)
         mine = (index >= 0) & (index < weight.shape[0])
-        rows = F.embedding(torch.where(mine, index, 0), weight) if weight.shape[0] else weight.new_zeros(*index.shape, weight.shape[1])
+        rows = (
+            F.embedding(torch.where(mine, index, 0), weight)
+            if weight.shape[0]
+            else weight.new_zeros(*index.shape, weight.shape[1])
+        )
         return ScatterSum.apply(self.group, rows.masked_fill(~mine[:, None], 0))
 
 
@@ -47,11 +52,12 @@ class Head(Declared):
         rank's part of it."""
         weight = self.local("weight")
         if targets is None:
-            logits, = columns(x, [weight], [None], self.group)
+            (logits,) = columns(x, [weight], [None], self.group)
             return cap_score(logits, cap=self.soft_cap) if self.soft_cap else logits
         start = 0 if self.group is None else part_start(self.declared["weight"].shape[0], self.group)
-        return LinearCrossEntropy.apply(x, weight, targets, LossSettings(self.soft_cap, self.z_loss, self.chunk, self.compiled),
-                                        self.group, start)
+        return LinearCrossEntropy.apply(
+            x, weight, targets, LossSettings(self.soft_cap, self.z_loss, self.chunk, self.compiled), self.group, start
+        )
 
 
 def part_start(size: int, group: TensorGroup) -> int:
@@ -72,11 +78,15 @@ class Transformer(nn.Module):
         self.spec, self.first, self.last = spec, layers.start == 0, layers.stop == spec.depth
         specs = {index: spec.layer(index) for index in layers}
         self.group: TensorGroup | None = None
-        if self.first or (self.last and spec.tied):  # a tied head is the embedding's parameter, of which each end has a copy
+        if self.first or (
+            self.last and spec.tied
+        ):  # a tied head is the embedding's parameter, of which each end has a copy
             self.embedding = Embedding(spec.vocab_size, spec.width, "vocab")
         if self.first and spec.learned_positions:
             self.positions = Embedding(spec.max_length, spec.width, "seq")
-        self.layers = nn.ModuleDict({str(i): Layer(layer, spec.width, spec.parallel_residual) for i, layer in specs.items()})
+        self.layers = nn.ModuleDict(
+            {str(i): Layer(layer, spec.width, spec.parallel_residual) for i, layer in specs.items()}
+        )
         # What layers share within a pass: positions of one kind are rotated once, masks of one kind are built once.
         self.kinds: dict[str, tuple[int | None, tuple[int, float]]] = {}
         rotaries: dict[str, Rotary] = {}
@@ -104,8 +114,13 @@ class Transformer(nn.Module):
         self.tie()
         return self
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None,
-                hidden: Tensor | None = None) -> Any:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> Any:
         """tokens: int [batch, length]; hidden: [tokens / t, width], what the stage before returned (None on the first).
 
         documents: int [batch, length], tokens of different numbers do not see each other and positions restart.
@@ -113,9 +128,14 @@ class Transformer(nn.Module):
         (objective, cross-entropy), both summed over the valid targets.
         """
         shape, length = tuple(tokens.shape), tokens.shape[1]
-        positions = document_positions(documents) if documents is not None else torch.arange(length, device=tokens.device)
+        positions = (
+            document_positions(documents) if documents is not None else torch.arange(length, device=tokens.device)
+        )
         rotations = [rotary(positions) for rotary in self.rotaries]
-        masks = {kind: build_mask(documents, length, *kind, tokens.device) for kind in dict.fromkeys(k for _, k in self.kinds.values())}
+        masks = {
+            kind: build_mask(documents, length, *kind, tokens.device)
+            for kind in dict.fromkeys(k for _, k in self.kinds.values())
+        }
         x = self.embed(tokens, positions) if self.first else hidden
         for index, layer in self.layers.items():
             rotary, kind = self.kinds[index]

@@ -1,4 +1,5 @@
 """Brings a step's scalars from the device to the host without making the device wait."""
+
 from __future__ import annotations
 
 import time
@@ -27,7 +28,9 @@ class _Pending:
         self.ended.wait()
         parts = self.values.numpy().copy()  # the pinned buffer goes back to its pool
         parts = numpy.split(parts, numpy.cumsum([shape.numel() for shape in self.shapes.values()])[:-1])
-        values = {name: part if len(shape) else float(part[0]) for (name, shape), part in zip(self.shapes.items(), parts)}
+        values = {
+            name: part if len(shape) else float(part[0]) for (name, shape), part in zip(self.shapes.items(), parts)
+        }
         return self.step, values | {"seconds": self.began.seconds_to(self.ended)}, self.host
 
 

@@ -3,6 +3,7 @@
 The recorder keeps the last collectives of a process with the source lines that called them. The little of it that tells who
 waits for whom is plain data, to be compared among ranks (`waits`).
 """
+
 from __future__ import annotations
 
 import os
@@ -21,7 +22,11 @@ PROJECT = str(Path(__file__).parents[1]) + os.sep
 CALLERS = 3
 """Source lines that are told of a call, from the inside out."""
 
-WRAPPERS = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", "torch/distributed/_functional_collectives.py")
+WRAPPERS = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/c10d_logger.py",
+    "torch/distributed/_functional_collectives.py",
+)
 """Files of torch through which every collective goes."""
 
 ENTRIES = 2000
@@ -35,8 +40,11 @@ first one that has not ended number, what (operation and tensors) and at (source
 def enable(folder: Path) -> None:
     """Switches the recorder on for process groups that are made from now on; NCCL's own timeout writes it to `folder`, if that
     exists by then, as well. What the environment says already stays."""
-    for name, value in (("TORCH_FR_BUFFER_SIZE", ENTRIES), ("TORCH_NCCL_DUMP_ON_TIMEOUT", 1),
-                        ("TORCH_FR_DUMP_TEMP_FILE", folder / "nccl_timeout_rank_")):
+    for name, value in (
+        ("TORCH_FR_BUFFER_SIZE", ENTRIES),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", 1),
+        ("TORCH_FR_DUMP_TEMP_FILE", folder / "nccl_timeout_rank_"),
+    ):
         os.environ.setdefault(name, str(value))
 
 
@@ -59,18 +67,28 @@ def recorded(recorder: str, dump: bytes) -> Groups:
 def summary(dump: dict[str, Any], members: dict[str, list[int]]) -> Groups:
     """A recorder's dump by process group. members: the ranks of groups that torch keeps by name, which gloo's recorder leaves out."""
     groups: Groups = {}
-    said = {name: [int(rank) for rank in re.findall(r"\d+", group["ranks"])] for name, group in dump.get("pg_config", {}).items()}
+    said = {
+        name: [int(rank) for rank in re.findall(r"\d+", group["ranks"])]
+        for name, group in dump.get("pg_config", {}).items()
+    }
     for entry in dump.get("entries", []):
         name, desc = entry["process_group"]
         kind = "p2p" if entry["is_p2p"] else "collective"  # counted apart
         number = entry[f"{kind}_seq_id"]
-        group = groups.setdefault(f"{name} {kind}", {"desc": desc, "ranks": members.get(name) or said.get(name) or [], "entered": 0})
+        group = groups.setdefault(
+            f"{name} {kind}", {"desc": desc, "ranks": members.get(name) or said.get(name) or [], "entered": 0}
+        )
         group["entered"] = max(group["entered"], number)
         # gloo marks no work as completed, but retires it.
         if not entry["retired"] and entry["state"] != "completed" and number <= group.get("number", number):
-            sizes = " ".join(f"{dtype}{list(shape)}" for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"]))
-            group |= {"number": number, "what": f"{entry['profiling_name'].partition(':')[2]} {sizes}".strip(),
-                      "at": lines((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", []))}
+            sizes = " ".join(
+                f"{dtype}{list(shape)}" for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"])
+            )
+            group |= {
+                "number": number,
+                "what": f"{entry['profiling_name'].partition(':')[2]} {sizes}".strip(),
+                "at": lines((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", [])),
+            }
     return groups
 
 
@@ -106,7 +124,9 @@ def waits(everyone: dict[int, Groups]) -> list[str]:
     texts = []
     for (name, number, what), inside in sorted(found.items()):
         group = everyone[inside[0]][name]
-        absent = [rank for rank in group["ranks"] if everyone.get(rank, {}).get(name, {"entered": 0})["entered"] < number]
+        absent = [
+            rank for rank in group["ranks"] if everyone.get(rank, {}).get(name, {"entered": 0})["entered"] < number
+        ]
         silent = [rank for rank in absent if rank not in everyone]
         places = dict.fromkeys(at for rank in inside if (at := everyone[rank][name]["at"]))
         text = f"{ranks(inside)} in {what} (number {number} of {group['desc'] or name}){' at ' if places else ''}{' and '.join(places)}"

@@ -1,4 +1,5 @@
 """The names of all metrics, and the bookkeeping behind speed, utilisation and remaining time."""
+
 from __future__ import annotations
 
 import json
@@ -33,7 +34,7 @@ METRICS: dict[str, str] = {
     "straggler": "time in forward passes of the slowest rank, as a multiple of the median of the ranks with the same stages",
     "straggler_rank": "that rank",
     "comm/bytes_inner": "bytes of gradients that a rank sends in a step within its shard group on a node, the most of any rank; null "
-                        "without parallel.grad_comm",
+    "without parallel.grad_comm",
     "comm/bytes_outer": "the same between replicas and between nodes",
     "loss_scale": "fp16 loss scale of this step",
     "skipped": "steps so far whose update was skipped for a non-finite loss or gradient",
@@ -51,8 +52,15 @@ class Meter:
     time look at the last `recent` steps. Nothing here touches a device.
     """
 
-    def __init__(self, total_steps: int, flops_per_token: float, flops_per_token_full: float, peak: float | None,
-                 world: int, recent: int = 200):
+    def __init__(
+        self,
+        total_steps: int,
+        flops_per_token: float,
+        flops_per_token_full: float,
+        peak: float | None,
+        world: int,
+        recent: int = 200,
+    ):
         self.total_steps = total_steps
         self.flops = {"mfu": flops_per_token, "mfu_full": flops_per_token_full}
         self.peak = peak * world if peak else None
@@ -77,13 +85,18 @@ class Meter:
     def read(self) -> dict[str, float | None]:
         """The metrics of the steps since the last call, which are then forgotten. Call it after at least one step."""
         speed = self.tokens / self.seconds if self.seconds > 0 else None
-        utilisation = {name: flops * speed / self.peak if self.peak and speed is not None else None
-                       for name, flops in self.flops.items()}
+        utilisation = {
+            name: flops * speed / self.peak if self.peak and speed is not None else None
+            for name, flops in self.flops.items()
+        }
         p50, p95 = numpy.percentile(self.recent, [50, 95]).tolist() if self.recent else (None, None)
         pace = sum(self.recent) / len(self.recent) if self.recent else None
         values = {
-            "tokens_per_second": speed, **utilisation,
-            "step_seconds": self.seconds / self.steps, "step_seconds_p50": p50, "step_seconds_p95": p95,
+            "tokens_per_second": speed,
+            **utilisation,
+            "step_seconds": self.seconds / self.steps,
+            "step_seconds_p50": p50,
+            "step_seconds_p95": p95,
             "data_seconds": self.data_seconds / self.steps,
             "eta_seconds": None if pace is None else pace * max(self.total_steps - self.step, 0),
         }
@@ -98,8 +111,11 @@ def line(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """
     unknown = [name for name in values if name not in names]
     if unknown or values.get("step") is None:
-        raise ValueError(f"metrics {unknown} are not in the table of trainer/observe/metrics.py" if unknown
-                         else "a line of metrics needs its step")
+        raise ValueError(
+            f"metrics {unknown} are not in the table of trainer/observe/metrics.py"
+            if unknown
+            else "a line of metrics needs its step"
+        )
     return {name: _plain(values.get(name)) for name in names}
 
 

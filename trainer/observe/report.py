@@ -1,4 +1,5 @@
 """What a run says of itself at start, and the figures that its metrics are measured against."""
+
 from __future__ import annotations
 
 import resource
@@ -39,35 +40,80 @@ def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> Me
     tensor_cores = config.precision.compute == "fp32" and config.precision.matmul == "high"
     kind = "tf32" if tensor_cores else config.precision.compute
     peak = peak_flops(device_name(world.device), kind) if world.device.type == "cuda" else None
-    return Meter(config.run.steps, cost.flops_per_token(spec, length, causal=True), cost.flops_per_token(spec, length, causal=False),
-                 peak, world.size)
+    return Meter(
+        config.run.steps,
+        cost.flops_per_token(spec, length, causal=True),
+        cost.flops_per_token(spec, length, causal=False),
+        peak,
+        world.size,
+    )
 
 
-def print_start(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, batch: BatchPlan, states: StateBytes, corpus: Any,
-                world: World) -> None:
+def print_start(
+    config: Config,
+    spec: ModelSpec,
+    plan: Plan,
+    pipeline: Pipeline,
+    batch: BatchPlan,
+    states: StateBytes,
+    corpus: Any,
+    world: World,
+) -> None:
     """One table: model, plan, batch arithmetic, memory of the states on the fullest rank."""
     counts = cost.parameter_counts(spec)
     gradients = describe(config.parallel.grad_comm, plan, node_size(world.size))
-    activation = config.activation.mode + (f", every {config.activation.every} blocks" if config.activation.every > 1 else "")
+    activation = config.activation.mode + (
+        f", every {config.activation.every} blocks" if config.activation.every > 1 else ""
+    )
     tables.startup(
-        model=[("name", f"{spec.name} ({spec.family})"), ("parameters", tables.count(counts["total"])),
-               ("layers x width", f"{spec.depth} x {spec.width}"),
-               ("FLOPs per token", tables.flops(cost.flops_per_token(spec, batch.sequence_length, causal=True)))],
-        plan=[("processes", f"{world.size} x {device_name(world.device)}"), ("plan", plan.describe()),
-              *([("pipeline", pipeline.describe())] if plan.pp > 1 else []),
-              ("precision", config.precision.compute + ("" if config.precision.reduce == "fp32" else f", {config.precision.reduce} reduction")),
-              *([("gradients", gradients)] if gradients else []),
-              ("recompute", activation), ("compile", "each block" if config.compile else "off")],
-        batch=[("sequence", f"{batch.sequence_length} tokens"),
-               ("global batch", f"{batch.global_size} sequences = {tables.count(batch.global_size * batch.sequence_length)} tokens"),
-               ("arithmetic", f"{batch.micro_size} a micro-batch x {batch.accumulation} micro-batches x {plan.dp} ranks"),
-               ("corpus", ("a stream" if corpus.train.endless else f"{tables.count(len(corpus.train))} sequences an epoch") +
-                f", {tables.count(len(corpus.eval))} held out")],
-        memory=[(name, tables.size(value)) for name, value in states.rows()])
+        model=[
+            ("name", f"{spec.name} ({spec.family})"),
+            ("parameters", tables.count(counts["total"])),
+            ("layers x width", f"{spec.depth} x {spec.width}"),
+            ("FLOPs per token", tables.flops(cost.flops_per_token(spec, batch.sequence_length, causal=True))),
+        ],
+        plan=[
+            ("processes", f"{world.size} x {device_name(world.device)}"),
+            ("plan", plan.describe()),
+            *([("pipeline", pipeline.describe())] if plan.pp > 1 else []),
+            (
+                "precision",
+                config.precision.compute
+                + ("" if config.precision.reduce == "fp32" else f", {config.precision.reduce} reduction"),
+            ),
+            *([("gradients", gradients)] if gradients else []),
+            ("recompute", activation),
+            ("compile", "each block" if config.compile else "off"),
+        ],
+        batch=[
+            ("sequence", f"{batch.sequence_length} tokens"),
+            (
+                "global batch",
+                f"{batch.global_size} sequences = {tables.count(batch.global_size * batch.sequence_length)} tokens",
+            ),
+            ("arithmetic", f"{batch.micro_size} a micro-batch x {batch.accumulation} micro-batches x {plan.dp} ranks"),
+            (
+                "corpus",
+                ("a stream" if corpus.train.endless else f"{tables.count(len(corpus.train))} sequences an epoch")
+                + f", {tables.count(len(corpus.eval))} held out",
+            ),
+        ],
+        memory=[(name, tables.size(value)) for name, value in states.rows()],
+    )
     if config.logging.types:
         infos = declarations(spec)
         policies = parameter_policies(infos, config.precision.types, config.optimizer)
-        tables.parameter_types([
-            {"parameter": name, "shape": "x".join(map(str, info.shape)), "type": info.role, "optimizer": policies[name].optimizer,
-             "state": str(policies[name].state_dtype).removeprefix("torch."), "weight decay": policies[name].weight_decay,
-             "lr scale": policies[name].lr_scale} for name, info in infos.items()])
+        tables.parameter_types(
+            [
+                {
+                    "parameter": name,
+                    "shape": "x".join(map(str, info.shape)),
+                    "type": info.role,
+                    "optimizer": policies[name].optimizer,
+                    "state": str(policies[name].state_dtype).removeprefix("torch."),
+                    "weight decay": policies[name].weight_decay,
+                    "lr scale": policies[name].lr_scale,
+                }
+                for name, info in infos.items()
+            ]
+        )

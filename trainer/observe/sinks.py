@@ -3,6 +3,7 @@
 The first process owns all of them. A sink has `write(record)` for step and evaluation lines and `close(status)`; one
 that fails is named in a notice and dropped, and training goes on.
 """
+
 from __future__ import annotations
 
 import errno
@@ -41,8 +42,15 @@ class Logger:
     returns at once. Raises `ConfigError` when the run folder cannot be written.
     """
 
-    def __init__(self, folder: Path, logging: LoggingConfig, run: RunConfig, resume_step: int, config: dict[str, Any],
-                 enabled: bool = True):
+    def __init__(
+        self,
+        folder: Path,
+        logging: LoggingConfig,
+        run: RunConfig,
+        resume_step: int,
+        config: dict[str, Any],
+        enabled: bool = True,
+    ):
         self._console: RichConsole | PlainConsole | None = None
         self._sinks: list[Any] = []
         if not enabled:
@@ -57,7 +65,9 @@ class Logger:
             self._open("TensorBoard", lambda: TensorBoard(folder, resume_step))
         if logging.wandb.enabled:
             self._open("wandb", lambda: Wandb(folder, logging.wandb, run.name, resume_step, config, self.event))
-        self._open("status.json", lambda: Status(folder, resume_step, run.steps))  # the last to open is the first to close
+        self._open(
+            "status.json", lambda: Status(folder, resume_step, run.steps)
+        )  # the last to open is the first to close
 
     def step(self, record: Record) -> None:
         """Logs a step: any of the names in `metrics.METRICS`, and `step`. Raises `ValueError` for another name."""
@@ -176,7 +186,9 @@ class Status:
 def write_status(folder: Path, status: str, step: int, total: int, reason: str | None = None) -> None:
     """Writes a run's status.json, whole or not at all."""
     beside = folder / "status.json.new"
-    beside.write_text(json.dumps({"status": status, "step": step, "steps": total} | ({"reason": reason} if reason else {})) + "\n")
+    beside.write_text(
+        json.dumps({"status": status, "step": step, "steps": total} | ({"reason": reason} if reason else {})) + "\n"
+    )
     os.replace(beside, folder / "status.json")
 
 
@@ -215,8 +227,11 @@ class PlainConsole:
         self.total = total
 
     def write(self, record: Record) -> None:
-        self.event(_evaluation(record, self.total) if "eval_loss" in record
-                   else f"{_progress(record['step'], self.total)}  {'  '.join(_summary(record))}")
+        self.event(
+            _evaluation(record, self.total)
+            if "eval_loss" in record
+            else f"{_progress(record['step'], self.total)}  {'  '.join(_summary(record))}"
+        )
 
     def event(self, text: str) -> None:
         print(text, flush=True)
@@ -242,9 +257,15 @@ class RichConsole:
 
     def __init__(self, name: str, total: int, resume_step: int):
         self.total = total
-        self.bar = _Bar(TextColumn("[bold cyan]{task.description}"), BarColumn(None), MofNCompleteColumn(),
-                        TextColumn("{task.fields[eta]}"), console=Console(force_terminal=True, highlight=False),
-                        auto_refresh=False, expand=True)
+        self.bar = _Bar(
+            TextColumn("[bold cyan]{task.description}"),
+            BarColumn(None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[eta]}"),
+            console=Console(force_terminal=True, highlight=False),
+            auto_refresh=False,
+            expand=True,
+        )
         self.task = self.bar.add_task(escape(name), total=total, completed=resume_step, eta="")
         self.drawn = 0.0
         self.bar.start()
@@ -252,8 +273,11 @@ class RichConsole:
     def write(self, record: Record) -> None:
         if "eval_loss" in record:
             return self.event(_evaluation(record, self.total))
-        self.bar.update(self.task, completed=record["step"],
-                        eta="" if not record["eta_seconds"] else f"ETA {duration(record['eta_seconds'])}")
+        self.bar.update(
+            self.task,
+            completed=record["step"],
+            eta="" if not record["eta_seconds"] else f"ETA {duration(record['eta_seconds'])}",
+        )
         parts = [" ".join(part.split()) for part in _summary(record | {"eta_seconds": None})]
         self.bar.numbers = Text("  ".join(parts), no_wrap=True, overflow="ellipsis")
         if time.monotonic() - self.drawn >= self.REFRESH:
@@ -273,6 +297,7 @@ class TensorBoard:
 
     def __init__(self, folder: Path, resume_step: int):
         from torch.utils.tensorboard import SummaryWriter
+
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step and resume_step + 1)
 
     def write(self, record: Record) -> None:
@@ -296,8 +321,9 @@ class Wandb:
     START, FINISH = 20, 30  # seconds to reach the server before going offline; to deliver the last lines in close()
     EXIT_CODES = {"done": DONE, "stopped": STOPPED}
 
-    def __init__(self, folder: Path, settings: WandbConfig, name: str, resume_step: int, config: Record,
-                 notify: Notify):
+    def __init__(
+        self, folder: Path, settings: WandbConfig, name: str, resume_step: int, config: Record, notify: Notify
+    ):
         self.folder, self.settings, self.name, self.config, self.notify = folder, settings, name, config, notify
         kept = folder / "wandb-id"
         if not (resume_step and kept.exists()):
@@ -322,8 +348,9 @@ class Wandb:
         if self.error is not None:
             raise self.error
         if self.thread.is_alive():
-            self.notify(f"wandb did not finish within {self.FINISH} s; "
-                        f"`wandb sync` delivers what is in {self.folder / 'wandb'}")
+            self.notify(
+                f"wandb did not finish within {self.FINISH} s; `wandb sync` delivers what is in {self.folder / 'wandb'}"
+            )
 
     def _work(self) -> None:
         try:
@@ -339,9 +366,17 @@ class Wandb:
 
     def _start(self) -> Any:
         import wandb
-        arguments = dict(project=self.settings.project, entity=self.settings.entity, tags=list(self.settings.tags),
-                         name=self.name, id=self.id, config=self.config, dir=str(self.folder),
-                         settings=wandb.Settings(console="off", silent=True, init_timeout=self.START))
+
+        arguments = dict(
+            project=self.settings.project,
+            entity=self.settings.entity,
+            tags=list(self.settings.tags),
+            name=self.name,
+            id=self.id,
+            config=self.config,
+            dir=str(self.folder),
+            settings=wandb.Settings(console="off", silent=True, init_timeout=self.START),
+        )
         mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
         if mode != "online":
             return wandb.init(mode=mode, **arguments)

@@ -1,4 +1,5 @@
 """Which rank is slower than those that do the same work, and since when."""
+
 from __future__ import annotations
 
 import statistics
@@ -16,7 +17,9 @@ def slowest(seconds: Sequence[float], roles: Sequence[int]) -> tuple[float | Non
     for time, role in zip(seconds, roles):
         peers.setdefault(role, []).append(time)
     medians = {role: statistics.median_low(times) for role, times in peers.items() if len(times) > 1}
-    shares = [(time / medians[role], rank) for rank, (time, role) in enumerate(zip(seconds, roles)) if medians.get(role)]
+    shares = [
+        (time / medians[role], rank) for rank, (time, role) in enumerate(zip(seconds, roles)) if medians.get(role)
+    ]
     return max(shares, default=(None, None))
 
 

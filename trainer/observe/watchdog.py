@@ -5,6 +5,7 @@ step its rank is, and learns from there whether one of them has given up. The ot
 be what hangs: it lives in a process of rank 0, or in torchrun. What ranks write down at the end goes to the run's folder, for the
 same reason.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -29,7 +30,14 @@ from trainer.observe.sinks import write_status
 from trainer.util.exit_codes import STALLED
 
 STARTING, DATA, STEP, SCHEDULE, EVALUATING, SAVING, ENDING = (
-    "starting", "waiting for data", "training", "choosing a schedule", "evaluating", "saving", "ending")
+    "starting",
+    "waiting for data",
+    "training",
+    "choosing a schedule",
+    "evaluating",
+    "saving",
+    "ending",
+)
 """The phases of a run. A step is `DATA`, then `STEP`; every other phase may take guard.stall_allowance."""
 
 KNOWN = 3
@@ -46,6 +54,7 @@ PATIENCE = 15.0
 class Beat:
     """Where a rank is. count: phases entered so far, equal on all ranks at the same point of the run; since, until, said: when the
     phase began, when it is to have ended, and when this was said, in seconds since 1970 by the node's clock."""
+
     rank: int
     node: str
     count: int
@@ -62,6 +71,7 @@ class Beat:
 @dataclass(frozen=True)
 class Record:
     """What a rank writes down at the end: where it is, at which lines, and what its flight recorder has."""
+
     beat: Beat
     at: str
     groups: flight.Groups = field(default_factory=dict)
@@ -75,8 +85,17 @@ class Watchdog:
 
     def __init__(self, folder: Path, start: str, rank: int, size: int, settings: GuardConfig, steps: int):
         self.folder, self.place, self.rank, self.size, self.settings, self.total = (
-            folder, folder / "flight" / start, rank, size, settings, steps)
-        self.period, self.patience = max(0.1, min(5.0, settings.stall_seconds / 5)), min(PATIENCE, 3 * settings.stall_seconds)
+            folder,
+            folder / "flight" / start,
+            rank,
+            size,
+            settings,
+            steps,
+        )
+        self.period, self.patience = (
+            max(0.1, min(5.0, settings.stall_seconds / 5)),
+            min(PATIENCE, 3 * settings.stall_seconds),
+        )
         self.node = socket.gethostname()
         self.count, self.phase, self.step, self.since, self.limit = 0, "", 0, 0.0, 0.0
         self.steps: deque[float] = deque(maxlen=50)
@@ -138,7 +157,9 @@ class Watchdog:
     def _excused(self) -> bool:
         """Whether a rank that is behind this one is alive, and in a phase that may take longer."""
         now = time.time()
-        return any(beat.count < self.count and now < beat.until and self._alive(beat) for beat in self._others().values())
+        return any(
+            beat.count < self.count and now < beat.until and self._alive(beat) for beat in self._others().values()
+        )
 
     def _alive(self, beat: Beat) -> bool:
         return time.time() - beat.said < 5 * self.period + 1
@@ -165,7 +186,10 @@ class Watchdog:
                     self.stalled.set()
                 if self.asking.is_set():
                     present = keys if self.store.check(keys) else [key for key in keys if self.store.check([key])]
-                    self.beats = {int(key): Beat(**json.loads(value)) for key, value in zip(present, self.store.multi_get(present))}
+                    self.beats = {
+                        int(key): Beat(**json.loads(value))
+                        for key, value in zip(present, self.store.multi_get(present))
+                    }
                     self.asking.clear()
                     self.answered.set()
                 self.hurry.wait(self.period)
@@ -175,15 +199,22 @@ class Watchdog:
         """Writes down where this rank is; one rank also says where all are. Then ends this process."""
         # A file system or torch may hold this thread up.
         faulthandler.dump_traceback_later(4 * self.patience, exit=True)
-        error_file = os.environ.pop("TORCHELASTIC_ERROR_FILE", "")  # what the training thread may still want to write is no news
-        self.reason = self.reason or (f"no progress for {time.monotonic() - self.since:.1f} s in {self.phase}, step {self.step} (limit "
-                                      f"{self.limit:.4g} s: {self._rule()})")
+        error_file = os.environ.pop(
+            "TORCHELASTIC_ERROR_FILE", ""
+        )  # what the training thread may still want to write is no news
+        self.reason = self.reason or (
+            f"no progress for {time.monotonic() - self.since:.1f} s in {self.phase}, step {self.step} (limit "
+            f"{self.limit:.4g} s: {self._rule()})"
+        )
         self.stalled.set()
         try:
             self._write_down(dict(self._others()))
         except OSError as error:
-            print(f"training stalled: {self.reason}; rank {self.rank}, at {flight.main_thread()}, cannot write to {self.place}: {error}",
-                  file=sys.stderr, flush=True)
+            print(
+                f"training stalled: {self.reason}; rank {self.rank}, at {flight.main_thread()}, cannot write to {self.place}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
         with contextlib.suppress(OSError):
             try:
                 json.loads(Path(error_file).read_text())
@@ -196,10 +227,14 @@ class Watchdog:
         self.place.mkdir(parents=True, exist_ok=True)
         with open(self.place / f"rank-{self.rank}.stack.txt", "w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        self._write(f"rank-{self.rank}.json", json.dumps(asdict(Record(self.beat(), flight.main_thread(), self._recorded()))))
+        self._write(
+            f"rank-{self.rank}.json", json.dumps(asdict(Record(self.beat(), flight.main_thread(), self._recorded())))
+        )
         if self._speaks():
             lines = describe(self._records(answering), beats, self.size)
-            report = "\n  ".join([f"training stalled: {self.reason}", *lines, f"stacks of all threads: {self.place}/rank-N.stack.txt"])
+            report = "\n  ".join(
+                [f"training stalled: {self.reason}", *lines, f"stacks of all threads: {self.place}/rank-N.stack.txt"]
+            )
             print(report, file=sys.stderr, flush=True)
             self._write("report.txt", report + "\n")
             write_status(self.folder, "failed", self.step, self.total, f"{self.reason}; {lines[0]}")
@@ -212,8 +247,10 @@ class Watchdog:
         guard = self.settings
         if self.limit == guard.stall_allowance:
             return f"guard.stall_allowance={guard.stall_allowance:g}"
-        return (f"guard.stall_factor={guard.stall_factor:g} x the median step of {statistics.median(self.steps):.3g} s, at least "
-                f"guard.stall_seconds={guard.stall_seconds:g}")
+        return (
+            f"guard.stall_factor={guard.stall_factor:g} x the median step of {statistics.median(self.steps):.3g} s, at least "
+            f"guard.stall_seconds={guard.stall_seconds:g}"
+        )
 
     def _recorded(self) -> flight.Groups:
         """What the flight recorder has, kept in full beside. In a thread, for what is stuck in torch may hold its locks; first

@@ -1,4 +1,5 @@
 """Numeric types, and the parameter-type map: which optimizer settings each parameter gets, by its role and name."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,6 +16,7 @@ from trainer.precision.dtypes import DTYPES
 @dataclass(frozen=True)
 class Policy:
     """Resolved settings of one parameter; parameters with equal policies form an optimizer group."""
+
     optimizer: str
     state_dtype: torch.dtype
     weight_decay: float
@@ -22,7 +24,9 @@ class Policy:
     quantise: bool = field(default=True, compare=False)
 
 
-def parameter_policies(infos: dict[str, ParameterInfo], types: ParameterTypes, optimizer: OptimizerConfig) -> dict[str, Policy]:
+def parameter_policies(
+    infos: dict[str, ParameterInfo], types: ParameterTypes, optimizer: OptimizerConfig
+) -> dict[str, Policy]:
     """Global name -> policy: the role's, then every rule whose pattern matches, in order."""
     policies = {}
     for name, info in infos.items():
@@ -31,7 +35,11 @@ def parameter_policies(infos: dict[str, ParameterInfo], types: ParameterTypes, o
             if fnmatchcase(name, pattern):
                 chosen.update(changes if isinstance(changes, dict) else dataclasses.asdict(changes))
         decay = chosen["weight_decay"]
-        policies[name] = Policy(chosen["optimizer"] or optimizer.name, DTYPES[chosen["state_dtype"]],
-                                optimizer.weight_decay if decay is None else float(decay), float(chosen["lr_scale"]),
-                                bool(chosen["quantise"]))
+        policies[name] = Policy(
+            chosen["optimizer"] or optimizer.name,
+            DTYPES[chosen["state_dtype"]],
+            optimizer.weight_decay if decay is None else float(decay),
+            float(chosen["lr_scale"]),
+            bool(chosen["quantise"]),
+        )
     return policies

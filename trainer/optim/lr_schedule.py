@@ -1,5 +1,6 @@
 """Learning-rate schedules as functions of the number of updates, on the device: a skipped step does not advance them and
 nothing has to be read back."""
+
 from __future__ import annotations
 
 import math

@@ -3,6 +3,7 @@
 Unscaling, clipping and the decision to skip arrive as device scalars, so that a step needs no host synchronisation. State
 is kept by global parameter name and saved as tensors with the parameters' own layout.
 """
+
 from __future__ import annotations
 
 import torch
@@ -29,8 +30,12 @@ class Optimizer:
             self.groups.setdefault(policies[name], []).append(name)
         device = local(next(iter(parameters.values()))).device
         self.updates = torch.zeros((), device=device)  # steps that were not skipped
-        self.state = {(name, moment): torch.zeros_like(local(parameters[name]), dtype=policy.state_dtype)
-                      for policy, names in self.groups.items() for name in names for moment in MOMENTS[policy.optimizer]}
+        self.state = {
+            (name, moment): torch.zeros_like(local(parameters[name]), dtype=policy.state_dtype)
+            for policy, names in self.groups.items()
+            for name in names
+            for moment in MOMENTS[policy.optimizer]
+        }
 
     def gradients(self) -> list[Tensor]:
         """What this rank holds of every gradient, in the order of the parameters."""
@@ -51,19 +56,36 @@ class Optimizer:
             names = [name for name in names if local(self.parameters[name]).numel()]
             if names:
                 {"adamw": self._adamw, "lion": self._lion, "sgd": self._sgd}[policy.optimizer](
-                    policy, names, rate * policy.lr_scale, grad_scale, found_inf)
+                    policy, names, rate * policy.lr_scale, grad_scale, found_inf
+                )
 
     def _adamw(self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         first, second = ([self.state[name, moment] for name in names] for moment in MOMENTS["adamw"])
         weights = [local(self.parameters[name]) for name in names]
         gradients = [local(self.parameters[name].grad) for name in names]
         groups = [(weights, gradients, first, second)]
-        if policy.state_dtype is not torch.float32:  # the kernel wants one type: widen the moments of one parameter at a time
+        if (
+            policy.state_dtype is not torch.float32
+        ):  # the kernel wants one type: widen the moments of one parameter at a time
             groups = [([w], [g], [m.float()], [v.float()]) for w, g, m, v in zip(weights, gradients, first, second)]
         for index, (w, g, m, v) in enumerate(groups):
-            torch._fused_adamw_(w, g, m, v, [], [self.updates + 1] * len(w), lr=rate, beta1=self.config.beta1,
-                                beta2=self.config.beta2, weight_decay=policy.weight_decay, eps=self.config.eps, amsgrad=False,
-                                maximize=False, grad_scale=grad_scale, found_inf=found_inf)
+            torch._fused_adamw_(
+                w,
+                g,
+                m,
+                v,
+                [],
+                [self.updates + 1] * len(w),
+                lr=rate,
+                beta1=self.config.beta1,
+                beta2=self.config.beta2,
+                weight_decay=policy.weight_decay,
+                eps=self.config.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+            )
             if policy.state_dtype is not torch.float32:
                 first[index].copy_(m[0])
                 second[index].copy_(v[0])
@@ -73,7 +95,9 @@ class Optimizer:
             weight, moment, gradient = self._inputs(name, "exp_avg", grad_scale, found_inf)
             direction = torch.sign(moment.float().lerp(gradient, 1 - self.config.beta1)) + policy.weight_decay * weight
             weight.sub_(direction * rate * (1 - found_inf))
-            moment.copy_(torch.where(found_inf > 0, moment.float(), moment.float().lerp(gradient, 1 - self.config.beta2)))
+            moment.copy_(
+                torch.where(found_inf > 0, moment.float(), moment.float().lerp(gradient, 1 - self.config.beta2))
+            )
 
     def _sgd(self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         for name in names:
@@ -97,8 +121,14 @@ class Optimizer:
         for (name, moment), value in self.state.items():
             parameter = self.parameters[name]
             if isinstance(parameter, DTensor):
-                value = DTensor.from_local(value, parameter.device_mesh, parameter.placements, run_check=False,
-                                           shape=parameter.shape, stride=parameter.stride())
+                value = DTensor.from_local(
+                    value,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
             named[f"optimizer.{moment}.{name}"] = value
         return named
 

@@ -13,6 +13,7 @@ Offloaded gradients that are reduced every micro-batch are added up on the devic
 partial sums there where replicas follow, so one replica makes it do so. By itself it would copy each to memory that is not
 page-locked, wait for it, and add on the host.
 """
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -30,20 +31,32 @@ if TYPE_CHECKING:
     from trainer.parallel.compress.reduction import Compression
 
 
-def shard(model: nn.Module, plan: Plan, world: World, compute: torch.dtype, reduce: torch.dtype, hsdp: bool = True) -> None:
+def shard(
+    model: nn.Module, plan: Plan, world: World, compute: torch.dtype, reduce: torch.dtype, hsdp: bool = True
+) -> None:
     """Wraps each layer and then the model (or pipeline stage) itself, with embedding, final norm and head, as one unit of
     gathering and reduction.
 
     Parameters stay fp32; forward and backward see them in `compute`, gradients are reduced in `reduce`. Without `hsdp` they are
     reduced within the shard group alone, and something else adds up replicas.
     """
-    names = ("replicate", "shard") if hsdp and (plan.replicate > 1 or sums_on_device(plan, reduce is torch.float32)) else ("shard",)
-    policy = MixedPrecisionPolicy(param_dtype=None if compute is torch.float32 else compute, reduce_dtype=reduce,
-                                  cast_forward_inputs=False)
+    names = (
+        ("replicate", "shard")
+        if hsdp and (plan.replicate > 1 or sums_on_device(plan, reduce is torch.float32))
+        else ("shard",)
+    )
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute is torch.float32 else compute, reduce_dtype=reduce, cast_forward_inputs=False
+    )
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if plan.offload else OffloadPolicy()
     for module in [*model.layers.values(), model]:
-        fully_shard(module, mesh=world.mesh[names], mp_policy=policy, offload_policy=offload,
-                    reshard_after_forward=plan.stage == 3 and module is not model)
+        fully_shard(
+            module,
+            mesh=world.mesh[names],
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=plan.stage == 3 and module is not model,
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Losses are already divided by the global count of valid tokens: gradients are sums.
@@ -57,9 +70,13 @@ class Sharding:
     stages: number -> stage, each a unit of its own with its layers inside; reductions: of each stage in a step.
     """
 
-    def __init__(self, stages: dict[int, FSDPModule], plan: Plan, reductions: int, compression: Compression | None = None):
+    def __init__(
+        self, stages: dict[int, FSDPModule], plan: Plan, reductions: int, compression: Compression | None = None
+    ):
         self.stages, self.gather_again = stages, plan.stage == 3
-        self.partial_sums = plan.replicate > 1 or plan.offload  # FSDP may keep those of a unit's reductions until the last
+        self.partial_sums = (
+            plan.replicate > 1 or plan.offload
+        )  # FSDP may keep those of a unit's reductions until the last
         self.reductions, self.compression = reductions, compression
         self.left = dict.fromkeys(stages, 0)
 

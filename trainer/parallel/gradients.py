@@ -1,4 +1,5 @@
 """What gradients still need after the last backward pass: sums over ranks that hold the same parameter, and one norm."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ from trainer.distributed.tensors import local
 from trainer.distributed.world import World
 from trainer.parallel.tensor import is_split
 
-CACHED = 2 ** 18
+CACHED = 2**18
 """Elements of a run that a CPU widens to fp64 and adds up at a time."""
 
 
@@ -26,27 +27,45 @@ class SharedParameters:
     counts them in the gradient norm.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], copies: list[tuple[str, str]], tied: list[str],
-                 ends: dist.distributed_c10d.Backend | None, counted: bool, world: World):
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        copies: list[tuple[str, str]],
+        tied: list[str],
+        ends: dist.distributed_c10d.Backend | None,
+        counted: bool,
+        world: World,
+    ):
         self.parameters, self.copies, self.tied, self.ends, self.world = parameters, copies, tied, ends, world
         elsewhere = {copy for _, copy in copies} | (set() if counted else set(tied))
         first = world.place("replicate") == 0
-        self.counted = torch.tensor([first and name not in elsewhere and (is_split(parameter) or world.place("tp") == 0)
-                                     for name, parameter in parameters.items()], device=world.device)
+        self.counted = torch.tensor(
+            [
+                first and name not in elsewhere and (is_split(parameter) or world.place("tp") == 0)
+                for name, parameter in parameters.items()
+            ],
+            device=world.device,
+        )
 
     @torch.no_grad()
     def sum(self) -> None:
         """Makes every gradient whole, in place."""
         tensor = self.world.mesh["tp"]
         if tensor.size() > 1:
-            sum_flat([local(parameter.grad) for parameter in self.parameters.values() if not is_split(parameter)],
-                     self.world.device, lambda flat: dist.all_reduce(flat, group=tensor.get_group()))
+            sum_flat(
+                [local(parameter.grad) for parameter in self.parameters.values() if not is_split(parameter)],
+                self.world.device,
+                lambda flat: dist.all_reduce(flat, group=tensor.get_group()),
+            )
         for name, copy in self.copies:
             mine, other = local(self.parameters[name].grad), local(self.parameters[copy].grad)
             other.copy_(mine.add_(other))
         if self.ends is not None:
-            sum_flat([local(self.parameters[name].grad) for name in self.tied], self.world.device,
-                     lambda flat: self.ends.allreduce([flat]).wait())
+            sum_flat(
+                [local(self.parameters[name].grad) for name in self.tied],
+                self.world.device,
+                lambda flat: self.ends.allreduce([flat]).wait(),
+            )
 
     @torch.no_grad()
     def squares(self, gradients: list[Tensor]) -> Tensor:
@@ -62,7 +81,9 @@ def squared_norms(tensors: list[Tensor]) -> list[Tensor]:
     if tensors[0].is_cuda:
         filled = [tensor for tensor in tensors if tensor.numel()]
         norms = iter(torch._foreach_norm(filled, 2, torch.float64) if filled else ())
-        return [next(norms).square() if tensor.numel() else tensor.new_zeros((), dtype=torch.float64) for tensor in tensors]
+        return [
+            next(norms).square() if tensor.numel() else tensor.new_zeros((), dtype=torch.float64) for tensor in tensors
+        ]
 
     def squared(run: Tensor) -> Tensor:
         wide = run.double()
@@ -79,4 +100,6 @@ def sum_flat(tensors: Iterable[Tensor], device: torch.device, all_reduce: Callab
     elif tensors:
         flat = torch.cat([tensor.flatten() for tensor in tensors]).to(device)
         all_reduce(flat)
-        torch._foreach_copy_(tensors, [part.view_as(tensor) for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]))])
+        torch._foreach_copy_(
+            tensors, [part.view_as(tensor) for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]))]
+        )

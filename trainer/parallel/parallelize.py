@@ -1,4 +1,5 @@
 """A spec and a plan become a parallel model: the pipeline stages of this rank, cut over tensor-parallel ranks, sharded."""
+
 from __future__ import annotations
 
 import logging
@@ -30,8 +31,10 @@ def check_compiler(config: Config, device: torch.device) -> None:
     """torch.compile builds with the machine's own compiler: C++ for a CPU, C for what launches GPU kernels."""
     variable, names = ("CC", ("gcc", "clang", "cc")) if device.type == "cuda" else ("CXX", ("g++", "clang++"))
     if config.compile and not any(shutil.which(name) for name in (os.environ.get(variable, ""), *names)):
-        raise ConfigError(f"compile=true needs a compiler, and this machine has none of {', '.join(names)}; install one, point {variable} "
-                          "at it, or set compile=false")
+        raise ConfigError(
+            f"compile=true needs a compiler, and this machine has none of {', '.join(names)}; install one, point {variable} "
+            "at it, or set compile=false"
+        )
 
 
 def check_engine(config: Config, device: torch.device) -> None:
@@ -46,14 +49,23 @@ def check_model(config: Config, spec: ModelSpec) -> None:
         check_recompute(Transformer(spec), config.activation)
 
 
-def build_stages(config: Config, spec: ModelSpec, layers: dict[int, range], plan: Plan, world: World,
-                 deferred: DeferredGrads | None = None, hsdp: bool = True) -> Stages:
+def build_stages(
+    config: Config,
+    spec: ModelSpec,
+    layers: dict[int, range],
+    plan: Plan,
+    world: World,
+    deferred: DeferredGrads | None = None,
+    hsdp: bool = True,
+) -> Stages:
     """The stages of this rank, in storage; their weights are undefined.
 
     layers: stage -> the layers it holds; deferred: where linear layers leave weight gradients, if the schedule splits
     backward; hsdp: whether FSDP also adds up replicas. The order is: modules on the meta device, recompute, compilation, tensor parallelism, sharding, storage.
     """
-    return {stage: place(lay_out(config, spec, part, deferred), config, plan, world, hsdp) for stage, part in layers.items()}
+    return {
+        stage: place(lay_out(config, spec, part, deferred), config, plan, world, hsdp) for stage, part in layers.items()
+    }
 
 
 def lay_out(config: Config, spec: ModelSpec, layers: range, deferred: DeferredGrads | None) -> Transformer:
@@ -73,7 +85,9 @@ def lay_out(config: Config, spec: ModelSpec, layers: range, deferred: DeferredGr
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         # What is put off lives on in tensors that the compiler thinks are done with: it must not write over them.
         inductor.allow_buffer_reuse = inductor.inplace_buffers = functorch.donated_buffer = deferred is None
-        logging.getLogger("torch._dynamo.variables.higher_order_ops").setLevel(logging.ERROR)  # selective recompute is experimental there
+        logging.getLogger("torch._dynamo.variables.higher_order_ops").setLevel(
+            logging.ERROR
+        )  # selective recompute is experimental there
         for layer in model.layers.values():
             layer.run = torch.compile(layer.run, dynamic=False)
     return model

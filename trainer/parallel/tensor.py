@@ -4,6 +4,7 @@ A parameter one of whose axes is among `TENSOR_AXES` becomes a DTensor cut along
 that is the outputs' or the inputs' axis. Everything else is whole on each rank and sees only the rank's tokens, so its
 gradients are partial sums, which `gradients.py` adds up once a step.
 """
+
 from __future__ import annotations
 
 import torch
@@ -50,8 +51,14 @@ def cut(parameter: torch.Tensor, dimension: int, mesh: DeviceMesh) -> DTensor:
     part = -(-parameter.shape[dimension] // mesh.size())
     first = min(parameter.shape[dimension], part * mesh.get_local_rank())
     rows = parameter.detach().narrow(dimension, first, min(part, parameter.shape[dimension] - first))
-    return DTensor.from_local(torch.empty_like(rows, memory_format=torch.contiguous_format), mesh, [Shard(dimension)], run_check=False,
-                              shape=parameter.shape, stride=parameter.stride())
+    return DTensor.from_local(
+        torch.empty_like(rows, memory_format=torch.contiguous_format),
+        mesh,
+        [Shard(dimension)],
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def is_split(parameter: torch.Tensor) -> bool:

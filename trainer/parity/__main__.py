@@ -1,4 +1,5 @@
 """`python -m trainer.parity` and `torchrun -m trainer.parity`."""
+
 import os
 import sys
 

@@ -1,4 +1,5 @@
 """The command line of `python -m trainer.parity`."""
+
 from __future__ import annotations
 
 import argparse
@@ -49,9 +50,20 @@ The global batch is the recipe's under every plan (N x micro-batches if it names
 unless the plan names their size or number. Exit code: 0 all pass, 1 one fails, 2 nothing could be run."""
 
 
-def loaded(samples: Samples, config: Config, batch: BatchPlan, rank: int, ranks: int, steps: int, device: torch.device) -> Iterator[list[Batch]]:
+def loaded(
+    samples: Samples, config: Config, batch: BatchPlan, rank: int, ranks: int, steps: int, device: torch.device
+) -> Iterator[list[Batch]]:
     """The first steps of a run's data, as a data-parallel rank sees them."""
-    loader = Loader(samples, batch, rank, ranks, seed=config.run.seed, mask_documents=config.data.mask_documents, prefetch=1, device=device)
+    loader = Loader(
+        samples,
+        batch,
+        rank,
+        ranks,
+        seed=config.run.seed,
+        mask_documents=config.data.mask_documents,
+        prefetch=1,
+        device=device,
+    )
     try:
         for _ in range(steps):
             yield next(loader)
@@ -62,8 +74,11 @@ def loaded(samples: Samples, config: Config, batch: BatchPlan, rank: int, ranks:
 def check_reference(config: Config, spec: ModelSpec, steps: int) -> None:
     """Refuses what the reference cannot do."""
     policies = parameter_policies(declarations(spec), config.precision.types, config.optimizer).values()
-    problems = [f"optimizer.name={name}: the reference is torch's AdamW; set optimizer=adamw"
-                for name in dict.fromkeys(policy.optimizer for policy in policies) if name != "adamw"]
+    problems = [
+        f"optimizer.name={name}: the reference is torch's AdamW; set optimizer=adamw"
+        for name in dict.fromkeys(policy.optimizer for policy in policies)
+        if name != "adamw"
+    ]
     if any(policy.state_dtype is not torch.float32 for policy in policies):
         problems.append("precision.types: the reference keeps its moments in fp32; set state_dtype=fp32")
     if steps < 1:
@@ -72,7 +87,9 @@ def check_reference(config: Config, spec: ModelSpec, steps: int) -> None:
         raise ConfigError(problems)
 
 
-def run(overrides: Sequence[str], plans: list[str] | None, steps: int, json_path: str | None, config_dir: str | None) -> int:
+def run(
+    overrides: Sequence[str], plans: list[str] | None, steps: int, json_path: str | None, config_dir: str | None
+) -> int:
     """Runs all plans and prints the table. Raises `ConfigError`, also where all plans are refused; returns the exit code."""
     processes, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
     base = compose(overrides, config_dir)
@@ -81,11 +98,17 @@ def run(overrides: Sequence[str], plans: list[str] | None, steps: int, json_path
     if json_path and not Path(json_path).absolute().parent.is_dir():
         raise ConfigError(f"json={json_path}: there is no folder {Path(json_path).parent}")
     device, size = local_device(base.run), global_size(base.batch, processes)
-    cases = [resolve(text, base, spec, overrides, config_dir, size, processes, device) for text in plans or generated(spec, processes)]
+    cases = [
+        resolve(text, base, spec, overrides, config_dir, size, processes, device)
+        for text in plans or generated(spec, processes)
+    ]
     legal = [(place, case) for place, case in enumerate(cases) if not case.reasons]
     if not legal:
         common = [reason for reason in cases[0].reasons if all(reason in case.reasons for case in cases)]
-        raise ConfigError(common + [f"plan '{case.text}': {reason}" for case in cases for reason in case.reasons if reason not in common])
+        raise ConfigError(
+            common
+            + [f"plan '{case.text}': {reason}" for case in cases for reason in case.reasons if reason not in common]
+        )
     samples, expected, plain = open_corpus(base).train, Trajectory(), {}
     if rank == 0:
         say(f"reference: one process, fp32, {steps} steps")
@@ -93,9 +116,17 @@ def run(overrides: Sequence[str], plans: list[str] | None, steps: int, json_path
         with numeric_mode(dataclasses.replace(base, precision=PrecisionConfig())):
             expected = reference(base, spec, loaded(samples, base, whole, 0, 1, steps, device), device, weights)
         for kind in dict.fromkeys(coarsest(case.config.precision, case.config.parallel.grad_comm) for _, case in legal):
-            with numeric_mode(dataclasses.replace(base, precision=PrecisionConfig(matmul="high" if kind == "tf32" else "highest"))):
-                again = reference(base, spec, halved(loaded(samples, base, whole, 0, 1, steps, device)), device,
-                                  nudged(weights or partial(initial_value, spec, base.run.seed, device=device)), DTYPES.get(kind, torch.float32))
+            with numeric_mode(
+                dataclasses.replace(base, precision=PrecisionConfig(matmul="high" if kind == "tf32" else "highest"))
+            ):
+                again = reference(
+                    base,
+                    spec,
+                    halved(loaded(samples, base, whole, 0, 1, steps, device)),
+                    device,
+                    nudged(weights or partial(initial_value, spec, base.run.seed, device=device)),
+                    DTYPES.get(kind, torch.float32),
+                )
             plain[kind] = compare(again, expected)
     worlds: dict[tuple[int, ...], World] = {}
     results = [Result(case.text, "REFUSED", case.reasons) for case in cases]
@@ -124,8 +155,18 @@ def global_size(batch: BatchConfig, processes: int) -> int:
 def halved(steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
     """The same sequences in other micro-batches, last first, so that sums are taken in another order."""
     for batches in steps:
-        yield [Batch(*(None if part is None else part[rows] for part in (batch.tokens, batch.targets, batch.documents, batch.ids)))
-               for batch in reversed(batches) for half in [len(batch.ids) // 2] for rows in (slice(half, None), slice(half)) if batch.ids[rows]]
+        yield [
+            Batch(
+                *(
+                    None if part is None else part[rows]
+                    for part in (batch.tokens, batch.targets, batch.documents, batch.ids)
+                )
+            )
+            for batch in reversed(batches)
+            for half in [len(batch.ids) // 2]
+            for rows in (slice(half, None), slice(half))
+            if batch.ids[rows]
+        ]
 
 
 def nudged(weights: Weights) -> Weights:
@@ -136,9 +177,16 @@ def nudged(weights: Weights) -> Weights:
 def report(expected: Trajectory, results: list[Result], plain: dict[str, Comparison], json_path: str | None) -> None:
     show(expected, results, plain)
     if json_path:
-        Path(json_path).write_text(json.dumps({"reference": {"losses": expected.losses, "norms": expected.norms},
-                                               "plain": {kind: dataclasses.asdict(errors) for kind, errors in plain.items()},
-                                               "plans": [dataclasses.asdict(result) for result in results]}, indent=1))
+        Path(json_path).write_text(
+            json.dumps(
+                {
+                    "reference": {"losses": expected.losses, "norms": expected.norms},
+                    "plain": {kind: dataclasses.asdict(errors) for kind, errors in plain.items()},
+                    "plans": [dataclasses.asdict(result) for result in results],
+                },
+                indent=1,
+            )
+        )
 
 
 def say(text: str) -> None:
@@ -153,16 +201,28 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], list[str] | None, int, s
     options, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
         raise ConfigError(f"{unknown[0]} is no option; see python -m trainer.parity --help")
-    own = {name: value for name, equals, value in (word.partition("=") for word in options.words) if equals and name in ("plans", "steps", "json")}
+    own = {
+        name: value
+        for name, equals, value in (word.partition("=") for word in options.words)
+        if equals and name in ("plans", "steps", "json")
+    }
     overrides = [word for word in options.words if word.partition("=")[0] not in own]
     if not own.get("steps", "3").isdecimal():
         raise ConfigError(f"steps={own['steps']} must be a whole number")
     try:
         plans = yaml.safe_load(own.get("plans", "[]"))
     except yaml.YAMLError as error:
-        raise ConfigError(f"plans={own['plans']} cannot be read as a list ({' '.join(str(error).split())}); quote plans that hold a comma or a bracket") from None
+        raise ConfigError(
+            f"plans={own['plans']} cannot be read as a list ({' '.join(str(error).split())}); quote plans that hold a comma or a bracket"
+        ) from None
     plans = plans if isinstance(plans, list) else [plans]
-    return overrides, [str(plan) for plan in plans] or None, int(own.get("steps", 3)), own.get("json"), options.config_dir
+    return (
+        overrides,
+        [str(plan) for plan in plans] or None,
+        int(own.get("steps", 3)),
+        own.get("json"),
+        options.config_dir,
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,4 +1,5 @@
 """A plan's numbers beside the reference's: errors, tolerances, verdicts, and the table of them."""
+
 from __future__ import annotations
 
 import math
@@ -18,15 +19,22 @@ from trainer.util.tables import console_for, print_table
 
 class Limits(NamedTuple):
     """The largest relative errors: loss, gradient norm, any parameter's gradient, any parameter after the last step."""
+
     loss: float
     norm: float
     gradient: float
     weights: float
 
 
-TOLERANCES = {"fp32": Limits(1e-6, 1e-6, 5e-6, 1e-5), "tf32": Limits(1e-4, 2e-3, 3e-2, 2e-2),
-              "fp16": Limits(1e-4, 2e-3, 3e-2, 2e-2), "bf16": Limits(2e-4, 1e-2, 5e-2, 3e-2),
-              "int8": Limits(1e-3, 1.5e-2, 8e-2, 6e-2), "fp8": Limits(2e-3, 3e-2, 0.15, 0.12), "int4": Limits(1e-2, 8e-2, 0.4, 0.3)}
+TOLERANCES = {
+    "fp32": Limits(1e-6, 1e-6, 5e-6, 1e-5),
+    "tf32": Limits(1e-4, 2e-3, 3e-2, 2e-2),
+    "fp16": Limits(1e-4, 2e-3, 3e-2, 2e-2),
+    "bf16": Limits(2e-4, 1e-2, 5e-2, 3e-2),
+    "int8": Limits(1e-3, 1.5e-2, 8e-2, 6e-2),
+    "fp8": Limits(2e-3, 3e-2, 0.15, 0.12),
+    "int4": Limits(1e-2, 8e-2, 0.4, 0.3),
+}
 """By the coarsest type that forward, backward and reduction use, or in which gradients travel. fp32 leaves room for sums taken in
 another order only."""
 
@@ -49,6 +57,7 @@ def coarsest(precision: PrecisionConfig, grad_comm: GradCommConfig | None = None
 
 class Errors(NamedTuple):
     """How far a step is off. gradient: that of the parameter `where`, which is off most."""
+
     loss: float
     norm: float
     gradient: float
@@ -58,14 +67,21 @@ class Errors(NamedTuple):
 @dataclass
 class Comparison:
     """Errors of each step, and of the weights after the last one: those of the parameter `where` most."""
+
     steps: list[Errors]
     weights: float
     where: str
 
 
 def compare(seen: Trajectory, expected: Trajectory) -> Comparison:
-    steps = [Errors(relative(loss, expected.losses[number]), relative(norm, expected.norms[number]),
-                    *worst(seen.gradients[number], expected.gradients[number])) for number, (loss, norm) in enumerate(zip(seen.losses, seen.norms))]
+    steps = [
+        Errors(
+            relative(loss, expected.losses[number]),
+            relative(norm, expected.norms[number]),
+            *worst(seen.gradients[number], expected.gradients[number]),
+        )
+        for number, (loss, norm) in enumerate(zip(seen.losses, seen.norms))
+    ]
     return Comparison(steps, *worst(seen.parameters, expected.parameters, skip=vanishing(expected)))
 
 
@@ -73,8 +89,11 @@ def worst(seen: dict[str, Tensor], expected: dict[str, Tensor], skip: Iterable[s
     """The largest error of a tensor, relative to its own norm (or a hundredth of the global one), and whose it is."""
     norms = {name: value.norm(dtype=torch.float64) for name, value in expected.items()}
     floor = 1e-2 * torch.stack([*norms.values()]).norm()
-    errors = {name: ((seen[name] - value).norm() / torch.maximum(norms[name], floor)).item() if name in seen else math.inf
-              for name, value in expected.items() if name not in skip}
+    errors = {
+        name: ((seen[name] - value).norm() / torch.maximum(norms[name], floor)).item() if name in seen else math.inf
+        for name, value in expected.items()
+        if name not in skip
+    }
     name = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     return errors[name], name
 
@@ -82,7 +101,12 @@ def worst(seen: dict[str, Tensor], expected: dict[str, Tensor], skip: Iterable[s
 def vanishing(expected: Trajectory) -> set[str]:
     """Parameters whose gradient is zero but for rounding, so that Adam moves them anywhere: the bias of the keys, where
     attention does not depend on positions."""
-    return {name for gradients, norm in zip(expected.gradients, expected.norms) for name, value in gradients.items() if value.norm() <= 1e-6 * norm}
+    return {
+        name
+        for gradients, norm in zip(expected.gradients, expected.norms)
+        for name, value in gradients.items()
+        if value.norm() <= 1e-6 * norm
+    }
 
 
 def relative(value: float, expected: float) -> float:
@@ -94,14 +118,22 @@ def limits(kind: str, plain: Comparison | None = None) -> list[Limits]:
     table = TOLERANCES[kind]
     if plain is None:
         return [table]
-    return [Limits(*(max(limit, SLACK[kind] * error) for limit, error in zip(table, (step.loss, step.norm, step.gradient, plain.weights))))
-            for step in plain.steps]
+    return [
+        Limits(
+            *(
+                max(limit, SLACK[kind] * error)
+                for limit, error in zip(table, (step.loss, step.norm, step.gradient, plain.weights))
+            )
+        )
+        for step in plain.steps
+    ]
 
 
 @dataclass
 class Result:
     """What came of a plan. description: what it comes to, in short lines; kind: of its limits; reasons: why it failed or was
     refused; overflows: steps that the loss scaler skipped."""
+
     plan: str
     verdict: str
     reasons: list[str]
@@ -113,10 +145,21 @@ class Result:
     overflows: int = 0
 
 
-def judge(plan: str, description: list[str], kind: str, seen: Trajectory, expected: Trajectory, plain: Comparison | None = None) -> Result:
+def judge(
+    plan: str,
+    description: list[str],
+    kind: str,
+    seen: Trajectory,
+    expected: Trajectory,
+    plain: Comparison | None = None,
+) -> Result:
     """The verdict on a plan."""
     reasons = list(seen.problems)
-    different = [name for name, value in expected.initial.items() if name not in seen.initial or not torch.equal(seen.initial[name], value)]
+    different = [
+        name
+        for name, value in expected.initial.items()
+        if name not in seen.initial or not torch.equal(seen.initial[name], value)
+    ]
     if different:
         reasons.append(f"the initial weights differ in {', '.join(different[:5])}")
     errors, allowed = compare(seen, expected), limits(kind, plain)
@@ -126,7 +169,9 @@ def judge(plan: str, description: list[str], kind: str, seen: Trajectory, expect
         reasons += exceeded(f"{prefix} gradient norm is off", step.norm, limit.norm)
         reasons += exceeded(f"{prefix} gradient of {step.where} is off", step.gradient, limit.gradient)
     reasons += exceeded(f"after the last step {errors.where} is off", errors.weights, allowed[-1].weights)
-    return Result(plan, "FAIL" if reasons else "PASS", reasons, description, kind, seen.losses, seen.norms, errors, seen.overflows)
+    return Result(
+        plan, "FAIL" if reasons else "PASS", reasons, description, kind, seen.losses, seen.norms, errors, seen.overflows
+    )
 
 
 def exceeded(text: str, error: float, limit: float) -> list[str]:
@@ -134,40 +179,84 @@ def exceeded(text: str, error: float, limit: float) -> list[str]:
     return [] if error <= limit else [f"{text} by {error:.1e}, the limit is {limit:.1e}"]
 
 
-COLUMNS = {"plan": "left", "step": "right", "loss": "right", "norm": "right", "loss error": "right", "norm error": "right",
-           "gradient error": "right", "worst in": "left", "weights error": "right", "verdict": "left"}
+COLUMNS = {
+    "plan": "left",
+    "step": "right",
+    "loss": "right",
+    "norm": "right",
+    "loss error": "right",
+    "norm error": "right",
+    "gradient error": "right",
+    "worst in": "left",
+    "weights error": "right",
+    "verdict": "left",
+}
 COLOURS = {"PASS": "green", "FAIL": "bold red", "REFUSED": "yellow"}
 
 
 def show(expected: Trajectory, results: Sequence[Result], plain: dict[str, Comparison]) -> None:
     """Prints one table with a row a step: the reference, the limits, the plans; then why plans did not pass."""
     console, frame = console_for(None)
-    table = Table(box=frame, title="parity with one process", title_justify="left", title_style="bold cyan", header_style="dim", pad_edge=frame is not None)
+    table = Table(
+        box=frame,
+        title="parity with one process",
+        title_justify="left",
+        title_style="bold cyan",
+        header_style="dim",
+        pad_edge=frame is not None,
+    )
     for name, side in COLUMNS.items():
         table.add_column(name, justify=side, overflow="fold")
 
     def add(labels: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         for index in range(max(len(labels), len(rows))):
-            table.add_row(*labels[index:index + 1] or [""], *rows[index] if index < len(rows) else [])
+            table.add_row(*labels[index : index + 1] or [""], *rows[index] if index < len(rows) else [])
         table.add_section()
 
-    add(["reference: one process, fp32"], [[str(number), f"{loss:.6f}", f"{norm:.6f}"]
-                                           for number, (loss, norm) in enumerate(zip(expected.losses, expected.norms), start=1)])
+    add(
+        ["reference: one process, fp32"],
+        [
+            [str(number), f"{loss:.6f}", f"{norm:.6f}"]
+            for number, (loss, norm) in enumerate(zip(expected.losses, expected.norms), start=1)
+        ],
+    )
     for kind in dict.fromkeys(result.kind for result in results if result.kind):
         allowed = limits(kind, plain[kind])
-        add([f"limits for {kind}"], [[str(number), "", "", *(f"{limit:.1e}" for limit in step[:3]), "",
-                                      f"{step.weights:.1e}" if step is allowed[-1] else ""] for number, step in enumerate(allowed, start=1)])
+        add(
+            [f"limits for {kind}"],
+            [
+                [
+                    str(number),
+                    "",
+                    "",
+                    *(f"{limit:.1e}" for limit in step[:3]),
+                    "",
+                    f"{step.weights:.1e}" if step is allowed[-1] else "",
+                ]
+                for number, step in enumerate(allowed, start=1)
+            ],
+        )
     for result in results:
-        verdict = f"[{COLOURS[result.verdict]}]{result.verdict}[/]" + f", {result.overflows} overflows" * bool(result.overflows)
+        verdict = f"[{COLOURS[result.verdict]}]{result.verdict}[/]" + f", {result.overflows} overflows" * bool(
+            result.overflows
+        )
         steps = result.errors.steps if result.errors else []
-        rows = [[str(number), f"{loss:.6f}", f"{norm:.6f}", *(f"{error:.1e}" for error in step[:3]), step.where]
-                for number, (loss, norm, step) in enumerate(zip(result.losses, result.norms, steps), start=1)]
+        rows = [
+            [str(number), f"{loss:.6f}", f"{norm:.6f}", *(f"{error:.1e}" for error in step[:3]), step.where]
+            for number, (loss, norm, step) in enumerate(zip(result.losses, result.norms, steps), start=1)
+        ]
         if result.errors:
             rows[-1] += [f"{result.errors.weights:.1e}", verdict]
         add(result.description or [result.plan], rows or [[""] * 8 + [verdict]])
     print_table(console, table)
     for result in results:
         if result.reasons:
-            console.print(f"{result.verdict}: {result.plan}", *(f"  {reason}" for reason in result.reasons), sep="\n", markup=False, soft_wrap=True)
+            console.print(
+                f"{result.verdict}: {result.plan}",
+                *(f"  {reason}" for reason in result.reasons),
+                sep="\n",
+                markup=False,
+                soft_wrap=True,
+            )
     verdicts = [result.verdict for result in results]
     console.print(", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in COLOURS if verdict in verdicts))

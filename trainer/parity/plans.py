@@ -1,4 +1,5 @@
 """The plans that are compared: from text to a configuration with micro-batches that fit, refused or not."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -21,8 +22,20 @@ from trainer.planning.gradient_comm import asked, describe
 from trainer.planning.pipeline import Pipeline, resolve_pipeline
 from trainer.planning.plan import Plan, check_plan, node_size, resolve_plan
 
-FREE = ("parallel.", "precision.compute", "precision.reduce", "precision.matmul", "precision.loss_scale", "precision.scale_",
-        "precision.growth_interval", "activation.", "batch.micro_size", "batch.accumulation", "loss.chunk", "compile")
+FREE = (
+    "parallel.",
+    "precision.compute",
+    "precision.reduce",
+    "precision.matmul",
+    "precision.loss_scale",
+    "precision.scale_",
+    "precision.growth_interval",
+    "activation.",
+    "batch.micro_size",
+    "batch.accumulation",
+    "loss.chunk",
+    "compile",
+)
 """Settings that leave the mathematics of training alone, and which plans may therefore choose."""
 
 SCHEDULES = ("1f1b", "zb_h1", "interleaved", "zb_v")
@@ -32,6 +45,7 @@ SCHEDULES = ("1f1b", "zb_h1", "interleaved", "zb_v")
 @dataclass
 class Case:
     """A plan that was asked for, and what it takes to run it, unless there are reasons not to."""
+
     text: str
     reasons: list[str] = field(default_factory=list)
     config: Config | None = None
@@ -47,7 +61,10 @@ class Case:
         gradients = describe(self.config.parallel.grad_comm, plan, node_size(plan.world))
         extras += [f"gradients {gradients}"] * bool(gradients)
         pipe = self.pipeline.describe() if plan.pp > 1 else f"{self.batch.accumulation} micro-batches"
-        return [f"{plan.describe()}, {', '.join([types, *extras])}", f"{pipe} of {self.batch.micro_size} x {self.batch.sequence_length} tokens"]
+        return [
+            f"{plan.describe()}, {', '.join([types, *extras])}",
+            f"{pipe} of {self.batch.micro_size} x {self.batch.sequence_length} tokens",
+        ]
 
 
 def compose(overrides: Sequence[str], config_dir: str | None) -> Config:
@@ -63,19 +80,35 @@ def key(override: str) -> str:
     return override.lstrip("+").partition("=")[0]
 
 
-def resolve(text: str, base: Config, spec: ModelSpec, overrides: Sequence[str], config_dir: str | None, global_size: int, processes: int,
-            device: torch.device) -> Case:
+def resolve(
+    text: str,
+    base: Config,
+    spec: ModelSpec,
+    overrides: Sequence[str],
+    config_dir: str | None,
+    global_size: int,
+    processes: int,
+    device: torch.device,
+) -> Case:
     """A plan's text as a case, refused or not."""
     try:
         chosen = [word if "=" in word else f"parallel={word}" for word in shlex.split(text)]
         named = {key(word) for word in chosen}
         config = compose([*(word for word in overrides if key(word) not in named), *chosen], config_dir)
         common = flat(dataclasses.asdict(base))
-        fixed = [name for name, value in flat(dataclasses.asdict(config)).items() if value != common.get(name) and not name.startswith(FREE)]
+        fixed = [
+            name
+            for name, value in flat(dataclasses.asdict(config)).items()
+            if value != common.get(name) and not name.startswith(FREE)
+        ]
         if fixed:
-            raise ConfigError(f"a plan cannot set {', '.join(fixed)}: the reference has it too; set it outside of plans=[...]")
+            raise ConfigError(
+                f"a plan cannot set {', '.join(fixed)}: the reference has it too; set it outside of plans=[...]"
+            )
         if config.parallel.pipeline.schedule == "auto" and config.parallel.pp > 1:
-            raise ConfigError("parallel.pipeline.schedule=auto is chosen while a run trains; name the CSV file that the run saved, or interleaved")
+            raise ConfigError(
+                "parallel.pipeline.schedule=auto is chosen while a run trains; name the CSV file that the run saved, or interleaved"
+            )
         if any(hop.codec == "auto" for hop in asked(config.parallel.grad_comm).values()):
             raise ConfigError("parallel.grad_comm: codec=auto is chosen while a run trains; name a codec, such as int8")
         node = node_size(processes)
@@ -120,9 +153,16 @@ def generated(spec: ModelSpec, processes: int) -> list[str]:
             if check_plan(ParallelConfig(tp=tp, pp=pp), processes, spec, node):
                 continue
             stages = [0] if processes == tp * pp else [0, 1, 2, 3] if tp * pp == 1 else [0, 3]
-            schedules = [name for name in SCHEDULES if spec.depth >= pp * (1 + (name in ("interleaved", "zb_v")))] if pp > 1 else [""]
+            schedules = (
+                [name for name in SCHEDULES if spec.depth >= pp * (1 + (name in ("interleaved", "zb_v")))]
+                if pp > 1
+                else [""]
+            )
             chosen = [(stage, schedules[0]) for stage in stages] + [(stages[-1], name) for name in schedules[1:]]
-            plans += [f"parallel.dp=-1 parallel.shard=-1 parallel.zero.offload=false parallel.tp={tp} parallel.pp={pp} parallel.zero.stage={stage}"
-                      + f" parallel.pipeline.schedule={name} parallel.pipeline.chunks=null parallel.pipeline.split=balanced" * bool(name)
-                      for stage, name in chosen]
+            plans += [
+                f"parallel.dp=-1 parallel.shard=-1 parallel.zero.offload=false parallel.tp={tp} parallel.pp={pp} parallel.zero.stage={stage}"
+                + f" parallel.pipeline.schedule={name} parallel.pipeline.chunks=null parallel.pipeline.split=balanced"
+                * bool(name)
+                for stage, name in chosen
+            ]
     return plans

@@ -1,4 +1,5 @@
 """The reference that every plan is compared with: one process, plain modules, plain autograd, fp32, torch's own optimizer."""
+
 from __future__ import annotations
 
 import math
@@ -32,6 +33,7 @@ class Trajectory:
 
     problems: what was wrong on the way, whatever the numbers; overflows: steps that the loss scaler skipped.
     """
+
     initial: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -41,8 +43,14 @@ class Trajectory:
     overflows: int = 0
 
 
-def reference(config: Config, spec: ModelSpec, steps: Iterable[list[Batch]], device: torch.device, weights: Weights | None = None,
-              compute: torch.dtype = torch.float32) -> Trajectory:
+def reference(
+    config: Config,
+    spec: ModelSpec,
+    steps: Iterable[list[Batch]],
+    device: torch.device,
+    weights: Weights | None = None,
+    compute: torch.dtype = torch.float32,
+) -> Trajectory:
     """Trains in this process with none of the project's parallel, optimizer or loss code.
 
     steps: the micro-batches of each optimizer step, which here may be cut in any way. compute: the type of forward and
@@ -54,16 +62,25 @@ def reference(config: Config, spec: ModelSpec, steps: Iterable[list[Batch]], dev
     groups: dict[Any, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         groups.setdefault(policies[name], []).append(parameter)
-    optimizer = torch.optim.AdamW([{"params": parameters, "weight_decay": policy.weight_decay, "scale": policy.lr_scale}
-                                   for policy, parameters in groups.items()],
-                                  betas=(config.optimizer.beta1, config.optimizer.beta2), eps=config.optimizer.eps)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": parameters, "weight_decay": policy.weight_decay, "scale": policy.lr_scale}
+            for policy, parameters in groups.items()
+        ],
+        betas=(config.optimizer.beta1, config.optimizer.beta2),
+        eps=config.optimizer.eps,
+    )
     seen, scale = Trajectory(initial=snapshot(model)), LOSS_SCALE if compute is torch.float16 else 1.0
     for number, batches in enumerate(steps):
         valid = max(1, sum(int((batch.targets != IGNORE).sum()) for batch in batches))
         loss = 0.0
         for batch in batches:
             copies = {name: parameter.to(compute) for name, parameter in model.named_parameters()}
-            logits = torch.func.functional_call(model, copies, (batch.tokens,), {"documents": batch.documents}).flatten(0, 1).float()
+            logits = (
+                torch.func.functional_call(model, copies, (batch.tokens,), {"documents": batch.documents})
+                .flatten(0, 1)
+                .float()
+            )
             targets = batch.targets.flatten()
             entropy = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
             normalizers = logits.logsumexp(-1)[targets != IGNORE]
@@ -72,12 +89,18 @@ def reference(config: Config, spec: ModelSpec, steps: Iterable[list[Batch]], dev
         for parameter in model.parameters():
             parameter.grad /= scale
         seen.losses.append(loss)
-        seen.gradients.append({name: parameter.grad.to("cpu", copy=True) for name, parameter in model.named_parameters()})
-        norm = torch.stack([parameter.grad.norm(dtype=torch.float64) for parameter in model.parameters()]).norm()  # fp32 loses digits
+        seen.gradients.append(
+            {name: parameter.grad.to("cpu", copy=True) for name, parameter in model.named_parameters()}
+        )
+        norm = torch.stack(
+            [parameter.grad.norm(dtype=torch.float64) for parameter in model.parameters()]
+        ).norm()  # fp32 loses digits
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), config.optimizer.clip_norm or math.inf, norm.float())
         seen.norms.append(norm.item())
         for group in optimizer.param_groups:
-            group["lr"] = group["scale"] * learning_rate(config.lr, config.run.steps, torch.tensor(float(number))).item()
+            group["lr"] = (
+                group["scale"] * learning_rate(config.lr, config.run.steps, torch.tensor(float(number))).item()
+            )
         optimizer.step()
         optimizer.zero_grad()
     seen.parameters = snapshot(model)

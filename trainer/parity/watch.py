@@ -1,4 +1,5 @@
 """A plan under observation: what reaches its optimizer on every rank, put together to whole tensors."""
+
 from __future__ import annotations
 
 import gc
@@ -28,6 +29,7 @@ from trainer.training.step import train_step
 
 class Piece(NamedTuple):
     """Which part of which tensor: the initial weights, the last ones, or the gradients of a step."""
+
     kind: str
     name: str
     offset: tuple[int, ...]
@@ -52,14 +54,21 @@ class Watch:
         """One optimizer step; a step that the loss scaler skips is repeated with the lower scale."""
         state, number = self.state, len(self.losses) + 1
         while True:
-            before = [local(parameter).detach().clone() for parameter in state.optimizer.parameters.values()] if state.scaler.enabled else []
+            before = (
+                [local(parameter).detach().clone() for parameter in state.optimizer.parameters.values()]
+                if state.scaler.enabled
+                else []
+            )
             scalars = train_step(state, batches, False)
             self.told.append(f"{scalars['loss'].item()} {scalars['grad_norm'].item()}")
             if not scalars["found_inf"] or not state.scaler.enabled or scalars["loss_scale"] <= 1:
                 break
             self.overflows += 1
-            self.problems += [f"step {number}: {name} changed although the step overflowed"
-                              for old, (name, parameter) in zip(before, state.optimizer.parameters.items()) if not torch.equal(old, local(parameter))]
+            self.problems += [
+                f"step {number}: {name} changed although the step overflowed"
+                for old, (name, parameter) in zip(before, state.optimizer.parameters.items())
+                if not torch.equal(old, local(parameter))
+            ]
         if scalars["found_inf"]:
             self.problems.append(f"step {number}: the loss or a gradient is not finite")
         self.losses.append(scalars["loss"].item())
@@ -68,7 +77,9 @@ class Watch:
     def sum(self) -> None:
         for name, parameter in self.state.shared.parameters.items() if self.state.plan.engine == "torch" else ():
             if parameter.grad is None:
-                self.problems.append(f"step {len(self.losses) + 1}: {name} has no gradient on rank {self.state.world.rank}")
+                self.problems.append(
+                    f"step {len(self.losses) + 1}: {name} has no gradient on rank {self.state.world.rank}"
+                )
                 parameter.grad = torch.zeros_like(parameter)
         self._sum()
 
@@ -84,21 +95,42 @@ class Watch:
             for offset, value in boxes(parameter.grad if kind.startswith("gradient") else parameter):
                 if value.numel():
                     value = value / self.state.scaler.value.item() if kind.startswith("gradient") else value
-                    self.pieces.append((Piece(kind, name.removesuffix(COPY), tuple(offset), tuple(value.shape)), value.to("cpu", copy=True)))
+                    self.pieces.append(
+                        (
+                            Piece(kind, name.removesuffix(COPY), tuple(offset), tuple(value.shape)),
+                            value.to("cpu", copy=True),
+                        )
+                    )
 
     def trajectory(self) -> Trajectory:
         """What was seen by all ranks together; whole tensors on rank 0 only. All ranks call it together."""
         self.keep("parameters")
-        whole, differing = assemble(self.pieces, {name: info.shape for name, info in declarations(self.state.spec).items()})
+        whole, differing = assemble(
+            self.pieces, {name: info.shape for name, info in declarations(self.state.spec).items()}
+        )
         everyone = self.state.world.gather((self.told, self.problems))
-        problems = [f"{piece.kind}: {piece.name} differs between ranks that hold the same part of it" for piece in differing]
-        problems += ["found_inf, clipping, loss or gradient norm differ between ranks"] * any(told != everyone[0][0] for told, _ in everyone)
+        problems = [
+            f"{piece.kind}: {piece.name} differs between ranks that hold the same part of it" for piece in differing
+        ]
+        problems += ["found_inf, clipping, loss or gradient norm differ between ranks"] * any(
+            told != everyone[0][0] for told, _ in everyone
+        )
         problems += dict.fromkeys(problem for _, some in everyone for problem in some)
         gradients = [whole.get(f"gradient {number}", {}) for number in range(len(self.losses))]
-        return Trajectory(whole.get("initial", {}), self.losses, self.norms, gradients, whole.get("parameters", {}), problems, self.overflows)
+        return Trajectory(
+            whole.get("initial", {}),
+            self.losses,
+            self.norms,
+            gradients,
+            whole.get("parameters", {}),
+            problems,
+            self.overflows,
+        )
 
 
-def assemble(pieces: list[tuple[Piece, Tensor]], shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, dict[str, Tensor]], list[Piece]]:
+def assemble(
+    pieces: list[tuple[Piece, Tensor]], shapes: dict[str, tuple[int, ...]]
+) -> tuple[dict[str, dict[str, Tensor]], list[Piece]]:
     """Whole tensors by kind and name on rank 0 (none elsewhere), and the pieces of which ranks hold different bits.
 
     Of replicas one is sent, and a digest of each: gathering is over the host, piece by piece as ranks hold them, so that
@@ -121,8 +153,15 @@ def assemble(pieces: list[tuple[Piece, Tensor]], shapes: dict[str, tuple[int, ..
     return whole, differing
 
 
-def train(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, world: World, steps: Iterable[list[Batch]],
-          weights: Weights | None = None) -> Trajectory:
+def train(
+    config: Config,
+    spec: ModelSpec,
+    plan: Plan,
+    pipeline: Pipeline,
+    world: World,
+    steps: Iterable[list[Batch]],
+    weights: Weights | None = None,
+) -> Trajectory:
     """Trains under a plan. `steps`: this rank's micro-batches. All ranks call it together; the tensors are on rank 0."""
     with numeric_mode(config):
         state = TrainState.build(config, spec, plan, pipeline, world, weights)

@@ -2,6 +2,7 @@
 
 Pure functions of the configuration and the number of data-parallel ranks.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ PIPELINE_FILL = 4
 @dataclass(frozen=True)
 class BatchPlan:
     """A resolved batch; sizes in sequences, `sequence_length` in tokens."""
+
     sequence_length: int
     global_size: int
     micro_size: int
@@ -40,11 +42,16 @@ def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1, pp: int = 1) -> Batc
     `accumulation` without a global size is 1, or so many. Raises `ConfigError` with legal neighbours.
     """
     names = ("sequence_length", "global_size", "global_tokens", "micro_size", "accumulation")
-    problems = [f"batch.{name}={value} must be at least 1" for name in names
-                if (value := getattr(batch, name)) is not None and value < 1]
+    problems = [
+        f"batch.{name}={value} must be at least 1"
+        for name in names
+        if (value := getattr(batch, name)) is not None and value < 1
+    ]
     if batch.sequence_length % tp:
-        problems.append(f"batch.sequence_length={batch.sequence_length} is not a multiple of parallel.tp={tp}, whose ranks share the tokens; "
-                        f"legal: {_either(_multiples(batch.sequence_length, tp))}")
+        problems.append(
+            f"batch.sequence_length={batch.sequence_length} is not a multiple of parallel.tp={tp}, whose ranks share the tokens; "
+            f"legal: {_either(_multiples(batch.sequence_length, tp))}"
+        )
     if problems:
         raise ConfigError(problems)
     length, micro, accumulation = batch.sequence_length, batch.micro_size, batch.accumulation
@@ -61,8 +68,10 @@ def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1, pp: int = 1) -> Batc
     product = " x ".join(factors) + (f" = {unit}" if len(factors) > 1 else "")
     stated = f"batch.{named}={size * scale}" + (f" ({size} sequences)" if scale > 1 else "")
     if len(given) == 2 and size != unit:
-        raise ConfigError(f"{stated} is not {product}; set batch.{named}={unit * scale}, "
-                          "or leave one of the three out and it is derived")
+        raise ConfigError(
+            f"{stated} is not {product}; set batch.{named}={unit * scale}, "
+            "or leave one of the three out and it is derived"
+        )
     if size % unit:
         legal = [f"batch.{named}={_either(_multiples(size, unit), scale)}"]
         if given and size % dp == 0:
@@ -70,7 +79,9 @@ def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1, pp: int = 1) -> Batc
             legal.append(f"batch.{name}={_either(_around(value, divisors(size // dp)))}")
         raise ConfigError(f"{stated} is not a multiple of {product}; legal: {', or '.join(legal)}")
     if micro is None:
-        fitting = [fit for fit in divisors(size // dp) if fit == 1 or fit * length <= MICRO_TOKENS and fit * dp * fill <= size]
+        fitting = [
+            fit for fit in divisors(size // dp) if fit == 1 or fit * length <= MICRO_TOKENS and fit * dp * fill <= size
+        ]
         micro = size // (dp * accumulation) if accumulation else max(fitting)
     return BatchPlan(length, size, micro, size // (micro * dp))
 
@@ -81,11 +92,15 @@ def _global_size(batch: BatchConfig) -> int | None:
     if tokens is None:
         return size
     if tokens % length:
-        raise ConfigError(f"batch.global_tokens={tokens} is not a multiple of batch.sequence_length={length}; "
-                          f"legal: batch.global_tokens={_either(_multiples(tokens, length))}")
+        raise ConfigError(
+            f"batch.global_tokens={tokens} is not a multiple of batch.sequence_length={length}; "
+            f"legal: batch.global_tokens={_either(_multiples(tokens, length))}"
+        )
     if size not in (None, tokens // length):
-        raise ConfigError(f"batch.global_size={size} x batch.sequence_length={length} = {size * length} tokens, but "
-                          f"batch.global_tokens={tokens}; give one of the two")
+        raise ConfigError(
+            f"batch.global_size={size} x batch.sequence_length={length} = {size * length} tokens, but "
+            f"batch.global_tokens={tokens}; give one of the two"
+        )
     return tokens // length
 
 

@@ -2,6 +2,7 @@
 
 Pure: needs neither torch nor a process group, so that every refusal comes before either exists.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -12,21 +13,43 @@ from trainer.planning.batch import resolve_batch
 from trainer.planning.deepspeed import check_settings
 
 RANGES = {  # as in mathematics: [ includes its bound, ( does not
-    "run.steps": "[1, inf)", "run.seed": "[0, inf)",
-    "data.vocab_size": "[1, inf)", "data.eval_fraction": "[0, 1)",
-    "data.workers": "[0, inf)", "data.prefetch": "[0, inf)",
-    "precision.loss_scale": "(0, inf)", "precision.scale_growth": "(1, inf)", "precision.scale_backoff": "(0, 1)",
+    "run.steps": "[1, inf)",
+    "run.seed": "[0, inf)",
+    "data.vocab_size": "[1, inf)",
+    "data.eval_fraction": "[0, 1)",
+    "data.workers": "[0, inf)",
+    "data.prefetch": "[0, inf)",
+    "precision.loss_scale": "(0, inf)",
+    "precision.scale_growth": "(1, inf)",
+    "precision.scale_backoff": "(0, 1)",
     "precision.growth_interval": "[1, inf)",
-    "activation.every": "[1, inf)", "activation.budget": "[0, 1]",
-    "loss.z_loss": "[0, inf)", "loss.chunk": "[0, inf)",
-    "optimizer.beta1": "[0, 1)", "optimizer.beta2": "[0, 1)", "optimizer.eps": "(0, inf)",
-    "optimizer.weight_decay": "[0, inf)", "optimizer.clip_norm": "[0, inf)",
-    "lr.peak": "(0, inf)", "lr.warmup": "[0, inf)", "lr.final": "[0, 1]", "lr.decay": "[0, inf)",
-    "checkpoint.every": "[0, inf)", "checkpoint.keep_last": "[0, inf)", "checkpoint.keep_every": "[0, inf)",
-    "eval.every": "[0, inf)", "eval.sequences": "[1, inf)",
-    "parallel.pipeline.probe_steps": "[1, inf)", "parallel.grad_comm.min_size": "[0, inf)",
-    "guard.max_skipped": "[1, inf)", "guard.stall_factor": "[0, inf)", "guard.stall_seconds": "(0, inf)", "guard.stall_allowance": "(0, inf)",
-    "guard.straggler_factor": "(1, inf)", "guard.straggler_lines": "[1, inf)", "logging.every": "[1, inf)",
+    "activation.every": "[1, inf)",
+    "activation.budget": "[0, 1]",
+    "loss.z_loss": "[0, inf)",
+    "loss.chunk": "[0, inf)",
+    "optimizer.beta1": "[0, 1)",
+    "optimizer.beta2": "[0, 1)",
+    "optimizer.eps": "(0, inf)",
+    "optimizer.weight_decay": "[0, inf)",
+    "optimizer.clip_norm": "[0, inf)",
+    "lr.peak": "(0, inf)",
+    "lr.warmup": "[0, inf)",
+    "lr.final": "[0, 1]",
+    "lr.decay": "[0, inf)",
+    "checkpoint.every": "[0, inf)",
+    "checkpoint.keep_last": "[0, inf)",
+    "checkpoint.keep_every": "[0, inf)",
+    "eval.every": "[0, inf)",
+    "eval.sequences": "[1, inf)",
+    "parallel.pipeline.probe_steps": "[1, inf)",
+    "parallel.grad_comm.min_size": "[0, inf)",
+    "guard.max_skipped": "[1, inf)",
+    "guard.stall_factor": "[0, inf)",
+    "guard.stall_seconds": "(0, inf)",
+    "guard.stall_allowance": "(0, inf)",
+    "guard.straggler_factor": "(1, inf)",
+    "guard.straggler_lines": "[1, inf)",
+    "logging.every": "[1, inf)",
 }
 
 
@@ -34,7 +57,13 @@ def check(config: Config, world_size: int) -> list[str]:
     """Everything that is wrong with a typed configuration on `world_size` processes, one sentence each."""
     ranges = [outside(path, attrgetter(path)(config), interval) for path, interval in RANGES.items()]
     model = [] if config.model.from_hf else config.model.check()
-    return [*filter(None, ranges), *model, *_contradictions(config), *check_settings(config), *_layout(config, world_size)]
+    return [
+        *filter(None, ranges),
+        *model,
+        *_contradictions(config),
+        *check_settings(config),
+        *_layout(config, world_size),
+    ]
 
 
 def outside(path: str, value: float, interval: str) -> str | None:
@@ -53,15 +82,21 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield f"lr.warmup={lr.warmup} must be below run.steps={run.steps}"
     elif lr.schedule == "wsd" and lr.warmup + (lr.decay or run.steps // 5) > run.steps:
         decay = f"lr.decay={lr.decay}" if lr.decay else f"lr.decay={run.steps // 5} (a fifth of the run)"
-        yield (f"lr.warmup={lr.warmup} + {decay} exceeds run.steps={run.steps}; "
-               f"set lr.decay={run.steps - lr.warmup} or less")
+        yield (
+            f"lr.warmup={lr.warmup} + {decay} exceeds run.steps={run.steps}; "
+            f"set lr.decay={run.steps - lr.warmup} or less"
+        )
     if model.learned_positions and not model.from_hf and config.batch.sequence_length > model.max_length:
-        yield (f"batch.sequence_length={config.batch.sequence_length} exceeds the learned positions of "
-               f"model.max_length={model.max_length}")
+        yield (
+            f"batch.sequence_length={config.batch.sequence_length} exceeds the learned positions of "
+            f"model.max_length={model.max_length}"
+        )
     tokens = {"bpe": data.vocab_size, "bytes": 257}.get(data.tokenizer, 0)
     tokenised = any(source.kind != "tokens" for source in data.sources.values())
     if tokenised and not model.from_hf and model.vocab_size < tokens:
-        size = f"data.vocab_size={tokens}" if data.tokenizer == "bpe" else f"the {tokens} tokens of data.tokenizer=bytes"
+        size = (
+            f"data.vocab_size={tokens}" if data.tokenizer == "bpe" else f"the {tokens} tokens of data.tokenizer=bytes"
+        )
         other = f" or data.vocab_size={model.vocab_size}" if data.tokenizer == "bpe" else ""
         yield f"model.vocab_size={model.vocab_size} has no rows for {size}; set model.vocab_size={tokens}{other}"
     if 0 < config.guard.stall_factor <= 1:
@@ -70,7 +105,9 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield "activation.mode=budget lets the compiler choose and needs compile=true; without it use activation=selective"
     for name in ("memory_cap", "chunks", "group_size"):
         value = getattr(config.parallel.pipeline, name)
-        yield from filter(None, [outside(f"parallel.pipeline.{name}", value, "[1, inf)") if value is not None else None])
+        yield from filter(
+            None, [outside(f"parallel.pipeline.{name}", value, "[1, inf)") if value is not None else None]
+        )
     if config.eval.every and not data.eval_fraction:
         yield f"eval.every={config.eval.every} needs held-out documents; data.eval_fraction=0 holds out none, 0.01 would do"
     if not data.sources:
@@ -78,8 +115,13 @@ def _contradictions(config: Config) -> Iterator[str]:
     elif all(source.weight == 0 for source in data.sources.values()):
         yield "data.sources: every weight is 0; give at least one corpus a share"
     for name, source in data.sources.items():
-        yield from filter(None, [outside(f"data.sources.{name}.weight", source.weight, "[0, inf)"),
-                                 outside(f"data.sources.{name}.limit", source.limit, "[0, inf)")])
+        yield from filter(
+            None,
+            [
+                outside(f"data.sources.{name}.weight", source.weight, "[0, inf)"),
+                outside(f"data.sources.{name}.limit", source.limit, "[0, inf)"),
+            ],
+        )
         if source.kind != "stdlib" and not source.path:
             yield f"data.sources.{name}.kind={source.kind} needs data.sources.{name}.path"
     for step in config.logging.trace:
@@ -98,6 +140,7 @@ def _layout(config: Config, world_size: int) -> list[str]:
     from trainer.planning.gradient_comm import check_grad_comm
     from trainer.planning.pipeline import check_pipeline
     from trainer.planning.plan import check_plan, node_size, resolve_plan
+
     spec = None if config.model.from_hf or config.model.check() else config.model
     node = node_size(world_size)
     problems = check_plan(config.parallel, world_size, spec, node)

@@ -2,6 +2,7 @@
 
 Imports neither torch nor DeepSpeed but in `load`, so that refusals come before any process group.
 """
+
 from __future__ import annotations
 
 import math
@@ -21,27 +22,78 @@ STAGE_3, OFFLOAD, NVME = "parallel.zero.stage=3", "parallel.zero.offload=true", 
 
 class Key(NamedTuple):
     """What may be given for a key of DeepSpeed's configuration, and the settings without which it does nothing."""
+
     value: str | dict[str, Key]
     needs: tuple[str, ...] = ()
 
 
-OWN = Key({
-    "zero_optimization": Key({
-        "reduce_bucket_size": Key(SIZE), "contiguous_gradients": Key(FLAG),
-        "overlap_comm": Key(FLAG, (STAGE_3,)), "sub_group_size": Key(SIZE, (STAGE_3,)), "zero_hpz_partition_size": Key(COUNT, (STAGE_3,)),
-        "zero_quantized_weights": Key(FLAG, (STAGE_3,)),
-        **{f"stage3_{name}": Key(COUNT, (STAGE_3,)) for name in (
-            "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters", "max_reuse_distance",
-            "module_granularity_threshold")},
-        **{f"stage3_{name}": Key(FLAG, (STAGE_3,)) for name in ("use_all_reduce_for_fetch_params", "allgather_sequential")},
-        "offload_optimizer": Key({"pin_memory": Key(FLAG), "buffer_count": Key(SIZE, (NVME,)), "pipeline_read": Key(FLAG, (NVME,)),
-                                  "pipeline_write": Key(FLAG, (NVME,))}, (OFFLOAD,)),
-        "offload_param": Key({"pin_memory": Key(FLAG), **{name: Key(SIZE, (NVME,)) for name in ("buffer_count", "buffer_size", "max_in_cpu")}},
-                             (STAGE_3, OFFLOAD))}),
-    "aio": Key({"block_size": Key(SIZE), "queue_depth": Key(SIZE), "intra_op_parallelism": Key(SIZE), "single_submit": Key(FLAG),
-                "overlap_events": Key(FLAG)}, (NVME,)),
-    "comms_logger": Key({"enabled": Key(FLAG), "prof_all": Key(FLAG), "prof_ops": Key(NAMES), "verbose": Key(FLAG), "debug": Key(FLAG)}),
-    "wall_clock_breakdown": Key(FLAG), "memory_breakdown": Key(FLAG), "steps_per_print": Key(SIZE)})
+OWN = Key(
+    {
+        "zero_optimization": Key(
+            {
+                "reduce_bucket_size": Key(SIZE),
+                "contiguous_gradients": Key(FLAG),
+                "overlap_comm": Key(FLAG, (STAGE_3,)),
+                "sub_group_size": Key(SIZE, (STAGE_3,)),
+                "zero_hpz_partition_size": Key(COUNT, (STAGE_3,)),
+                "zero_quantized_weights": Key(FLAG, (STAGE_3,)),
+                **{
+                    f"stage3_{name}": Key(COUNT, (STAGE_3,))
+                    for name in (
+                        "prefetch_bucket_size",
+                        "param_persistence_threshold",
+                        "model_persistence_threshold",
+                        "max_live_parameters",
+                        "max_reuse_distance",
+                        "module_granularity_threshold",
+                    )
+                },
+                **{
+                    f"stage3_{name}": Key(FLAG, (STAGE_3,))
+                    for name in ("use_all_reduce_for_fetch_params", "allgather_sequential")
+                },
+                "offload_optimizer": Key(
+                    {
+                        "pin_memory": Key(FLAG),
+                        "buffer_count": Key(SIZE, (NVME,)),
+                        "pipeline_read": Key(FLAG, (NVME,)),
+                        "pipeline_write": Key(FLAG, (NVME,)),
+                    },
+                    (OFFLOAD,),
+                ),
+                "offload_param": Key(
+                    {
+                        "pin_memory": Key(FLAG),
+                        **{name: Key(SIZE, (NVME,)) for name in ("buffer_count", "buffer_size", "max_in_cpu")},
+                    },
+                    (STAGE_3, OFFLOAD),
+                ),
+            }
+        ),
+        "aio": Key(
+            {
+                "block_size": Key(SIZE),
+                "queue_depth": Key(SIZE),
+                "intra_op_parallelism": Key(SIZE),
+                "single_submit": Key(FLAG),
+                "overlap_events": Key(FLAG),
+            },
+            (NVME,),
+        ),
+        "comms_logger": Key(
+            {
+                "enabled": Key(FLAG),
+                "prof_all": Key(FLAG),
+                "prof_ops": Key(NAMES),
+                "verbose": Key(FLAG),
+                "debug": Key(FLAG),
+            }
+        ),
+        "wall_clock_breakdown": Key(FLAG),
+        "memory_breakdown": Key(FLAG),
+        "steps_per_print": Key(SIZE),
+    }
+)
 """What may be added to DeepSpeed's configuration. The rest follows from our settings, has no effect here, or trains something
 else; of unknown sections DeepSpeed itself would say nothing."""
 
@@ -50,12 +102,15 @@ WHY = {
     **dict.fromkeys(("cpu_offload", "cpu_offload_param"), f"is an old name; leave it out, and set {OFFLOAD}"),
     "cpu_offload_use_pin_memory": "is an old name; set offload_optimizer: {pin_memory: ...} instead",
     "allgather_bucket_size": "has no effect, as all is gathered in one call; leave it out",
-    **dict.fromkeys(("round_robin_gradients", "parameter_alignment"),
-                    "moves parameters inside DeepSpeed's flat tensors, where this trainer finds them by their order; leave it out"),
+    **dict.fromkeys(
+        ("round_robin_gradients", "parameter_alignment"),
+        "moves parameters inside DeepSpeed's flat tensors, where this trainer finds them by their order; leave it out",
+    ),
     "compute_grad_norm": "takes away the norm by which gradients are clipped and judged; leave it out (optimizer.clip_norm=0 does not clip)",
     "zero_quantized_gradients": "sums over ranks but averages over nodes, so gradients would be scaled wrongly; leave it out, or set "
-                                "parallel.grad_comm with parallel.zero.engine=torch, which quantises gradients too",
-    "zero_quantized_nontrainable_weights": "is for frozen parameters, and there are none; leave it out"}
+    "parallel.grad_comm with parallel.zero.engine=torch, which quantises gradients too",
+    "zero_quantized_nontrainable_weights": "is for frozen parameters, and there are none; leave it out",
+}
 """Of keys that are refused whatever their value: what they would do, and the way out."""
 
 TORCH = "parallel.zero.engine=torch"
@@ -65,37 +120,61 @@ def check_parallel(parallel: ParallelConfig, dp: int, nodes: int) -> list[str]:
     """Everything in the plan that the engine cannot do, one sentence each. dp: data-parallel ranks."""
     zero = parallel.zero
     if zero.engine == "torch":
-        given = [f"parallel.zero.{name}={value}" for name, value in (("nvme", zero.nvme), ("deepspeed", zero.deepspeed)) if value]
+        given = [
+            f"parallel.zero.{name}={value}"
+            for name, value in (("nvme", zero.nvme), ("deepspeed", zero.deepspeed))
+            if value
+        ]
         return [f"{setting} is for DeepSpeed; set parallel.zero.engine=deepspeed" for setting in given]
     if zero.stage == 0:
-        return [f"parallel.zero.engine=deepspeed has nothing to share at parallel.zero.stage=0; set parallel.zero.stage=1, or {TORCH}"]
+        return [
+            f"parallel.zero.engine=deepspeed has nothing to share at parallel.zero.stage=0; set parallel.zero.stage=1, or {TORCH}"
+        ]
     problems, stage = [], f"parallel.zero.stage={zero.stage}"
     for name, size in (("pp", parallel.pp), ("tp", parallel.tp)):
         if zero.stage > 1 and size > 1:
-            why = ("reduces gradients after every backward pass and gathers by hooks that know no pipeline" if name == "pp" else
-                   "knows no parameters that other ranks hold parts of")
-            problems.append(f"parallel.zero.engine=deepspeed: {stage} {why}, so it cannot run with parallel.{name}={size}; set "
-                            f"parallel.zero.stage=1, or {TORCH}, which runs {stage} under this plan")
+            why = (
+                "reduces gradients after every backward pass and gathers by hooks that know no pipeline"
+                if name == "pp"
+                else "knows no parameters that other ranks hold parts of"
+            )
+            problems.append(
+                f"parallel.zero.engine=deepspeed: {stage} {why}, so it cannot run with parallel.{name}={size}; set "
+                f"parallel.zero.stage=1, or {TORCH}, which runs {stage} under this plan"
+            )
     if parallel.shard not in (-1, dp):
-        problems.append(f"parallel.zero.engine=deepspeed shares over all {dp} data-parallel ranks, not over parallel.shard={parallel.shard}; set "
-                        f"parallel.shard=-1, or {TORCH}, which runs this plan")
+        problems.append(
+            f"parallel.zero.engine=deepspeed shares over all {dp} data-parallel ranks, not over parallel.shard={parallel.shard}; set "
+            f"parallel.shard=-1, or {TORCH}, which runs this plan"
+        )
     if zero.nvme is not None and zero.stage < 3:
-        problems.append(f"parallel.zero.nvme={zero.nvme}: DeepSpeed keeps state on a disk in stage 3 only, not with {stage}; set "
-                        "parallel.zero.stage=3, or parallel.zero.offload=true for host memory")
-    problems += [f"parallel.grad_comm.{name}.codec={codec}: DeepSpeed reduces gradients by itself; set codec=none, or {TORCH}"
-                 for name in ("inner", "outer") if (codec := getattr(parallel.grad_comm, name).codec) != "none"]
+        problems.append(
+            f"parallel.zero.nvme={zero.nvme}: DeepSpeed keeps state on a disk in stage 3 only, not with {stage}; set "
+            "parallel.zero.stage=3, or parallel.zero.offload=true for host memory"
+        )
+    problems += [
+        f"parallel.grad_comm.{name}.codec={codec}: DeepSpeed reduces gradients by itself; set codec=none, or {TORCH}"
+        for name in ("inner", "outer")
+        if (codec := getattr(parallel.grad_comm, name).codec) != "none"
+    ]
     return problems + list(_check_own(parallel, dp, nodes))
 
 
 def _check_own(parallel: ParallelConfig, dp: int, nodes: int) -> Iterator[str]:
     zero, path = parallel.zero, "parallel.zero.deepspeed"
-    present = {f"parallel.zero.stage={zero.stage}", *([OFFLOAD] if zero.offload or zero.nvme is not None else []),
-               *([NVME] if zero.nvme is not None else [])}
+    present = {
+        f"parallel.zero.stage={zero.stage}",
+        *([OFFLOAD] if zero.offload or zero.nvme is not None else []),
+        *([NVME] if zero.nvme is not None else []),
+    }
     problems = list(_check_key(zero.deepspeed, OWN, present, path))
     yield from problems
     section = {} if problems else zero.deepspeed.get("zero_optimization", {})
     size, path = section.get("zero_hpz_partition_size", 1), f"{path}.zero_optimization"
-    between = {f"{path}.zero_hpz_partition_size={size}": size > 1, f"{path}.zero_quantized_weights=true": section.get("zero_quantized_weights")}
+    between = {
+        f"{path}.zero_hpz_partition_size={size}": size > 1,
+        f"{path}.zero_quantized_weights=true": section.get("zero_quantized_weights"),
+    }
     for name in (name for name, given in between.items() if given and nodes < 2):
         yield f"{name} saves traffic between nodes, and all processes run on one; leave it out there"
     if size <= 1 or nodes < 2:
@@ -121,8 +200,11 @@ def _check_key(given: Any, key: Key, present: set[str], path: str) -> Iterator[s
             if name in key.value:
                 yield from _check_key(value, key.value[name], present, f"{path}.{name}")
             else:
-                yield f"{path}.{name} " + WHY.get(name, "contradicts other settings, has no effect here or has never been tried; leave it out. "
-                                                  f"What can be given is {', '.join(key.value)}")
+                yield f"{path}.{name} " + WHY.get(
+                    name,
+                    "contradicts other settings, has no effect here or has never been tried; leave it out. "
+                    f"What can be given is {', '.join(key.value)}",
+                )
 
 
 def _fits(value: Any, kind: str) -> bool:
@@ -144,11 +226,17 @@ def check_settings(config: Config) -> Iterator[str]:
     if zero.engine == "torch":
         return
     if precision.compute == "fp16" and not math.isclose(precision.scale_growth * precision.scale_backoff, 1):
-        yield (f"precision.scale_backoff={precision.scale_backoff}: DeepSpeed's loss scale shrinks by the factor that it grows by; set "
-               f"precision.scale_backoff={1 / precision.scale_growth:g}, or {TORCH}")
+        yield (
+            f"precision.scale_backoff={precision.scale_backoff}: DeepSpeed's loss scale shrinks by the factor that it grows by; set "
+            f"precision.scale_backoff={1 / precision.scale_growth:g}, or {TORCH}"
+        )
     if config.compile and zero.stage == 3:
-        yield ("compile=true: DeepSpeed's stage 3 swaps the memory of parameters under the compiled code; set compile=false, "
-               f"parallel.zero.stage=1 or 2, or {TORCH}")
+        yield (
+            "compile=true: DeepSpeed's stage 3 swaps the memory of parameters under the compiled code; set compile=false, "
+            f"parallel.zero.stage=1 or 2, or {TORCH}"
+        )
     if config.parallel.pipeline.schedule == "auto" and config.parallel.pp > 1:
-        yield ("parallel.pipeline.schedule=auto may cut the model anew, which DeepSpeed cannot; name a schedule (a run with "
-               f"{TORCH} finds one), such as interleaved")
+        yield (
+            "parallel.pipeline.schedule=auto may cut the model anew, which DeepSpeed cannot; name a schedule (a run with "
+            f"{TORCH} finds one), such as interleaved"
+        )

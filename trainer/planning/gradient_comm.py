@@ -1,4 +1,5 @@
 """Which hops gradients take under a plan, and which settings of them are legal. Pure: needs neither torch nor processes."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ class Route:
 
     hops: (kind, ranks that it joins), first to last: within the nodes, then between them.
     """
+
     groups: tuple[tuple[tuple[int, ...], ...], ...]
     hops: tuple[tuple[str, int], ...]
 
@@ -23,17 +25,28 @@ class Route:
 def routes(plan: Plan, node: int) -> tuple[Route | None, Route | None]:
     """The routes of the reduce-scatter within the shard groups and of the all-reduce over replicas, on nodes of `node` ranks;
     None where such groups have one rank. Raises `ValueError` where a group lies unevenly on nodes."""
-    return (_route(plan.groups("shard"), node, "parallel.shard", "inner") if plan.shard > 1 else None,
-            _route(plan.groups("replicate"), node, "the number of replicas", "outer") if plan.replicate > 1 else None)
+    return (
+        _route(plan.groups("shard"), node, "parallel.shard", "inner") if plan.shard > 1 else None,
+        _route(plan.groups("replicate"), node, "the number of replicas", "outer") if plan.replicate > 1 else None,
+    )
 
 
 def _route(groups: list[list[int]], node: int, what: str, within: str) -> Route:
-    laid = [[[rank for rank in group if rank // node == place] for place in dict.fromkeys(rank // node for rank in group)] for group in groups]
+    laid = [
+        [[rank for rank in group if rank // node == place] for place in dict.fromkeys(rank // node for rank in group)]
+        for group in groups
+    ]
     shapes = {(len(group), len(group[0])) for group in laid if len({len(part) for part in group}) == 1}
     if len(shapes) != 1 or any(len({len(part) for part in group}) != 1 for group in laid):
         raise ValueError(f"{what}={len(groups[0])} puts unequal numbers of ranks on nodes of {node} processes")
     nodes, local = shapes.pop()
-    hops = ((within, local),) if nodes == 1 else (("outer", nodes),) if local == 1 else (("inner", local), ("outer", nodes))
+    hops = (
+        ((within, local),)
+        if nodes == 1
+        else (("outer", nodes),)
+        if local == 1
+        else (("inner", local), ("outer", nodes))
+    )
     return Route(tuple(tuple(map(tuple, group)) for group in laid), hops)
 
 
@@ -60,25 +73,48 @@ def _kinds(plan: Plan, node: int) -> set[str]:
 
 def check_grad_comm(settings: GradCommConfig, types: ParameterTypes, plan: Plan, node: int) -> list[str]:
     """Everything that makes the settings impossible under the plan, or with what `types` lets be quantised, one sentence each."""
-    problems = [problem for name in ("inner", "outer") for problem in _check_hop(f"parallel.grad_comm.{name}", getattr(settings, name))]
+    problems = [
+        problem
+        for name in ("inner", "outer")
+        for problem in _check_hop(f"parallel.grad_comm.{name}", getattr(settings, name))
+    ]
     if not asked(settings):
         return problems
     try:
         there = _kinds(plan, node)
     except ValueError as error:
-        return [*problems, f"parallel.grad_comm: {error}, and quantised gradients would cross the network several times over; set "
-                           "parallel.shard, or the processes on each node, such that a group has as many on every node, or codec=none"]
+        return [
+            *problems,
+            f"parallel.grad_comm: {error}, and quantised gradients would cross the network several times over; set "
+            "parallel.shard, or the processes on each node, such that a group has as many on every node, or codec=none",
+        ]
     for name, hop in asked(settings).items():
         if name not in there and hop.codec != "auto":
             other = "outer" if name == "inner" else "inner"
-            way = f"set parallel.grad_comm.{other}.codec={hop.codec} instead" if other in there else "set codec=none, or start more processes"
-            lacks = ("no ranks that share the sharded state within a node" if name == "inner" else "neither replicas nor several nodes")
-            problems.append(f"parallel.grad_comm.{name}.codec={hop.codec}: this plan ({plan.describe()}) has {lacks}; {way}")
-    rules = [rule for policy in vars(types).values() for rule in (policy.values() if isinstance(policy, dict) else [vars(policy)])]
+            way = (
+                f"set parallel.grad_comm.{other}.codec={hop.codec} instead"
+                if other in there
+                else "set codec=none, or start more processes"
+            )
+            lacks = (
+                "no ranks that share the sharded state within a node"
+                if name == "inner"
+                else "neither replicas nor several nodes"
+            )
+            problems.append(
+                f"parallel.grad_comm.{name}.codec={hop.codec}: this plan ({plan.describe()}) has {lacks}; {way}"
+            )
+    rules = [
+        rule
+        for policy in vars(types).values()
+        for rule in (policy.values() if isinstance(policy, dict) else [vars(policy)])
+    ]
     if not any(rule.get("quantise") for rule in rules):
         name, hop = next(iter(asked(settings).items()))
-        problems.append(f"parallel.grad_comm.{name}.codec={hop.codec}: precision.types lets no parameter's gradients be quantised; set "
-                        "precision.types.matrix.quantise=true, or codec=none")
+        problems.append(
+            f"parallel.grad_comm.{name}.codec={hop.codec}: precision.types lets no parameter's gradients be quantised; set "
+            "precision.types.matrix.quantise=true, or codec=none"
+        )
     return problems
 
 
@@ -89,8 +125,12 @@ def _check_hop(path: str, hop: HopConfig) -> list[str]:
     elif hop.hadamard and not (2 <= hop.hadamard <= block // 2 and hop.hadamard.bit_count() == 1):
         problems.append(f"{path}.hadamard={hop.hadamard} must be 0 or a power of two up to half a block, {block // 2}")
     if hop.stochastic and hop.codec not in ("int8", "int4", "auto"):
-        problems.append(f"{path}.stochastic=true rounds whole-numbered codes, and {path}.codec={hop.codec} has none; set codec=int8 or int4")
+        problems.append(
+            f"{path}.stochastic=true rounds whole-numbered codes, and {path}.codec={hop.codec} has none; set codec=int8 or int4"
+        )
     for name, idle in (("hadamard", 0), ("error_feedback", "none"), ("block", None)):
         if getattr(hop, name) != idle and (hop.codec == "none" or hop.codec == "bf16" and name != "error_feedback"):
-            problems.append(f"{path}.{name}={getattr(hop, name)} has no effect with {path}.codec={hop.codec}; set codec=int8 or int4, or leave it out")
+            problems.append(
+                f"{path}.{name}={getattr(hop, name)} has no effect with {path}.codec={hop.codec}; set codec=int8 or int4, or leave it out"
+            )
     return problems

@@ -1,4 +1,5 @@
 """From the configuration to a schedule and a split of the layers: what the pipeline of a run is."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from trainer.planning.schedules.validate import validate
 @dataclass(frozen=True)
 class Pipeline:
     """Who computes what, and when. split: by stage, the layers it holds."""
+
     schedule: Schedule
     split: tuple[range, ...]
 
@@ -45,7 +47,9 @@ def resolve_pipeline(config: Config, spec: ModelSpec, plan: Plan, batch: BatchPl
     split = resolve_split(settings.split, costs, placement)
     if schedule is None:
         stages = costs.stage(split)
-        schedule = greedy(stages, placement, batch.accumulation, (settings.memory_cap or plan.pp) * stages.share(placement))
+        schedule = greedy(
+            stages, placement, batch.accumulation, (settings.memory_cap or plan.pp) * stages.share(placement)
+        )
     return Pipeline(schedule, split)
 
 
@@ -54,10 +58,14 @@ def check_pipeline(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> 
     settings = config.parallel.pipeline
     problems = unread_settings(settings) if plan.pp > 1 else []
     if not (settings.schedule in (*TEMPLATES, "greedy", "auto") or settings.schedule.endswith(".csv")):
-        problems.append(f"parallel.pipeline.schedule={settings.schedule} is unknown; legal: {', '.join(TEMPLATES)}, greedy, auto, or the "
-                        "path of a .csv file")
+        problems.append(
+            f"parallel.pipeline.schedule={settings.schedule} is unknown; legal: {', '.join(TEMPLATES)}, greedy, auto, or the "
+            "path of a .csv file"
+        )
     if not isinstance(settings.split, list) and settings.split not in ("balanced", "even"):
-        problems.append(f"parallel.pipeline.split={settings.split} is unknown; legal: balanced, even, or the number of layers of each stage")
+        problems.append(
+            f"parallel.pipeline.split={settings.split} is unknown; legal: balanced, even, or the number of layers of each stage"
+        )
     if problems:
         raise ConfigError(problems)
     if plan.pp == 1:  # the order of one rank's micro-batches is not worth a choice
@@ -68,8 +76,10 @@ def check_pipeline(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> 
         schedule = named_schedule(settings, depth, plan, batch)
         placement = schedule.placement
     if len(placement) > depth:
-        raise ConfigError(f"parallel.pp={plan.pp} x {len(placement) // plan.pp} stages a rank needs {len(placement)} layers, and the model has "
-                          f"{depth}; set parallel.pipeline.chunks or parallel.pp lower, or parallel.pipeline.schedule=1f1b")
+        raise ConfigError(
+            f"parallel.pp={plan.pp} x {len(placement) // plan.pp} stages a rank needs {len(placement)} layers, and the model has "
+            f"{depth}; set parallel.pipeline.chunks or parallel.pp lower, or parallel.pipeline.schedule=1f1b"
+        )
     if isinstance(settings.split, list):
         explicit(settings.split, depth, len(placement))
     return placement, schedule
@@ -78,12 +88,21 @@ def check_pipeline(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> 
 def unread_settings(settings: PipelineConfig) -> list[str]:
     """Settings that the schedule has no use for."""
     name = settings.schedule
-    unread = {"group_size": name != "interleaved", "chunks": name.endswith(".csv"), "memory_cap": name not in ("greedy", "auto")}
-    problems = [f"parallel.pipeline.{setting}={getattr(settings, setting)} has no meaning for parallel.pipeline.schedule={name}; leave it out"
-                for setting, useless in unread.items() if useless and getattr(settings, setting) is not None]
+    unread = {
+        "group_size": name != "interleaved",
+        "chunks": name.endswith(".csv"),
+        "memory_cap": name not in ("greedy", "auto"),
+    }
+    problems = [
+        f"parallel.pipeline.{setting}={getattr(settings, setting)} has no meaning for parallel.pipeline.schedule={name}; leave it out"
+        for setting, useless in unread.items()
+        if useless and getattr(settings, setting) is not None
+    ]
     if name == "auto" and settings.split == "even":
-        problems.append("parallel.pipeline.split=even: parallel.pipeline.schedule=auto chooses the split itself; leave it at balanced, or "
-                        "give the number of layers of each stage")
+        problems.append(
+            "parallel.pipeline.split=even: parallel.pipeline.schedule=auto chooses the split itself; leave it at balanced, or "
+            "give the number of layers of each stage"
+        )
     return problems
 
 
@@ -92,7 +111,13 @@ def named_schedule(settings: PipelineConfig, depth: int, plan: Plan, batch: Batc
     name, chunks = settings.schedule, settings.chunks
     if name == "auto":
         # As many stages as the user wants; else two on a rank, where there are layers for them.
-        chunks = chunks or (max(1, len(settings.split) // plan.pp) if isinstance(settings.split, list) else 2 if 2 * plan.pp <= depth else 1)
+        chunks = chunks or (
+            max(1, len(settings.split) // plan.pp)
+            if isinstance(settings.split, list)
+            else 2
+            if 2 * plan.pp <= depth
+            else 1
+        )
         name = {1: "zb_h1", 2: "zb_v"}.get(chunks, "interleaved")
     if name in TEMPLATES:
         return build_schedule(name, plan.pp, batch.accumulation, chunks, settings.group_size)
@@ -102,7 +127,9 @@ def named_schedule(settings: PipelineConfig, depth: int, plan: Plan, batch: Batc
     except OSError as error:
         raise ConfigError(f"parallel.pipeline.schedule={name}: cannot read it ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"parallel.pipeline.schedule={name} is not a text file; give a schedule in torch's notation") from None
+        raise ConfigError(
+            f"parallel.pipeline.schedule={name} is not a text file; give a schedule in torch's notation"
+        ) from None
     problems = []
     if schedule.ranks != plan.pp:
         problems.append(f"it has {schedule.ranks} lines, one a rank, for parallel.pp={plan.pp}")

@@ -2,6 +2,7 @@
 
 Pure functions of the configuration and the number of processes; no process group is needed to check a plan.
 """
+
 from __future__ import annotations
 
 import math
@@ -18,6 +19,7 @@ from trainer.planning.deepspeed import check_parallel
 @dataclass(frozen=True)
 class Plan:
     """A resolved plan; its mesh says which rank is where."""
+
     pp: int
     replicate: int
     shard: int
@@ -42,7 +44,7 @@ class Plan:
     def groups(self, dimension: str) -> list[list[int]]:
         """The process groups of a dimension of the mesh: global ranks that differ in their place along it only."""
         names = list(self.mesh)
-        step = math.prod(self.mesh[name] for name in names[names.index(dimension) + 1:])
+        step = math.prod(self.mesh[name] for name in names[names.index(dimension) + 1 :])
         size = self.mesh[dimension]
         firsts = (rank for rank in range(self.world) if rank // step % size == 0)
         return [[first + place * step for place in range(size)] for first in firsts]
@@ -58,17 +60,25 @@ class Plan:
 
     def describe(self) -> str:
         parts = [f"{name}{size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1]
-        return " x ".join([f"dp{self.dp}", *parts]) + f", ZeRO-{self.stage}" + (
-            f" over {self.shard} of {self.dp} ranks" if self.stage and self.shard < self.dp else "") + (
-            ", on a disk" if self.nvme else ", offloaded to host memory" if self.offload else "") + (", DeepSpeed" if self.engine == "deepspeed" else "")
+        return (
+            " x ".join([f"dp{self.dp}", *parts])
+            + f", ZeRO-{self.stage}"
+            + (f" over {self.shard} of {self.dp} ranks" if self.stage and self.shard < self.dp else "")
+            + (", on a disk" if self.nvme else ", offloaded to host memory" if self.offload else "")
+            + (", DeepSpeed" if self.engine == "deepspeed" else "")
+        )
 
 
-def check_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = None, node: int | None = None) -> list[str]:
+def check_plan(
+    parallel: ParallelConfig, world: int, spec: ModelSpec | None = None, node: int | None = None
+) -> list[str]:
     """Everything that makes the plan impossible on `world` processes, one sentence each.
 
     spec: the model, where it is known; node: processes on this machine, all of them if None.
     """
-    problems = [f"parallel.{name}={size} must be at least 1" for name in ("tp", "pp") if (size := getattr(parallel, name)) < 1]
+    problems = [
+        f"parallel.{name}={size} must be at least 1" for name in ("tp", "pp") if (size := getattr(parallel, name)) < 1
+    ]
     if parallel.dp != -1 and parallel.dp < 1:
         problems.append(f"parallel.dp={parallel.dp} must be positive, or -1 for the processes that are left")
     if problems:
@@ -81,28 +91,42 @@ def check_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = No
         if world % model == 0:
             ways.append(f"set parallel.dp={world // model}, or -1 for what is left")
         else:
-            fitting = [(n, parallel.pp) for n in divisors(world) if n < parallel.tp and world % (n * parallel.pp) == 0][-1:]
-            fitting += [(parallel.tp, n) for n in divisors(world) if n < parallel.pp and world % (n * parallel.tp) == 0][-1:]
+            fitting = [(n, parallel.pp) for n in divisors(world) if n < parallel.tp and world % (n * parallel.pp) == 0][
+                -1:
+            ]
+            fitting += [
+                (parallel.tp, n) for n in divisors(world) if n < parallel.pp and world % (n * parallel.tp) == 0
+            ][-1:]
             fitting = fitting or [(1, 1)]
             ways += [f"set parallel.tp={tp} parallel.pp={pp}" for tp, pp in fitting]
         needs = f"needs {model * dp} processes" if dp != -1 else f"needs a multiple of {model} processes"
         return [*problems, f"{degrees} {needs}, but {world} run; {', or '.join(ways)}"]
     dp = world // model
     if parallel.shard != -1 and parallel.shard not in divisors(dp):
-        problems.append(f"parallel.shard={parallel.shard} does not divide the {dp} data-parallel ranks; legal: "
-                        f"{', '.join(map(str, divisors(dp)))}, or -1 for all")
+        problems.append(
+            f"parallel.shard={parallel.shard} does not divide the {dp} data-parallel ranks; legal: "
+            f"{', '.join(map(str, divisors(dp)))}, or -1 for all"
+        )
     if stage == 0 and parallel.shard not in (-1, 1):
-        problems.append(f"parallel.shard={parallel.shard} has nothing to share at parallel.zero.stage=0; set parallel.zero.stage=1, 2 or 3, "
-                        "or parallel.shard=-1")
+        problems.append(
+            f"parallel.shard={parallel.shard} has nothing to share at parallel.zero.stage=0; set parallel.zero.stage=1, 2 or 3, "
+            "or parallel.shard=-1"
+        )
     if stage == 0 and parallel.zero.offload:
-        problems.append("parallel.zero.offload=true keeps sharded state in host memory, and parallel.zero.stage=0 shards none; "
-                        "set parallel.zero.stage=1, 2 or 3")
+        problems.append(
+            "parallel.zero.offload=true keeps sharded state in host memory, and parallel.zero.stage=0 shards none; "
+            "set parallel.zero.stage=1, 2 or 3"
+        )
     if parallel.zero.sum_on_host and not (parallel.zero.offload and stage >= 2 and parallel.zero.engine == "torch"):
-        problems.append("parallel.zero.sum_on_host=true is for gradients that FSDP offloads after every micro-batch; set parallel.zero.offload=true, "
-                        "parallel.zero.stage=2 or 3 and parallel.zero.engine=torch, or parallel.zero.sum_on_host=false")
+        problems.append(
+            "parallel.zero.sum_on_host=true is for gradients that FSDP offloads after every micro-batch; set parallel.zero.offload=true, "
+            "parallel.zero.stage=2 or 3 and parallel.zero.engine=torch, or parallel.zero.sum_on_host=false"
+        )
     elif parallel.zero.sum_on_host and parallel.shard not in (-1, dp):
-        problems.append(f"parallel.zero.sum_on_host=true: with replicas (parallel.shard={parallel.shard} of {dp} ranks) FSDP adds up on the device; "
-                        "set parallel.shard=-1, or parallel.zero.sum_on_host=false")
+        problems.append(
+            f"parallel.zero.sum_on_host=true: with replicas (parallel.shard={parallel.shard} of {dp} ranks) FSDP adds up on the device; "
+            "set parallel.shard=-1, or parallel.zero.sum_on_host=false"
+        )
     return problems + check_parallel(parallel, dp, world // (node or world))
 
 
@@ -114,15 +138,25 @@ def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, 
         wrong = next(((heads, keys) for heads, keys in shapes if not cuts(heads, keys, tp)), None)
         if wrong is not None:
             legal = [n for n in divisors(wrong[0]) if all(cuts(heads, keys, n) for heads, keys in shapes)]
-            problems.append(f"parallel.tp={tp} does not divide model.attention.heads={wrong[0]} with kv_heads={wrong[1]}; legal: "
-                            f"{', '.join(map(str, legal))}")
-        sizes = {"model.vocab_size": spec.vocab_size, "model.feed_forward.width": min(
-            spec.layer(index).feed_forward.width for index in range(spec.depth))}
-        problems += [f"parallel.tp={tp} leaves ranks without a part of {name}={size}; legal: up to "
-                     f"{max(n for n in range(1, tp) if fills(size, n))}" for name, size in sizes.items() if not fills(size, tp)]
+            problems.append(
+                f"parallel.tp={tp} does not divide model.attention.heads={wrong[0]} with kv_heads={wrong[1]}; legal: "
+                f"{', '.join(map(str, legal))}"
+            )
+        sizes = {
+            "model.vocab_size": spec.vocab_size,
+            "model.feed_forward.width": min(spec.layer(index).feed_forward.width for index in range(spec.depth)),
+        }
+        problems += [
+            f"parallel.tp={tp} leaves ranks without a part of {name}={size}; legal: up to "
+            f"{max(n for n in range(1, tp) if fills(size, n))}"
+            for name, size in sizes.items()
+            if not fills(size, tp)
+        ]
     if node < world and node % tp and not parallel.tp_across_nodes:
-        problems.append(f"parallel.tp={tp} spans nodes of {node} processes, and tensor parallelism is slow over their links; set "
-                        f"parallel.tp={max(n for n in divisors(node) if n <= tp)} and use parallel.pp, or force it with parallel.tp_across_nodes=true")
+        problems.append(
+            f"parallel.tp={tp} spans nodes of {node} processes, and tensor parallelism is slow over their links; set "
+            f"parallel.tp={max(n for n in divisors(node) if n <= tp)} and use parallel.pp, or force it with parallel.tp_across_nodes=true"
+        )
     return problems
 
 
@@ -130,7 +164,9 @@ def node_size(world: int) -> int:
     """Processes on this machine: of the launcher's LOCAL_WORLD_SIZE, else all. Raises `ConfigError`."""
     given = os.environ.get("LOCAL_WORLD_SIZE", str(world))
     if not given.isdecimal() or int(given) < 1:
-        raise ConfigError(f"LOCAL_WORLD_SIZE={given} in the environment must be the number of processes on this machine; unset it, or start with torchrun")
+        raise ConfigError(
+            f"LOCAL_WORLD_SIZE={given} in the environment must be the number of processes on this machine; unset it, or start with torchrun"
+        )
     return int(given)
 
 
@@ -157,6 +193,14 @@ def resolve_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = 
         raise ConfigError(problems)
     stage, dp = parallel.zero.stage, world // (parallel.tp * parallel.pp)
     shard = 1 if stage == 0 else dp if parallel.shard == -1 else parallel.shard
-    return Plan(pp=parallel.pp, replicate=dp // shard, shard=shard, tp=parallel.tp, stage=stage,
-                offload=parallel.zero.offload or parallel.zero.nvme is not None, engine=parallel.zero.engine, nvme=parallel.zero.nvme is not None,
-                sum_on_host=parallel.zero.sum_on_host)
+    return Plan(
+        pp=parallel.pp,
+        replicate=dp // shard,
+        shard=shard,
+        tp=parallel.tp,
+        stage=stage,
+        offload=parallel.zero.offload or parallel.zero.nvme is not None,
+        engine=parallel.zero.engine,
+        nvme=parallel.zero.nvme is not None,
+        sum_on_host=parallel.zero.sum_on_host,
+    )

@@ -1,4 +1,5 @@
 """Curves of runs and panels of schedules, from what runs leave in their folders and from templates."""
+
 from __future__ import annotations
 
 import argparse
@@ -33,17 +34,33 @@ from trainer.util.tables import count
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 DASHES = ("-", "--", ":", "-.")
 STYLE = {
-    "figure.dpi": 150, "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.grid": True,
-    "grid.color": "#e6e6e6", "grid.linewidth": 0.7, "axes.axisbelow": True,
-    "xtick.color": "#444444", "ytick.color": "#444444", "lines.linewidth": 1.5, "legend.frameon": False,
+    "figure.dpi": 150,
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "xtick.color": "#444444",
+    "ytick.color": "#444444",
+    "lines.linewidth": 1.5,
+    "legend.frameon": False,
 }
 HELD_OUT = {"linewidth": 1.0, "marker": "o", "markersize": 4.5, "markerfacecolor": "white"}
 X_LABELS = {"step": "optimizer step", "tokens": "tokens"}
 TIMELINES = ("planned", "measured")
 """Files RUN/schedule/NAME.json of a run with a pipeline, in the order of the panels."""
-SETTINGS = {"parallel.pipeline.schedule": "--schedule", "parallel.pipeline.chunks": "--chunks", "parallel.pp": "--ranks",
-            "batch.accumulation": "--microbatches"}
+SETTINGS = {
+    "parallel.pipeline.schedule": "--schedule",
+    "parallel.pipeline.chunks": "--chunks",
+    "parallel.pp": "--ranks",
+    "batch.accumulation": "--microbatches",
+}
 """What the settings of a run are called on this command line."""
 RUN_OPTIONS, SCHEDULE_OPTIONS = ("x", "smooth"), ("ranks", "microbatches", "chunks", "costs")
 
@@ -114,8 +131,12 @@ def draw_metrics(runs: dict[str, Sequence[dict[str, Any]]], x: str = "step", win
             keys = [Line2D([], [], color="#555555"), Line2D([], [], color="#555555", **HELD_OUT)]
             loss.legend(keys, ["training", "held-out"], loc="upper right")
         columns = max(1, min(len(runs), 100 // (max(map(len, runs)) + 6)))
-        figure.legend([Line2D([], [], **_look(index)) for index in range(len(runs))], list(runs),
-                      loc="outside lower center", ncols=columns)
+        figure.legend(
+            [Line2D([], [], **_look(index)) for index in range(len(runs))],
+            list(runs),
+            loc="outside lower center",
+            ncols=columns,
+        )
     return figure
 
 
@@ -188,14 +209,18 @@ def schedule_of(given: str, ranks: int | None, microbatches: int | None, chunks:
     """A template by its name, or what a CSV file holds. Raises `ConfigError`, in terms of the command line."""
     if given in TEMPLATES:
         if ranks is None or microbatches is None:
-            raise ConfigError(f"--schedule {given} needs --ranks and --microbatches, for instance --ranks 4 --microbatches 8")
+            raise ConfigError(
+                f"--schedule {given} needs --ranks and --microbatches, for instance --ranks 4 --microbatches 8"
+            )
         try:
             return build_schedule(given, ranks, microbatches, chunks)
         except ConfigError as error:
             raise ConfigError([_option_names(problem) for problem in error.problems]) from None
     if not given.endswith(".csv"):
-        raise ConfigError(f"--schedule {given}: no such template; legal: {', '.join(TEMPLATES)}, or the name of a file that "
-                          "ends in .csv")
+        raise ConfigError(
+            f"--schedule {given}: no such template; legal: {', '.join(TEMPLATES)}, or the name of a file that "
+            "ends in .csv"
+        )
     try:
         schedule = ir.loads(Path(given).read_text(), name=given)
     except (OSError, UnicodeDecodeError) as error:
@@ -238,7 +263,9 @@ def draw_templates(given: argparse.Namespace) -> list[Path]:
     for name in given.schedule:
         schedule = schedule_of(name, given.ranks, given.microbatches, given.chunks)
         chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-        timelines[f"{name}: {schedule.ranks} ranks{chunks}, {schedule.microbatches} micro-batches"] = simulated(schedule, costs)
+        timelines[f"{name}: {schedule.ranks} ranks{chunks}, {schedule.microbatches} micro-batches"] = simulated(
+            schedule, costs
+        )
     out = given.out or Path("schedule.png")
     save(draw_schedule(timelines, seconds=False), out)
     return [out, *trace(timelines, given.trace)]
@@ -254,15 +281,21 @@ def draw_runs(given: argparse.Namespace) -> list[Path]:
     files = {name: run / "schedule" / f"{name}.json" for name in TIMELINES if single}
     read = {name: read_timeline(path) for name, path in files.items() if path.exists()}
     if given.trace and not read:
-        raise ConfigError(f"--trace {given.trace}: {run} has no timeline (schedule/measured.json)" if single else
-                          f"--trace {given.trace}: give one run, not {len(given.runs)}")
+        raise ConfigError(
+            f"--trace {given.trace}: {run} has no timeline (schedule/measured.json)"
+            if single
+            else f"--trace {given.trace}: give one run, not {len(given.runs)}"
+        )
     out = given.out or (run if single else Path()) / "metrics.png"
     save(draw_metrics(load(given.runs), given.x or "step", smooth), out)
     if not read:
         return [out]
     timelines = {name: ranks for name, (ranks, _) in read.items()}
     beside = out.with_name(f"{out.stem}-schedule{out.suffix}") if given.out else run / "schedule.png"
-    save(draw_schedule(timelines, labels([run])[0], makespans={name: makespan for name, (_, makespan) in read.items()}), beside)
+    save(
+        draw_schedule(timelines, labels([run])[0], makespans={name: makespan for name, (_, makespan) in read.items()}),
+        beside,
+    )
     return [out, beside, *trace(timelines, given.trace)]
 
 

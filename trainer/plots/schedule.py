@@ -4,6 +4,7 @@ A timeline holds one sequence of spans a rank, in seconds from the start of the 
 span unless the step is said to last longer (gradients may still be reduced then); a rank's bubble is the share of the
 makespan in which the rank does not compute.
 """
+
 from __future__ import annotations
 
 import json
@@ -31,6 +32,7 @@ Timeline = Sequence[Sequence[Span]]
 class Look(NamedTuple):
     """How a kind of action appears: its name, the colour of the rank's first chunk, how far that of the last chunk is from it
     towards white, the colour of numbers on both, and the colour in traces."""
+
     name: str
     colour: str
     lighter: float
@@ -49,8 +51,13 @@ LOOKS = {
 OTHER = Look("parameters", "#8a8a8a", 0.25, "white", "grey")
 BUBBLE = {"facecolor": "#f4f4f4", "edgecolor": "#c9c9c9", "hatch": "/////", "linewidth": 0}
 STYLE = {
-    "figure.dpi": 150, "font.size": 9, "hatch.linewidth": 0.6, "legend.frameon": False,
-    "xtick.color": "#444444", "ytick.color": "#444444", "axes.edgecolor": "#888888",
+    "figure.dpi": 150,
+    "font.size": 9,
+    "hatch.linewidth": 0.6,
+    "legend.frameon": False,
+    "xtick.color": "#444444",
+    "ytick.color": "#444444",
+    "axes.edgecolor": "#888888",
 }
 BAR = 0.84  # height of a bar, of its row
 DIGIT = 0.64  # width of a digit, of the size of its font
@@ -72,12 +79,18 @@ def idle(spans: Iterable[Span], makespan: float) -> list[tuple[float, float]]:
 def measure(ranks: Timeline, makespan: float | None = None) -> tuple[float, float, tuple[float, ...]]:
     """A timeline's makespan in seconds, at least `makespan`, its bubble (the mean over ranks) and that of each rank, 0 to 1."""
     makespan = max([makespan or 0.0, *(span.end for spans in ranks for span in spans)])
-    bubbles = tuple(sum(length for _, length in idle(spans, makespan)) / makespan if makespan else 0.0 for spans in ranks)
+    bubbles = tuple(
+        sum(length for _, length in idle(spans, makespan)) / makespan if makespan else 0.0 for spans in ranks
+    )
     return makespan, sum(bubbles) / len(bubbles) if bubbles else 0.0, bubbles
 
 
-def draw_schedule(timelines: dict[str, Timeline], title: str | None = None, seconds: bool = True,
-                  makespans: dict[str, float] | None = None) -> Figure:
+def draw_schedule(
+    timelines: dict[str, Timeline],
+    title: str | None = None,
+    seconds: bool = True,
+    makespans: dict[str, float] | None = None,
+) -> Figure:
     """Each timeline as a panel under its name, all on one time axis: a row a rank, a bar an action, bubbles hatched.
 
     A bar's colour is the action's kind, its shade the rank's chunk, its number the micro-batch, left out where it does not
@@ -93,7 +106,9 @@ def draw_schedule(timelines: dict[str, Timeline], title: str | None = None, seco
     row = min(max(0.22, 1.6 / max(map(len, timelines.values()))), 0.34)  # inches
     heights = [0.3 + row * len(ranks) for ranks in timelines.values()]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width, sum(heights) + 0.35 * len(heights) + 0.75 + 0.3 * bool(title)), layout="constrained")
+        figure = Figure(
+            figsize=(width, sum(heights) + 0.35 * len(heights) + 0.75 + 0.3 * bool(title)), layout="constrained"
+        )
         panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
         edge = min(0.6, 0.12 * min(lengths.values(), default=makespan) / point)
         sizes = _number_sizes(timelines, lengths, point, row)
@@ -136,12 +151,21 @@ def _lengths(timelines: dict[str, Timeline]) -> dict[str, float]:
     return {kind: sorted(values)[len(values) // 4] for kind, values in lengths.items()}
 
 
-def _number_sizes(timelines: dict[str, Timeline], lengths: dict[str, float], point: float, row: float) -> dict[str, float]:
+def _number_sizes(
+    timelines: dict[str, Timeline], lengths: dict[str, float], point: float, row: float
+) -> dict[str, float]:
     """The font size, in points and the same for all, by kinds whose bars take a number. A kind has numbers when most of its
     bars hold the longest one in a readable size, since the first ten alone would puzzle."""
     lowest = min((height for ranks in timelines.values() for *_, height in _parts(ranks)), default=BAR)
-    longest = max((len(str(action.microbatch)) for ranks in timelines.values() for _, _, action, _, _ in _parts(ranks)
-                   if action.kind in LOOKS), default=1)
+    longest = max(
+        (
+            len(str(action.microbatch))
+            for ranks in timelines.values()
+            for _, _, action, _, _ in _parts(ranks)
+            if action.kind in LOOKS
+        ),
+        default=1,
+    )
     sizes = {kind: (length / point - 1) / (DIGIT * longest) for kind, length in lengths.items()}
     readable = {kind: size for kind, size in sizes.items() if size >= SMALLEST_NUMBER}
     return dict.fromkeys(readable, min([8.0, 54 * row * lowest, *readable.values()]))
@@ -150,16 +174,27 @@ def _number_sizes(timelines: dict[str, Timeline], lengths: dict[str, float], poi
 def _bars(axes: Axes, ranks: Timeline, makespan: float, edge: float) -> dict[str, int]:
     """Draws the bars, parted by a line of `edge` points, and the gaps; returns by kind how many chunks it has."""
     for rank, spans in enumerate(ranks):
-        axes.broken_barh(idle(spans, makespan), (rank - BAR / 2, BAR), **BUBBLE, label="bubble", gid=f"rank{rank}-bubble")
+        axes.broken_barh(
+            idle(spans, makespan), (rank - BAR / 2, BAR), **BUBBLE, label="bubble", gid=f"rank{rank}-bubble"
+        )
     chunk = _chunks(ranks)
     alike: dict[tuple[int, float, float, str, int], list[tuple[float, float]]] = {}
     for rank, span, action, bottom, height in _parts(ranks):
         kind = action.kind if action.kind in LOOKS else "other"
-        alike.setdefault((rank, bottom, height, kind, chunk[rank, action.stage]), []).append((span.start, span.end - span.start))
+        alike.setdefault((rank, bottom, height, kind, chunk[rank, action.stage]), []).append(
+            (span.start, span.end - span.start)
+        )
     count = max(chunk.values(), default=0) + 1
     for (rank, bottom, height, kind, index), places in alike.items():
-        axes.broken_barh(places, (bottom, height), facecolor=_colour(kind, index, count), edgecolor="white", linewidth=edge,
-                         label=kind, gid=f"rank{rank}-{kind}{index}{'' if height == BAR else '-overlap'}")
+        axes.broken_barh(
+            places,
+            (bottom, height),
+            facecolor=_colour(kind, index, count),
+            edgecolor="white",
+            linewidth=edge,
+            label=kind,
+            gid=f"rank{rank}-{kind}{index}{'' if height == BAR else '-overlap'}",
+        )
     axes.set_ylim(len(ranks) - 0.5, -0.5)
     return dict.fromkeys((kind for _, _, _, kind, _ in alike), count)
 
@@ -169,8 +204,17 @@ def _numbers(axes: Axes, ranks: Timeline, sizes: dict[str, float], point: float)
     for _, span, action, bottom, height in _parts(ranks):
         text, size = str(action.microbatch), sizes.get(action.kind)
         if size and span.end - span.start >= DIGIT * len(text) * size * point:
-            axes.text((span.start + span.end) / 2, bottom + height / 2, text, ha="center", va="center_baseline", fontsize=size,
-                      clip_on=True, in_layout=False, color=LOOKS[action.kind].ink)
+            axes.text(
+                (span.start + span.end) / 2,
+                bottom + height / 2,
+                text,
+                ha="center",
+                va="center_baseline",
+                fontsize=size,
+                clip_on=True,
+                in_layout=False,
+                color=LOOKS[action.kind].ink,
+            )
 
 
 def _chunks(ranks: Timeline) -> dict[tuple[int, int], int]:
@@ -216,8 +260,14 @@ def _legend(figure: Figure, shown: dict[str, int]) -> None:
     chunks = max(shown.values(), default=1)
     if chunks > 1:
         names[0] += f" (chunks 0{',' if chunks == 2 else ' to'} {chunks - 1})"
-    figure.legend([*handles, Patch(**BUBBLE)], [*names, "bubble"], loc="outside lower center", ncols=len(handles) + 1,
-                  handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, handlelength=2.2)
+    figure.legend(
+        [*handles, Patch(**BUBBLE)],
+        [*names, "bubble"],
+        loc="outside lower center",
+        ncols=len(handles) + 1,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        handlelength=2.2,
+    )
 
 
 def chrome_trace(timelines: dict[str, Timeline], path: Path) -> None:
@@ -230,16 +280,29 @@ def chrome_trace(timelines: dict[str, Timeline], path: Path) -> None:
         events += _label("process", name, process, process, 0)
         for rank, spans in enumerate(ranks):
             events += _label("thread", f"rank {rank}", rank, process, rank)
-            events += [{"ph": "X", "pid": process, "tid": rank, "name": str(span.action), "cat": span.action.kind,
-                        "ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6,
-                        "cname": LOOKS.get(span.action.kind, OTHER).trace, "args": _arguments(span.action)} for span in spans]
+            events += [
+                {
+                    "ph": "X",
+                    "pid": process,
+                    "tid": rank,
+                    "name": str(span.action),
+                    "cat": span.action.kind,
+                    "ts": span.start * 1e6,
+                    "dur": (span.end - span.start) * 1e6,
+                    "cname": LOOKS.get(span.action.kind, OTHER).trace,
+                    "args": _arguments(span.action),
+                }
+                for span in spans
+            ]
     _write(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False))
 
 
 def _label(what: str, name: str, order: int, process: int, thread: int) -> list[dict[str, Any]]:
     where = {"ph": "M", "pid": process, "tid": thread}
-    return [{**where, "name": f"{what}_name", "args": {"name": name}},
-            {**where, "name": f"{what}_sort_index", "args": {"sort_index": order}}]
+    return [
+        {**where, "name": f"{what}_name", "args": {"name": name}},
+        {**where, "name": f"{what}_sort_index", "args": {"sort_index": order}},
+    ]
 
 
 def _arguments(action: Action) -> dict[str, Any]:
@@ -254,8 +317,12 @@ def write_timeline(path: Path, ranks: Timeline, makespan: float | None = None) -
     Raises `OSError` when the file cannot be written.
     """
     makespan, bubble, _ = measure(ranks, makespan)
-    rows = [json.dumps([{"action": str(action), "start": start, "end": end} for action, start, end in spans], allow_nan=False)
-            for spans in ranks]
+    rows = [
+        json.dumps(
+            [{"action": str(action), "start": start, "end": end} for action, start, end in spans], allow_nan=False
+        )
+        for spans in ranks
+    ]
     numbers = f'"makespan": {json.dumps(makespan)}, "bubble": {json.dumps(bubble)}'
     _write(path, f'{{{numbers}, "ranks": [\n' + ",\n".join(rows) + "\n]}\n")
 
@@ -271,11 +338,15 @@ def read_timeline(path: Path) -> tuple[tuple[tuple[Span, ...], ...], float]:
     rows = content.get("ranks") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not any(rows) or not all(isinstance(row, list) for row in rows):
         raise ConfigError(f"{path}: no actions under 'ranks'; the file is damaged")
-    ranks = tuple(tuple(_span(entry, f"{path}, rank {rank}, action {position}") for position, entry in enumerate(row))
-                  for rank, row in enumerate(rows))
+    ranks = tuple(
+        tuple(_span(entry, f"{path}, rank {rank}, action {position}") for position, entry in enumerate(row))
+        for rank, row in enumerate(rows)
+    )
     makespan, last = content.get("makespan"), measure(ranks)[0]
     if not isinstance(makespan, (int, float)) or not last <= makespan < math.inf:
-        raise ConfigError(f"{path}: makespan {json.dumps(makespan)}, but the last action ends at {last}; the file is damaged")
+        raise ConfigError(
+            f"{path}: makespan {json.dumps(makespan)}, but the last action ends at {last}; the file is damaged"
+        )
     return ranks, makespan
 
 
@@ -283,9 +354,13 @@ def _span(entry: Any, where: str) -> Span:
     try:
         span = Span(parse(entry["action"]), float(entry["start"]), float(entry["end"]))
     except (ConfigError, KeyError, TypeError, ValueError):
-        raise ConfigError(f"{where}: {json.dumps(entry)} is no action with start and end; the file is damaged") from None
+        raise ConfigError(
+            f"{where}: {json.dumps(entry)} is no action with start and end; the file is damaged"
+        ) from None
     if not -math.inf < span.start <= span.end < math.inf:  # clocks of ranks may put a start before 0
-        raise ConfigError(f"{where}: {span.action} from {span.start} to {span.end} is no time in a step; the file is damaged")
+        raise ConfigError(
+            f"{where}: {span.action} from {span.start} to {span.end} is no time in a step; the file is damaged"
+        )
     return span
 
 

@@ -1,4 +1,5 @@
 """Numeric types by the names that settings give them."""
+
 from __future__ import annotations
 
 import torch

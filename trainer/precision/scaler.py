@@ -1,4 +1,5 @@
 """Dynamic loss scaling for fp16, with the state of `torch.amp.GradScaler` and one found-inf for the whole mesh."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -30,13 +31,24 @@ class GradScaler:
     def update(self, found_inf: Tensor) -> None:
         """found_inf: fp32 scalar, 1 where the step overflowed on any rank."""
         if self.enabled:
-            torch._amp_update_scale_(self.value, self.growth_tracker, found_inf, self.growth_factor, self.backoff_factor,
-                                     self.growth_interval)
+            torch._amp_update_scale_(
+                self.value,
+                self.growth_tracker,
+                found_inf,
+                self.growth_factor,
+                self.backoff_factor,
+                self.growth_interval,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The keys of torch.amp.GradScaler."""
-        return {"scale": self.value.item(), "growth_factor": self.growth_factor, "backoff_factor": self.backoff_factor,
-                "growth_interval": self.growth_interval, "_growth_tracker": self.growth_tracker.item()}
+        return {
+            "scale": self.value.item(),
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self.growth_tracker.item(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.enabled:

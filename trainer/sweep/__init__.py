@@ -2,6 +2,7 @@
 
 Every trial is composed and checked before the first starts. One that cannot run, or that finds no memory, is a result.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -25,7 +26,9 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
     Raises `ConfigError` before anything starts where no trial can run.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
-        raise ConfigError("--multirun starts the processes of every trial itself; say python -m trainer --multirun, and sweep.processes=N")
+        raise ConfigError(
+            "--multirun starts the processes of every trial itself; say python -m trainer --multirun, and sweep.processes=N"
+        )
     sweep, common, swept = expand(arguments, config_dir)
     gpus = local.visible_gpus() if sweep.launcher == "local" else []
     trials = make_trials(sweep, common, swept, config_dir, len(gpus))
@@ -43,10 +46,14 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
             line = results.put(trial, status, reason)
             numbers = [f"loss {line['loss']:.4f}"] if line["loss"] is not None else []
             numbers += [f"{count(line['tokens_per_second'])} tokens/s"] if line["tokens_per_second"] is not None else []
-            _say(f"trial {trial.name}: {', '.join([status.replace('_', ' '), *numbers])}" + (f" - {reason}" if reason else ""))
+            _say(
+                f"trial {trial.name}: {', '.join([status.replace('_', ' '), *numbers])}"
+                + (f" - {reason}" if reason else "")
+            )
 
         if sweep.launcher == "submitit":
             from trainer.sweep import slurm
+
             slurm.run(waiting, sweep, config_dir, ended, _say)
         else:
             local.run(waiting, sweep, config_dir, gpus, ended, _say)
@@ -70,15 +77,20 @@ def _waiting(trials: list[Trial], results: Results, as_jobs: bool) -> list[Trial
     waiting, problems, queued = [], [], set()
     if as_jobs and any("job" in read_start(trial) for trial in trials):
         from trainer.sweep import slurm
+
         if (queued := slurm.queued()) is None:
-            raise ConfigError("squeue does not answer, and trials of this sweep may have jobs; give the same command later")
+            raise ConfigError(
+                "squeue does not answer, and trials of this sweep may have jobs; give the same command later"
+            )
     for trial in trials:
         before, started = results.lines.get(trial.name, {}), read_start(trial)
         changed, job = changes(trial, started) if started else [], started.get("job") if as_jobs else None
         under_way = job in queued
         if changed and (under_way or before.get("status") in (*FINISHED, "stopped", "timeout", "submitted")):
-            problems.append(f"{trial.folder} holds this trial with other settings ({'; '.join(changed[:3])}); set another sweep.name, or "
-                            "remove it")
+            problems.append(
+                f"{trial.folder} holds this trial with other settings ({'; '.join(changed[:3])}); set another sweep.name, or "
+                "remove it"
+            )
         elif under_way or not (started and before.get("status") in FINISHED):
             # Its job, unless that has ended and the line says how. If a start of the sweep died, the line may be of a job before.
             trial.job = job if under_way or before.get("status", "submitted") == "submitted" else None
@@ -95,7 +107,9 @@ def _waiting(trials: list[Trial], results: Results, as_jobs: bool) -> list[Trial
 
 def _counted(trials: list[Trial], results: Results, waiting: list[Trial]) -> str:
     left = {trial.name for trial in waiting}
-    before = Counter(results.lines[trial.name]["status"].replace("_", " ") for trial in trials if trial.name not in left)
+    before = Counter(
+        results.lines[trial.name]["status"].replace("_", " ") for trial in trials if trial.name not in left
+    )
     known = [f"{number} {status}" for status, number in before.items()]
     return ", ".join([f"{len(trials)} trial{'s' * (len(trials) > 1)}", *known, f"{len(waiting)} to run"])
 

@@ -1,4 +1,5 @@
 """Trials as processes of this machine: each a torchrun of its own, on GPUs of its own."""
+
 from __future__ import annotations
 
 import contextlib
@@ -36,13 +37,24 @@ def visible_gpus() -> list[str]:
 def command(trial: Trial, *torchrun: str, config_dir: str | None, start: int = 0) -> list[str]:
     """What starts a trial's processes on a node; `torchrun` says how they find each other. Errors of ranks go to torchrun/START."""
     folder = ["--config-dir", config_dir] if config_dir else []
-    return [sys.executable, "-m", "trainer.torchrun", *torchrun, "--log-dir", str(trial.folder.absolute() / "torchrun" / str(start)),
-            "-m", "trainer", *folder, *trial.overrides]
+    return [
+        sys.executable,
+        "-m",
+        "trainer.torchrun",
+        *torchrun,
+        "--log-dir",
+        str(trial.folder.absolute() / "torchrun" / str(start)),
+        "-m",
+        "trainer",
+        *folder,
+        *trial.overrides,
+    ]
 
 
 @dataclass
 class Running:
     """A trial under way. asked: the status that was asked for by a stop signal, `since` when; told: the workers that got it."""
+
     trial: Trial
     agent: subprocess.Popen
     gpus: list[str]
@@ -74,7 +86,14 @@ class Running:
                 os.killpg(pid, signal.SIGKILL)
 
 
-def run(trials: list[Trial], sweep: SweepConfig, config_dir: str | None, gpus: list[str], ended: Ended, say: Callable[[str], None]) -> None:
+def run(
+    trials: list[Trial],
+    sweep: SweepConfig,
+    config_dir: str | None,
+    gpus: list[str],
+    ended: Ended,
+    say: Callable[[str], None],
+) -> None:
     """Runs the trials in order, `sweep.parallel` at a time. A stop signal ends those that run, and no other is started; a second
     one kills them."""
     waiting, running, free = list(trials), [], list(gpus)
@@ -86,7 +105,10 @@ def run(trials: list[Trial], sweep: SweepConfig, config_dir: str | None, gpus: l
                     if wanted > len(free):
                         break
                     running.append(_start(waiting.pop(0), [free.pop(0) for _ in range(wanted)], sweep, config_dir))
-                    say(f"trial {running[-1].trial.name}: started" + (f" on GPU {','.join(running[-1].gpus)}" if wanted else ""))
+                    say(
+                        f"trial {running[-1].trial.name}: started"
+                        + (f" on GPU {','.join(running[-1].gpus)}" if wanted else "")
+                    )
                 for one in list(running):
                     if one.agent.poll() is not None:
                         running.remove(one)
@@ -108,8 +130,14 @@ def _start(trial: Trial, gpus: list[str], sweep: SweepConfig, config_dir: str | 
     results.note_start(trial)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
     with open(trial.folder / "log.txt", "ab") as log:
-        agent = subprocess.Popen(command(trial, "--standalone", "--nproc-per-node", str(trial.processes), config_dir=config_dir),
-                                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True)
+        agent = subprocess.Popen(
+            command(trial, "--standalone", "--nproc-per-node", str(trial.processes), config_dir=config_dir),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
     limit = 60 * sweep.time_minutes if sweep.time_minutes else float("inf")
     return Running(trial, agent, gpus, time.monotonic() + limit, results.oom_kills())
 
@@ -118,8 +146,11 @@ def _start(trial: Trial, gpus: list[str], sweep: SweepConfig, config_dir: str | 
 def stop_signals() -> Iterator[list[int]]:
     """The stop signals that have come so far; the trials, in sessions of their own, do not get a terminal's Ctrl-C."""
     come: list[int] = []
-    heeded = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-              if signal.getsignal(number) != signal.SIG_IGN]  # as nohup has it
+    heeded = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    ]  # as nohup has it
     before = {number: signal.signal(number, lambda number, _: come.append(number)) for number in heeded}
     try:
         yield come

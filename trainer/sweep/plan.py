@@ -1,4 +1,5 @@
 """From overrides with several values to checked trials. Needs no torch and starts nothing."""
+
 from __future__ import annotations
 
 import hashlib
@@ -23,8 +24,16 @@ from trainer.config.fields import option
 from trainer.planning.checks import check, outside
 
 SORTS = ("tokens_per_second", "mfu", "loss", "eval_loss", "memory_gib", "step_seconds_p50")
-RANGES = {"processes": "[1, inf)", "parallel": "[1, inf)", "time_minutes": "(0, inf)", "slurm.time_minutes": "[1, inf)",
-          "slurm.nodes": "[1, inf)", "slurm.gpus_per_node": "[0, inf)", "slurm.cpus_per_node": "[1, inf)", "slurm.memory_gib": "(0, inf)"}
+RANGES = {
+    "processes": "[1, inf)",
+    "parallel": "[1, inf)",
+    "time_minutes": "(0, inf)",
+    "slurm.time_minutes": "[1, inf)",
+    "slurm.nodes": "[1, inf)",
+    "slurm.gpus_per_node": "[0, inf)",
+    "slurm.cpus_per_node": "[1, inf)",
+    "slurm.memory_gib": "(0, inf)",
+}
 
 MOST = 10_000  # trials of a sweep: more is a slip of the pen
 
@@ -32,7 +41,10 @@ MOST = 10_000  # trials of a sweep: more is a slip of the pen
 @dataclass
 class SlurmConfig:
     """What each trial's job asks for."""
-    time_minutes: int = option(60, "time limit of a job; a trial that reaches it saves, is requeued and goes on", unit="minutes")
+
+    time_minutes: int = option(
+        60, "time limit of a job; a trial that reaches it saves, is requeued and goes on", unit="minutes"
+    )
     nodes: int = option(1, "nodes of a trial")
     gpus_per_node: int = option(0, "GPUs of each node")
     cpus_per_node: Optional[int] = option(None, "cores of each node; null leaves it to the cluster")
@@ -46,15 +58,25 @@ class SlurmConfig:
 @dataclass
 class SweepConfig:
     """Settings of a sweep; a trial does not see them."""
+
     name: Optional[str] = option(None, "name of the sweep; null means that of the run and -sweep")
     dir: Optional[str] = option(None, "folder of the results, with one of each trial; null means runs/NAME")
-    processes: Optional[int] = option(None, "processes of each trial; null means those that its plan names (parallel.dp is set), else "
-                                      "the machine's GPUs over sweep.parallel, or the fewest that the plan can have on CPUs")
+    processes: Optional[int] = option(
+        None,
+        "processes of each trial; null means those that its plan names (parallel.dp is set), else "
+        "the machine's GPUs over sweep.parallel, or the fewest that the plan can have on CPUs",
+    )
     parallel: int = option(1, "local: trials that run at a time, each on GPUs of its own")
-    time_minutes: Optional[float] = option(None, "local: a trial that takes longer saves and ends; null means no limit", unit="minutes")
+    time_minutes: Optional[float] = option(
+        None, "local: a trial that takes longer saves and ends; null means no limit", unit="minutes"
+    )
     sort: str = option("tokens_per_second", "what the table is sorted by, best first", SORTS)
-    launcher: str = option("local", "where trials run: as processes of this machine, or each as a job of Slurm", ("local", "submitit"))
-    wait: bool = option(True, "submitit: wait for the jobs; else the same command, given again, collects what has ended")
+    launcher: str = option(
+        "local", "where trials run: as processes of this machine, or each as a job of Slurm", ("local", "submitit")
+    )
+    wait: bool = option(
+        True, "submitit: wait for the jobs; else the same command, given again, collects what has ended"
+    )
     slurm: SlurmConfig = option(SlurmConfig(), "submitit: what each trial's job asks for")
 
 
@@ -62,6 +84,7 @@ class SweepConfig:
 class Trial:
     """One run of a sweep. overrides: all it is started with; swept: those that make it this one of the trials; settings: as the
     run will see them; refusal: why it cannot run, if so; job: its job of Slurm, where it has one that nobody has asked after."""
+
     name: str
     folder: Path
     swept: list[str]
@@ -76,7 +99,9 @@ class Trial:
         return self.settings["run"]["device"] != "cpu"
 
 
-def expand(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) -> tuple[SweepConfig, list[str], list[list[str]]]:
+def expand(
+    arguments: Sequence[str], config_dir: str | os.PathLike | None = None
+) -> tuple[SweepConfig, list[str], list[list[str]]]:
     """The settings of the sweep, the overrides that all trials have, and those of each trial, in the order of Hydra's own sweeper.
 
     Raises `ConfigError` with everything that is wrong about the sweep itself; the rest is for the composition to find.
@@ -101,22 +126,35 @@ def expand(arguments: Sequence[str], config_dir: str | os.PathLike | None = None
                 else:
                     OmegaConf.update(own, key, override.value(), merge=True)
             elif key == "run.dir" or key == "run.name" and override.is_sweep_override():
-                problems[text] = f"{text}: each trial has a name and a folder of its own in sweep.dir; set sweep.name or sweep.dir"
+                problems[text] = (
+                    f"{text}: each trial has a name and a folder of its own in sweep.dir; set sweep.name or sweep.dir"
+                )
             else:
-                (swept if override.is_sweep_override() else common).append(override if override.is_sweep_override() else text)
+                (swept if override.is_sweep_override() else common).append(
+                    override if override.is_sweep_override() else text
+                )
         problems |= _problems_of_values(swept)
         trials = [] if problems else BasicSweeper.split_arguments(swept, None)[0]
     sweep = typed.build(OmegaConf.to_container(own).get("sweep", {}), problems, SweepConfig, "sweep")
-    problems |= {path: text for path, interval in RANGES.items() if (value := _get(sweep, path)) is not None
-                 and (text := outside(f"sweep.{path}", value, interval))}
+    problems |= {
+        path: text
+        for path, interval in RANGES.items()
+        if (value := _get(sweep, path)) is not None and (text := outside(f"sweep.{path}", value, interval))
+    }
     if sweep.launcher == "submitit" and sweep.time_minutes:
         problems["time"] = f"sweep.time_minutes={sweep.time_minutes}: a job's limit is sweep.slurm.time_minutes"
     if sweep.launcher == "submitit" and sweep.parallel > 1:
-        problems["parallel"] = f"sweep.parallel={sweep.parallel}: Slurm decides how many jobs run at a time; leave it out"
+        problems["parallel"] = (
+            f"sweep.parallel={sweep.parallel}: Slurm decides how many jobs run at a time; leave it out"
+        )
     if sweep.launcher == "local" and (given := _of_slurm(sweep)):
-        problems["launcher"] = f"{', '.join(given)}: trials run on this machine; set sweep.launcher=submitit, or leave it out"
+        problems["launcher"] = (
+            f"{', '.join(given)}: trials run on this machine; set sweep.launcher=submitit, or leave it out"
+        )
     if sweep.processes and sweep.processes % sweep.slurm.nodes:
-        problems["nodes"] = f"sweep.processes={sweep.processes} is not a multiple of sweep.slurm.nodes={sweep.slurm.nodes}"
+        problems["nodes"] = (
+            f"sweep.processes={sweep.processes} is not a multiple of sweep.slurm.nodes={sweep.slurm.nodes}"
+        )
     if problems:
         raise ConfigError(list(problems.values()))
     return sweep, common, trials
@@ -124,7 +162,9 @@ def expand(arguments: Sequence[str], config_dir: str | os.PathLike | None = None
 
 def _of_slurm(sweep: SweepConfig) -> list[str]:
     """The settings that only jobs have, where they differ from the default."""
-    default, given = (typed.flat({"wait": one.wait, "slurm": typed.plain(one.slurm)}, "sweep.") for one in (SweepConfig(), sweep))
+    default, given = (
+        typed.flat({"wait": one.wait, "slurm": typed.plain(one.slurm)}, "sweep.") for one in (SweepConfig(), sweep)
+    )
     return [f"{name}={value}" for name, value in given.items() if name not in default or value != default[name]]
 
 
@@ -134,7 +174,9 @@ def _problems_of_values(swept: list[Override]) -> dict[str, str]:
     for override in swept:
         text, key = override.input_line, override.key_or_group
         if not override.is_discrete_sweep():
-            problems[text] = f"{text}: an interval has no values to be tried one by one; name them as in {key}=1,2 or range(1,3)"
+            problems[text] = (
+                f"{text}: an interval has no values to be tried one by one; name them as in {key}=1,2 or range(1,3)"
+            )
         elif keys.count(key) > 1:
             problems[key] = f"{key} has several values twice; put them into one override"
         elif not (number := _values(override)):
@@ -164,8 +206,9 @@ def _get(section: Any, path: str) -> Any:
     return section
 
 
-def make_trials(sweep: SweepConfig, common: list[str], swept: list[list[str]], config_dir: str | os.PathLike | None,
-                gpus: int) -> list[Trial]:
+def make_trials(
+    sweep: SweepConfig, common: list[str], swept: list[list[str]], config_dir: str | os.PathLike | None, gpus: int
+) -> list[Trial]:
     """The trials, composed and checked, on a machine with so many GPUs; sets the sweep's name and folder where it has none.
 
     Raises `ConfigError` for an override that means nothing, and where no trial is legal.
@@ -182,12 +225,17 @@ def make_trials(sweep: SweepConfig, common: list[str], swept: list[list[str]], c
         config = to_config(plain, wrong, processes)
         problems |= wrong
         refusal = [] if wrong else check_on(config, processes, sweep.slurm.nodes, gpus, sweep.launcher)
-        trials.append(Trial(name, folder, values, overrides, processes, json.loads(json.dumps(typed.plain(config))), refusal))
+        trials.append(
+            Trial(name, folder, values, overrides, processes, json.loads(json.dumps(typed.plain(config))), refusal)
+        )
     if problems:
         raise ConfigError(list(problems.values()))
     if all(trial.refusal for trial in trials):
         shared = [reason for reason in trials[0].refusal if all(reason in trial.refusal for trial in trials)]
-        raise ConfigError(shared + [f"trial {trial.name}: {reason}" for trial in trials for reason in trial.refusal if reason not in shared])
+        raise ConfigError(
+            shared
+            + [f"trial {trial.name}: {reason}" for trial in trials for reason in trial.refusal if reason not in shared]
+        )
     return trials
 
 
@@ -196,7 +244,9 @@ def check_on(config: Config, processes: int, nodes: int, gpus: int, launcher: st
     if processes % nodes:
         return [f"{processes} processes are not a multiple of sweep.slurm.nodes={nodes}; set sweep.processes"]
     if launcher == "local" and gpus and config.run.device != "cpu" and processes > gpus:
-        return [f"{processes} processes need as many GPUs, and there are {gpus}; set sweep.processes, or run.device=cpu"]
+        return [
+            f"{processes} processes need as many GPUs, and there are {gpus}; set sweep.processes, or run.device=cpu"
+        ]
     before = os.environ.get("LOCAL_WORLD_SIZE")
     os.environ["LOCAL_WORLD_SIZE"] = str(processes // nodes)  # what the plan's check takes for the size of a node
     try:
@@ -226,9 +276,15 @@ def names(swept: list[list[str]]) -> list[str]:
     A name depends on the trial's own values, so that trials added to a sweep leave those of others.
     """
     keys = [text.partition("=")[0].lstrip("+~") for text in swept[0]]
-    short = [next(tail for n in range(1, len(parts) + 1) if (tail := ".".join(parts[-n:])) and
-                  [other for other in keys if f".{other}".endswith(f".{tail}")] == [key])
-             for key in keys for parts in [key.split(".")]]
+    short = [
+        next(
+            tail
+            for n in range(1, len(parts) + 1)
+            if (tail := ".".join(parts[-n:])) and [other for other in keys if f".{other}".endswith(f".{tail}")] == [key]
+        )
+        for key in keys
+        for parts in [key.split(".")]
+    ]
     found: list[str] = []
     for values in swept:
         tried = [re.sub(r"[^\w.+-]+", "-", text.partition("=")[2]).strip("-") for text in values]

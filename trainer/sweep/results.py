@@ -1,4 +1,5 @@
 """What has become of each trial: read from its folder, kept in results.jsonl, shown as a table."""
+
 from __future__ import annotations
 
 import json
@@ -40,7 +41,9 @@ def clear(folder: Path) -> None:
 
 def note_start(trial: Trial, **more: Any) -> None:
     """Keeps what a trial is started with, so that a later start can tell whether it is the same one."""
-    (trial.folder / STARTED).write_text(json.dumps({"processes": trial.processes, "settings": trial.settings, **more}) + "\n")
+    (trial.folder / STARTED).write_text(
+        json.dumps({"processes": trial.processes, "settings": trial.settings, **more}) + "\n"
+    )
 
 
 def read_start(trial: Trial) -> dict[str, Any]:
@@ -53,10 +56,15 @@ def read_start(trial: Trial) -> dict[str, Any]:
 
 def changes(trial: Trial, started: dict[str, Any]) -> list[str]:
     """In what a trial differs from the one that was started in its folder before."""
-    old, new = ({"sweep.processes": one["processes"], **flat(one["settings"])}
-                for one in (started, {"processes": trial.processes, "settings": trial.settings}))
-    return [f"{name}={new.get(name)}, then {old.get(name)}" for name in {**new, **old}
-            if old.get(name) != new.get(name) and name not in ("run.dir", "run.name", "checkpoint.resume")]
+    old, new = (
+        {"sweep.processes": one["processes"], **flat(one["settings"])}
+        for one in (started, {"processes": trial.processes, "settings": trial.settings})
+    )
+    return [
+        f"{name}={new.get(name)}, then {old.get(name)}"
+        for name in {**new, **old}
+        if old.get(name) != new.get(name) and name not in ("run.dir", "run.name", "checkpoint.resume")
+    ]
 
 
 def oom_kills() -> int | None:
@@ -67,7 +75,9 @@ def oom_kills() -> int | None:
         return None
 
 
-def outcome(folder: Path, code: int | None, asked: str | None = None, kernel_killed: bool | None = None) -> tuple[str, str | None]:
+def outcome(
+    folder: Path, code: int | None, asked: str | None = None, kernel_killed: bool | None = None
+) -> tuple[str, str | None]:
     """A trial's status and the reason for it, after its start has ended.
 
     code: of the agent, None if it is not known; asked: the status that the sweep itself asked for by a stop signal;
@@ -86,7 +96,9 @@ def outcome(folder: Path, code: int | None, asked: str | None = None, kernel_kil
     text = "".join(_tail(path) for path in sorted(folder.glob("log*.txt")))  # of each node: rank 0 may be on any
     if code == 2:
         told = re.findall(r"^configuration error[^:\n]*:(.*(?:\n  - .*)*)", text, re.MULTILINE)
-        return "refused", "; ".join(part.strip() for part in told[-1].split("\n  - ") if part.strip()) if told else "see log.txt"
+        return "refused", "; ".join(
+            part.strip() for part in told[-1].split("\n  - ") if part.strip()
+        ) if told else "see log.txt"
     if code == STOPPED or status.get("status") == "stopped":
         return "stopped", "by a signal from elsewhere, after saving"
     if code == 128 + signal.SIGKILL:
@@ -116,11 +128,20 @@ def measured(folder: Path) -> dict[str, float | None]:
     steps, evaluations = [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
     if not steps:
         return none
-    steady = {name: [line[name] for line in steps[1:] or steps if line[name] is not None] for name in ("tokens_per_second", "mfu")}
-    return none | {name: statistics.median(values) if values else None for name, values in steady.items()} | {
-        "loss": steps[-1]["loss"], "step_seconds_p50": steps[-1]["step_seconds_p50"],
-        "eval_loss": evaluations[-1]["eval_loss"] if evaluations else None,
-        "memory_gib": max((line["memory_gib"] for line in steps if line["memory_gib"] is not None), default=None)}
+    steady = {
+        name: [line[name] for line in steps[1:] or steps if line[name] is not None]
+        for name in ("tokens_per_second", "mfu")
+    }
+    return (
+        none
+        | {name: statistics.median(values) if values else None for name, values in steady.items()}
+        | {
+            "loss": steps[-1]["loss"],
+            "step_seconds_p50": steps[-1]["step_seconds_p50"],
+            "eval_loss": evaluations[-1]["eval_loss"] if evaluations else None,
+            "memory_gib": max((line["memory_gib"] for line in steps if line["memory_gib"] is not None), default=None),
+        }
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -152,12 +173,22 @@ class Results:
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self.path} cannot be read as results of a sweep ({error}); set another sweep.name, or remove it") from None
+            raise ConfigError(
+                f"{self.path} cannot be read as results of a sweep ({error}); set another sweep.name, or remove it"
+            ) from None
 
     def put(self, trial: Trial, status: str, reason: str | None = None) -> Result:
-        line = {"trial": trial.name, "overrides": trial.swept, "processes": trial.processes, "status": status,
-                **(dict.fromkeys(MEASURED) if status in ("refused", "not_started", "submitted") else measured(trial.folder)),
-                "reason": reason, "folder": str(trial.folder)}
+        line = {
+            "trial": trial.name,
+            "overrides": trial.swept,
+            "processes": trial.processes,
+            "status": status,
+            **(
+                dict.fromkeys(MEASURED) if status in ("refused", "not_started", "submitted") else measured(trial.folder)
+            ),
+            "reason": reason,
+            "folder": str(trial.folder),
+        }
         self.lines[trial.name] = line
         beside = self.path.with_suffix(".jsonl.new")
         beside.write_text("".join(json.dumps(line) + "\n" for line in self.lines.values()))
@@ -165,9 +196,14 @@ class Results:
         return line
 
 
-COLUMNS = {"loss": ("loss", lambda value: f"{value:.4f}"), "eval_loss": ("evaluation", lambda value: f"{value:.4f}"),
-           "tokens_per_second": ("tokens/s", count), "mfu": ("MFU", percent), "memory_gib": ("memory", lambda value: size(value * 2**30)),
-           "step_seconds_p50": ("step", duration)}
+COLUMNS = {
+    "loss": ("loss", lambda value: f"{value:.4f}"),
+    "eval_loss": ("evaluation", lambda value: f"{value:.4f}"),
+    "tokens_per_second": ("tokens/s", count),
+    "mfu": ("MFU", percent),
+    "memory_gib": ("memory", lambda value: size(value * 2**30)),
+    "step_seconds_p50": ("step", duration),
+}
 
 
 def show(results: Iterable[Result], sort: str) -> None:
@@ -178,11 +214,21 @@ def show(results: Iterable[Result], sort: str) -> None:
     table = Table(box=frame, header_style="dim", pad_edge=frame is not None)
     known = [name for name in COLUMNS if any(row[name] is not None for row in rows)]
     reasons = any(row["reason"] for row in rows)
-    for title in ("trial", "processes", "status", *(COLUMNS[name][0] for name in known), *(["reason"] if reasons else [])):
+    for title in (
+        "trial",
+        "processes",
+        "status",
+        *(COLUMNS[name][0] for name in known),
+        *(["reason"] if reasons else []),
+    ):
         words = title in ("trial", "status", "reason")
         table.add_column(title, justify="left" if words else "right", no_wrap=title != "reason", overflow="fold")
     for row in rows:
-        table.add_row(escape(row["trial"]), str(row["processes"]), row["status"].replace("_", " "),
-                      *("-" if row[name] is None else COLUMNS[name][1](row[name]) for name in known),
-                      *([escape(row["reason"] or "")] if reasons else []))
+        table.add_row(
+            escape(row["trial"]),
+            str(row["processes"]),
+            row["status"].replace("_", " "),
+            *("-" if row[name] is None else COLUMNS[name][1](row[name]) for name in known),
+            *([escape(row["reason"] or "")] if reasons else []),
+        )
     print_table(console, table)

@@ -1,4 +1,5 @@
 """Trials as jobs of Slurm, through submitit: one torchrun on each node; a job that is told to make room saves, and is requeued."""
+
 from __future__ import annotations
 
 import os
@@ -36,15 +37,17 @@ REQUEUES = 1000
 # Run by the job's script on its first node. A node's name need not resolve; a port that is free now is new at every start.
 RENDEZVOUS = [
     f"export SUBMITIT_PREEMPT_SIGNAL={SIGNAL}",
-    "nodes=($(scontrol show hostnames \"$SLURM_JOB_NODELIST\"))",
+    'nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))',
     "head=$(scontrol show node -o \"${nodes[0]}\" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')",
     "export TRAINER_RENDEZVOUS=$head:"
-    f"$({shlex.quote(sys.executable)} -c 'import socket; s = socket.socket(); s.bind((\"\", 0)); print(s.getsockname()[1])')"]
+    f"$({shlex.quote(sys.executable)} -c 'import socket; s = socket.socket(); s.bind((\"\", 0)); print(s.getsockname()[1])')",
+]
 
 
 @dataclass
 class Job:
     """What submitit calls on every node of a trial's job. processes: of a node."""
+
     trial: Trial
     processes: int
     config_dir: str | None
@@ -53,13 +56,30 @@ class Job:
         """The exit code of this node's agent."""
         node, restart = int(os.environ["SLURM_PROCID"]), int(os.environ.get("SLURM_RESTART_COUNT", 0))
         number = os.environ["SLURM_JOB_ID"]
-        rendezvous = ["--nnodes", os.environ["SLURM_JOB_NUM_NODES"], "--nproc-per-node", str(self.processes), "--rdzv-backend", "c10d",
-                      "--rdzv-endpoint", os.environ["TRAINER_RENDEZVOUS"], "--rdzv-id", f"{number}.{restart}"]
-        again = ["checkpoint.resume=auto"] if restart else []  # what the first start has saved, whatever the recipe says
+        rendezvous = [
+            "--nnodes",
+            os.environ["SLURM_JOB_NUM_NODES"],
+            "--nproc-per-node",
+            str(self.processes),
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            os.environ["TRAINER_RENDEZVOUS"],
+            "--rdzv-id",
+            f"{number}.{restart}",
+        ]
+        again = (
+            ["checkpoint.resume=auto"] if restart else []
+        )  # what the first start has saved, whatever the recipe says
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         with open(self.trial.folder / (f"log-{node}.txt" if node else "log.txt"), "ab") as log:
-            self.agent = subprocess.Popen([*command(self.trial, *rendezvous, config_dir=self.config_dir, start=restart), *again],
-                                          stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+            self.agent = subprocess.Popen(
+                [*command(self.trial, *rendezvous, config_dir=self.config_dir, start=restart), *again],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
         while not self.ended():
             time.sleep(0.5)
         code = self.agent.wait()
@@ -79,7 +99,9 @@ class Job:
         return submitit.helpers.DelayedSubmission(Job(self.trial, self.processes, self.config_dir))
 
 
-def run(trials: list[Trial], sweep: SweepConfig, config_dir: str | None, ended: Ended, say: Callable[[str], None]) -> None:
+def run(
+    trials: list[Trial], sweep: SweepConfig, config_dir: str | None, ended: Ended, say: Callable[[str], None]
+) -> None:
     """Submits the trials that have no job yet, and waits for all unless told not to. A signal ends that, not the jobs; what has been
     submitted by then is a result already, so that no later start submits it again."""
     folder = Path(sweep.dir).absolute() / "submitit"
@@ -100,8 +122,10 @@ def run(trials: list[Trial], sweep: SweepConfig, config_dir: str | None, ended: 
             while left and not signals and time.monotonic() < look:
                 time.sleep(0.1)
     if left:
-        say(f"{len(left)} jobs go on by themselves ({' '.join(str(trial.job) for trial in left)}): the same command, given again, collects "
-            "what has ended; scancel ends them")
+        say(
+            f"{len(left)} jobs go on by themselves ({' '.join(str(trial.job) for trial in left)}): the same command, given again, collects "
+            "what has ended; scancel ends them"
+        )
 
 
 def _submit(trial: Trial, sweep: SweepConfig, config_dir: str | None, folder: Path) -> None:
@@ -110,20 +134,35 @@ def _submit(trial: Trial, sweep: SweepConfig, config_dir: str | None, folder: Pa
     results.clear(trial.folder)
     try:
         executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=REQUEUES)
-        executor.update_parameters(name=f"{sweep.name}/{trial.name}", timeout_min=wanted.time_minutes, nodes=nodes, tasks_per_node=1,
-                                   slurm_stderr_to_stdout=True, slurm_setup=RENDEZVOUS, **_asked(wanted),
-                                   # A quarter of the time is enough to save in tests; five minutes with most models.
-                                   slurm_signal_delay_s=min(300, 15 * wanted.time_minutes),
-                                   slurm_additional_parameters={"requeue": True, **wanted.options})
+        executor.update_parameters(
+            name=f"{sweep.name}/{trial.name}",
+            timeout_min=wanted.time_minutes,
+            nodes=nodes,
+            tasks_per_node=1,
+            slurm_stderr_to_stdout=True,
+            slurm_setup=RENDEZVOUS,
+            **_asked(wanted),
+            # A quarter of the time is enough to save in tests; five minutes with most models.
+            slurm_signal_delay_s=min(300, 15 * wanted.time_minutes),
+            slurm_additional_parameters={"requeue": True, **wanted.options},
+        )
         trial.job = executor.submit(Job(trial, trial.processes // nodes, config_dir)).job_id
     except (RuntimeError, submitit.core.utils.FailedJobError) as error:
-        raise ConfigError(f"trial {trial.name} cannot be submitted: {' '.join(str(error).split())}; see sweep.slurm") from None
+        raise ConfigError(
+            f"trial {trial.name} cannot be submitted: {' '.join(str(error).split())}; see sweep.slurm"
+        ) from None
     results.note_start(trial, job=trial.job)
 
 
 def _asked(wanted: SlurmConfig) -> dict[str, object]:
-    given = {"gpus_per_node": wanted.gpus_per_node or None, "cpus_per_task": wanted.cpus_per_node, "mem_gb": wanted.memory_gib,
-             "slurm_partition": wanted.partition, "slurm_account": wanted.account, "slurm_qos": wanted.qos}
+    given = {
+        "gpus_per_node": wanted.gpus_per_node or None,
+        "cpus_per_task": wanted.cpus_per_node,
+        "mem_gb": wanted.memory_gib,
+        "slurm_partition": wanted.partition,
+        "slurm_account": wanted.account,
+        "slurm_qos": wanted.qos,
+    }
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -139,7 +178,10 @@ def _outcome(trial: Trial, folder: Path, nodes: int) -> tuple[str, str | None]:
     if state == "OUT_OF_MEMORY":
         return "out_of_memory", "Slurm ended the job for lack of host memory"
     if status == "failed":
-        return "stopped" if state == "CANCELLED" else status, f"Slurm ended the job ({state or 'why is forgotten'}); {reason}"
+        return (
+            "stopped" if state == "CANCELLED" else status,
+            f"Slurm ended the job ({state or 'why is forgotten'}); {reason}",
+        )
     return status, reason
 
 

@@ -3,6 +3,7 @@
 Also what a run's folder says of its schedule: `schedule/schedule.csv` (torch's notation), `schedule/planned.json` and
 `schedule/measured.json` (for `python -m trainer.plot`); `schedule/choice.yaml` and `schedule/chosen.csv` (what auto chose).
 """
+
 from __future__ import annotations
 
 import statistics
@@ -71,8 +72,10 @@ class Auto:
         state.runtime.probe = None
 
         def decide() -> Choice:
-            layers = replace(measured_layers(state, batch, [measured for measured, *_ in everyone]),
-                             transfer=max(seconds for _, _, seconds, _ in everyone))
+            layers = replace(
+                measured_layers(state, batch, [measured for measured, *_ in everyone]),
+                transfer=max(seconds for _, _, seconds, _ in everyone),
+            )
             layers = calibrated(layers, pipeline, max(finish for _, finish, _, _ in everyone))
             element = DTYPES[state.config.precision.compute].itemsize
             seen = simulate(pipeline.schedule, layers.stage(pipeline.split))
@@ -85,16 +88,35 @@ class Auto:
                 return [size + extra for size in constant_bytes(state.spec, plan, element, split, placement)]
 
             if settings.memory_cap is not None:
-                limit, constant = settings.memory_cap * layers.stage(pipeline.split).share(pipeline.schedule.placement), None
+                limit, constant = (
+                    settings.memory_cap * layers.stage(pipeline.split).share(pipeline.schedule.placement),
+                    None,
+                )
             given = state.config.batch
             fixed = (batch.accumulation,) if given.accumulation or given.micro_size else None
-            space = Space(microbatches=fixed, chunks=(settings.chunks,) if settings.chunks else (1, 2, 4),
-                          split=from_sizes(settings.split) if isinstance(settings.split, list) else None)
-            best = search(lambda micro: layers.scaled(micro / batch.micro_size), plan.pp, batch.micro_size * batch.accumulation, limit,
-                          constant, space)
+            space = Space(
+                microbatches=fixed,
+                chunks=(settings.chunks,) if settings.chunks else (1, 2, 4),
+                split=from_sizes(settings.split) if isinstance(settings.split, list) else None,
+            )
+            best = search(
+                lambda micro: layers.scaled(micro / batch.micro_size),
+                plan.pp,
+                batch.micro_size * batch.accumulation,
+                limit,
+                constant,
+                space,
+            )
             try:
-                here = reorder(layers, pipeline.split, pipeline.schedule.placement, batch.accumulation, batch.micro_size, limit,
-                               constant and constant(pipeline.split, pipeline.schedule.placement))
+                here = reorder(
+                    layers,
+                    pipeline.split,
+                    pipeline.schedule.placement,
+                    batch.accumulation,
+                    batch.micro_size,
+                    limit,
+                    constant and constant(pipeline.split, pipeline.schedule.placement),
+                )
             except ConfigError:  # only other cuts fit
                 return best
             return best if best.predicted.makespan < (1 - WORTH_REBUILDING) * here.predicted.makespan else here
@@ -109,8 +131,15 @@ def measured_layers(state: TrainState, batch: BatchPlan, ranks: list[Measured]) 
     are not split, the input's and the weights' part of them, and the bytes of a stage's activations.
     """
     element = DTYPES[state.config.precision.compute].itemsize
-    formula = layer_costs(state.spec, batch.sequence_length, batch.micro_size, state.plan.tp, 1.0, recompute=state.config.activation,
-                          element_bytes=element)
+    formula = layer_costs(
+        state.spec,
+        batch.sequence_length,
+        batch.micro_size,
+        state.plan.tp,
+        1.0,
+        recompute=state.config.activation,
+        element_bytes=element,
+    )
     seconds: dict[tuple[int, str], float] = defaultdict(float)
     weights: dict[int, float] = defaultdict(float)
     held: dict[int, float] = defaultdict(float)
@@ -120,7 +149,11 @@ def measured_layers(state: TrainState, batch: BatchPlan, ranks: list[Measured]) 
                 found[key] = max(found[key], statistics.median(samples))
     f, i, w, b = ([0.0] * len(formula.f) for _ in range(4))
     for stage, part in enumerate(state.pipeline.split):
-        units = [*([0] if part.start == 0 else []), *(layer + 1 for layer in part), *([len(f) - 1] if part.stop == state.spec.depth else [])]
+        units = [
+            *([0] if part.start == 0 else []),
+            *(layer + 1 for layer in part),
+            *([len(f) - 1] if part.stop == state.spec.depth else []),
+        ]
         # The head's weight gradient is part of the input's: it would keep the logits.
         products = [0.0 if unit in (0, len(f) - 1) else formula.w[unit] for unit in units]
         for unit, product in zip(units, products):
@@ -133,11 +166,19 @@ def measured_layers(state: TrainState, batch: BatchPlan, ranks: list[Measured]) 
             b[unit] = seconds[unit, "B"] if (unit, "B") in seconds else i[unit] + w[unit]
     expected = sum(formula.activation)
     scale = sum(held.values()) / expected if sum(held.values()) > 0 else 1.0
-    return replace(formula, f=tuple(f), i=tuple(i), w=tuple(w), b=tuple(b), activation=tuple(scale * size for size in formula.activation))
+    return replace(
+        formula,
+        f=tuple(f),
+        i=tuple(i),
+        w=tuple(w),
+        b=tuple(b),
+        activation=tuple(scale * size for size in formula.activation),
+    )
 
 
 def calibrated(layers: LayerCosts, pipeline: Pipeline, makespan: float) -> LayerCosts:
     """The costs with the host time of an action that makes the simulation of the probed steps last as long as they did."""
+
     def late(host: float) -> bool:
         return simulate(pipeline.schedule, replace(layers, host=host).stage(pipeline.split)).makespan > makespan
 
@@ -192,6 +233,7 @@ def write_schedule(run: Path, state: TrainState, batch: BatchPlan, measured: lis
     """Writes the schedule of a run and two timelines: of the step as measured by pipeline rank, and as simulated from the
     layers' operations, on the scale of what was measured."""
     from trainer.plots.schedule import write_timeline
+
     folder, schedule, split = run / "schedule", state.pipeline.schedule, state.pipeline.split
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "schedule.csv").write_text(ir.dumps(schedule))
@@ -212,7 +254,9 @@ def save_choice(run: Path, choice: Choice, config: Config, spec: ModelSpec, plan
     (folder / "conditions.yaml").write_text(yaml.safe_dump(conditions(config, spec, plan), sort_keys=False))
 
 
-def saved_choice(run: Path, config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan) -> tuple[Pipeline, BatchPlan] | None:
+def saved_choice(
+    run: Path, config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan
+) -> tuple[Pipeline, BatchPlan] | None:
     """What auto chose earlier in this run under the same conditions, if it did."""
     folder = run / "schedule"
     if config.parallel.pipeline.schedule != "auto" or plan.pp == 1:
@@ -223,7 +267,9 @@ def saved_choice(run: Path, config: Config, spec: ModelSpec, plan: Plan, batch: 
         settings = yaml.safe_load((folder / "choice.yaml").read_text())
         schedule = ir.loads((folder / "chosen.csv").read_text(), name=CHOSEN)
         pipeline = Pipeline(schedule, from_sizes(settings["parallel"]["pipeline"]["split"]))
-        batch = replace(batch, micro_size=settings["batch"]["micro_size"], accumulation=settings["batch"]["accumulation"])
+        batch = replace(
+            batch, micro_size=settings["batch"]["micro_size"], accumulation=settings["batch"]["accumulation"]
+        )
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError, ConfigError):
         return None  # none, or damaged: it is measured again
     return None if validate(schedule) else (pipeline, batch)

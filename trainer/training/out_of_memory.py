@@ -3,6 +3,7 @@
 By words, since it comes as different exceptions, in the text that torchrun keeps of other ranks, and behind a pipeline's own
 error. Needs no torch.
 """
+
 from __future__ import annotations
 
 import copy
@@ -12,12 +13,16 @@ from typing import Any
 from trainer.config import Config
 from trainer.planning.deepspeed import check_parallel, check_settings
 
-SIGNS = re.compile(r"\bOutOfMemoryError\b|\bMemoryError\b|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
-                   r"CUDNN_STATUS_ALLOC_FAILED|DefaultCPUAllocator: can't allocate memory|Cannot allocate memory")
+SIGNS = re.compile(
+    r"\bOutOfMemoryError\b|\bMemoryError\b|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
+    r"CUDNN_STATUS_ALLOC_FAILED|DefaultCPUAllocator: can't allocate memory|Cannot allocate memory"
+)
 """Of GPU allocators, cuBLAS and cuDNN, the host's allocator, Python and NumPy, the operating system."""
 
-NOISE = re.compile(r"^\w*(?:Error|Exception): |\[enforce fail at [^]]*\] \S* == \S* |^\. | If reserved but unallocated memory.*|"
-                   r" See documentation.*")
+NOISE = re.compile(
+    r"^\w*(?:Error|Exception): |\[enforce fail at [^]]*\] \S* == \S* |^\. | If reserved but unallocated memory.*|"
+    r" See documentation.*"
+)
 
 
 def lacks_memory(text: str) -> bool:
@@ -44,10 +49,12 @@ def advice(config: Config) -> str:
     """What to override so that a run needs less memory, least costly first: only what it does not have already, and its engine takes."""
     mode, zero = config.activation.mode, config.parallel.zero
     stages = [stage for stage in range(zero.stage + 1, 4) if _takes(config, stage=stage)]
-    ways = [*(["activation=selective (keeps attention and every second product)"] if mode == "none" else []),
-            *(["activation=full"] if mode != "full" else []),
-            *(["a smaller batch.micro_size (the table at the start shows it)"] if config.batch.micro_size is None else []),
-            *([f"batch.micro_size below {config.batch.micro_size}"] if (config.batch.micro_size or 1) > 1 else [])]
+    ways = [
+        *(["activation=selective (keeps attention and every second product)"] if mode == "none" else []),
+        *(["activation=full"] if mode != "full" else []),
+        *(["a smaller batch.micro_size (the table at the start shows it)"] if config.batch.micro_size is None else []),
+        *([f"batch.micro_size below {config.batch.micro_size}"] if (config.batch.micro_size or 1) > 1 else []),
+    ]
     if stages:
         ways.append(f"parallel.zero.stage={stages[0]}" + " or more" * (len(stages) > 1))
     elif not zero.offload and zero.nvme is None and _takes(config, offload=True):
@@ -58,7 +65,11 @@ def advice(config: Config) -> str:
         ways.append("parallel.zero.sum_on_host=true (slow)")
     if _takes(config, tp=2 * config.parallel.tp):
         ways.append(f"parallel.tp={2 * config.parallel.tp}")
-    return " or ".join(filter(None, (", ".join(ways[:-1]), ways[-1]))) if ways else "a smaller model, or start more processes"
+    return (
+        " or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
+        if ways
+        else "a smaller model, or start more processes"
+    )
 
 
 def _takes(config: Config, **changes: Any) -> bool:
@@ -66,5 +77,7 @@ def _takes(config: Config, **changes: Any) -> bool:
     changed = copy.deepcopy(config)
     for name, value in changes.items():
         setattr(changed.parallel.zero if hasattr(changed.parallel.zero, name) else changed.parallel, name, value)
-    before, after = ({*check_parallel(some.parallel, some.parallel.shard, 1), *check_settings(some)} for some in (config, changed))
+    before, after = (
+        {*check_parallel(some.parallel, some.parallel.shard, 1), *check_settings(some)} for some in (config, changed)
+    )
     return after <= before

@@ -1,4 +1,5 @@
 """The training run, from a configuration to a trained model."""
+
 from __future__ import annotations
 
 import contextlib
@@ -71,6 +72,7 @@ class NonFinite(RuntimeError):
 @dataclass
 class Result:
     """What a run leaves: its folder, and how it ended (exit code of the command line)."""
+
     folder: Path
     code: int
 
@@ -88,7 +90,10 @@ def run(config: Config) -> Result:
     if problems := check_grad_comm(config.parallel.grad_comm, config.precision.types, plan, node_size(world_size)):
         raise ConfigError(problems)
     batch = resolve_batch(config.batch, plan.dp, plan.tp, plan.pp)
-    pipeline, batch = saved_choice(Path(config.run.dir), config, spec, plan, batch) or (resolve_pipeline(config, spec, plan, batch), batch)
+    pipeline, batch = saved_choice(Path(config.run.dir), config, spec, plan, batch) or (
+        resolve_pipeline(config, spec, plan, batch),
+        batch,
+    )
     device = local_device(config.run)
     check_compiler(config, device)
     check_engine(config, device)
@@ -123,7 +128,11 @@ def main(config: Config) -> int:
         if (missing := missing_memory(error)) is None:
             raise
         get_error_handler().record_exception(error)  # for torchrun's report, which names the first rank that failed
-        print(f"out of memory on rank {os.environ.get('RANK', 0)}: {missing}. To need less, set {advice(config)}", file=sys.stderr, flush=True)
+        print(
+            f"out of memory on rank {os.environ.get('RANK', 0)}: {missing}. To need less, set {advice(config)}",
+            file=sys.stderr,
+            flush=True,
+        )
         return FAILED
 
 
@@ -132,27 +141,51 @@ def starting_point(config: Config) -> tuple[ModelSpec, Weights | None]:
     if not config.model.from_hf:
         return ModelSpec.from_dict({f.name: getattr(config.model, f.name) for f in dataclasses.fields(ModelSpec)}), None
     from trainer.hf import HFWeights, spec_from_hf
+
     spec = spec_from_hf(config.model.from_hf)
     if spec.learned_positions and config.batch.sequence_length > spec.max_length:
-        raise ConfigError(f"batch.sequence_length={config.batch.sequence_length} exceeds the {spec.max_length} learned positions of "
-                          f"model.from_hf={config.model.from_hf}")
+        raise ConfigError(
+            f"batch.sequence_length={config.batch.sequence_length} exceeds the {spec.max_length} learned positions of "
+            f"model.from_hf={config.model.from_hf}"
+        )
     return spec, HFWeights(config.model.from_hf, spec)
 
 
 class Training:
     """A run in progress: the state, the position in the data, and everything that is told about each step."""
 
-    def __init__(self, config: Config, spec: ModelSpec, weights: Weights | None, plan: Plan, pipeline: Pipeline, batch: BatchPlan,
-                 corpus: Corpus, world: World, watchdog: Watchdog):
-        self.config, self.spec, self.batch, self.corpus, self.world, self.watchdog = config, spec, batch, corpus, world, watchdog
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        weights: Weights | None,
+        plan: Plan,
+        pipeline: Pipeline,
+        batch: BatchPlan,
+        corpus: Corpus,
+        world: World,
+        watchdog: Watchdog,
+    ):
+        self.config, self.spec, self.batch, self.corpus, self.world, self.watchdog = (
+            config,
+            spec,
+            batch,
+            corpus,
+            world,
+            watchdog,
+        )
         self.folder = Path(config.run.dir)
         self.tokens, self.skipped, self.skipped_in_row = 0, 0, 0
         self.stop_wanted, self.stop = False, False
         compare_ranks(config, spec, corpus.fingerprint, pipeline, world)
         self.data = data_identity(corpus.fingerprint, config.run.seed, batch)
         self.launchers = launchers(world)
-        resume, warnings = world.agree(lambda: find_start(config.checkpoint, self.folder / "checkpoints", self.launchers))
-        manifest = world.agree(lambda: check_manifest(read_manifest(resume), config, spec, batch, self.data)) if resume else {}
+        resume, warnings = world.agree(
+            lambda: find_start(config.checkpoint, self.folder / "checkpoints", self.launchers)
+        )
+        manifest = (
+            world.agree(lambda: check_manifest(read_manifest(resume), config, spec, batch, self.data)) if resume else {}
+        )
 
         self.state = TrainState.build(config, spec, plan, pipeline, world, weights)
         position = 0
@@ -168,7 +201,9 @@ class Training:
         # A schedule that was chosen earlier in this run has a name of its own; see `auto.saved_choice`.
         wanted = config.parallel.pipeline.schedule == "auto" and plan.pp > 1 and pipeline.schedule.name != CHOSEN
         self.auto = Auto(self.state, batch) if wanted else None
-        self.trial = None if wanted else self.codec_trial()  # one measurement after the other: they would change each other's steps
+        self.trial = (
+            None if wanted else self.codec_trial()
+        )  # one measurement after the other: they would change each other's steps
         self.predicted: tuple[Simulation, int] | None = None  # and the step from which its measurement counts
         self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
         self.deferred = DeferredScalars(world.device)
@@ -176,14 +211,23 @@ class Training:
         self.stragglers = Stragglers(config.guard)
         self.meter = step_meter(config, spec, world, self.batch.sequence_length)
         compression = self.state.compression
-        states = fullest_rank(config, spec, plan, pipeline, batch, bool(compression and compression.once),
-                              max(world.gather(compression.feedback_bytes if compression else 0)))
+        states = fullest_rank(
+            config,
+            spec,
+            plan,
+            pipeline,
+            batch,
+            bool(compression and compression.once),
+            max(world.gather(compression.feedback_bytes if compression else 0)),
+        )
         if world.rank == 0:
             if config.logging.console != "none":
                 print_start(config, spec, plan, pipeline, batch, states, corpus, world)
             corpus.tokenizer.save(self.folder / "tokenizer")
             (self.folder / "config.yaml").write_text(to_yaml(config))
-        self.log = Logger(self.folder, config.logging, config.run, self.state.step, dataclasses.asdict(config), world.rank == 0)
+        self.log = Logger(
+            self.folder, config.logging, config.run, self.state.step, dataclasses.asdict(config), world.rank == 0
+        )
         for text in [*warnings, *([f"resumed from {resume} at step {self.state.step}"] if resume else [])]:
             self.log.event(text)
 
@@ -209,8 +253,17 @@ class Training:
     def load_from(self, position: int) -> Loader:
         """The training data from sample `position` on."""
         config, world = self.config, self.world
-        return Loader(self.corpus.train, self.batch, world.data.get_local_rank(), self.state.plan.dp, seed=config.run.seed, position=position,
-                      mask_documents=config.data.mask_documents, prefetch=config.data.prefetch, device=world.device)
+        return Loader(
+            self.corpus.train,
+            self.batch,
+            world.data.get_local_rank(),
+            self.state.plan.dp,
+            seed=config.run.seed,
+            position=position,
+            mask_documents=config.data.mask_documents,
+            prefetch=config.data.prefetch,
+            device=world.device,
+        )
 
     def train(self) -> int:
         """The loop. Returns the exit code."""
@@ -230,13 +283,22 @@ class Training:
                         self.try_codecs()
                     if config.eval.every and (self.state.step % config.eval.every == 0 or last) and not self.stop:
                         self.evaluate()
-                    if config.checkpoint.every and self.state.step % config.checkpoint.every == 0 and not last and not self.stop:
+                    if (
+                        config.checkpoint.every
+                        and self.state.step % config.checkpoint.every == 0
+                        and not last
+                        and not self.stop
+                    ):
                         self.save()
                     self.tell()
                 self.read_back(everything=True)
                 self.watchdog.enter(ENDING, self.state.step)
                 if self.state.step > first and (self.stop or config.checkpoint.at_end) and not self.save_last():
-                    print(f"{self.folder}: the last checkpoint, of step {self.state.step}, could not be written", file=sys.stderr, flush=True)
+                    print(
+                        f"{self.folder}: the last checkpoint, of step {self.state.step}, could not be written",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 else:
                     code = DONE if self.state.step >= config.run.steps else STOPPED
                     status = "stopped" if code == STOPPED else "done"
@@ -271,7 +333,9 @@ class Training:
         """How the run ended, for people."""
         step, steps = self.state.step, self.config.run.steps
         if step == first:
-            return f"{self.folder} is done: step {step} of {steps}. Raise run.steps to train on, or set another run.name"
+            return (
+                f"{self.folder} is done: step {step} of {steps}. Raise run.steps to train on, or set another run.name"
+            )
         fell = f"loss {self.losses[0]:.3f} -> {self.losses[-1]:.3f}" if self.losses else "no step was logged"
         if code == STOPPED:
             return f"stopped by a signal after step {step} of {steps} ({fell}); the same command resumes {self.folder}"
@@ -289,13 +353,23 @@ class Training:
             scalars = train_step(state, batches, self.stop_wanted)
         self.tokens += self.batch.tokens
         sent = state.compression.sent if state.compression else {}
-        most = {"memory_gib": peak_memory_gib(self.world.device)} | {f"comm/bytes_{kind}": count for kind, count in sent.items()}
+        most = {"memory_gib": peak_memory_gib(self.world.device)} | {
+            f"comm/bytes_{kind}": count for kind, count in sent.items()
+        }
         values = torch.tensor([*most.values()], dtype=torch.float64, device=self.world.device)
         if self.world.size > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX)
-        self.deferred.push(state.step, scalars | dict(zip(most, values)), {
-            "tokens": self.tokens, "epoch": self.loader.epoch, "data_seconds": self.loader.wait_seconds,
-            "ids": [batch.ids for batch in batches], "times": state.runtime.times})
+        self.deferred.push(
+            state.step,
+            scalars | dict(zip(most, values)),
+            {
+                "tokens": self.tokens,
+                "epoch": self.loader.epoch,
+                "data_seconds": self.loader.wait_seconds,
+                "ids": [batch.ids for batch in batches],
+                "times": state.runtime.times,
+            },
+        )
 
     def read_back(self, everything: bool = False) -> None:
         """Logs the steps whose numbers have arrived, and acts on them; every rank sees a step at the same point."""
@@ -312,14 +386,27 @@ class Training:
             self.stop = self.stop or numbers["stop"] > 0
             if step % self.config.logging.every == 0 or step == self.config.run.steps or bad or self.stop:
                 measured, makespan = self.measure_ranks(host["times"])
-                sent = {name: int(numbers[name]) for name in ("comm/bytes_inner", "comm/bytes_outer") if name in numbers}
-                self.log.step({"step": step, "tokens": host["tokens"], "epoch": host["epoch"], "skipped": self.skipped, **measured, **sent,
-                               **{name: numbers[name] for name in ("loss", "grad_norm", "lr", "loss_scale", "memory_gib")},
-                               **self.meter.read()})
+                sent = {
+                    name: int(numbers[name]) for name in ("comm/bytes_inner", "comm/bytes_outer") if name in numbers
+                }
+                self.log.step(
+                    {
+                        "step": step,
+                        "tokens": host["tokens"],
+                        "epoch": host["epoch"],
+                        "skipped": self.skipped,
+                        **measured,
+                        **sent,
+                        **{name: numbers[name] for name in ("loss", "grad_norm", "lr", "loss_scale", "memory_gib")},
+                        **self.meter.read(),
+                    }
+                )
                 if self.predicted is not None and step >= self.predicted[1]:
                     expected, self.predicted = self.predicted[0], None
-                    self.log.event(f"pipeline: predicted {expected.makespan:.4g} s a step with a bubble of {expected.bubble:.1%}, "
-                                   f"measured {makespan:.4g} s and {measured['bubble']:.1%} in step {step}")
+                    self.log.event(
+                        f"pipeline: predicted {expected.makespan:.4g} s a step with a bubble of {expected.bubble:.1%}, "
+                        f"measured {makespan:.4g} s and {measured['bubble']:.1%} in step {step}"
+                    )
                 if self.stragglers.add(measured["straggler"], measured["straggler_rank"]):
                     self.name_straggler(**measured)
             if bad:
@@ -336,7 +423,9 @@ class Training:
         measured: dict[str, Any] = {"bubble": None, "straggler": None, "straggler_rank": None}
         if self.world.size == 1:
             return measured, None
-        mine = torch.tensor([times.busy(), times.finish(), times.busy(("F",)), self.world.place("pp")], dtype=torch.float64)
+        mine = torch.tensor(
+            [times.busy(), times.finish(), times.busy(("F",)), self.world.place("pp")], dtype=torch.float64
+        )
         everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
         dist.all_gather(everyone, mine)  # on gloo: these are the host's numbers
         busy, finish, forward, stage = torch.stack(everyone).unbind(1)
@@ -349,9 +438,11 @@ class Training:
         """Tells of a rank that stays slow, with its node. All ranks call it together."""
         node = [socket.gethostname()]
         dist.broadcast_object_list(node, src=straggler_rank)
-        self.log.event(f"rank {straggler_rank} on {node[0]} has been slow for {self.config.guard.straggler_lines} logged steps, in this one "
-                       f"{straggler:.2f} times its peers' median; look at its clocks and temperature (nvidia-smi -q -d "
-                       "CLOCK,PERFORMANCE,TEMPERATURE), and at what else runs there")
+        self.log.event(
+            f"rank {straggler_rank} on {node[0]} has been slow for {self.config.guard.straggler_lines} logged steps, in this one "
+            f"{straggler:.2f} times its peers' median; look at its clocks and temperature (nvidia-smi -q -d "
+            "CLOCK,PERFORMANCE,TEMPERATURE), and at what else runs there"
+        )
 
     def reschedule(self) -> None:
         """Ends the measurement for schedule=auto and goes on with what it found best."""
@@ -366,7 +457,11 @@ class Training:
         if self.world.rank == 0:
             save_choice(self.folder, choice, self.config, self.spec, self.state.plan)
         after = Pipeline(choice.schedule, choice.split)
-        if (after.split, after.schedule.placement, choice.microbatches) == (before.split, before.schedule.placement, self.batch.accumulation):
+        if (after.split, after.schedule.placement, choice.microbatches) == (
+            before.split,
+            before.schedule.placement,
+            self.batch.accumulation,
+        ):
             self.state.follow(choice.schedule)
         elif not self.rebuild(after, choice):
             return
@@ -385,7 +480,9 @@ class Training:
     def rebuild(self, pipeline: Pipeline, choice: Choice) -> bool:
         """Cuts the model anew: through a checkpoint, the way any other plan would resume this run."""
         if not self.save_last():
-            self.log.event("schedule auto keeps the present stages: the checkpoint to cut them anew from could not be written")
+            self.log.event(
+                "schedule auto keeps the present stages: the checkpoint to cut them anew from could not be written"
+            )
             return False
         old, position = self.state, self.loader.position
         if old.compression is not None and old.compression.feedback_bytes:
@@ -400,7 +497,9 @@ class Training:
         self.state = TrainState.build(self.config, self.spec, old.plan, pipeline, self.world)
         saved = step_folder(self.folder / "checkpoints", old.step)
         load(saved, self.state.tensors())
-        if not self.config.checkpoint.every and not self.config.checkpoint.at_end:  # a run that is to leave no checkpoint
+        if (
+            not self.config.checkpoint.every and not self.config.checkpoint.at_end
+        ):  # a run that is to leave no checkpoint
             dist.barrier()
             self.checkpointer.forget(saved)
         self.state.loaded()
@@ -420,8 +519,15 @@ class Training:
         """Mean loss on the held-out sequences, the same ones every time and under every plan."""
         self.read_back(everything=True)
         self.watchdog.enter(EVALUATING, self.state.step)
-        batches = eval_batches(self.corpus.eval, self.config.eval.sequences, self.batch.micro_size, self.world.data.get_local_rank(),
-                               self.state.plan.dp, mask_documents=self.config.data.mask_documents, device=self.world.device)
+        batches = eval_batches(
+            self.corpus.eval,
+            self.config.eval.sequences,
+            self.batch.micro_size,
+            self.world.data.get_local_rank(),
+            self.state.plan.dp,
+            mask_documents=self.config.data.mask_documents,
+            device=self.world.device,
+        )
         loss = evaluate(self.state, batches).item()
         self.log.evaluation({"step": self.state.step, "tokens": self.tokens, "eval_loss": loss})
 
@@ -431,27 +537,47 @@ class Training:
         self.watchdog.enter(SAVING, self.state.step)
         plan = self.state.plan.to_dict()
         compression = self.state.compression if self.state.compression and self.state.compression.decided else None
-        self.checkpointer.save(self.state.step, self.state.tensors() | (compression.tensors() if compression else {}), {
-            "compression": compression.identity() if compression else None,
-            "spec": self.spec.to_dict(), "plan": plan, "batch": dataclasses.asdict(self.batch), "launchers": self.launchers,
-            "tokens": self.tokens, "samples": self.loader.position,
-            "skipped": self.skipped, "scaler": self.state.scaler.state_dict(), "data": self.data}, wait=wait)
+        self.checkpointer.save(
+            self.state.step,
+            self.state.tensors() | (compression.tensors() if compression else {}),
+            {
+                "compression": compression.identity() if compression else None,
+                "spec": self.spec.to_dict(),
+                "plan": plan,
+                "batch": dataclasses.asdict(self.batch),
+                "launchers": self.launchers,
+                "tokens": self.tokens,
+                "samples": self.loader.position,
+                "skipped": self.skipped,
+                "scaler": self.state.scaler.state_dict(),
+                "data": self.data,
+            },
+            wait=wait,
+        )
 
     def describe_non_finite(self, numbers: dict[str, Any]) -> str:
         """What was not finite in a step: the loss, or the gradients of which parameters."""
         bad = [name for name, square in zip(self.state.names, numbers["squares"]) if not np.isfinite(square)]
         what = [f"loss {numbers['loss']}"] if not np.isfinite(numbers["loss"]) else []
-        what += [f"non-finite gradients in {len(bad)} parameters: {', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''}"] if bad else []
+        what += (
+            [f"non-finite gradients in {len(bad)} parameters: {', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''}"]
+            if bad
+            else []
+        )
         return "; ".join(what) + (f" (loss scale {numbers['loss_scale']:g})" if self.state.scaler.enabled else "")
 
     def give_up(self, step: int, numbers: dict[str, Any], ids: list[list]) -> None:
         """Ends the run with what was seen; every rank gets here at the same step."""
         mine = [sample for samples, loss in zip(ids, numbers["losses"]) if not np.isfinite(loss) for sample in samples]
         everyone = self.world.gather(mine)
-        samples = list(dict.fromkeys(str(sample) for some in everyone for sample in some))  # tensor-parallel ranks share them
-        raise NonFinite(f"{self.skipped_in_row} steps in a row without an update (guard.max_skipped={self.config.guard.max_skipped}), "
-                        f"the last at step {step}: {self.describe_non_finite(numbers)}; samples with a non-finite loss: "
-                        f"{', '.join(samples[:20]) or 'none'}. Look at these samples, lower lr.peak, or raise guard.max_skipped")
+        samples = list(
+            dict.fromkeys(str(sample) for some in everyone for sample in some)
+        )  # tensor-parallel ranks share them
+        raise NonFinite(
+            f"{self.skipped_in_row} steps in a row without an update (guard.max_skipped={self.config.guard.max_skipped}), "
+            f"the last at step {step}: {self.describe_non_finite(numbers)}; samples with a non-finite loss: "
+            f"{', '.join(samples[:20]) or 'none'}. Look at these samples, lower lr.peak, or raise guard.max_skipped"
+        )
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
@@ -462,6 +588,7 @@ class Training:
 
         def wish(*_: Any) -> None:
             self.stop_wanted = True
+
         before = {number: signal.signal(number, wish) for number in (signal.SIGTERM, signal.SIGUSR1)}
         try:
             yield

@@ -1,4 +1,5 @@
 """What surrounds a training run: torch's global switches, its folder, its watchdog, and the launch that it is a part of."""
+
 from __future__ import annotations
 
 import contextlib
@@ -71,21 +72,33 @@ def compare_ranks(config: Config, spec: ModelSpec, fingerprint: str, pipeline: P
     """Refuses processes that were started with different settings or found different data (its `fingerprint`), as happens on several
     nodes, with a command line and a cache each. Folders may differ. Raises `ConfigError` on every rank."""
     folders = ("run.dir", "data.cache", "model.from_hf", "checkpoint.resume")
-    mine = {name: value for name, value in flat(dataclasses.asdict(config)).items()
-            if name not in folders and not (name.startswith("data.sources.") and name.endswith(".path"))}
-    mine |= {"the content of data.sources and data.tokenizer": fingerprint, "model": spec.to_dict(),
-             "the schedule": name_seed(0, ir.dumps(pipeline.schedule) + str(pipeline.split))}
+    mine = {
+        name: value
+        for name, value in flat(dataclasses.asdict(config)).items()
+        if name not in folders and not (name.startswith("data.sources.") and name.endswith(".path"))
+    }
+    mine |= {
+        "the content of data.sources and data.tokenizer": fingerprint,
+        "model": spec.to_dict(),
+        "the schedule": name_seed(0, ir.dumps(pipeline.schedule) + str(pipeline.split)),
+    }
     quantised = bool(asked(config.parallel.grad_comm))
     if quantised:  # hops follow from it
         mine["LOCAL_WORLD_SIZE, the processes of a node,"] = node_size(world.size)
     everyone = world.gather((mine, socket.gethostname()))
     first = everyone[0][0]
-    problems = [f"{name}={first.get(name)} on rank 0, but {other.get(name)} on rank {rank}; start every process with the same settings"
-                for rank, (other, _) in enumerate(everyone) for name in first if first.get(name) != other.get(name)]
+    problems = [
+        f"{name}={first.get(name)} on rank 0, but {other.get(name)} on rank {rank}; start every process with the same settings"
+        for rank, (other, _) in enumerate(everyone)
+        for name in first
+        if first.get(name) != other.get(name)
+    ]
     machines = len({machine for _, machine in everyone})
     if quantised and machines > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
-        problems.append(f"parallel.grad_comm needs to know which of the processes on {machines} machines are on one: set LOCAL_WORLD_SIZE, the "
-                        "processes of a machine, for every process, as torchrun does")
+        problems.append(
+            f"parallel.grad_comm needs to know which of the processes on {machines} machines are on one: set LOCAL_WORLD_SIZE, the "
+            "processes of a machine, for every process, as torchrun does"
+        )
     if problems:
         raise ConfigError(problems[:5])
 
@@ -107,7 +120,9 @@ def launchers(world: World) -> list[str]:
     mine = ""
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         parent = os.getppid()
-        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]  # in ticks since the machine's start
+        started = (
+            Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        )  # in ticks since the machine's start
         mine = f"{socket.gethostname()} {parent} {started}"
     return sorted(set(world.gather(mine)) - {""})
 
@@ -115,7 +130,14 @@ def launchers(world: World) -> list[str]:
 def warn_of_stale_store() -> None:
     """Says at the first start that torchrun's restarts would fail. Those of its workers that it starts again read the addresses of
     the dead ones, unless they have a store of their own."""
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" \
-            and os.environ.get("RANK") == "0":
-        print("torchrun --max-restarts will not work: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment, or start it with "
-              "launch/elastic.sh", file=sys.stderr, flush=True)
+    if (
+        int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and os.environ.get("RANK") == "0"
+    ):
+        print(
+            "torchrun --max-restarts will not work: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment, or start it with "
+            "launch/elastic.sh",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,4 +1,5 @@
 """What a training run consists of: the stages of the model on this rank, what runs them, and what updates them."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class TrainState:
 
     names: every parameter of the whole model, in the order in which their gradient norms are kept.
     """
+
     config: Config
     spec: ModelSpec
     plan: Plan
@@ -61,12 +63,27 @@ class TrainState:
     step: int = 0
 
     @classmethod
-    def build(cls, config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, world: World, weights: Weights | None = None) -> TrainState:
+    def build(
+        cls,
+        config: Config,
+        spec: ModelSpec,
+        plan: Plan,
+        pipeline: Pipeline,
+        world: World,
+        weights: Weights | None = None,
+    ) -> TrainState:
         """Builds the parallel model on every rank, with `weights` or freshly drawn ones. All ranks call it together."""
         deferred = DeferredGrads()
         compression = Compression(config.parallel.grad_comm, plan, world) if asked(config.parallel.grad_comm) else None
-        stages = build_stages(config, spec, pipeline.stages(world.place("pp")), plan, world,
-                              deferred if pipeline.splits_backward else None, hsdp=compression is None)
+        stages = build_stages(
+            config,
+            spec,
+            pipeline.stages(world.place("pp")),
+            plan,
+            world,
+            deferred if pipeline.splits_backward else None,
+            hsdp=compression is None,
+        )
         parameters, infos, copies = {}, {}, []
         for model in stages.values():
             if plan.engine == "deepspeed":
@@ -79,26 +96,57 @@ class TrainState:
                     copies.append((name, name + COPY))
                 name += COPY * (name in parameters)
                 parameters[name], infos[name] = parameter, declared[name.removesuffix(COPY)]
-        policies = parameter_policies({name.removesuffix(COPY): info for name, info in infos.items()}, config.precision.types, config.optimizer)
+        policies = parameter_policies(
+            {name.removesuffix(COPY): info for name, info in infos.items()}, config.precision.types, config.optimizer
+        )
         policies = {name: policies[name.removesuffix(COPY)] for name in parameters}
         if compression is not None:
             for model in stages.values():
                 compression.attach(model, policies)
-        channels = Channels(world.pipeline, edges(pipeline.schedule.placement), world.device, timeout=world.timeout) if plan.pp > 1 else None
+        channels = (
+            Channels(world.pipeline, edges(pipeline.schedule.placement), world.device, timeout=world.timeout)
+            if plan.pp > 1
+            else None
+        )
         first, last = pipeline.schedule.placement[0], pipeline.schedule.placement[-1]
         here = world.place("pp")
         apart = spec.tied and first != last and here in (first, last)
-        shared = SharedParameters(parameters, copies, ["embedding.weight"] if apart else [],
-                                  channels.connect((first, last), "tied") if apart else None, here == first, world)
+        shared = SharedParameters(
+            parameters,
+            copies,
+            ["embedding.weight"] if apart else [],
+            channels.connect((first, last), "tied") if apart else None,
+            here == first,
+            world,
+        )
         if plan.engine == "deepspeed":
             engine = load(world.device)
-            optimizer = (engine.PartitionedZero if plan.stage == 3 else engine.FlatZero)(stages, parameters, infos, policies, shared, config, world)
+            optimizer = (engine.PartitionedZero if plan.stage == 3 else engine.FlatZero)(
+                stages, parameters, infos, policies, shared, config, world
+            )
             optimizer.fill(weights or initial_weights(spec, config.run.seed, world.device))
             scaler = optimizer.scaler
         else:
-            optimizer, scaler = Optimizer(parameters, policies, config.optimizer), GradScaler(config.precision, world.device)
-        state = cls(config, spec, plan, pipeline, world, stages, deferred, channels, compression, shared, optimizer, scaler, None,
-                    list(declarations(spec)))
+            optimizer, scaler = (
+                Optimizer(parameters, policies, config.optimizer),
+                GradScaler(config.precision, world.device),
+            )
+        state = cls(
+            config,
+            spec,
+            plan,
+            pipeline,
+            world,
+            stages,
+            deferred,
+            channels,
+            compression,
+            shared,
+            optimizer,
+            scaler,
+            None,
+            list(declarations(spec)),
+        )
         state.follow(pipeline.schedule)
         return state
 
@@ -113,9 +161,16 @@ class TrainState:
             modules, sharding = self.optimizer.modules, self.optimizer.sharding(reductions)
         else:
             modules, sharding = self.stages, Sharding(self.stages, self.plan, reductions, self.compression)
-        self.runtime = Runtime(schedule, modules, self.channels, sharding, self.deferred,
-                               lambda batch: (torch.Size((batch.tokens.numel() // tokens, width)), compute), self.world.device,
-                               reduce="every" if every else "last")
+        self.runtime = Runtime(
+            schedule,
+            modules,
+            self.channels,
+            sharding,
+            self.deferred,
+            lambda batch: (torch.Size((batch.tokens.numel() // tokens, width)), compute),
+            self.world.device,
+            reduce="every" if every else "last",
+        )
 
     def close(self) -> None:
         """Ends the communicators that only this state uses. All ranks call it together."""

@@ -1,4 +1,5 @@
 """One optimizer step: forward and backward over the micro-batches, one gradient norm, one update."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -27,8 +28,12 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
     rank's own micro-batches; zeros but on the last pipeline stage).
     """
     world, scaler, optimizer = state.world, state.scaler, state.optimizer
-    counts = torch.stack([sum((batch.targets != IGNORE).sum() for batch in batches).double() * world.speaks_for_data,
-                          torch.full((), float(stop), dtype=torch.float64, device=world.device)])
+    counts = torch.stack(
+        [
+            sum((batch.targets != IGNORE).sum() for batch in batches).double() * world.speaks_for_data,
+            torch.full((), float(stop), dtype=torch.float64, device=world.device),
+        ]
+    )
     valid, stopping = world.sum_all(counts).unbind()
     valid = valid.clamp(min=1)  # a step without any target has loss and gradients of zero
 
@@ -49,8 +54,16 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
     optimizer.zero_grad()
     if state.compression is not None:
         state.compression.settle(found_inf)
-    result = {"loss": loss, "grad_norm": norm, "lr": rate.to(world.device), "loss_scale": scale, "found_inf": found_inf,
-              "stop": stopping, "squares": squares / scale.square(), "losses": losses}
+    result = {
+        "loss": loss,
+        "grad_norm": norm,
+        "lr": rate.to(world.device),
+        "loss_scale": scale,
+        "found_inf": found_inf,
+        "stop": stopping,
+        "squares": squares / scale.square(),
+        "losses": losses,
+    }
     scaler.update(found_inf)
     state.step += 1
     return result

@@ -1,4 +1,5 @@
 """The exit codes of every command, and how a refusal is said."""
+
 from __future__ import annotations
 
 import os

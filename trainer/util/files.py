@@ -1,4 +1,5 @@
 """Folders that belong to one process at a time."""
+
 from __future__ import annotations
 
 import fcntl
@@ -17,7 +18,9 @@ def claim(setting: str, folder: Path, kind: str, ways: str) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise ConfigError(f"{setting}={folder} cannot be made a folder ({error.strerror}); set another {setting}") from None
+        raise ConfigError(
+            f"{setting}={folder} cannot be made a folder ({error.strerror}); set another {setting}"
+        ) from None
     if not os.access(folder, os.W_OK):
         os.close(descriptor)
         raise ConfigError(f"{setting}={folder} cannot be written; set another {setting}")
@@ -25,7 +28,9 @@ def claim(setting: str, folder: Path, kind: str, ways: str) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ConfigError(f"{setting}={folder} is in use by another {kind}; wait for it, or set another {ways}") from None
+        raise ConfigError(
+            f"{setting}={folder} is in use by another {kind}; wait for it, or set another {ways}"
+        ) from None
     except OSError:
         pass  # a file system without locks: it goes on unguarded
     return descriptor

@@ -1,4 +1,5 @@
 """Numbers for people, and the tables printed at start-up."""
+
 from __future__ import annotations
 
 import math
@@ -94,8 +95,14 @@ def startup(model: Rows, plan: Rows, batch: Rows, memory: Rows, console: Console
 def parameter_types(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
     """Prints the parameter-type map: one row a type, the keys of the first row as header, whole numbers abbreviated."""
     console, frame = console_for(console)
-    table = Table(box=frame, title="parameter types", title_justify="left", title_style="bold cyan", header_style="dim",
-                  pad_edge=frame is not None)
+    table = Table(
+        box=frame,
+        title="parameter types",
+        title_justify="left",
+        title_style="bold cyan",
+        header_style="dim",
+        pad_edge=frame is not None,
+    )
     names = list(rows[0]) if rows else []
     for name in names:
         table.add_column(name, justify="right" if isinstance(rows[0][name], (int, float)) else "left", no_wrap=True)

@@ -7,6 +7,7 @@ zeros), so that parameters never share a scale. Symmetric quantisation to the bl
 
 Non-finite gradients stay visible: a block with one decodes to non-finite values.
 """
+
 from __future__ import annotations
 
 import math
@@ -40,6 +41,7 @@ class Codec:
     Hadamard matrices of this size before (0: not), which spreads outliers; stochastic: codes are rounded up or down at random
     such that their mean is the value.
     """
+
     kind: str
     block: int
     hadamard: int = 0
@@ -70,7 +72,9 @@ class Blocks:
     rows: of the payload; blocks are dealt to them in order, as many to each (`count`), with empty ones at the end.
     """
 
-    def __init__(self, segments: Sequence[tuple[int, int]], block: int, rows: int, device: torch.device, grain: int = 0):
+    def __init__(
+        self, segments: Sequence[tuple[int, int]], block: int, rows: int, device: torch.device, grain: int = 0
+    ):
         self.block, self.rows, self.device, self.grain = block, rows, device, grain or block
         self.places, place = [], 0
         """(first element among the blocks, offset, length) of each segment."""
@@ -93,13 +97,13 @@ class Blocks:
         """The blocks [rows, count, block] of a flat tensor, in its type."""
         blocks = flat.new_zeros(self.rows, self.count, self.block)
         for place, offset, length in self.places:
-            blocks.view(-1)[place:place + length] = flat[offset:offset + length]
+            blocks.view(-1)[place : place + length] = flat[offset : offset + length]
         return blocks
 
     def scatter(self, blocks: Tensor, flat: Tensor) -> None:
         """Writes blocks [rows, count, block] to where they lie."""
         for place, offset, length in self.places:
-            flat[offset:offset + length] = blocks.view(-1)[place:place + length]
+            flat[offset : offset + length] = blocks.view(-1)[place : place + length]
 
     @cached_property
     def table(self) -> tuple[Tensor, Tensor]:
@@ -109,8 +113,8 @@ class Blocks:
         for place, offset, length in self.places:
             first, number = place // self.block, -(-length // self.block)
             inside = torch.arange(number) * self.block
-            starts[first:first + number] = offset + inside
-            lengths[first:first + number] = (length - inside).clamp(max=self.block)
+            starts[first : first + number] = offset + inside
+            lengths[first : first + number] = (length - inside).clamp(max=self.block)
         return starts.to(self.device), lengths.to(self.device)
 
 
@@ -122,6 +126,7 @@ class ErrorFeedback:
     Errors are kept in units of the gradient without the loss scale, rotated as the codec rotates. A step's errors count from
     `settle` on, which drops those of a step without an update.
     """
+
     DECAY = 0.8
     RESET = 1024
     """average8: steps after which the average begins anew."""
@@ -134,7 +139,7 @@ class ErrorFeedback:
 
     def _zeros(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
         if self.kind == "classic":
-            return torch.zeros(shape, device=device),
+            return (torch.zeros(shape, device=device),)
         return torch.zeros(shape, dtype=torch.int8, device=device), torch.zeros(shape[:-1], device=device)
 
     def read(self) -> Tensor:
@@ -159,8 +164,14 @@ class ErrorFeedback:
             kept.copy_(torch.where(found_inf > 0, kept, torch.zeros_like(left) if anew else left))
 
 
-def pack(codec: Codec, flat: Tensor, blocks: Blocks, errors: ErrorFeedback | None = None, unit: Tensor | None = None,
-         seed: int = 0) -> Tensor:
+def pack(
+    codec: Codec,
+    flat: Tensor,
+    blocks: Blocks,
+    errors: ErrorFeedback | None = None,
+    unit: Tensor | None = None,
+    seed: int = 0,
+) -> Tensor:
     """Encodes the blocks of a flat tensor of any float type: the payload [rows, row_bytes].
 
     errors: of earlier steps, added first, and replaced; unit: the loss scale, a scalar tensor; seed: for stochastic rounding.
@@ -183,12 +194,23 @@ def unpack(codec: Codec, payload: Tensor, blocks: Blocks, flat: Tensor) -> None:
         blocks.scatter(rotate(decode(codec, payload, blocks.count), codec.hadamard), flat)
 
 
-def triton_pack(codec: Codec, flat: Tensor, blocks: Blocks, errors: ErrorFeedback | None = None, unit: Tensor | None = None,
-                seed: int = 0) -> Tensor:
+def triton_pack(
+    codec: Codec,
+    flat: Tensor,
+    blocks: Blocks,
+    errors: ErrorFeedback | None = None,
+    unit: Tensor | None = None,
+    seed: int = 0,
+) -> Tensor:
     """`pack` in one pass over the gradient, with the same bits."""
     from trainer.kernels import quantize  # needs Triton
+
     payload = torch.empty(blocks.rows, codec.row_bytes(blocks.count), dtype=torch.uint8, device=flat.device)
-    feedback = {"feedback": errors.kind, "decay": errors.DECAY, "kept": errors.kept, "left": errors.left, "unit": unit} if errors else {}
+    feedback = (
+        {"feedback": errors.kind, "decay": errors.DECAY, "kept": errors.kept, "left": errors.left, "unit": unit}
+        if errors
+        else {}
+    )
     quantize.pack(_form(codec, blocks), flat, blocks.table, payload, mixed(seed), **feedback)
     return payload
 
@@ -196,14 +218,23 @@ def triton_pack(codec: Codec, flat: Tensor, blocks: Blocks, errors: ErrorFeedbac
 def triton_unpack(codec: Codec, payload: Tensor, blocks: Blocks, flat: Tensor) -> None:
     """`unpack` in one pass over the received bytes, with the same bits."""
     from trainer.kernels import quantize
+
     quantize.unpack(_form(codec, blocks), payload, blocks.table, flat)
 
 
 def _form(codec: Codec, blocks: Blocks) -> quantize.Form:
     """The codec as the kernels see it."""
     from trainer.kernels import quantize
-    return quantize.Form(codec.kind, codec.block, LARGEST.get(codec.kind, 1.0), codec.hadamard, factor(codec.hadamard), codec.stochastic,
-                         codec.scale_bytes(blocks.count))
+
+    return quantize.Form(
+        codec.kind,
+        codec.block,
+        LARGEST.get(codec.kind, 1.0),
+        codec.hadamard,
+        factor(codec.hadamard),
+        codec.stochastic,
+        codec.scale_bytes(blocks.count),
+    )
 
 
 def encode(codec: Codec, blocks: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -282,7 +313,7 @@ def rotate(blocks: Tensor, size: int) -> Tensor:
 def uniform(shape: Sequence[int], seed: int, device: torch.device) -> Tensor:
     """Numbers in [0, 1) as a function of seed and position alone: a 32-bit finaliser (Wellons, lowbias32) of the position."""
     word = torch.arange(math.prod(shape), device=device) & 0xFFFFFFFF
-    return (_finalised(word ^ mixed(seed)) >> 8).float().mul_(2.0 ** -24).view(shape)
+    return (_finalised(word ^ mixed(seed)) >> 8).float().mul_(2.0**-24).view(shape)
 
 
 def mixed(seed: int) -> int:

@@ -3,6 +3,7 @@
 Parts are exchanged directly, all to all, and added up in fp32 in the order of ranks: each contribution is quantised once, where
 a ring would quantise partial sums again and again.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ class Link:
 
     kind: inner or outer; place: this rank's in the group; sent: bytes that this rank has sent since the last reset.
     """
+
     kind: str
     group: dist.ProcessGroup
     codec: Codec | None
@@ -32,8 +34,16 @@ class Link:
     def __post_init__(self) -> None:
         self.size, self.place = self.group.size(), self.group.rank()
 
-    def scatter(self, flat: Tensor, blocks: Blocks, target: Tensor, places: Blocks, errors: ErrorFeedback | None = None,
-                unit: Tensor | None = None, seed: int = 0) -> None:
+    def scatter(
+        self,
+        flat: Tensor,
+        blocks: Blocks,
+        target: Tensor,
+        places: Blocks,
+        errors: ErrorFeedback | None = None,
+        unit: Tensor | None = None,
+        seed: int = 0,
+    ) -> None:
         """Reduce-scatter: the rows of `blocks` are dealt to the ranks in order; the sum over ranks of this one's goes to `places`
         in `target`."""
         if self.codec is None:

@@ -5,6 +5,7 @@ group, in it a piece of each parameter. `Message` says how it travels: a reduce-
 over replicas, each over one link or, where its group spans nodes, over two (Wang et al., arXiv 2306.10209: an all-to-all over the
 ranks of all nodes would cross the network once for every rank of a node).
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -31,6 +32,7 @@ from trainer.planning.plan import Plan, node_size
 @dataclass
 class Step:
     """One use of a link: the blocks to send, where what arrives goes, and what earlier steps left out."""
+
     link: Link
     blocks: Blocks
     places: Blocks
@@ -44,8 +46,15 @@ class Path:
     share goes in the result of a reduce-scatter; None for an all-reduce.
     """
 
-    def __init__(self, links: list[Link], segments: list[tuple[int, int]], rows: int, parts: list[tuple[int, int]] | None,
-                 feedback: dict[str, str], device: torch.device):
+    def __init__(
+        self,
+        links: list[Link],
+        segments: list[tuple[int, int]],
+        rows: int,
+        parts: list[tuple[int, int]] | None,
+        feedback: dict[str, str],
+        device: torch.device,
+    ):
         grain = max(link.codec.block for link in links if link.codec is not None)
         block = [link.codec.block if link.codec is not None else grain for link in links]
         start = [Blocks(segments, size, rows, device, grain) for size in block]
@@ -57,7 +66,11 @@ class Path:
             blocks = start[0] if index == 0 else Blocks.dense(left, length, block[index], device)
             left //= link.size
             last_of_scatter = parts is not None and index == len(links) - 1
-            places = Blocks(parts, block[index], 1, device, grain) if last_of_scatter else Blocks.dense(left, length, block[index], device)
+            places = (
+                Blocks(parts, block[index], 1, device, grain)
+                if last_of_scatter
+                else Blocks.dense(left, length, block[index], device)
+            )
             self.there.append(Step(link, blocks, places, _errors(link, feedback, blocks)))
         self.back: list[Step] = []
         if parts is None:
@@ -66,8 +79,14 @@ class Path:
             for index in reversed(range(len(links))):
                 blocks = Blocks.dense(left, length, block[encoder], device)
                 left *= links[index].size
-                self.back.append(Step(links[index], blocks, Blocks(segments, block[encoder], rows, device, grain),
-                                      _errors(links[index], feedback, blocks) if index == encoder else None))
+                self.back.append(
+                    Step(
+                        links[index],
+                        blocks,
+                        Blocks(segments, block[encoder], rows, device, grain),
+                        _errors(links[index], feedback, blocks) if index == encoder else None,
+                    )
+                )
 
     @property
     def errors(self) -> Iterator[ErrorFeedback]:
@@ -137,14 +156,23 @@ class Message:
         """Memory for a message or its result."""
         return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp, async_op: bool = False) -> None:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
         """Reduce-scatter of rows [shards, chunk] into this rank's [chunk]."""
         if self.scatter_path is None:
             self.owner.whole_scatter.scatter_plain(input_tensor, output_tensor)
             return
         self._check(output_tensor)
         if self.plain:
-            rows = torch.cat([input_tensor.view(-1, self.chunk)[:, offset:offset + length] for offset, length in self.plain], 1)
+            rows = torch.cat(
+                [input_tensor.view(-1, self.chunk)[:, offset : offset + length] for offset, length in self.plain], 1
+            )
             total = rows.new_empty(rows.shape[1])
             self.owner.whole_scatter.scatter_plain(rows.view(-1), total)
             self._put(total, output_tensor)
@@ -167,21 +195,27 @@ class Message:
             return
         self._check(output)
         if self.plain:
-            values = torch.cat([output[offset:offset + length] for offset, length in self.plain])
+            values = torch.cat([output[offset : offset + length] for offset, length in self.plain])
             self.owner.whole_reduce.sum_plain(values)
             self._put(values, output)
         self.reduce_path.reduce(output, self.owner.unit, self._seed(4), self._seed(6, rank=0))
 
     def _put(self, values: Tensor, output: Tensor) -> None:
         for (offset, length), part in zip(self.plain, values.split([length for _, length in self.plain])):
-            output[offset:offset + length] = part
+            output[offset : offset + length] = part
 
     def _check(self, output: Tensor) -> None:
         if output.numel() != self.chunk:
-            raise RuntimeError(f"a message of {self.chunk} elements was reduced with {output.numel()}: a parameter had no gradient")
+            raise RuntimeError(
+                f"a message of {self.chunk} elements was reduced with {output.numel()}: a parameter had no gradient"
+            )
 
     def _seed(self, use: int, rank: int | None = None) -> int:
-        word = ((self.owner.step * 0x9E3779B1 + (self.owner.rank if rank is None else rank)) * 0x85EBCA6B + self.number * 16 + use) & 0xFFFFFFFFFFFF
+        word = (
+            (self.owner.step * 0x9E3779B1 + (self.owner.rank if rank is None else rank)) * 0x85EBCA6B
+            + self.number * 16
+            + use
+        ) & 0xFFFFFFFFFFFF
         return (word ^ word >> 24) & 0x7FFFFFFF
 
 
@@ -203,7 +237,8 @@ class Compression:
         self.reduce_links = _links(reduced, world, "replicate")
         self.whole_scatter, self.whole_reduce = (
             Link(route.hops[-1][0], world.mesh[name].get_group(), None) if route else None
-            for route, name in ((scattered, "shard"), (reduced, "replicate")))
+            for route, name in ((scattered, "shard"), (reduced, "replicate"))
+        )
         links = [*self.scatter_links, *self.reduce_links]
         self.left_open = {link.kind for link in links if getattr(settings, link.kind).codec == "auto"}
         """Hops whose quantisation is decided by measurement."""
@@ -214,7 +249,11 @@ class Compression:
         """Of the hops that are left open, from the next step on only these are quantised. What was left out before is forgotten."""
         self.chosen = quantised
         for link in [*self.scatter_links, *self.reduce_links]:
-            link.codec = resolve(getattr(self.settings, link.kind)) if link.kind in quantised or link.kind not in self.left_open else None
+            link.codec = (
+                resolve(getattr(self.settings, link.kind))
+                if link.kind in quantised or link.kind not in self.left_open
+                else None
+            )
         for message in self.messages:
             message.route()
 
@@ -231,8 +270,13 @@ class Compression:
         """Takes over the reductions of a sharded model's units."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for unit in fsdp_units(model):
-            pieces = {(name := names[id(parameter.sharded_param)]): (parameter.padded_sharded_param_size.numel(), policies[name].quantise)
-                      for parameter in parameter_group(unit).fsdp_params}
+            pieces = {
+                (name := names[id(parameter.sharded_param)]): (
+                    parameter.padded_sharded_param_size.numel(),
+                    policies[name].quantise,
+                )
+                for parameter in parameter_group(unit).fsdp_params
+            }
             message = Message(self, len(self.messages), pieces)
             message.route()
             self.messages.append(message)
@@ -261,20 +305,37 @@ class Compression:
     @property
     def feedback_bytes(self) -> int:
         """Bytes of what this rank keeps of earlier steps, those of the step in progress included."""
-        return sum(tensor.nbytes for message in self.messages for errors in message.errors for tensor in (*errors.kept, *errors.left))
+        return sum(
+            tensor.nbytes
+            for message in self.messages
+            for errors in message.errors
+            for tensor in (*errors.kept, *errors.left)
+        )
 
     def identity(self) -> dict[str, Any]:
         """What the tensors of a checkpoint depend on, the same on all ranks, which call it together: pipeline ranks have other
         messages each."""
         everyone = gather(name_seed(0, json.dumps([message.pieces for message in self.messages])))
-        return json.loads(json.dumps({"chosen": sorted(self.chosen), "settings": dataclasses.asdict(self.settings), "plan": self.plan.to_dict(),
-                                      "hops": [[link.kind, link.size] for link in [*self.scatter_links, *self.reduce_links]],
-                                      "messages": name_seed(0, str(everyone))}))
+        return json.loads(
+            json.dumps(
+                {
+                    "chosen": sorted(self.chosen),
+                    "settings": dataclasses.asdict(self.settings),
+                    "plan": self.plan.to_dict(),
+                    "hops": [[link.kind, link.size] for link in [*self.scatter_links, *self.reduce_links]],
+                    "messages": name_seed(0, str(everyone)),
+                }
+            )
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds: the errors that this rank has kept."""
-        return {f"compression.{self.rank}.{message.number}.{index}.{part}": tensor for message in self.messages
-                for index, errors in enumerate(message.errors) for part, tensor in enumerate(errors.kept)}
+        return {
+            f"compression.{self.rank}.{message.number}.{index}.{part}": tensor
+            for message in self.messages
+            for index, errors in enumerate(message.errors)
+            for part, tensor in enumerate(errors.kept)
+        }
 
     def close(self) -> None:
         """Ends the groups that only this object uses. All ranks call it together."""

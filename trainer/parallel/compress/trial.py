@@ -2,6 +2,7 @@
 
 Only whole steps tell. Where gradients travel while backward computes, as on one node's links, fewer bytes save nothing.
 """
+
 from __future__ import annotations
 
 from itertools import combinations
@@ -24,8 +25,9 @@ class Trial:
     def __init__(self, compression: Compression, step: int):
         self.compression = compression
         left_open = sorted(compression.left_open)
-        self.candidates = [set(chosen) for count in range(len(left_open) + 1)
-                           for chosen in combinations(left_open, count)]
+        self.candidates = [
+            set(chosen) for count in range(len(left_open) + 1) for chosen in combinations(left_open, count)
+        ]
         self.seconds: list[list[float]] = []
         self._begin(step, self.candidates[0])
 
@@ -50,7 +52,10 @@ class Trial:
         best = best if times[best] <= MARGIN * times[0] else 0
         self.compression.choose(self.candidates[best])
         self.compression.decided = True
-        told = ", ".join(f"{' and '.join(sorted(chosen)) or 'none'} {seconds:.4g} s" for chosen, seconds in zip(self.candidates, times.tolist()))
+        told = ", ".join(
+            f"{' and '.join(sorted(chosen)) or 'none'} {seconds:.4g} s"
+            for chosen, seconds in zip(self.candidates, times.tolist())
+        )
         return f"gradients: quantised hops {' and '.join(sorted(self.candidates[best])) or 'none'}; a step takes with {told}"
 
     def _begin(self, step: int, chosen: set[str]) -> None:

@@ -1,4 +1,5 @@
 """ZeRO by DeepSpeed: its engine, imported only where `parallel.zero.engine=deepspeed` asks for it."""
+
 from __future__ import annotations
 
 import importlib
@@ -20,6 +21,10 @@ def load(device: torch.device) -> ModuleType:
         os.environ["DS_ACCELERATOR"] = device.type
     module = importlib.import_module("trainer.parallel.deepspeed.engine")
     if (kind := module.get_accelerator().device_name()) != device.type:
-        raise ConfigError([f"run.device={device.type}: DeepSpeed has already been imported in this process, for run.device={kind}; set that, or run "
-                           "in a process of its own"])
+        raise ConfigError(
+            [
+                f"run.device={device.type}: DeepSpeed has already been imported in this process, for run.device={kind}; set that, or run "
+                "in a process of its own"
+            ]
+        )
     return module

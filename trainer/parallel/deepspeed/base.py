@@ -1,6 +1,7 @@
 """What both ways of running DeepSpeed share: our update behind its interface, its loss scale in our form, and fragments of its
 flat tensors by name. See `deepspeed.py`.
 """
+
 from __future__ import annotations
 
 import logging
@@ -27,13 +28,17 @@ from trainer.parallel.deepspeed.config import generate
 from trainer.parallel.gradients import SharedParameters
 
 deepspeed.utils.logger.setLevel(logging.ERROR)
-warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # which it calls in every step
+warnings.filterwarnings(
+    "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
+)  # which it calls in every step
 
 
 def prepare() -> None:
     """What DeepSpeed wants to know of a process in which torch.distributed runs."""
     os.environ.setdefault("LOCAL_RANK", "0")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # serves inference on CPUs, and would be compiled first
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # serves inference on CPUs, and would be compiled first
+    )
     deepspeed.utils.groups._release_process_group_references()  # of an engine before this one, whose groups may be gone
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, dist_init_required=False)
 
@@ -101,8 +106,13 @@ class Scaler:
         """The keys of torch.amp.GradScaler."""
         interval = self.precision.growth_interval
         good_steps = (self.theirs.cur_iter - 2 - self.theirs.last_overflow_iter) % interval if self.enabled else 0
-        return {"scale": float(self.theirs.cur_scale), "growth_factor": self.precision.scale_growth,
-                "backoff_factor": self.precision.scale_backoff, "growth_interval": interval, "_growth_tracker": good_steps}
+        return {
+            "scale": float(self.theirs.cur_scale),
+            "growth_factor": self.precision.scale_growth,
+            "backoff_factor": self.precision.scale_backoff,
+            "growth_interval": interval,
+            "_growth_tracker": good_steps,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.enabled:
@@ -130,13 +140,21 @@ class Zero:
     Copies of a tied embedding on one rank are one parameter here. modules: what the runtime calls, by stage. scaler: the
     loss scale. masters: DeepSpeed's flat fp32 tensors of this rank.
     """
+
     masters: list[Tensor]
     modules: dict[int, nn.Module]
     swapped = False
     """Whether masters and moments are on a disk, so that fragments have no values but between `tensors` and the next step."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], infos: dict[str, ParameterInfo], policies: dict[str, Policy],
-                 shared: SharedParameters, config: Config, world: World):
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        infos: dict[str, ParameterInfo],
+        policies: dict[str, Policy],
+        shared: SharedParameters,
+        config: Config,
+        world: World,
+    ):
         self.config, self.world, self.ours, self.infos = config, world, parameters, infos
         self.copies = dict(map(reversed, shared.copies))
         self.counted = dict(zip(parameters, shared.counted.tolist()))
@@ -148,8 +166,13 @@ class Zero:
         ranks have as many groups, or their collectives would not match."""
         self.theirs = theirs
         self.updater = Updates(groups, self.config.optimizer)
-        self.engine, self.zero, *_ = deepspeed.initialize(model=module, optimizer=self.updater, mpu=mpu, dist_init_required=False,
-                                                          config=generate(self.config, self.world.device))
+        self.engine, self.zero, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=self.updater,
+            mpu=mpu,
+            dist_init_required=False,
+            config=generate(self.config, self.world.device),
+        )
         self.scaler = Scaler(self.zero.loss_scaler, self.config, self.world)
         # It would move the scale before it unscales by it: half of every gradient, in a step after which the scale grows.
         self.zero._update_scale = lambda has_overflow=False: None
@@ -163,9 +186,13 @@ class Zero:
         self.parameters: dict[str, Fragment] = {}
         for name in self.theirs:
             parameter, whole = self.ours[name], torch.Size(self.infos[name].shape)
-            part, offset = extent(parameter) if isinstance(parameter, DTensor) else (whole, torch.Size([0] * len(whole)))
+            part, offset = (
+                extent(parameter) if isinstance(parameter, DTensor) else (whole, torch.Size([0] * len(whole)))
+            )
             index, at, start, size = places.get(name, (0, 0, 0, 0))
-            self.parameters[name] = Fragment(torch.empty(0, device=device), start, part, offset, whole, self.counted[name])
+            self.parameters[name] = Fragment(
+                torch.empty(0, device=device), start, part, offset, whole, self.counted[name]
+            )
             if size:
                 self.held[index][name] = slice(at, at + size)
         for index, (flat, held) in enumerate(zip(self.masters, self.held)):
@@ -195,8 +222,16 @@ class Zero:
             with self.resident(index) if held else nullcontext():
                 for name, part in held.items():
                     moments, state = MOMENTS[self.policies[name].optimizer], self.updater.by_flat[flat][0].state
-                    yield name, {"model": flat.detach()[part], **{
-                        moment: state["", moment][part] if self.swapped else state[name, moment] for moment in moments}}
+                    yield (
+                        name,
+                        {
+                            "model": flat.detach()[part],
+                            **{
+                                moment: state["", moment][part] if self.swapped else state[name, moment]
+                                for moment in moments
+                            },
+                        },
+                    )
 
     @torch.no_grad()
     def fill(self, value: Weights) -> None:
@@ -260,6 +295,8 @@ class Zero:
         """After `tensors` have been filled. Copies of a tied embedding share its memory."""
         for name, values in self.values() if self.swapped else ():
             for kind, value in values.items():
-                value.copy_((self.parameters[name] if kind == "model" else self.copied[f"optimizer.{kind}.{name}"]).values)
+                value.copy_(
+                    (self.parameters[name] if kind == "model" else self.copied[f"optimizer.{kind}.{name}"]).values
+                )
         self.copied = {}
         self.refresh()

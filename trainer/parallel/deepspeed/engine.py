@@ -11,6 +11,7 @@ layer and reduce its gradients.
 
 `deepspeed_config.load` imports this module, and with it DeepSpeed.
 """
+
 from __future__ import annotations
 
 import os
@@ -49,25 +50,42 @@ def check(config: Config, device: torch.device) -> None:
     """Whether DeepSpeed takes the configuration, and finds what it needs on the machine. Raises `ConfigError`."""
     zero, problems = config.parallel.zero, []
     if config.precision.compute == "fp16" and not get_accelerator().is_fp16_supported():
-        problems.append(f"precision.compute=fp16: DeepSpeed has none on a {device.type.upper()} like this one; set precision.compute=bf16, or "
-                        "parallel.zero.engine=torch")
+        problems.append(
+            f"precision.compute=fp16: DeepSpeed has none on a {device.type.upper()} like this one; set precision.compute=bf16, or "
+            "parallel.zero.engine=torch"
+        )
     if zero.nvme is not None:
         if not (os.path.isdir(zero.nvme) and os.access(zero.nvme, os.W_OK | os.X_OK)):
-            problems.append(f"parallel.zero.nvme={zero.nvme} is no folder that can be written; make it, or name another")
-        needs = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc", os.environ.get("CXX") or "c++", "ninja")
+            problems.append(
+                f"parallel.zero.nvme={zero.nvme} is no folder that can be written; make it, or name another"
+            )
+        needs = (
+            os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc",
+            os.environ.get("CXX") or "c++",
+            "ninja",
+        )
         if lacking := [tool for tool in (need.split()[0] for need in needs) if not shutil.which(tool)]:
-            problems.append(f"parallel.zero.nvme={zero.nvme}: DeepSpeed compiles what reads and writes the disk, and finds no {', '.join(lacking)} "
-                            "here; install it, or set parallel.zero.offload=true instead")
+            problems.append(
+                f"parallel.zero.nvme={zero.nvme}: DeepSpeed compiles what reads and writes the disk, and finds no {', '.join(lacking)} "
+                "here; install it, or set parallel.zero.offload=true instead"
+            )
         elif not AsyncIOBuilder().is_compatible(verbose=False):
-            problems.append(f"parallel.zero.nvme={zero.nvme}: DeepSpeed compiles what reads and writes the disk with libaio, and finds none here; "
-                            "install libaio-dev, or set parallel.zero.offload=true instead")
+            problems.append(
+                f"parallel.zero.nvme={zero.nvme}: DeepSpeed compiles what reads and writes the disk with libaio, and finds none here; "
+                "install libaio-dev, or set parallel.zero.offload=true instead"
+            )
     if device.type == "cpu" and zero.deepspeed.get("zero_optimization", {}).get("zero_quantized_weights"):
-        problems.append("parallel.zero.deepspeed.zero_optimization.zero_quantized_weights=true: DeepSpeed's kernels for it are for GPUs; leave it out, or "
-                        "set run.device=cuda")
+        problems.append(
+            "parallel.zero.deepspeed.zero_optimization.zero_quantized_weights=true: DeepSpeed's kernels for it are for GPUs; leave it out, or "
+            "set run.device=cuda"
+        )
     try:
         DeepSpeedConfig(generate(config, device))
     except (ValueError, TypeError, AttributeError, KeyError, AssertionError, DeepSpeedConfigError) as error:
-        said = " ".join(re.sub(r"(For further information visit )?https?://\S+", "", str(error)).split()) or type(error).__name__
+        said = (
+            " ".join(re.sub(r"(For further information visit )?https?://\S+", "", str(error)).split())
+            or type(error).__name__
+        )
         problems.append(f"parallel.zero.deepspeed={zero.deepspeed}: DeepSpeed says: {said}")
     if problems:
         raise ConfigError(problems)
@@ -83,16 +101,28 @@ def materialize(model: Transformer, config: Config, world: World) -> None:
     for module in [*model.layers.values(), *(child for child in model.children() if child is not model.layers)]:
         module.to_empty(device=world.device)
         model.tie()
-        deepspeed.zero.Init(module=module, config_dict_or_path=generate(config, world.device), dtype=DTYPES[config.precision.compute],
-                            # Which it would make anew for each, and refuses to.
-                            zero_param_parallel_group=deepspeed.utils.groups._get_zero_param_intra_parallel_group())
+        deepspeed.zero.Init(
+            module=module,
+            config_dict_or_path=generate(config, world.device),
+            dtype=DTYPES[config.precision.compute],
+            # Which it would make anew for each, and refuses to.
+            zero_param_parallel_group=deepspeed.utils.groups._get_zero_param_intra_parallel_group(),
+        )
 
 
 class FlatZero(Zero):
     """Stages 1 and 2."""
 
-    def __init__(self, stages: dict[int, Transformer], parameters: dict[str, nn.Parameter], infos: dict[str, ParameterInfo],
-                 policies: dict[str, Policy], shared: SharedParameters, config: Config, world: World):
+    def __init__(
+        self,
+        stages: dict[int, Transformer],
+        parameters: dict[str, nn.Parameter],
+        infos: dict[str, ParameterInfo],
+        policies: dict[str, Policy],
+        shared: SharedParameters,
+        config: Config,
+        world: World,
+    ):
         super().__init__(parameters, infos, policies, shared, config, world)
         self.modules, self.by_hand = dict(stages), config.parallel.zero.stage == 1
         shadows = {}
@@ -103,7 +133,12 @@ class FlatZero(Zero):
             shadow.ds_pipe_replicated = name in shared.tied and not self.counted[name]
         module = nn.Module()
         module.shadows = nn.ParameterList(shadows.values())
-        self.start(module, shadows, [list(shadows.values())], ModelParallel(world) if world.mesh["pp"].size() * world.mesh["tp"].size() > 1 else None)
+        self.start(
+            module,
+            shadows,
+            [list(shadows.values())],
+            ModelParallel(world) if world.mesh["pp"].size() * world.mesh["tp"].size() > 1 else None,
+        )
         self.masters = self.zero.single_partition_of_fp32_groups
         self.zero.check_grad_overflow |= self.zero.cpu_offload  # `spoil` would go unseen in fp32
         if self.by_hand:  # the setting would make DeepSpeed take another optimizer for bf16, which offloads nothing
@@ -112,8 +147,14 @@ class FlatZero(Zero):
         for name, parameter in parameters.items():
             flat = shadows[self.copies.get(name, name)].data  # now a part of DeepSpeed's flat tensor
             if isinstance(parameter, DTensor):
-                whole = DTensor.from_local(flat, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-                                           stride=parameter.stride())
+                whole = DTensor.from_local(
+                    flat,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
                 torch.utils.swap_tensors(parameter, nn.Parameter(whole))
             else:
                 parameter.data = flat
@@ -144,6 +185,7 @@ class FlatZero(Zero):
         def hand_over(parameter: nn.Parameter) -> None:
             shadow.grad, parameter.grad = local(parameter.grad).contiguous(), None
             self.zero.process_gradients(shadow, 0)
+
         return hand_over
 
     @torch.no_grad()
@@ -161,7 +203,9 @@ class FlatZero(Zero):
             zero._wait_for_offload_copies()
             return {name: self.masters[0].grad[part] for name, part in self.held[0].items()}
         names = {shadow: name for name, shadow in self.theirs.items()}
-        return {names[shadow]: gradient for shadow, gradient in zip(zero.params_in_partition[0], zero.averaged_gradients[0])}
+        return {
+            names[shadow]: gradient for shadow, gradient in zip(zero.params_in_partition[0], zero.averaged_gradients[0])
+        }
 
     def spoil(self) -> None:
         if self.zero.cpu_offload:
@@ -238,10 +282,18 @@ class ModelParallel:
 class PartitionedZero(Zero):
     """Stage 3."""
 
-    def __init__(self, stages: dict[int, Transformer], parameters: dict[str, nn.Parameter], infos: dict[str, ParameterInfo],
-                 policies: dict[str, Policy], shared: SharedParameters, config: Config, world: World):
+    def __init__(
+        self,
+        stages: dict[int, Transformer],
+        parameters: dict[str, nn.Parameter],
+        infos: dict[str, ParameterInfo],
+        policies: dict[str, Policy],
+        shared: SharedParameters,
+        config: Config,
+        world: World,
+    ):
         super().__init__(parameters, infos, policies, shared, config, world)
-        (number, model), = stages.items()
+        ((number, model),) = stages.items()
         set_z3_leaf_modules(model, [Layer])  # gathered as one, as its parts are not called one by one
         groups: dict[Policy, list[Tensor]] = {}
         for name, policy in self.policies.items():
@@ -287,12 +339,26 @@ class PartitionedZero(Zero):
         zero.finalize_gradient_accumulation_boundary()
         if zero.offload_optimizer and not get_accelerator().resolves_data_dependency():
             get_accelerator().current_stream().synchronize()  # on which gradients are being copied to host memory
-        if self.swapped:  # they are on the disk already; of their norms there is one number each, which has itself as its norm
-            norms = {name: zero.norm_for_param_grads.get(zero.get_param_id(self.theirs[name])) for held in self.held for name in held}
+        if (
+            self.swapped
+        ):  # they are on the disk already; of their norms there is one number each, which has itself as its norm
+            norms = {
+                name: zero.norm_for_param_grads.get(zero.get_param_id(self.theirs[name]))
+                for held in self.held
+                for name in held
+            }
             return {name: norm.cpu().view(1) for name, norm in norms.items() if norm is not None}
         found = zero.get_fp32_grad_partitions()
-        by_parameter = {parameter: found[index][number] for index, group in enumerate(zero.fp16_groups) for number, parameter in enumerate(group)}
-        return {name: by_parameter[self.theirs[name]].flatten()[:part.stop - part.start] for held in self.held for name, part in held.items()}
+        by_parameter = {
+            parameter: found[index][number]
+            for index, group in enumerate(zero.fp16_groups)
+            for number, parameter in enumerate(group)
+        }
+        return {
+            name: by_parameter[self.theirs[name]].flatten()[: part.stop - part.start]
+            for held in self.held
+            for name, part in held.items()
+        }
 
     def spoil(self) -> None:
         self.zero.grad_partitions_flat_buffer[:1] = torch.nan

@@ -2,6 +2,7 @@
 
 Every training step goes through here, also that of a rank without a pipeline (one stage; F, B, F, B ...).
 """
+
 from __future__ import annotations
 
 from collections import deque
@@ -68,6 +69,7 @@ class Sharding(Protocol):
 
 class DeferredGrads(Protocol):
     """Where linear layers leave the work of their weight gradients."""
+
     active: bool
     """While it is set, a backward pass leaves that work instead of doing it."""
 
@@ -77,6 +79,7 @@ class DeferredGrads(Protocol):
 
 class Instruction(NamedTuple):
     """An action of this rank; `reduces`: a backward pass that also does the reduction after it."""
+
     action: Action
     reduces: bool = False
 
@@ -112,15 +115,26 @@ class Runtime:
     happened; without channels it is raised as it is. After it the channels are closed.
     """
 
-    def __init__(self, schedule: Schedule, stages: dict[int, nn.Module], channels: Channels | None, sharding: Sharding,
-                 deferred: DeferredGrads, hidden: Callable[[Batch], tuple[torch.Size, torch.dtype]], device: torch.device,
-                 reduce: str = "last", ahead: int = 1):
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: dict[int, nn.Module],
+        channels: Channels | None,
+        sharding: Sharding,
+        deferred: DeferredGrads,
+        hidden: Callable[[Batch], tuple[torch.Size, torch.dtype]],
+        device: torch.device,
+        reduce: str = "last",
+        ahead: int = 1,
+    ):
         self.schedule, self.stages, self.channels, self.device = schedule, stages, channels, torch.device(device)
         self.sharding, self.deferred, self.hidden, self.ahead = sharding, deferred, hidden, ahead
         self.rank = 0 if channels is None else channels.rank
         held = {stage for stage, rank in enumerate(schedule.placement) if rank == self.rank}
         if held != set(stages):
-            raise ValueError(f"schedule {schedule.name} places stages {sorted(held)} on rank {self.rank}, which has {sorted(stages)}")
+            raise ValueError(
+                f"schedule {schedule.name} places stages {sorted(held)} on rank {self.rank}, which has {sorted(stages)}"
+            )
         self._program = instructions(lower(schedule, self.rank, reduce=reduce, ahead=ahead))
         self._evaluations: dict[int, tuple[Instruction, ...]] = {}
         self._times: deque[StepTimes] = deque(maxlen=STEPS_TIMED)
@@ -133,7 +147,9 @@ class Runtime:
         Returns the entropies [micro-batches] in fp64; zeros on ranks without the last stage.
         """
         if len(batches) != self.schedule.microbatches:
-            raise ValueError(f"{len(batches)} micro-batches for schedule {self.schedule.name} of {self.schedule.microbatches}")
+            raise ValueError(
+                f"{len(batches)} micro-batches for schedule {self.schedule.name} of {self.schedule.microbatches}"
+            )
         times = self._times.popleft() if len(self._times) == STEPS_TIMED else StepTimes(self.device)
         times.restart()
         self._times.append(times)
@@ -157,7 +173,7 @@ class Runtime:
         together = len(batches) if self.channels is None else EVALUATED_TOGETHER * self.schedule.ranks
         losses = [torch.zeros(0, dtype=torch.float64, device=self.device)]
         for start in range(0, len(batches), together):
-            flight = _Flight(batches[start:start + together])
+            flight = _Flight(batches[start : start + together])
             self._run(self._forward_only(len(flight.batches)), flight)
             losses.append(flight.losses(self.device))
         for stage, module in self.stages.items():
@@ -187,7 +203,9 @@ class Runtime:
 
     def _forward_only(self, count: int) -> tuple[Instruction, ...]:
         if count not in self._evaluations:
-            self._evaluations[count] = instructions(lower(forward_only(self.schedule.placement, count), self.rank, ahead=self.ahead))
+            self._evaluations[count] = instructions(
+                lower(forward_only(self.schedule.placement, count), self.rank, ahead=self.ahead)
+            )
         return self._evaluations[count]
 
     def _run(self, program: tuple[Instruction, ...], flight: _Flight) -> None:
@@ -222,7 +240,9 @@ class Runtime:
             case "SEND_B":
                 self.channels.send(flight.input_gradients.pop(key), placement[stage - 1])
             case "RECV_F":
-                flight.inputs[key] = self.channels.recv(*self.hidden(flight.batches[action.microbatch]), placement[stage - 1])
+                flight.inputs[key] = self.channels.recv(
+                    *self.hidden(flight.batches[action.microbatch]), placement[stage - 1]
+                )
             case "RECV_B":
                 like = self.hidden(flight.batches[action.microbatch])
                 flight.output_gradients[key] = self.channels.recv(*like, placement[stage + 1])
@@ -287,10 +307,14 @@ class Runtime:
             raise error
         channels, me = self.channels, self.channels.ranks[self.rank]
         where = "the end of the step" if action is None else f"{action} ({_describe(action)})"
-        told = channels.failures.told(PATIENCE if isinstance(error, TransferError) else 5 * PATIENCE if _broke(error) else 0.0)
+        told = channels.failures.told(
+            PATIENCE if isinstance(error, TransferError) else 5 * PATIENCE if _broke(error) else 0.0
+        )
         if told is None and isinstance(error, TransferError):
-            told = channels.failures.tell(f"rank {error.peer} was lost: it ended, or its connection broke, without a word of why; "
-                                          f"rank {me} noticed at {where}, {error}")
+            told = channels.failures.tell(
+                f"rank {error.peer} was lost: it ended, or its connection broke, without a word of why; "
+                f"rank {me} noticed at {where}, {error}"
+            )
         elif told is None:
             mine = f"rank {me} failed in {where}: {type(error).__name__}: {error}"
             told = channels.failures.tell(mine)
@@ -304,6 +328,7 @@ class Runtime:
 @dataclass
 class _Flight:
     """The micro-batches of one run of a program, and what of them is in memory on this rank; keys are (stage, micro-batch)."""
+
     batches: list[Batch]
     scale: Tensor | None = None
     times: StepTimes | None = None
@@ -353,9 +378,18 @@ def _unnamed(action: Action) -> ContextManager[Any]:
 
 
 def _describe(action: Action) -> str:
-    kinds = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradient of the weights",
-             "SEND_F": "sending the hidden state", "RECV_F": "receiving the hidden state", "SEND_B": "sending the gradient",
-             "RECV_B": "receiving the gradient", "UNSHARD": "gathering parameters", "RESHARD": "dropping gathered parameters",
-             "REDUCE_GRAD": "reducing gradients"}
+    kinds = {
+        "F": "forward",
+        "B": "backward",
+        "I": "gradient of the input",
+        "W": "gradient of the weights",
+        "SEND_F": "sending the hidden state",
+        "RECV_F": "receiving the hidden state",
+        "SEND_B": "sending the gradient",
+        "RECV_B": "receiving the gradient",
+        "UNSHARD": "gathering parameters",
+        "RESHARD": "dropping gathered parameters",
+        "REDUCE_GRAD": "reducing gradients",
+    }
     of = "" if action.microbatch is None else f", micro-batch {action.microbatch}"
     return f"{kinds[action.kind]}, stage {action.stage}{of}"

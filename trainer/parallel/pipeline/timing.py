@@ -1,4 +1,5 @@
 """When actions run, and how long each layer takes within them: by the host's clock on a CPU, by events in the stream on CUDA."""
+
 from __future__ import annotations
 
 from collections import defaultdict
@@ -47,9 +48,9 @@ class StepTimes:
         """In seconds from the step's start; waits for the step to end."""
         if self._cuda:
             self._marks[self._used - 1].synchronize()
-        first, *marks = self._marks[:self._used]
+        first, *marks = self._marks[: self._used]
         seconds = [first.elapsed_time(mark) / 1000 if self._cuda else mark - first for mark in marks]
-        return tuple(Span(action, *seconds[2 * i:2 * i + 2]) for i, action in enumerate(self._actions))
+        return tuple(Span(action, *seconds[2 * i : 2 * i + 2]) for i, action in enumerate(self._actions))
 
     def busy(self, kinds: tuple[str, ...] = COMPUTE) -> float:
         """Seconds within actions of these kinds."""
@@ -75,6 +76,7 @@ class Measured:
     seconds: by unit of the model (0 the embedding, then the layers, last norm, head and loss) and kind of action (F, I, B);
     weights: seconds of W by stage; bytes: by stage, what a forward pass has left allocated.
     """
+
     seconds: dict[tuple[int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     weights: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     bytes: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -91,9 +93,15 @@ class LayerProbe:
         self.stages, self.device = stages, device
         self.marks: list[tuple[int, Any]] = []
         self.actions: list[tuple[Action, list[tuple[int, Any]], int]] = []
-        self.handles = [handle for model in stages.values() for index, layer in model.layers.items()
-                        for handle in (layer.register_forward_pre_hook(self.entered(model, int(index))),
-                                       layer.register_forward_hook(self.left(model, int(index))))]
+        self.handles = [
+            handle
+            for model in stages.values()
+            for index, layer in model.layers.items()
+            for handle in (
+                layer.register_forward_pre_hook(self.entered(model, int(index))),
+                layer.register_forward_hook(self.left(model, int(index))),
+            )
+        ]
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -103,7 +111,13 @@ class LayerProbe:
     def timed(self, action: Action, times: StepTimes) -> Iterator[None]:
         model, before = self.stages[action.stage], self.allocated()
         layers = [int(index) for index in model.layers]
-        ahead = (0 if model.first else layers[0] + 1) if action.kind == "F" else model.spec.depth + 1 if model.last else layers[-1] + 1
+        ahead = (
+            (0 if model.first else layers[0] + 1)
+            if action.kind == "F"
+            else model.spec.depth + 1
+            if model.last
+            else layers[-1] + 1
+        )
         self.marks = []
         with times.timed(action):
             self.mark(ahead)
@@ -128,15 +142,18 @@ class LayerProbe:
                 self.mark(layer + 1)
                 if layer == 0:
                     arguments[0].register_hook(lambda _: self.mark(0))
+
         return before
 
     def left(self, model: nn.Module, layer: int) -> Any:
         ends = layer + 1 == model.spec.depth
+
         def after(_: nn.Module, __: Any, output: Tensor) -> None:
             if torch.is_grad_enabled():
                 output.register_hook(lambda _: self.mark(layer + 1))
                 if ends:
                     self.mark(layer + 2)
+
         return after
 
     def measured(self) -> Measured:

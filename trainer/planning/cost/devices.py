@@ -3,6 +3,7 @@
 Only exact names are known: a device that is not listed, a MIG slice or a variant with another clock gets None, so that
 a utilisation is either right or absent, never a guess.
 """
+
 from __future__ import annotations
 
 DTYPES = ("bf16", "fp16", "fp8", "tf32", "fp32")
@@ -18,13 +19,17 @@ _PEAKS = [
     ((2500.0, 2500.0, 5000.0, 1250.0, 80.0), ["GB200", "GB300"]),
     ((2250.0, 2250.0, 4500.0, 1100.0, 75.0), ["B200"]),
     ((1750.0, 1750.0, 3500.0, 900.0, 60.0), ["B100"]),
-    ((989.4, 989.4, 1978.9, 494.7, 66.9), ["H200", "H100 80GB HBM3", "H800", "GH200 120GB", "GH200 480GB",
-                                              "GH200 144G HBM3e"]),
+    (
+        (989.4, 989.4, 1978.9, 494.7, 66.9),
+        ["H200", "H100 80GB HBM3", "H800", "GH200 120GB", "GH200 480GB", "GH200 144G HBM3e"],
+    ),
     ((835.5, 835.5, 1671.0, 417.5, 60.0), ["H200 NVL", "H100 NVL"]),
     ((756.0, 756.0, 1513.0, 378.0, 51.2), ["H100 PCIe", "H800 PCIe"]),
     ((148.0, 148.0, 296.0, 74.0, 44.0), ["H20", "H20-3e"]),
-    ((312.0, 312.0, None, 156.0, 19.5), ["A100-SXM4-40GB", "A100-SXM4-80GB", "A100-PCIE-40GB", "A100 80GB PCIe",
-                                        "A800-SXM4-80GB", "A800 80GB PCIe"]),
+    (
+        (312.0, 312.0, None, 156.0, 19.5),
+        ["A100-SXM4-40GB", "A100-SXM4-80GB", "A100-PCIE-40GB", "A100 80GB PCIe", "A800-SXM4-80GB", "A800 80GB PCIe"],
+    ),
     ((165.0, 165.0, None, 82.0, 10.3), ["A30"]),
     ((149.7, 149.7, None, 74.8, 37.4), ["A40"]),
     ((125.0, 125.0, None, 62.5, 31.2), ["A10"]),

@@ -1,4 +1,5 @@
 """What a model costs: parameters, floating-point operations, bytes of state. Pure functions of the spec."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from trainer.model.transformer import declarations
 
 if TYPE_CHECKING:
     pass
+
 
 def parameter_counts(spec: ModelSpec) -> dict[str, int]:
     """Numbers of parameters: `total`; `embedding` (token and position tables); `matmul`, those that every token is

@@ -1,4 +1,5 @@
 """What the layers of a model cost: operations, bytes and seconds from the spec."""
+
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
@@ -17,9 +18,21 @@ ATTENTION_BACKWARD = 2.5
 MATMULS = ("matmul", "aten.mm", "aten.addmm", "aten.bmm")
 
 
-def layer_costs(spec: ModelSpec, length: int, micro_size: float, tp: int, flops_per_second: float, *,
-                recompute: ActivationConfig | None = None, element_bytes: int = 2, tp_bandwidth: float = inf, bandwidth: float = inf,
-                latency: float = 0.0, host: float = 0.0, shard: int = 1) -> LayerCosts:
+def layer_costs(
+    spec: ModelSpec,
+    length: int,
+    micro_size: float,
+    tp: int,
+    flops_per_second: float,
+    *,
+    recompute: ActivationConfig | None = None,
+    element_bytes: int = 2,
+    tp_bandwidth: float = inf,
+    bandwidth: float = inf,
+    latency: float = 0.0,
+    host: float = 0.0,
+    shard: int = 1,
+) -> LayerCosts:
     """Costs of a model from its operations, on one of the `tp` ranks that share a layer.
 
     length: tokens of a sequence; micro_size: sequences of a micro-batch; flops_per_second: what matrix products sustain.
@@ -44,7 +57,9 @@ def layer_costs(spec: ModelSpec, length: int, micro_size: float, tp: int, flops_
         share = layer.again / layer.forward
         # Two gathers and two reduce-scatters each way; the inputs gathered again in backward overlap with its products.
         f.append(rate * layer.forward + 4 * collective)
-        i.append(rate * (layer.matmul + ATTENTION_BACKWARD * layer.attention + layer.again) + 4 * collective * (1 + share))
+        i.append(
+            rate * (layer.matmul + ATTENTION_BACKWARD * layer.attention + layer.again) + 4 * collective * (1 + share)
+        )
         w.append(rate * layer.matmul)
         activation.append(tokens * layer.saved)
         sizes.append(layer.matmul / 2)
@@ -55,10 +70,17 @@ def layer_costs(spec: ModelSpec, length: int, micro_size: float, tp: int, flops_
     activation.append(tokens * element_bytes * (2 * spec.width + spec.vocab_size) / tp)
     sizes.append(head / 2)  # a tied head too: the last stage holds a copy
     kept = sum(layer.deferred for layer in layers) / sum(layer.saved for layer in layers)
-    return LayerCosts(f=tuple(f), i=tuple(i), w=tuple(w), activation=tuple(activation), kept=kept, host=host,
-                      transfer=latency + element_bytes * tokens * spec.width / tp / bandwidth,
-                      unshard=tuple(ring(element_bytes * size, shard, bandwidth, latency) for size in sizes),
-                      reduce=tuple(ring(4 * size, shard, bandwidth, latency) for size in sizes))
+    return LayerCosts(
+        f=tuple(f),
+        i=tuple(i),
+        w=tuple(w),
+        activation=tuple(activation),
+        kept=kept,
+        host=host,
+        transfer=latency + element_bytes * tokens * spec.width / tp / bandwidth,
+        unshard=tuple(ring(element_bytes * size, shard, bandwidth, latency) for size in sizes),
+        reduce=tuple(ring(4 * size, shard, bandwidth, latency) for size in sizes),
+    )
 
 
 def ring(size: float, ranks: int, bandwidth: float, latency: float) -> float:
@@ -75,14 +97,25 @@ class Layer:
 
     def __init__(self, spec: ModelSpec, index: int, length: int, tp: int, element_bytes: int):
         from trainer.planning.cost.flops import seen_keys  # which needs torch, unlike everything else here
+
         layer = spec.layer(index)
         a, norm, width, self.index, self.element = layer.attention, layer.norm, spec.width, index, element_bytes
         stream = width / tp  # of the residual stream, whose sequence is shared
-        queries, keys, inner = a.heads * a.head_dim / tp, max(a.kv_heads / tp, 1) * a.head_dim, layer.feed_forward.width / tp
+        queries, keys, inner = (
+            a.heads * a.head_dim / tp,
+            max(a.kv_heads / tp, 1) * a.head_dim,
+            layer.feed_forward.width / tp,
+        )
         gate = {"feed_forward.gate": (width, inner, inner)} if layer.feed_forward.kind == "gated" else {}
-        products = {"attention.q": (width, queries, queries), "attention.k": (width, keys, keys), "attention.v": (width, keys, keys),
-                    "attention.o": (queries, width, stream), **gate, "feed_forward.up": (width, inner, inner),
-                    "feed_forward.down": (inner, width, stream)}  # in the order in which they run: inputs, outputs, outputs held
+        products = {
+            "attention.q": (width, queries, queries),
+            "attention.k": (width, keys, keys),
+            "attention.v": (width, keys, keys),
+            "attention.o": (queries, width, stream),
+            **gate,
+            "feed_forward.up": (width, inner, inner),
+            "feed_forward.down": (inner, width, stream),
+        }  # in the order in which they run: inputs, outputs, outputs held
         self.flops = {name: 2.0 * inputs * outputs for name, (inputs, outputs, _) in products.items()}
         self.matmul = sum(self.flops.values())
         self.attention = 4.0 * queries * seen_keys(length, a.window)
@@ -95,12 +128,21 @@ class Layer:
         self.deferred = outputs + element_bytes * (2 * stream + queries + inner)
         self.outputs["attention"] = element_bytes * queries + scores
         pre, post = norm.placement in ("pre", "both"), norm.placement in ("post", "both")
-        self.needed = set(self.flops) - (set() if post else {"feed_forward.down"})  # an addition needs none of its terms
+        self.needed = set(self.flops) - (
+            set() if post else {"feed_forward.down"}
+        )  # an addition needs none of its terms
         self.input = element_bytes * stream
-        streams = 2 * (1 + (pre and post) + 1) - spec.parallel_residual  # of each block: input, norm's output, inputs of other norms
+        streams = (
+            2 * (1 + (pre and post) + 1) - spec.parallel_residual
+        )  # of each block: input, norm's output, inputs of other norms
         statistics = 2 * (pre + post) * (4.0 if norm.kind == "rms" else 8.0) / tp
-        self.everything = (streams * self.input + self.outputs["attention"] + statistics + element_bytes * (
-            queries + 2 * keys + (queries + keys) * (a.qk_norm != "none") + inner * (4 if gate else 2)))
+        self.everything = (
+            streams * self.input
+            + self.outputs["attention"]
+            + statistics
+            + element_bytes
+            * (queries + 2 * keys + (queries + keys) * (a.qk_norm != "none") + inner * (4 if gate else 2))
+        )
         self.saved, self.again = self.everything, 0.0
 
     def recompute(self, config: ActivationConfig | None) -> None:
@@ -134,4 +176,6 @@ class Layer:
     def matches(self, name: str, patterns: list[str]) -> bool:
         """Whether a projection, or a module around it, is one of those that `activation.modules` recomputes."""
         parts = f"layers.{self.index}.{name}".split(".")
-        return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(3, len(parts) + 1) for pattern in patterns)
+        return any(
+            fnmatchcase(".".join(parts[:end]), pattern) for end in range(3, len(parts) + 1) for pattern in patterns
+        )

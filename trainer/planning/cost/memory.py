@@ -1,4 +1,5 @@
 """Bytes that a rank holds of the model's states."""
+
 from __future__ import annotations
 
 import re
@@ -35,6 +36,7 @@ class StateBytes:
     offloaded: whether what is kept lies in host memory; sums: of offloaded gradients, on the device until the last micro-batch.
     feedback: what quantised gradients have left out.
     """
+
     parameters: int
     gathered: int
     gradients: int
@@ -54,13 +56,27 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gathered + self.gradients + self.sums + self.unreduced + self.optimizer + self.feedback
+        return (
+            self.parameters
+            + self.gathered
+            + self.gradients
+            + self.sums
+            + self.unreduced
+            + self.optimizer
+            + self.feedback
+        )
 
     def rows(self) -> list[tuple[str, int]]:
         """Labels and bytes for a table; terms of zero are left out."""
-        rows = [("parameters", self.parameters), ("gathered copies", self.gathered), ("gradients", self.gradients),
-                ("sums of gradients", self.sums), ("unreduced gradients", self.unreduced), ("optimizer", self.optimizer),
-                ("error feedback", self.feedback)]
+        rows = [
+            ("parameters", self.parameters),
+            ("gathered copies", self.gathered),
+            ("gradients", self.gradients),
+            ("sums of gradients", self.sums),
+            ("unreduced gradients", self.unreduced),
+            ("optimizer", self.optimizer),
+            ("error feedback", self.feedback),
+        ]
         if self.offloaded:
             rows += [("sum on the device", self.device), ("sum in host memory", self.host)]
         else:
@@ -68,8 +84,14 @@ class StateBytes:
         return [(label, size) for label, size in rows if size]
 
 
-def state_bytes(spec: ModelSpec, plan: Plan, compute_bytes: int, layers: Iterable[range] | None = None, once: bool = False,
-                device_sums: bool = False) -> StateBytes:
+def state_bytes(
+    spec: ModelSpec,
+    plan: Plan,
+    compute_bytes: int,
+    layers: Iterable[range] | None = None,
+    once: bool = False,
+    device_sums: bool = False,
+) -> StateBytes:
     """The states on one rank under a plan (ZeRO, arXiv 1910.02054), with AdamW.
 
     compute_bytes: size of an element of the compute type, 4 for fp32, 2 for bf16 and fp16; layers: of each pipeline stage
@@ -81,7 +103,9 @@ def state_bytes(spec: ModelSpec, plan: Plan, compute_bytes: int, layers: Iterabl
     # Gathered or unreduced at a time where layers are gathered one by one: each stage's outer unit, and the largest layer.
     at_once = sum(unit[0] for unit in units) + max(max(unit[1:]) for unit in units)
     kept, whole = -(-total // shard), plan.stage <= 1 or once
-    shares_copies = plan.engine == "deepspeed" and plan.stage == 3  # which are kept in the compute type, beside the masters
+    shares_copies = (
+        plan.engine == "deepspeed" and plan.stage == 3
+    )  # which are kept in the compute type, beside the masters
     return StateBytes(
         parameters=(MASTER_BYTES + compute_bytes * shares_copies) * kept,
         gathered=compute_bytes * (at_once if plan.stage == 3 else total),
@@ -89,7 +113,8 @@ def state_bytes(spec: ModelSpec, plan: Plan, compute_bytes: int, layers: Iterabl
         sums=MASTER_BYTES * (total if whole else kept * device_sums) * plan.offload,
         unreduced=0 if whole else compute_bytes * at_once,
         optimizer=MOMENT_BYTES * kept,
-        offloaded=plan.offload)
+        offloaded=plan.offload,
+    )
 
 
 def held_units(spec: ModelSpec, tp: int, layers: range) -> list[int]:
@@ -105,7 +130,9 @@ def held_units(spec: ModelSpec, tp: int, layers: range) -> list[int]:
     return list(units.values())
 
 
-def fullest_rank(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, batch: BatchPlan, once: bool, feedback: int) -> StateBytes:
+def fullest_rank(
+    config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, batch: BatchPlan, once: bool, feedback: int
+) -> StateBytes:
     """The states of the pipeline rank that has most. once: whether gradients are reduced once a step whatever the stage; feedback: bytes
     that quantised gradients have left out, on the rank with most of them."""
     sums = batch.accumulation > 1 and sums_on_device(plan, config.precision.reduce == "fp32")
@@ -122,5 +149,7 @@ def sums_on_device(plan: Plan, fp32: bool) -> bool:
 
 def constant_bytes(spec: ModelSpec, plan: Plan, element: int, split: Split, placement: tuple[int, ...]) -> list[float]:
     """Bytes of parameters, gradients and optimizer state on each pipeline rank."""
-    return [state_bytes(spec, plan, element, [part for part, place in zip(split, placement) if place == rank]).device
-            for rank in range(plan.pp)]
+    return [
+        state_bytes(spec, plan, element, [part for part, place in zip(split, placement) if place == rank]).device
+        for rank in range(plan.pp)
+    ]

@@ -3,6 +3,7 @@
 `LayerCosts` knows nothing of a split, `StageCosts` nothing of layers: schedules are simulated on the second, splits are
 chosen on the first. Both are plain numbers; a measurement fills the same fields as the formulas here.
 """
+
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     pass
+
 
 @dataclass(frozen=True)
 class StageCosts:
@@ -21,6 +23,7 @@ class StageCosts:
     transfer: seconds of one hop between two ranks. host: seconds before every action that are not computation.
     unshard, reduce: seconds to gather a stage's parameters and to reduce its gradients, once a step; empty means none.
     """
+
     f: tuple[float, ...]
     i: tuple[float, ...]
     w: tuple[float, ...]
@@ -40,15 +43,37 @@ class StageCosts:
         return len(self.f)
 
     @classmethod
-    def uniform(cls, stages: int, f: float = 1.0, i: float = 1.0, w: float = 1.0, b: float | None = None, activation: float = 1.0,
-                kept: float = 0.5, transfer: float = 0.0, host: float = 0.0, unshard: float = 0.0, reduce: float = 0.0) -> StageCosts:
+    def uniform(
+        cls,
+        stages: int,
+        f: float = 1.0,
+        i: float = 1.0,
+        w: float = 1.0,
+        b: float | None = None,
+        activation: float = 1.0,
+        kept: float = 0.5,
+        transfer: float = 0.0,
+        host: float = 0.0,
+        unshard: float = 0.0,
+        reduce: float = 0.0,
+    ) -> StageCosts:
         """The same cost on every stage; b is i + w unless given."""
-        each = {"f": f, "i": i, "w": w, "b": i + w if b is None else b, "activation": activation, "unshard": unshard, "reduce": reduce}
+        each = {
+            "f": f,
+            "i": i,
+            "w": w,
+            "b": i + w if b is None else b,
+            "activation": activation,
+            "unshard": unshard,
+            "reduce": reduce,
+        }
         return cls(**{name: (value,) * stages for name, value in each.items()}, kept=kept, transfer=transfer, host=host)
 
     def share(self, placement: tuple[int, ...]) -> float:
         """What one micro-batch holds of the fullest rank, in the unit of `activation`."""
-        return max(sum(size for size, place in zip(self.activation, placement) if place == rank) for rank in set(placement))
+        return max(
+            sum(size for size, place in zip(self.activation, placement) if place == rank) for rank in set(placement)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return plain(self)
@@ -64,6 +89,7 @@ class LayerCosts:
 
     The fields mean what those of `StageCosts` mean. An empty `b` stands for i + w.
     """
+
     f: tuple[float, ...]
     i: tuple[float, ...]
     w: tuple[float, ...]
@@ -95,16 +121,31 @@ class LayerCosts:
     def stage(self, split: tuple[range, ...]) -> StageCosts:
         """Costs of stages that hold the layers of `split`; the first also holds the embedding, the last the head."""
         if [layer for part in split for layer in part] != list(range(self.depth)):
-            raise ValueError(f"split {[len(part) for part in split]} does not cover layers 0 to {self.depth - 1} in order")
+            raise ValueError(
+                f"split {[len(part) for part in split]} does not cover layers 0 to {self.depth - 1} in order"
+            )
         last = len(split) - 1
 
         def sums(values: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(sum(values[part.start + 1:part.stop + 1]) + (values[0] if stage == 0 else 0.0)
-                         + (values[-1] if stage == last else 0.0) for stage, part in enumerate(split))
+            return tuple(
+                sum(values[part.start + 1 : part.stop + 1])
+                + (values[0] if stage == 0 else 0.0)
+                + (values[-1] if stage == last else 0.0)
+                for stage, part in enumerate(split)
+            )
 
-        return StageCosts(f=sums(self.f), i=sums(self.i), w=sums(self.w), b=sums(self.b), activation=sums(self.activation),
-                          kept=self.kept, transfer=self.transfer, host=self.host, unshard=sums(self.unshard) if self.unshard else (),
-                          reduce=sums(self.reduce) if self.reduce else ())
+        return StageCosts(
+            f=sums(self.f),
+            i=sums(self.i),
+            w=sums(self.w),
+            b=sums(self.b),
+            activation=sums(self.activation),
+            kept=self.kept,
+            transfer=self.transfer,
+            host=self.host,
+            unshard=sums(self.unshard) if self.unshard else (),
+            reduce=sums(self.reduce) if self.reduce else (),
+        )
 
     def scaled(self, factor: float) -> LayerCosts:
         """Costs of a micro-batch `factor` times as large, if computation and transfers are proportional to its size.
@@ -112,8 +153,14 @@ class LayerCosts:
         Small micro-batches use a device less well than that: measure where the factor is far from one.
         """
         sized = {name: tuple(factor * x for x in getattr(self, name)) for name in ("f", "i", "w", "b", "activation")}
-        return LayerCosts(**sized, unshard=self.unshard, reduce=self.reduce, kept=self.kept, transfer=factor * self.transfer,
-                          host=self.host)
+        return LayerCosts(
+            **sized,
+            unshard=self.unshard,
+            reduce=self.reduce,
+            kept=self.kept,
+            transfer=factor * self.transfer,
+            host=self.host,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return plain(self)
@@ -127,7 +174,11 @@ def check_lengths(costs: StageCosts | LayerCosts) -> None:
     """Raises `ValueError` where a tuple has not as many entries as `f`, or an entry is negative."""
     for name, value in vars(costs).items():
         entries = value if isinstance(value, tuple) else (value,)
-        if isinstance(value, tuple) and len(value) != len(costs.f) and not (name in ("unshard", "reduce") and not value):
+        if (
+            isinstance(value, tuple)
+            and len(value) != len(costs.f)
+            and not (name in ("unshard", "reduce") and not value)
+        ):
             raise ValueError(f"{name} has {len(value)} entries, f has {len(costs.f)}")
         if any(entry < 0 for entry in entries):
             raise ValueError(f"{name}={value} must not be negative")
@@ -142,5 +193,9 @@ def restore(cls: type, values: dict[str, Any]) -> Any:
     unknown = sorted(set(values) - {field.name for field in fields(cls)})
     if unknown:
         raise ValueError(f"unknown costs {unknown}; legal: {', '.join(field.name for field in fields(cls))}")
-    return cls(**{name: tuple(map(float, value)) if isinstance(value, (list, tuple)) else float(value)
-                  for name, value in values.items()})
+    return cls(
+        **{
+            name: tuple(map(float, value)) if isinstance(value, (list, tuple)) else float(value)
+            for name, value in values.items()
+        }
+    )

@@ -4,6 +4,7 @@ Weight gradients (W) depend on nothing but their own input gradient (I) and nobo
 run early only where a memory cap holds the next forward back. This alone turns an order of F and I into a zero-bubble
 schedule (Qi et al. 2024, arXiv 2401.10241, section 3).
 """
+
 from __future__ import annotations
 
 from collections import deque
@@ -20,8 +21,10 @@ Line = list[Action]
 
 def least_cap(costs: StageCosts, placement: tuple[int, ...], split: bool = True) -> float:
     """The least activation that every rank must be able to hold: one micro-batch's, and what an I adds where it recomputes."""
-    return max(sum(activation for activation, owner in zip(costs.activation, placement) if owner == rank) + growth
-               for rank, growth in enumerate(_growth(costs, placement, split)))
+    return max(
+        sum(activation for activation, owner in zip(costs.activation, placement) if owner == rank) + growth
+        for rank, growth in enumerate(_growth(costs, placement, split))
+    )
 
 
 def fits(lines: list[Line], costs: StageCosts, placement: tuple[int, ...], cap: float | None) -> bool:
@@ -36,13 +39,24 @@ def fits(lines: list[Line], costs: StageCosts, placement: tuple[int, ...], cap: 
 def _growth(costs: StageCosts, placement: tuple[int, ...], split: bool) -> list[float]:
     """By rank, the most by which an I grows what is held: where it recomputes, it leaves more to its W than F left to it."""
     share = max(0.0, costs.kept - 1) if split else 0.0
-    return [max(share * activation for activation, owner in zip(costs.activation, placement) if owner == rank)
-            for rank in range(max(placement) + 1)]
+    return [
+        max(share * activation for activation, owner in zip(costs.activation, placement) if owner == rank)
+        for rank in range(max(placement) + 1)
+    ]
 
 
-def list_schedule(name: str, costs: StageCosts, placement: tuple[int, ...], microbatches: int, *, cap: float | None = None,
-                  split: bool = True, patience: float = 0.0, lines: list[Line] | None = None,
-                  trains: bool = True) -> tuple[Schedule, float]:
+def list_schedule(
+    name: str,
+    costs: StageCosts,
+    placement: tuple[int, ...],
+    microbatches: int,
+    *,
+    cap: float | None = None,
+    split: bool = True,
+    patience: float = 0.0,
+    lines: list[Line] | None = None,
+    trains: bool = True,
+) -> tuple[Schedule, float]:
     """The schedule and the seconds it takes on `costs`.
 
     A free rank prefers a backward (the earliest micro-batch), then a forward (the latest stage), then the oldest W.
@@ -57,8 +71,17 @@ def list_schedule(name: str, costs: StageCosts, placement: tuple[int, ...], micr
 
 
 class _ListScheduler:
-    def __init__(self, costs: StageCosts, placement: tuple[int, ...], microbatches: int, cap: float | None, split: bool,
-                 patience: float, lines: list[Line] | None, trains: bool):
+    def __init__(
+        self,
+        costs: StageCosts,
+        placement: tuple[int, ...],
+        microbatches: int,
+        cap: float | None,
+        split: bool,
+        patience: float,
+        lines: list[Line] | None,
+        trains: bool,
+    ):
         ranks, stages = max(placement) + 1, len(placement)
         self.costs, self.placement, self.microbatches, self.trains = costs, placement, microbatches, trains
         self.split, self.patience, self.lines = split, patience, lines
@@ -67,8 +90,10 @@ class _ListScheduler:
         self.growth = _growth(costs, placement, split)
         self.cap = None if cap is None or not trains else cap * (1 + 1e-9)
         if self.cap is not None and self.cap < (least := least_cap(costs, placement, split)):
-            raise ConfigError(f"a cap of {cap:g} on a rank's activations is below the {least:g} that one micro-batch takes; legal: "
-                              f"{least:g} or more")
+            raise ConfigError(
+                f"a cap of {cap:g} on a rank's activations is below the {least:g} that one micro-batch takes; legal: "
+                f"{least:g} or more"
+            )
         self.tolerance = 1e-9 * max(*costs.f, *costs.i, *costs.w, *costs.b)
         # By stage, when the inputs of the next micro-batches arrive; stages take micro-batches in order.
         self.forward_due = [deque([0.0] * microbatches if stage == 0 else []) for stage in range(stages)]
@@ -89,7 +114,9 @@ class _ListScheduler:
                 heappush(self.events, (self.free[rank], rank))
         expected = len(self.placement) * self.microbatches * ((3 if self.split else 2) if self.trains else 1)
         if sum(map(len, self.orders)) != expected:
-            raise ValueError(f"{name}: the given lines of F and I cannot be kept within a cap of {self.cap} activations")
+            raise ValueError(
+                f"{name}: the given lines of F and I cannot be kept within a cap of {self.cap} activations"
+            )
         return Schedule(name, tuple(map(tuple, self.orders)), self.placement, self.microbatches), max(self.free)
 
     def _choose(self, rank: int, now: float) -> Action | None:
@@ -119,9 +146,16 @@ class _ListScheduler:
             action = self.lines[rank][self.taken[rank]]
             due = (self.forward_due if action.kind == "F" else self.backward_due)[action.stage]
             return [(due[0], action)] if due else []
-        return [(due[action.stage][0], action) for due, kind, count in ((self.forward_due, "F", self.forwards),
-                                                                      (self.backward_due, backward, self.backwards))
-                for stage in self.own[rank] if due[stage] for action in [Action(stage, kind, count[stage])]]
+        return [
+            (due[action.stage][0], action)
+            for due, kind, count in (
+                (self.forward_due, "F", self.forwards),
+                (self.backward_due, backward, self.backwards),
+            )
+            for stage in self.own[rank]
+            if due[stage]
+            for action in [Action(stage, kind, count[stage])]
+        ]
 
     def _fits(self, action: Action, rank: int) -> bool:
         """Whether an F or I leaves room to finish all that has started.

@@ -3,6 +3,7 @@
 Actions, their notation (`2F0`: stage 2, forward, micro-batch 0) and the CSV format (one line a rank) are those of
 torch.distributed.pipelining, so that schedules can be exchanged with it.
 """
+
 from __future__ import annotations
 
 import csv
@@ -28,6 +29,7 @@ _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 class Action:
     """One thing that a rank does. `microbatch` is None for actions on a stage's parameters; `parts` are the (forward,
     backward) actions of an OVERLAP_F_B, whose own stage is -1."""
+
     stage: int
     kind: str
     microbatch: int | None = None
@@ -47,6 +49,7 @@ class Schedule:
     orders: by rank, compute actions (F, I, W, B, OVERLAP_F_B) only; communication is derived from them (`lower`).
     placement: by stage, the rank that holds it.
     """
+
     name: str
     orders: tuple[tuple[Action, ...], ...]
     placement: tuple[int, ...]
@@ -84,13 +87,17 @@ def parse(text: str) -> Action:
         forward, backward = map(parse, match.groups())
         if forward.kind == "F" and backward.kind in ("I", "B"):
             return Action(-1, "OVERLAP_F_B", None, (forward, backward))
-        raise ConfigError(f"'{text}' overlaps {forward.kind} with {backward.kind}; legal: a forward with a backward, "
-                          "such as (0F7;7B3)OVERLAP_F_B")
+        raise ConfigError(
+            f"'{text}' overlaps {forward.kind} with {backward.kind}; legal: a forward with a backward, "
+            "such as (0F7;7B3)OVERLAP_F_B"
+        )
     if match := _SIMPLE.fullmatch(text):
         stage, kind, microbatch, parameters = match.groups()
         return Action(int(stage), kind or parameters, None if microbatch is None else int(microbatch))
-    raise ConfigError(f"'{text}' is not an action; legal: stage, kind, micro-batch such as 2F0, 2I0, 2W0 or 2B0, "
-                      "or (0F7;7B3)OVERLAP_F_B")
+    raise ConfigError(
+        f"'{text}' is not an action; legal: stage, kind, micro-batch such as 2F0, 2I0, 2W0 or 2B0, "
+        "or (0F7;7B3)OVERLAP_F_B"
+    )
 
 
 def loads(text: str, placement: tuple[int, ...] | None = None, name: str = "csv") -> Schedule:
@@ -119,20 +126,28 @@ def loads(text: str, placement: tuple[int, ...] | None = None, name: str = "csv"
             for part in flat([action]):
                 first = held.setdefault(part.stage, (line, cell))
                 if placement is None and first[0] != line:
-                    problems.append(f"{where}: {action} puts stage {part.stage} on rank {line - 1}, but line {first[0]}, "
-                                    f"cell {first[1]} puts it on rank {first[0] - 1}")
+                    problems.append(
+                        f"{where}: {action} puts stage {part.stage} on rank {line - 1}, but line {first[0]}, "
+                        f"cell {first[1]} puts it on rank {first[0] - 1}"
+                    )
         if not order and not problems:
-            problems.append(f"{name}, line {line}: rank {line - 1} computes nothing; each line needs its rank's actions")
+            problems.append(
+                f"{name}, line {line}: rank {line - 1} computes nothing; each line needs its rank's actions"
+            )
         orders.append(tuple(order))
     stages = max(held, default=-1) + 1
     if not orders:
         problems.append(f"{name} is empty; it needs a line of actions for each rank")
     elif placement is None and len(held) < stages and not problems:
-        problems.append(f"{name}: no line has an action of stage {min(set(range(stages)) - set(held))}, but one has stage {stages - 1}")
+        problems.append(
+            f"{name}: no line has an action of stage {min(set(range(stages)) - set(held))}, but one has stage {stages - 1}"
+        )
     if problems:
         raise ConfigError(problems)
     microbatches = 1 + max(action.microbatch for order in orders for action in flat(order))
-    return Schedule(name, tuple(orders), placement or tuple(held[stage][0] - 1 for stage in range(stages)), microbatches)
+    return Schedule(
+        name, tuple(orders), placement or tuple(held[stage][0] - 1 for stage in range(stages)), microbatches
+    )
 
 
 def dumps(schedule: Schedule) -> str:
@@ -143,6 +158,7 @@ def dumps(schedule: Schedule) -> str:
 def merge_backward(schedule: Schedule) -> Schedule:
     """Each I directly followed by its W becomes a B: one pass over the graph instead of two, at the price that the
     previous stage waits for the weight gradient too."""
+
     def merged(order: tuple[Action, ...]) -> tuple[Action, ...]:
         out: list[Action] = []
         for action in order:
@@ -151,4 +167,5 @@ def merge_backward(schedule: Schedule) -> Schedule:
             else:
                 out.append(action)
         return tuple(out)
+
     return replace(schedule, orders=tuple(map(merged, schedule.orders)))

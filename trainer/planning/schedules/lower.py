@@ -3,6 +3,7 @@
 Both ends of a directed edge (from one rank to another) transfer in the same order, the one in which the sender computes, so
 channels need neither tags nor buffers of their own.
 """
+
 from __future__ import annotations
 
 from collections import defaultdict, deque
@@ -16,8 +17,9 @@ Edge = tuple[int, int]
 """Sending rank and receiving rank."""
 
 
-def lower(schedule: Schedule, rank: int, reduce: Literal["last", "every"] = "last", unshard: bool = True,
-          ahead: int = 1) -> tuple[Action, ...]:
+def lower(
+    schedule: Schedule, rank: int, reduce: Literal["last", "every"] = "last", unshard: bool = True, ahead: int = 1
+) -> tuple[Action, ...]:
     """The rank's program: its computation with sends, receives, and gathers and reductions of parameters, in torch's terms.
 
     A RECV posts a receive into a new buffer; the computation that reads it waits for it. A SEND starts a transfer of what the
@@ -34,8 +36,9 @@ def lower(schedule: Schedule, rank: int, reduce: Literal["last", "every"] = "las
     return lower_all(schedule, reduce, unshard, ahead)[rank]
 
 
-def lower_all(schedule: Schedule, reduce: Literal["last", "every"] = "last", unshard: bool = True,
-              ahead: int = 1) -> tuple[tuple[Action, ...], ...]:
+def lower_all(
+    schedule: Schedule, reduce: Literal["last", "every"] = "last", unshard: bool = True, ahead: int = 1
+) -> tuple[tuple[Action, ...], ...]:
     """The programs of all ranks, see `lower`."""
     edges = _edges(schedule)
     programs = [_program(schedule, rank, edges, reduce, unshard, ahead) for rank in range(schedule.ranks)]
@@ -50,17 +53,24 @@ def lower_all(schedule: Schedule, reduce: Literal["last", "every"] = "last", uns
     return tuple(map(tuple, programs))
 
 
-def _program(schedule: Schedule, rank: int, edges: dict[Edge, list[Action]], reduce: str, unshard: bool, ahead: int) -> list[Action]:
+def _program(
+    schedule: Schedule, rank: int, edges: dict[Edge, list[Action]], reduce: str, unshard: bool, ahead: int
+) -> list[Action]:
     order = list(flat(schedule.orders[rank]))
     last = {action.stage: place for place, action in enumerate(order)}
     complete = {action.stage: place for place, action in enumerate(order) if action.kind in ("B", "W")}
-    receives = _Receives([_receive_of_input(action, schedule.placement) for action in order],
-                         [edge for (_, target), edge in edges.items() if target == rank], ahead)
+    receives = _Receives(
+        [_receive_of_input(action, schedule.placement) for action in order],
+        [edge for (_, target), edge in edges.items() if target == rank],
+        ahead,
+    )
     gathered: set[int] = set()
     program: list[Action] = []
     for place, action in enumerate(order):
         if unshard:
-            new = dict.fromkeys(later.stage for later in order[place:place + ahead + 1] if later.stage not in gathered)
+            new = dict.fromkeys(
+                later.stage for later in order[place : place + ahead + 1] if later.stage not in gathered
+            )
             program.extend(Action(stage, "UNSHARD") for stage in new)
             gathered.update(new)
         program.extend(receives.before(place))
@@ -89,7 +99,7 @@ class _Receives:
         if need is not None and need not in self.waiting:
             yield from self._post(need)
         self.waiting.discard(need)
-        for later in self.needs[place + 1:place + 1 + self.ahead]:
+        for later in self.needs[place + 1 : place + 1 + self.ahead]:
             if later is not None and later not in self.waiting:
                 if len(self.waiting) + self.queues[later].index(later) + 1 > self.ahead:
                     return

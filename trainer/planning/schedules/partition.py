@@ -2,6 +2,7 @@
 
 The first stage also holds the embedding, the last the final norm, head and loss, and both are counted.
 """
+
 from __future__ import annotations
 
 from itertools import accumulate
@@ -25,12 +26,18 @@ def partition(layers: LayerCosts, stages: int, placement: Sequence[int] | None =
     """
     depth = layers.depth
     if stages > depth:
-        raise ConfigError(f"parallel.pp x parallel.pipeline.chunks={stages} stages, but model.depth={depth} has a layer for each of at "
-                          f"most {depth}; lower parallel.pp or parallel.pipeline.chunks")
+        raise ConfigError(
+            f"parallel.pp x parallel.pipeline.chunks={stages} stages, but model.depth={depth} has a layer for each of at "
+            f"most {depth}; lower parallel.pp or parallel.pipeline.chunks"
+        )
     cost = StageSums(layers.total, stages)
     largest = solve(depth, stages, cost, max)[0] * (1 + ROUNDING)
-    _, split = solve(depth, stages, lambda *stage: cost(*stage) ** 2 if cost(*stage) <= largest else inf,
-                     lambda before, stage: before + stage)
+    _, split = solve(
+        depth,
+        stages,
+        lambda *stage: cost(*stage) ** 2 if cost(*stage) <= largest else inf,
+        lambda before, stage: before + stage,
+    )
     return split if placement is None or len(set(placement)) == stages else balance(layers, split, placement)
 
 
@@ -41,11 +48,17 @@ class StageSums:
         self.sums, self.first, self.last, self.final = [0.0, *accumulate(units[1:-1])], units[0], units[-1], stages - 1
 
     def __call__(self, stage: int, start: int, stop: int) -> float:
-        return (self.sums[stop] - self.sums[start] + (self.first if stage == 0 else 0.0) + (self.last if stage == self.final else 0.0))
+        return (
+            self.sums[stop]
+            - self.sums[start]
+            + (self.first if stage == 0 else 0.0)
+            + (self.last if stage == self.final else 0.0)
+        )
 
 
-def solve(depth: int, stages: int, value: Callable[[int, int, int], float], join: Callable[[float, float], float],
-          ) -> tuple[float, Split]:
+def solve(
+    depth: int, stages: int, value: Callable[[int, int, int], float], join: Callable[[float, float], float]
+) -> tuple[float, Split]:
     """The split with the least joined `value(stage, start, stop)`, and that least value."""
     best = [0.0] + [inf] * depth  # by number of layers in the stages so far
     starts: list[list[int]] = []
@@ -82,13 +95,16 @@ def explicit(split: Sequence[int], depth: int, stages: int) -> Split:
     sizes = list(split)
     legal = "[" + ",".join(str(len(part)) for part in even(depth, stages)) + "]" if stages <= depth else "fewer stages"
     if len(sizes) != stages:
-        raise ConfigError(f"{shown} has {len(sizes)} entries, but parallel.pp x parallel.pipeline.chunks makes {stages} stages; "
-                          f"legal: for example {legal}, or balanced")
+        raise ConfigError(
+            f"{shown} has {len(sizes)} entries, but parallel.pp x parallel.pipeline.chunks makes {stages} stages; "
+            f"legal: for example {legal}, or balanced"
+        )
     if any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
         raise ConfigError(f"{shown} must give every stage at least one layer; legal: for example {legal}, or balanced")
     if sum(sizes) != depth:
-        raise ConfigError(f"{shown} adds up to {sum(sizes)} layers, but model.depth={depth}; legal: for example {legal}, "
-                          "or balanced")
+        raise ConfigError(
+            f"{shown} adds up to {sum(sizes)} layers, but model.depth={depth}; legal: for example {legal}, or balanced"
+        )
     return from_sizes(sizes)
 
 
@@ -103,12 +119,14 @@ def balance(layers: LayerCosts, split: Split, placement: Sequence[int]) -> Split
         ranks = dict.fromkeys(placement, 0.0)
         for stage, part in enumerate(candidate):
             ranks[placement[stage]] += total(stage, part.start, part.stop)
-        return max(ranks.values()), sum(cost ** 2 for cost in ranks.values())
+        return max(ranks.values()), sum(cost**2 for cost in ranks.values())
 
     return improve(split, score, transfers)
 
 
-def improve(split: Split, score: Callable[[Split], Any], moves: Callable[[Split], list[Split]], steps: int = 1000) -> Split:
+def improve(
+    split: Split, score: Callable[[Split], Any], moves: Callable[[Split], list[Split]], steps: int = 1000
+) -> Split:
     """Follows the best of `moves(split)` while `score` (a number or tuple of numbers) falls, at most `steps` times."""
     best = score(split)
     for _ in range(steps):
@@ -134,7 +152,9 @@ def transfers(split: Split) -> list[Split]:
     for giver in range(len(sizes)):
         for taker in range(len(sizes)):
             if giver != taker and sizes[giver] > 1:
-                found.append(from_sizes([size - (stage == giver) + (stage == taker) for stage, size in enumerate(sizes)]))
+                found.append(
+                    from_sizes([size - (stage == giver) + (stage == taker) for stage, size in enumerate(sizes)])
+                )
     return found
 
 

@@ -4,6 +4,7 @@ The global batch is fixed, so makespans compare directly. Candidates are every t
 several memory caps, on every number of chunks, number of micro-batches and split; those above the memory limit are dropped.
 The search is deterministic: its length is limited by a count of actions, not by a clock.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ class Space:
     `templates.greedy`.
     effort: about how many actions are simulated (a million are a second).
     """
+
     schedules: tuple[str, ...] = (*TEMPLATES, "greedy")
     chunks: tuple[int, ...] = (1, 2, 4)
     microbatches: tuple[int, ...] | None = None
@@ -50,12 +52,15 @@ class Space:
     def __post_init__(self) -> None:
         unknown = [name for name in self.schedules if name not in (*TEMPLATES, "greedy")]
         if unknown:
-            raise ConfigError(f"parallel.pipeline.schedule={unknown[0]} is no schedule; legal: {', '.join(TEMPLATES)}, greedy")
+            raise ConfigError(
+                f"parallel.pipeline.schedule={unknown[0]} is no schedule; legal: {', '.join(TEMPLATES)}, greedy"
+            )
 
 
 @dataclass(frozen=True)
 class Setup:
     """Everything but the order: micro-batches, placement and split, with their costs."""
+
     microbatches: int
     micro_size: int
     chunks: int
@@ -74,6 +79,7 @@ class Setup:
 class Row:
     """One simulated candidate. name: a template's, or the greedy scheduler with its cap and patience. memory: bytes of the
     fullest rank, with what no schedule changes."""
+
     name: str
     chunks: int
     microbatches: int
@@ -89,6 +95,7 @@ class Choice:
 
     name: the template, or `greedy`. memory: predicted bytes by rank. table: all candidates within the memory limit, best first.
     """
+
     name: str
     schedule: Schedule
     chunks: int
@@ -106,9 +113,13 @@ class Choice:
         """
         if csv is None and self.name == "greedy":
             raise ValueError("a greedy schedule is fixed by the file of its actions: save it and give its path")
-        return {"parallel.pipeline.schedule": self.name if csv is None else csv, "parallel.pipeline.chunks": self.chunks,
-                "parallel.pipeline.split": [len(part) for part in self.split], "batch.accumulation": self.microbatches,
-                "batch.micro_size": self.micro_size}
+        return {
+            "parallel.pipeline.schedule": self.name if csv is None else csv,
+            "parallel.pipeline.chunks": self.chunks,
+            "parallel.pipeline.split": [len(part) for part in self.split],
+            "batch.accumulation": self.microbatches,
+            "batch.micro_size": self.micro_size,
+        }
 
     def overrides(self, csv: str | None = None) -> list[str]:
         """The same as override strings of the command line."""
@@ -127,8 +138,14 @@ class Choice:
         return f"# predicted: {predicted}\n" + yaml.safe_dump(nested, sort_keys=False, default_flow_style=None)
 
 
-def search(layers_for: Callable[[int], LayerCosts], ranks: int, samples_per_rank: int, memory_limit_bytes: float | None = None,
-           constant_bytes: ConstantBytes | Sequence[float] | None = None, space: Space = Space()) -> Choice:
+def search(
+    layers_for: Callable[[int], LayerCosts],
+    ranks: int,
+    samples_per_rank: int,
+    memory_limit_bytes: float | None = None,
+    constant_bytes: ConstantBytes | Sequence[float] | None = None,
+    space: Space = Space(),
+) -> Choice:
     """The best choice for a step of `samples_per_rank` sequences on each data-parallel rank, over `ranks` pipeline ranks.
 
     layers_for: costs of the layers for a micro-batch of so many sequences.
@@ -137,8 +154,10 @@ def search(layers_for: Callable[[int], LayerCosts], ranks: int, samples_per_rank
     counts = divisors(samples_per_rank) if space.microbatches is None else space.microbatches
     illegal = [count for count in counts if count < 1 or samples_per_rank % count]
     if illegal:
-        raise ConfigError(f"batch.accumulation={illegal[0]} does not divide the {samples_per_rank} sequences of each data-parallel "
-                          f"rank; legal: {', '.join(map(str, divisors(samples_per_rank)))}")
+        raise ConfigError(
+            f"batch.accumulation={illegal[0]} does not divide the {samples_per_rank} sequences of each data-parallel "
+            f"rank; legal: {', '.join(map(str, divisors(samples_per_rank)))}"
+        )
     splits, setups = Splits(space.split), []
     for count in counts:
         layers = layers_for(samples_per_rank // count)
@@ -146,29 +165,59 @@ def search(layers_for: Callable[[int], LayerCosts], ranks: int, samples_per_rank
             for style in ("loop", "v") if chunks > 1 else ("loop",):
                 placement = tuple(place(ranks, chunks, style))
                 for split in splits(layers, placement):
-                    setups.append(Setup(count, samples_per_rank // count, chunks, placement, split, layers, layers.stage(split),
-                                        constants(constant_bytes, split, placement, ranks)))
+                    setups.append(
+                        Setup(
+                            count,
+                            samples_per_rank // count,
+                            chunks,
+                            placement,
+                            split,
+                            layers,
+                            layers.stage(split),
+                            constants(constant_bytes, split, placement, ranks),
+                        )
+                    )
     if not setups:
         depth = layers_for(samples_per_rank // counts[0]).depth
-        raise ConfigError(f"parallel.pp={ranks} with parallel.pipeline.chunks in {list(space.chunks)}: no split of model.depth={depth} "
-                          "layers gives every stage a layer; lower parallel.pp")
+        raise ConfigError(
+            f"parallel.pp={ranks} with parallel.pipeline.chunks in {list(space.chunks)}: no split of model.depth={depth} "
+            "layers gives every stage a layer; lower parallel.pp"
+        )
     return Finder(space, memory_limit_bytes, refine=space.split is None, constant=constant_bytes).choose(setups)
 
 
-def reorder(layers: LayerCosts, split: Split, placement: tuple[int, ...], microbatches: int, micro_size: int,
-            memory_limit_bytes: float | None = None, constant_bytes: Sequence[float] | None = None, space: Space = Space()) -> Choice:
+def reorder(
+    layers: LayerCosts,
+    split: Split,
+    placement: tuple[int, ...],
+    microbatches: int,
+    micro_size: int,
+    memory_limit_bytes: float | None = None,
+    constant_bytes: Sequence[float] | None = None,
+    space: Space = Space(),
+) -> Choice:
     """The best order where all else is fixed: what may change between two steps of a run.
 
     layers: costs for the micro-batches of `micro_size` sequences that the run has.
     """
     ranks = max(placement) + 1
     chunks = len(placement) // ranks
-    setup = Setup(microbatches, micro_size, chunks, tuple(placement), split, layers, layers.stage(split),
-                  constants(constant_bytes, split, placement, ranks))
+    setup = Setup(
+        microbatches,
+        micro_size,
+        chunks,
+        tuple(placement),
+        split,
+        layers,
+        layers.stage(split),
+        constants(constant_bytes, split, placement, ranks),
+    )
     return Finder(space, memory_limit_bytes, refine=False, constant=constant_bytes).choose([setup])
 
 
-def constants(given: ConstantBytes | Sequence[float] | None, split: Split, placement: tuple[int, ...], ranks: int) -> tuple[float, ...]:
+def constants(
+    given: ConstantBytes | Sequence[float] | None, split: Split, placement: tuple[int, ...], ranks: int
+) -> tuple[float, ...]:
     values = (0.0,) * ranks if given is None else given(split, placement) if callable(given) else given
     if len(values) != ranks:
         raise ValueError(f"constant bytes for {len(values)} ranks, there are {ranks}")
@@ -188,7 +237,9 @@ class Splits:
             return [self.fixed] if len(self.fixed) == stages else []
         if stages > layers.depth:
             return []
-        shape = tuple(tuple(round(x / (sum(units) or 1), 9) for x in units) for units in (layers.total, layers.activation))
+        shape = tuple(
+            tuple(round(x / (sum(units) or 1), 9) for x in units) for units in (layers.total, layers.activation)
+        )
         if (placement, shape) not in self.found:
             candidates = [partition(layers, stages), partition(layers, stages, placement), even(layers.depth, stages)]
             self.found[placement, shape] = list(dict.fromkeys(candidates))
@@ -198,6 +249,7 @@ class Splits:
 @dataclass
 class Finder:
     """Simulates candidates, most promising first, until the effort is spent or no bound is below the best makespan."""
+
     space: Space
     limit: float | None
     refine: bool
@@ -216,7 +268,9 @@ class Finder:
                 if bound(setup, TEMPLATES[name].splits) <= self.best * (1 + SAME):
                     self.consider(name, setup, schedule)
         if "greedy" in self.space.schedules:
-            variants = [(cap, patience) for patience in self.space.patience for cap in sorted(self.space.caps, reverse=True)]
+            variants = [
+                (cap, patience) for patience in self.space.patience for cap in sorted(self.space.caps, reverse=True)
+            ]
             for setup in setups:  # one variant of every setup, then all of those that did best
                 self.greedy(setup, *variants[0], self.space.effort // 2)
             for setup in sorted(setups, key=self.best_of):
@@ -230,8 +284,17 @@ class Finder:
         ranked = self.ranked()
         row, setup, schedule = ranked[0]
         predicted = simulate(schedule, setup.costs)
-        return Choice(row.name.split(" ")[0], schedule, setup.chunks, setup.split, setup.microbatches, setup.micro_size, predicted,
-                      tuple(a + b for a, b in zip(predicted.memory, setup.constant)), tuple(row for row, _, _ in ranked))
+        return Choice(
+            row.name.split(" ")[0],
+            schedule,
+            setup.chunks,
+            setup.split,
+            setup.microbatches,
+            setup.micro_size,
+            predicted,
+            tuple(a + b for a, b in zip(predicted.memory, setup.constant)),
+            tuple(row for row, _, _ in ranked),
+        )
 
     @property
     def best(self) -> float:
@@ -279,7 +342,9 @@ class Finder:
             schedule = greedy(setup.costs, setup.placement, setup.microbatches, amount, self.space.splits, patience)
         except ConfigError:  # the cap is too low for one micro-batch
             return
-        self.consider(f"greedy (cap {amount / share if share else cap:.3g} micro-batches, patience {patience:g})", setup, schedule)
+        self.consider(
+            f"greedy (cap {amount / share if share else cap:.3g} micro-batches, patience {patience:g})", setup, schedule
+        )
 
     def consider(self, name: str, setup: Setup, schedule: Schedule) -> None:
         """Simulates a candidate and keeps it if it fits."""
@@ -287,12 +352,15 @@ class Finder:
         result = simulate(schedule, setup.costs)
         memory = max(a + b for a, b in zip(result.memory, setup.constant))
         self.smallest = min(self.smallest, memory)
-        row = Row(name, setup.chunks, setup.microbatches, tuple(map(len, setup.split)), result.makespan, result.bubble, memory)
+        row = Row(
+            name, setup.chunks, setup.microbatches, tuple(map(len, setup.split)), result.makespan, result.bubble, memory
+        )
         if (self.limit is None or memory <= self.limit) and row not in [other for other, _, _ in self.found]:
             self.found.append((row, setup, schedule))
 
     def refined(self, setup: Setup, schedule: Schedule) -> Setup:
         """The setup with layers moved across boundaries, one at a time, while the simulated makespan falls and memory allows."""
+
         def change(split: Split) -> Setup:
             constant = constants(self.constant, split, setup.placement, setup.ranks)
             return replace(setup, split=split, costs=setup.layers.stage(split), constant=constant)
@@ -310,11 +378,15 @@ class Finder:
     def nothing(self, setups: list[Setup]) -> str:
         if self.smallest == float("inf"):
             tried = sorted({setup.microbatches for setup in setups})
-            return (f"parallel.pipeline.schedule: none of {', '.join(self.space.schedules)} can be built for "
-                    f"parallel.pp={setups[0].ranks} and batch.accumulation in {tried}; "
-                    "take more micro-batches: a multiple of parallel.pp is always legal")
-        return (f"no schedule fits {self.limit / 2**30:.2f} GiB: the one with the least memory needs {self.smallest / 2**30:.2f} GiB on "
-                "its fullest rank; set activation.mode=full, a smaller batch.micro_size, or a higher parallel.tp or parallel.pp")
+            return (
+                f"parallel.pipeline.schedule: none of {', '.join(self.space.schedules)} can be built for "
+                f"parallel.pp={setups[0].ranks} and batch.accumulation in {tried}; "
+                "take more micro-batches: a multiple of parallel.pp is always legal"
+            )
+        return (
+            f"no schedule fits {self.limit / 2**30:.2f} GiB: the one with the least memory needs {self.smallest / 2**30:.2f} GiB on "
+            "its fullest rank; set activation.mode=full, a smaller batch.micro_size, or a higher parallel.tp or parallel.pp"
+        )
 
 
 def bound(setup: Setup, splits: bool) -> float:
@@ -329,7 +401,7 @@ def bound(setup: Setup, splits: bool) -> float:
     for rank in range(setup.ranks):
         mine = [stage for stage in stages if placement[stage] == rank]
         work = count * sum(costs.f[stage] + backward[stage] + 2 * costs.host for stage in mine)
-        before = sum(costs.f[:mine[0]]) + sum(hops[:mine[0]]) + costs.host * mine[0]
-        after = 0.0 if splits else sum(costs.b[:mine[0]]) + sum(hops[:mine[0]]) + costs.host * mine[0]
+        before = sum(costs.f[: mine[0]]) + sum(hops[: mine[0]]) + costs.host * mine[0]
+        after = 0.0 if splits else sum(costs.b[: mine[0]]) + sum(hops[: mine[0]]) + costs.host * mine[0]
         longest = max(longest, before + work + after)
     return longest

@@ -5,6 +5,7 @@ computation and cost latency only. Parameters of a rank's stages are gathered on
 start, in the order of their first use; gradients are reduced one stage after the other, each after the stage's last
 backward action; both overlap with computation.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from trainer.planning.schedules.ir import Action, Schedule, flat
 
 class Span(NamedTuple):
     """When an action ran, in seconds from the step's start."""
+
     action: Action
     start: float
     end: float
@@ -30,6 +32,7 @@ class Simulation:
     busy: by rank, seconds of computation. memory: by rank, the largest sum of held activations, in the unit of the costs.
     actions, ends: by rank, what ran (the parts of an OVERLAP_F_B one after the other) and when it ended.
     """
+
     makespan: float
     busy: tuple[float, ...]
     memory: tuple[float, ...]
@@ -51,8 +54,10 @@ class Simulation:
     def spans(self) -> tuple[tuple[Span, ...], ...]:
         """By rank, when each action ran."""
         seconds = {"F": self.costs.f, "I": self.costs.i, "W": self.costs.w, "B": self.costs.b}
-        return tuple(tuple(Span(action, end - seconds[action.kind][action.stage], end) for action, end in zip(actions, ends))
-                     for actions, ends in zip(self.actions, self.ends))
+        return tuple(
+            tuple(Span(action, end - seconds[action.kind][action.stage], end) for action, end in zip(actions, ends))
+            for actions, ends in zip(self.actions, self.ends)
+        )
 
     @cached_property
     def memory_curve(self) -> tuple[tuple[tuple[float, float], ...], ...]:
@@ -91,7 +96,9 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
     # hop[s]: seconds between stage s and s + 1.
     hop = [costs.transfer if placement[stage] != placement[stage + 1] else 0.0 for stage in range(last)] + [0.0]
     gathered = gather_ends(orders, costs)
-    done = [-1.0] * (2 * size)  # when a forward action ended (stage x count + micro-batch), then when a gradient was there
+    done = [-1.0] * (
+        2 * size
+    )  # when a forward action ended (stage x count + micro-batch), then when a gradient was there
     waiting: dict[int, int] = {}  # what a rank waits for -> the rank
     ends: list[list[float]] = [[] for _ in orders]
     free, busy, memory, peak = [0.0] * len(orders), [0.0] * len(orders), [0.0] * len(orders), [0.0] * len(orders)
@@ -100,7 +107,14 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
     runnable = list(range(len(orders)))[::-1]
     while runnable:
         rank = runnable.pop()
-        order, mine, now, worked, bytes_held, most = orders[rank], ends[rank], free[rank], busy[rank], memory[rank], peak[rank]
+        order, mine, now, worked, bytes_held, most = (
+            orders[rank],
+            ends[rank],
+            free[rank],
+            busy[rank],
+            memory[rank],
+            peak[rank],
+        )
         for position in range(len(mine), len(order)):
             action = order[position]
             kind, stage = action.kind, action.stage

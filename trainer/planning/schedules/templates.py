@@ -3,6 +3,7 @@
 A template is an order of forwards and backwards for each rank. Zero-bubble templates order F and I only and state how many
 activations a rank may hold; `greedy.list_schedule` then places W, counting F, I and W as equally long.
 """
+
 from __future__ import annotations
 
 from collections import Counter, deque
@@ -27,6 +28,7 @@ class Template:
     splits: whether it computes I and W apart, so that linear layers have to defer weight gradients.
     groups: whether it has a group size.
     """
+
     build: Callable[[int, int, int, int | None], Schedule]
     placement: Literal["loop", "v"]
     chunks: tuple[int, ...] | None
@@ -37,10 +39,14 @@ class Template:
 def place(ranks: int, chunks: int, style: Literal["loop", "v"]) -> tuple[int, ...]:
     """By stage, the rank that holds it: "loop" goes through the ranks again for each chunk, "v" turns at the ends, so that
     the stages on both sides of a turn share a rank."""
-    return tuple(ranks - 1 - rank if style == "v" and chunk % 2 else rank for chunk in range(chunks) for rank in range(ranks))
+    return tuple(
+        ranks - 1 - rank if style == "v" and chunk % 2 else rank for chunk in range(chunks) for rank in range(ranks)
+    )
 
 
-def build_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None, group_size: int | None = None) -> Schedule:
+def build_schedule(
+    name: str, ranks: int, microbatches: int, chunks: int | None = None, group_size: int | None = None
+) -> Schedule:
     """The named template. Raises `ConfigError` naming the setting and a legal value."""
     problems = []
     template = TEMPLATES.get(name)
@@ -54,17 +60,26 @@ def build_schedule(name: str, ranks: int, microbatches: int, chunks: int | None 
     if chunks is None:
         chunks = template.chunks[0] if template.chunks else 2
     if template.chunks and chunks not in template.chunks:
-        problems.append(f"parallel.pipeline.chunks={chunks}: schedule={name} places {template.chunks[0]} on each rank; legal: "
-                        f"{', '.join(map(str, template.chunks))}" + (", or parallel.pipeline.schedule=interleaved" if chunks > 0 else ""))
+        problems.append(
+            f"parallel.pipeline.chunks={chunks}: schedule={name} places {template.chunks[0]} on each rank; legal: "
+            f"{', '.join(map(str, template.chunks))}"
+            + (", or parallel.pipeline.schedule=interleaved" if chunks > 0 else "")
+        )
     elif chunks < 1:
         problems.append(f"parallel.pipeline.chunks={chunks} must be at least 1")
     if group_size is not None and not template.groups:
-        problems.append(f"parallel.pipeline.group_size={group_size} has no meaning for schedule={name}; leave it out, or use "
-                        "parallel.pipeline.schedule=interleaved")
-    elif group_size is not None and not problems and not (low := min(ranks, microbatches)) <= group_size <= microbatches:
-        problems.append(f"parallel.pipeline.group_size={group_size}: a group has a micro-batch for each of the parallel.pp={ranks} ranks "
-                        f"or more, and at most the step's {microbatches} micro-batches; legal: "
-                        + (f"{low} to {microbatches}" if low < microbatches else str(low)))
+        problems.append(
+            f"parallel.pipeline.group_size={group_size} has no meaning for schedule={name}; leave it out, or use "
+            "parallel.pipeline.schedule=interleaved"
+        )
+    elif (
+        group_size is not None and not problems and not (low := min(ranks, microbatches)) <= group_size <= microbatches
+    ):
+        problems.append(
+            f"parallel.pipeline.group_size={group_size}: a group has a micro-batch for each of the parallel.pp={ranks} ranks "
+            f"or more, and at most the step's {microbatches} micro-batches; legal: "
+            + (f"{low} to {microbatches}" if low < microbatches else str(low))
+        )
     if problems:
         raise ConfigError(problems)
     return template.build(ranks, microbatches, chunks, group_size)
@@ -75,8 +90,14 @@ def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
     return list_schedule("forward_only", StageCosts.uniform(len(placement)), placement, microbatches, trains=False)[0]
 
 
-def greedy(costs: StageCosts, placement: tuple[int, ...], microbatches: int, cap: float | None = None, split: bool = True,
-           patience: float = 0.5) -> Schedule:
+def greedy(
+    costs: StageCosts,
+    placement: tuple[int, ...],
+    microbatches: int,
+    cap: float | None = None,
+    split: bool = True,
+    patience: float = 0.5,
+) -> Schedule:
     """The schedule that list scheduling finds for measured costs, under a memory cap.
 
     Ranks take what is ready, or keep to an order of forwards and backwards that suits the placement; backwards are split or
@@ -91,8 +112,12 @@ def greedy(costs: StageCosts, placement: tuple[int, ...], microbatches: int, cap
             continue  # with much recompute an I leaves more than fits, where a full backward leaves nothing
         lines = _lines_for(placement, microbatches, "I" if splits else "B")
         options = [None, *(line for line in lines if fits(line, costs, placement, cap))]
-        found += [list_schedule("greedy", costs, placement, microbatches, cap=cap, split=splits, patience=patience, lines=option)
-                  for option in options]
+        found += [
+            list_schedule(
+                "greedy", costs, placement, microbatches, cap=cap, split=splits, patience=patience, lines=option
+            )
+            for option in options
+        ]
     return min(found, key=lambda result: result[1])[0]
 
 
@@ -130,7 +155,9 @@ def _interleaved(ranks: int, microbatches: int, chunks: int, group_size: int | N
     return Schedule("interleaved", tuple(map(tuple, lines)), place(ranks, chunks, "loop"), microbatches)
 
 
-def _interleave(ranks: int, microbatches: int, chunks: int, group_size: int, backward: str, warmup: int | None = None) -> list[Line]:
+def _interleave(
+    ranks: int, microbatches: int, chunks: int, group_size: int, backward: str, warmup: int | None = None
+) -> list[Line]:
     """Groups of micro-batches through the chunks; each rank first does the forwards that keep the last rank busy until its
     first backward comes back, then a forward and a backward by turns.
 
@@ -140,7 +167,7 @@ def _interleave(ranks: int, microbatches: int, chunks: int, group_size: int, bac
     count = max(1, microbatches // group_size)
     # The largest groups come first: a rank can start the backwards of a group only if its warm-up reaches the last chunk.
     sizes = [microbatches // count + (n < microbatches % count) for n in range(count)]
-    groups = [range(sum(sizes[:n]), sum(sizes[:n + 1])) for n in range(count)]
+    groups = [range(sum(sizes[:n]), sum(sizes[: n + 1])) for n in range(count)]
     warmup = warmup or (1 if chunks == 1 else 2)
     lines = []
     for rank in range(ranks):
@@ -156,9 +183,11 @@ def _interleave(ranks: int, microbatches: int, chunks: int, group_size: int, bac
 def _zero_bubble(name: str, warmup: int) -> Callable[[int, int, int, int | None], Schedule]:
     """ZB-H1 and ZB-H2 (Qi et al. 2023, arXiv 2401.10241): 1F1B with W in the gaps. With one forward ahead for each rank that
     follows the memory is that of 1F1B's first rank, on all ranks; with two no rank idles between its first and last action."""
+
     def build(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
         lines = _interleave(ranks, microbatches, 1, 1, "I", warmup)
         return _fill(name, place(ranks, 1, "loop"), microbatches, lines, warmup * (ranks - 1) + 1)
+
     return build
 
 
@@ -172,6 +201,7 @@ class Block:
     turns: slots lost between these four passes, by the number of ranks. The sum of the hops is the memory: activations live
     from the forward to the backward on each rank, so twelve slots a rank fill ranks micro-batches' worth.
     """
+
     hops: tuple[int, int, int, int]
     turns: Callable[[int], tuple[int, int, int]]
 
@@ -184,9 +214,11 @@ class Block:
         return tuple(times)
 
 
-BLOCKS = (Block((2, 4, 2, 4), lambda ranks: (0, 0, 0)),
-          Block((1, 2, 1, 2), lambda ranks: (0, 0, 1) if ranks % 2 else (3, 1, 3)),
-          Block((1, 1, 1, 1), lambda ranks: (0, 0, 0) if ranks % 3 else (2, 0, 2)))
+BLOCKS = (
+    Block((2, 4, 2, 4), lambda ranks: (0, 0, 0)),
+    Block((1, 2, 1, 2), lambda ranks: (0, 0, 1) if ranks % 2 else (3, 1, 3)),
+    Block((1, 1, 1, 1), lambda ranks: (0, 0, 0) if ranks % 3 else (2, 0, 2)),
+)
 """By falling memory and rising bubble: V-ZB, V-half, V-min (Qi et al. 2024, arXiv 2405.15362, section 3)."""
 
 
@@ -202,10 +234,14 @@ def _wave(ranks: int, microbatches: int, block: Block, backward: str) -> list[Li
 
 def _wave_schedule(name: str, memory: Callable[[int], int]) -> Callable[[int, int, int, int | None], Schedule]:
     """The V schedule of the smallest bubble within `memory(ranks)` micro-batches' activations."""
+
     def build(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
         costs, placement, cap = _unit_costs(2 * ranks), place(ranks, 2, "v"), 2 * memory(ranks)
-        lines = next(lines for block in BLOCKS if fits(lines := _wave(ranks, microbatches, block, "I"), costs, placement, cap))
+        lines = next(
+            lines for block in BLOCKS if fits(lines := _wave(ranks, microbatches, block, "I"), costs, placement, cap)
+        )
         return _fill(name, placement, microbatches, lines, cap)
+
     return build
 
 

@@ -1,4 +1,5 @@
 """Whether a schedule computes everything once, in a possible order, within a cap of memory, and without deadlock."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -10,8 +11,11 @@ from trainer.planning.schedules.lower import lower_all, replay
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
     """By rank, the most activations held at once, kept from F until B or W, in micro-batches of the rank's whole share of
     the model (a rank's k stages hold 1/k of it each)."""
-    return tuple(max(held, default=0) / max(1, schedule.placement.count(rank))
-                 for rank, order in enumerate(schedule.orders) for held in [[count for _, _, count in _held(order)]])
+    return tuple(
+        max(held, default=0) / max(1, schedule.placement.count(rank))
+        for rank, order in enumerate(schedule.orders)
+        for held in [[count for _, _, count in _held(order)]]
+    )
 
 
 def _held(order: tuple[Action, ...]) -> Iterator[tuple[int, Action, int]]:
@@ -38,10 +42,14 @@ def validate(schedule: Schedule, cap: float | None = None, trains: bool = True) 
     if cap is not None and not problems:
         for rank, order in enumerate(schedule.orders):
             share = schedule.placement.count(rank)
-            above = next(((index, action, count) for index, action, count in _held(order) if count > cap * share + 1e-9), None)
+            above = next(
+                ((index, action, count) for index, action, count in _held(order) if count > cap * share + 1e-9), None
+            )
             if above:
-                problems.append(f"{_where(rank, *above[:2])}: the rank then holds the activations of {above[2] / share:g} micro-batches, "
-                                f"above the cap of {cap:g}")
+                problems.append(
+                    f"{_where(rank, *above[:2])}: the rank then holds the activations of {above[2] / share:g} micro-batches, "
+                    f"above the cap of {cap:g}"
+                )
     return problems
 
 
@@ -100,6 +108,10 @@ def _stuck(schedule: Schedule) -> list[str]:
         action = programs[rank][place]
         done = sum(earlier.kind in COMPUTE for earlier in programs[rank][:place])
         whole = [(index, whole) for index, whole in enumerate(schedule.orders[rank]) for _ in flat([whole])][done]
-        what = f"the output of stage {action.stage - 1}" if action.kind == "F" else f"the gradient from stage {action.stage + 1}"
+        what = (
+            f"the output of stage {action.stage - 1}"
+            if action.kind == "F"
+            else f"the gradient from stage {action.stage + 1}"
+        )
         problems.append(f"{_where(rank, *whole)}: waits for ever for {what}, micro-batch {action.microbatch}")
     return problems
