@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 bench/auto.py OUT.jsonl [small] [heavy|wide|growing ...]
 
-For each model every template is measured with the balanced and the even split, then what auto chooses after its probe. Same
-global batch, same number of micro-batches, random tokens. `small` shrinks the models, to try the script on CPUs.
+For each model every template is measured with the balanced and the even split, then what auto chooses after its probe.
+Same global batch, same number of micro-batches, random tokens. `small` shrinks the models, to try the script on CPUs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Kernels and collectives of quantised gradients on GPUs: `torchrun --nproc-per-node N bench/compression.py OUT.jsonl`.
 
-A line for each codec: milliseconds and effective GB/s (of the fp32 gradient) of pack and unpack alone, then of the reduce-scatter
-over all GPUs beside NCCL's own in fp32 and bf16, for messages of several sizes.
-"""
+A line for each codec: milliseconds and effective GB/s (of the fp32 gradient) of pack and unpack alone, then of the
+reduce-scatter over all GPUs beside NCCL's own in fp32 and bf16, for messages of several sizes."""
 
 from __future__ import annotations
 

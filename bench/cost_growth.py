@@ -2,9 +2,9 @@
 
     python bench/cost_growth.py [gpus=8,64,512] > table.md
 
-Prints markdown. Simulates the schedules themselves (`trainer.planning.schedules.simulate`) on costs from operations; one
-number, the rate that a device sustains on a layer, is taken from a measurement. docs/cost_growth.md states what is assumed.
-"""
+Prints markdown. Simulates the schedules themselves (`trainer.planning.schedules.simulate`) on costs from operations;
+one number, the rate that a device sustains on a layer, is taken from a measurement. docs/cost_growth.md states what is
+assumed."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def predict(
     chunks: int | None = None,
     parameter_shards: bool = False,
 ) -> Prediction:
-    """One step. parameter_shards: ZeRO-3 without pipeline, parameters gathered anew in backward; else they stay gathered for
-    the step (ZeRO-1)."""
+    """One step. parameter_shards: ZeRO-3 without pipeline, parameters gathered anew in backward; else they stay
+    gathered for the step (ZeRO-1)."""
     network = NVLINK if layout.gpus <= NODE else NETWORK
     layers = layer_costs(
         spec,
@@ -129,8 +129,8 @@ def predict(
 
 
 def overlapped(layers: LayerCosts, costs: StageCosts, split: tuple[range, ...]) -> StageCosts:
-    """FSDP gathers a layer while the one before computes, and reduces likewise: what shows of a stage is one layer, and what
-    is longer than the computation of one micro-batch."""
+    """FSDP gathers a layer while the one before computes, and reduces likewise: what shows of a stage is one layer, and
+    what is longer than the computation of one micro-batch."""
     first, last = max(layers.unshard[1:-1]), max(layers.reduce[1:-1])
     return replace(
         costs,
@@ -140,15 +140,15 @@ def overlapped(layers: LayerCosts, costs: StageCosts, split: tuple[range, ...]) 
 
 
 def memory(spec: ModelSpec, layout: Layout, result: Simulation, parameter_shards: bool) -> float:
-    """Bytes on the fullest device: fp32 parameters and two moments sharded over data-parallel ranks; the bf16 copy and fp32
-    gradients whole within the tensor and pipeline shard, or (ZeRO-3) sharded."""
+    """Bytes on the fullest device: fp32 parameters and two moments sharded over data-parallel ranks; the bf16 copy and
+    fp32 gradients whole within the tensor and pipeline shard, or (ZeRO-3) sharded."""
     held = parameter_counts(spec)["total"] / layout.tp / layout.pp
     return 12 * held / layout.dp + (6 * held / layout.dp if parameter_shards else 6 * held) + max(result.memory)
 
 
 def layout_for(gpus: int, stages: int) -> Layout:
-    """Tensor parallelism within a node, pipeline over up to `stages` nodes, data parallelism over the rest; two sequences a
-    device, between 256 and 2,048 a step (2.1 to 16.8 million tokens)."""
+    """Tensor parallelism within a node, pipeline over up to `stages` nodes, data parallelism over the rest; two
+    sequences a device, between 256 and 2,048 a step (2.1 to 16.8 million tokens)."""
     pp = min(gpus // NODE, stages)
     dp = gpus // NODE // pp
     return Layout(NODE, pp, dp, max(256, min(2048, 2 * gpus)) // dp)
@@ -158,7 +158,8 @@ def growth(spec: ModelSpec, stages: int, rate: float, counts: list[int]) -> list
     """The table of one model. stages: most pipeline ranks."""
     per_token = flops_per_token(spec, LENGTH, causal=True)
     lines = [
-        "| GPUs | tp x pp x dp | million tokens a step | micro-batches | schedule | step, s | bubble | tokens/s per GPU "
+        "| GPUs | tp x pp x dp | million tokens a step | micro-batches | schedule | step, s | bubble | tokens/s per "
+        "GPU "
         "| MFU, causal | GiB |",
         "|---:|---|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
@@ -169,15 +170,18 @@ def growth(spec: ModelSpec, stages: int, rate: float, counts: list[int]) -> list
             speed = layout.tokens / found.seconds / gpus
             label = f"{name}, v={SCHEDULES[name]}" if layout.pp > 1 else "no pipeline"
             lines.append(
-                f"| {gpus:,} | {layout.tp} x {layout.pp} x {layout.dp} | {layout.tokens / 1e6:.1f} | {layout.microbatches} "
-                f"| {label} | {found.seconds:,.2f} | {100 * found.bubble:.1f}% | {speed:,.0f} | {100 * speed * per_token / PEAK:.1f}% "
+                f"| {gpus:,} | {layout.tp} x {layout.pp} x {layout.dp} | {layout.tokens / 1e6:.1f} | "
+                f"{layout.microbatches} "
+                f"| {label} | {found.seconds:,.2f} | {100 * found.bubble:.1f}% | {speed:,.0f} | "
+                f"{100 * speed * per_token / PEAK:.1f}% "
                 f"| {found.memory / GIB:,.0f}{' (does not fit)' if found.memory > DEVICE_MEMORY else ''} |"
             )
     return lines
 
 
 def published() -> list[str]:
-    """torchtitan's figures on H100 (2.4 TB/s, 500 W, 400 Gb/s a GPU) and what the model says with rates from its 8B run."""
+    """torchtitan's figures on H100 (2.4 TB/s, 500 W, 400 Gb/s a GPU) and what the model says with rates from its 8B
+    run."""
     small, middle, large = load("llama3_8b"), load("llama3_70b"), llama_405b()
     rates = {"bf16": sustained(small, 6667, SELECTIVE), "fp8": sustained(small, 8532, SELECTIVE)}
     cases = [
@@ -209,7 +213,8 @@ def published() -> list[str]:
         found = predict(spec, layout, schedule, rates[kind], recompute, chunks, parameter_shards=layout.pp == 1)
         speed = layout.tokens / found.seconds / layout.gpus
         lines.append(
-            f"| {title} | {plan} | {kind} | {figure:,} | {speed:,.0f} | {speed / figure:.2f} | {100 * found.bubble:.1f}% |"
+            f"| {title} | {plan} | {kind} | {figure:,} | {speed:,.0f} | {speed / figure:.2f} | "
+            f"{100 * found.bubble:.1f}% |"
         )
     rate = ", ".join(f"{kind} {value / 1e12:.0f}" for kind, value in rates.items())
     return [f"Rates from the 8B run on 8 GPUs, TFLOP/s: {rate}.", "", *lines]

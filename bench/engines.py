@@ -1,10 +1,10 @@
-"""Both engines of ZeRO side by side, on 1 and 2 GPUs: fp16 with an overflow, speed and memory of 8B, the largest model on one GPU.
+"""Both engines of ZeRO side by side, on 1 and 2 GPUs: fp16 with an overflow, speed and memory of 8B, the largest model
+on one GPU.
 
     python bench/engines.py OUT.jsonl [seconds=460] [only=fp16,8b,largest]
 
-Appends one line of JSON a case to OUT.jsonl, also for one that failed or for which no time was left. The measurements are
-bench/step.py, each in a process group of its own; `fp16` is this file under torchrun.
-"""
+Appends one line of JSON a case to OUT.jsonl, also for one that failed or for which no time was left. The measurements
+are bench/step.py, each in a process group of its own; `fp16` is this file under torchrun."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ OFFLOADED = {
 
 
 def largest(trains: Callable[[int], bool], start: int) -> int:
-    """The largest number of layers that trains, from a guess: doubling steps up to the first that does not or down to the first that
-    does, then halving what lies between. 0 if one layer does not. `trains` may raise to end the search."""
+    """The largest number of layers that trains, from a guess: doubling steps up to the first that does not or down to
+    the first that does, then halving what lies between. 0 if one layer does not. `trains` may raise to end the
+    search."""
     low, high, step = 0, None, 1
     depth = max(1, start)
     while high is None or high - low > 1:
@@ -135,7 +136,8 @@ def available() -> int:
 
 
 def launch(name: str, gpus: int, arguments: list[str], seconds: float) -> dict[str, Any]:
-    """The result of a case, or what its processes said last. Ended when its time, or the host's memory, is about to be over."""
+    """The result of a case, or what its processes said last. Ended when its time, or the host's memory, is about to be
+    over."""
     threads = max(
         1, (len(os.sched_getaffinity(0)) - 1) // gpus
     )  # they update what is offloaded; torchrun would give each process one
@@ -180,7 +182,8 @@ def launch(name: str, gpus: int, arguments: list[str], seconds: float) -> dict[s
 
 
 def fp16() -> None:
-    """Every plan of two ranks under both engines in fp16: ten steps, in three of which one rank's gradient is infinite."""
+    """Every plan of two ranks under both engines in fp16: ten steps, in three of which one rank's gradient is
+    infinite."""
     import torch
     import torch.distributed as dist
 

@@ -1,18 +1,19 @@
-"""Step time over a slow network, by codec of the gradients, beside what was expected. Started on two hosts by slow_network.sh.
+"""Step time over a slow network, by codec of the gradients, beside what was expected. Started on two hosts by
+slow_network.sh.
 
-Every case is first trained without a limit on the link: its step then takes as long as computing, quantising and copying do, and
-the link's counter says how many bytes cross it. At a limited rate a step is expected to take longer by
+Every case is first trained without a limit on the link: its step then takes as long as computing, quantising and
+copying do, and the link's counter says how many bytes cross it. At a limited rate a step is expected to take longer by
 
     bytes a step x (1 / rate - 1 / rate without a limit)
 
-where rates are those of a measured transfer. (No overlap: on CPUs gradients are reduced while backward waits.) The expectation is
-printed before anything is measured at a limited rate. Prints a table and writes a JSON line for each case and rate.
+where rates are those of a measured transfer. (No overlap: on CPUs gradients are reduced while backward waits.) The
+expectation is printed before anything is measured at a limited rate. Prints a table and writes a JSON line for each
+case and rate.
 
-Cases: gradients of replicas over the outer hop (`none` to `auto`; the plan is data parallelism with one process a host, HSDP with
-ZeRO-3 within the hosts with several), and ZeRO-1 over both hosts, whose parameters cross the link as well, in full. (And gloo's
-reduce-scatter of what is not quantised is an all-reduce.) The model has 11.5 million parameters in a few large layers, and a step few
-tokens: the network is most of it.
-"""
+Cases: gradients of replicas over the outer hop (`none` to `auto`; the plan is data parallelism with one process a host,
+HSDP with ZeRO-3 within the hosts with several), and ZeRO-1 over both hosts, whose parameters cross the link as well, in
+full. (And gloo's reduce-scatter of what is not quantised is an all-reduce.) The model has 11.5 million parameters in a
+few large layers, and a step few tokens: the network is most of it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from trainer.parallel.compress import trial
 
 INTERFACE = os.environ["GLOO_SOCKET_IFNAME"]
 BURST = 1e-4
-"""Seconds of the rate that may pass at full speed after a pause: little beside a layer's message, as each follows a pause."""
+"""Seconds of the rate that may pass at full speed after a pause: little beside a layer's message, as each follows a
+pause."""
 SMALLEST_BURST = 32 << 10
 """Bytes. Less, and the link waits for its timer."""
 QUEUE = 16 << 20

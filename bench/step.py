@@ -1,6 +1,7 @@
 """Speed of the training step alone, on random tokens: tokens/s, MFU, memory, and where a step's time goes.
 
-    torchrun --nproc-per-node N bench/step.py case=NAME model=configs/model/llama3_8b.yaml length=8192 micro=1 [out=FILE] \
+    torchrun --nproc-per-node N bench/step.py case=NAME model=configs/model/llama3_8b.yaml length=8192 micro=1
+    [out=FILE] \
         [parallel.zero.stage=3 activation.mode=selective compile=true ...]
 
 Everything after the first few keys is a setting of the configuration schema. Needs no corpus and no Hydra.

@@ -39,8 +39,8 @@ LONG = (
     "test_pipeline_defects.py",
     "test_watchdog.py",
 )
-"""Files that take longest, in the order in which pytest-xdist's workers take them: those that compute and those that mostly wait in turn,
-short ones last."""
+"""Files that take longest, in the order in which pytest-xdist's workers take them: those that compute and those that
+mostly wait in turn, short ones last."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -33,7 +33,8 @@ ROOMS = (
     "parity",
     "sweep",
 )
-"""From the ground up: a room may import rooms that stand before it. The files at the top, the commands, may import all."""
+"""From the ground up: a room may import rooms that stand before it. The files at the top, the commands, may import
+all."""
 
 ALONE = ("config", "kernels")
 """Rooms that import nothing else of the project."""
@@ -55,7 +56,8 @@ MODULES = modules()
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module that a file names in an import statement, wherever it stands; of the project, files rather than folders."""
+    """Every module that a file names in an import statement, wherever it stands; of the project, files rather than
+    folders."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

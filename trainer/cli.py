@@ -24,8 +24,9 @@ from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, rank, refuse
 USAGE = """\
 usage: torchrun --nproc-per-node N -m trainer +config=RECIPE [GROUP=OPTION ...] [SETTING=VALUE ...]
        python -m trainer ...             the same on one process
-       python -m trainer --multirun ...  a sweep: each combination of values such as lr.peak=1e-3,3e-4 or parallel=glob(zero*) is a
-                                         trial, a run with processes of its own; its settings: --help sweep
+       python -m trainer --multirun ...  a sweep: each combination of values such as lr.peak=1e-3,3e-4 or
+                                         parallel=glob(zero*) is a trial, a run with processes of its own; its settings:
+                                         --help sweep
 
   --config-dir DIR   folder of your own groups and recipes (DIR/config/NAME.yaml); they win over the shipped ones
   --cfg job          print the composed configuration and stop; with --resolve, as the run will see it
@@ -94,7 +95,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command line. The exit code: what `trainer.training.run.main` returns, 2 for a wrong configuration, 1 for a crash."""
+    """Runs the command line. The exit code: what `trainer.training.run.main` returns, 2 for a wrong configuration, 1
+    for a crash."""
     try:
         options = _parse(arguments)
         if options.help is not None:

@@ -1,11 +1,12 @@
-"""Pictures of runs, `python -m trainer.plot RUN...`, and of pipeline schedules, `python -m trainer.plot --schedule NAME...`."""
+"""Pictures of runs, `python -m trainer.plot RUN...`, and of pipeline schedules, `python -m trainer.plot --schedule
+NAME...`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from trainer.config import ConfigError
 from trainer.planning.schedules.templates import TEMPLATES
@@ -20,7 +21,8 @@ def command_line() -> argparse.ArgumentParser:
         usage="%(prog)s RUN [RUN ...] [--x step|tokens] [--smooth N] [--out FILE] [--trace FILE]\n"
         "       %(prog)s --schedule NAME|CSV [...] [--ranks N] [--microbatches N] [--chunks N] [--costs F,I,W]\n"
         "                              [--out FILE] [--trace FILE]",
-        description="Draw loss, learning rate, gradient norm and throughput of one or more runs, and the pipeline schedule of\n"
+        description="Draw loss, learning rate, gradient norm and throughput of one or more runs, and the pipeline "
+        "schedule of\n"
         "one run, planned above measured; or pipeline schedules without a run.",
     )
     parser.add_argument(

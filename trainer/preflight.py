@@ -3,10 +3,10 @@
     python -m trainer.preflight check=node gpus=8 run_dir=runs/NAME         on each node, once
     torchrun ... -m trainer.preflight check=network                         on each node, a process a GPU
 
-`node` looks at the node alone: its GPUs as nvidia-smi sees them, its disks, and whether what it writes into run.dir is seen
-by the others. `network` times all-reduces within nodes and between pairs of nodes, and compares clocks. Exit code 0, or 3
-after saying what is wrong where, or 2 for wrong options. What is decided from what was measured is pure functions.
-"""
+`node` looks at the node alone: its GPUs as nvidia-smi sees them, its disks, and whether what it writes into run.dir is
+seen by the others. `network` times all-reduces within nodes and between pairs of nodes, and compares clocks. Exit code
+0, or 3 after saying what is wrong where, or 2 for wrong options. What is decided from what was measured is pure
+functions."""
 
 from __future__ import annotations
 

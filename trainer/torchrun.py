@@ -1,9 +1,9 @@
-"""One node's torchrun, with its options: `python -m trainer.torchrun --nnodes 4 ... -m trainer ...`. It leaves stopping to its workers.
+"""One node's torchrun, with its options: `python -m trainer.torchrun --nnodes 4 ... -m trainer ...`. It leaves stopping
+to its workers.
 
-Slurm, and a sweep, send a stop signal to the workers themselves. torchrun would die of SIGUSR1, and answer SIGTERM by a second
-one to its workers and, in torch 2.11, by SIGKILL after 30 seconds, within many a save. Here both signals pass it by, and it ends
-when its workers have.
-"""
+Slurm, and a sweep, send a stop signal to the workers themselves. torchrun would die of SIGUSR1, and answer SIGTERM by a
+second one to its workers and, in torch 2.11, by SIGKILL after 30 seconds, within many a save. Here both signals pass it
+by, and it ends when its workers have."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from trainer.util.exit_codes import REFUSED, STALLED, STOPPED, UNFIT
 
 SAID = (REFUSED, UNFIT, STALLED, STOPPED)
-"""Exit codes of workers that have said all there is to say: settings refused, unfit machine, no progress, saved and stopped."""
+"""Exit codes of workers that have said all there is to say: settings refused, unfit machine, no progress, saved and
+stopped."""
 
 CLOSING = 20.0
 """Seconds: torchrun itself kills the workers that remain after a failure, but only 30 s later."""
 
 
 def main(arguments: list[str]) -> int:
-    """Runs torchrun; returns the exit code of the worker that was the first to end otherwise than by 0, and 137 if one was killed."""
+    """Runs torchrun; returns the exit code of the worker that was the first to end otherwise than by 0, and 137 if one
+    was killed."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         # A handler, where ignoring would do for us: workers would inherit that, and not the handler.
         signal.signal(number, lambda *_: None)

@@ -3,11 +3,11 @@
     job.py begin NODES PROCESSES OVERRIDE...     prints shell assignments: run_dir, cache, free_gib, args
     job.py end RUN_DIR CODE TOLD STATE           prints what to do and why: again, requeue, or exit=CODE
 
-The run's own state decides, since exit codes do not: torchrun and srun pass on those of some process, and a process that has
-saved may be killed while it ends. run.dir holds `status.json`, which the run writes, its checkpoints, and `slurm/JOB.json`, the
-record of a job, whose time of change says when its present start was: what is newer came of that. A second job that is given
-the same run.dir meanwhile, which the run itself will refuse, thus changes nothing that the first will read.
-"""
+The run's own state decides, since exit codes do not: torchrun and srun pass on those of some process, and a process
+that has saved may be killed while it ends. run.dir holds `status.json`, which the run writes, its checkpoints, and
+`slurm/JOB.json`, the record of a job, whose time of change says when its present start was: what is newer came of that.
+A second job that is given the same run.dir meanwhile, which the run itself will refuse, thus changes nothing that the
+first will read."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from trainer.util.exit_codes import LOST, REFUSED, UNFIT
 
 @dataclass(frozen=True)
 class Record:
-    """What a job has come to by its present start. idle: starts in a row, before this one, without a new checkpoint; saved:
-    whether any start left one."""
+    """What a job has come to by its present start. idle: starts in a row, before this one, without a new checkpoint;
+    saved: whether any start left one."""
 
     idle: int = 0
     saved: bool = False
@@ -41,9 +41,8 @@ class Record:
 def expand(arguments: list[str], task: int | None) -> list[str]:
     """The overrides of one task of an array, or of a job without (`task` None).
 
-    `@FILE` becomes the overrides in FILE, quoted as in a shell: of an array's task N those of line N, counted from 1 without
-    comments and empty lines, else all. `{task}` becomes N. Raises `ConfigError`.
-    """
+    `@FILE` becomes the overrides in FILE, quoted as in a shell: of an array's task N those of line N, counted from 1
+    without comments and empty lines, else all. `{task}` becomes N. Raises `ConfigError`."""
     expanded = []
     for argument in arguments:
         if not argument.startswith("@"):
@@ -99,10 +98,10 @@ def start(before: Record | None, progress: bool) -> Record:
 def decide(status: str | None, code: int, told: bool, state: str, record: Record, progress: bool, retries: int) -> str:
     """What to do after a start has ended.
 
-    status: of the run's status.json, None if it never got so far; code: srun's, or `LOST`; told: whether the time limit is near;
-    state: the job's, as Slurm has it, empty if it did not answer; progress: whether a checkpoint was written. A stop that nobody
-    asked this script for was a preemption, or a signal from a person, who else would have used scancel: the job is requeued.
-    """
+    status: of the run's status.json, None if it never got so far; code: srun's, or `LOST`; told: whether the time limit
+    is near; state: the job's, as Slurm has it, empty if it did not answer; progress: whether a checkpoint was written.
+    A stop that nobody asked this script for was a preemption, or a signal from a person, who else would have used
+    scancel: the job is requeued."""
     if status == "done":
         return "exit=0 the run is done"
     if state not in ("RUNNING", ""):  # cancelled; or a node is lost, and Slurm itself requeues the job
@@ -110,9 +109,15 @@ def decide(status: str | None, code: int, told: bool, state: str, record: Record
     if code == REFUSED:
         return f"exit={REFUSED} the settings were refused, see above"
     if code == UNFIT and not told:
-        return f"exit={UNFIT} a node is not fit, see above; leave it out with sbatch --exclude, or mend it, and submit again"
+        return (
+            f"exit={UNFIT} a node is not fit, see above; leave it out with sbatch --exclude, or mend it, and "
+            "submit again"
+        )
     if not progress and record.idle + 1 >= retries:
-        return f"exit=1 {record.idle + 1} starts in a row ended without a new checkpoint (TRAINER_RETRIES={retries}): giving up"
+        return (
+            f"exit=1 {record.idle + 1} starts in a row ended without a new checkpoint "
+            f"(TRAINER_RETRIES={retries}): giving up"
+        )
     if status == "stopped" or told:
         return "requeue the run stopped " + ("after saving" if progress else "with nothing new to save")
     if code == LOST:
@@ -132,7 +137,8 @@ def retries(environment: dict[str, str]) -> int:
 
 
 def begin(nodes: int, processes: int, arguments: list[str], environment: dict[str, str]) -> dict[str, str | list[str]]:
-    """Checks the settings for these processes, opens the job's record in run.dir, and returns what the script has to know."""
+    """Checks the settings for these processes, opens the job's record in run.dir, and returns what the script has to
+    know."""
     retries(environment)  # asked for at the end, which may be hours away
     parser = argparse.ArgumentParser(prog="train.sbatch", allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd")
@@ -174,7 +180,8 @@ def begin(nodes: int, processes: int, arguments: list[str], environment: dict[st
 
 
 def free_wanted(run_dir: Path) -> float:
-    """GiB that a run needs on its disk to go on: two of its checkpoints (one more is written before one goes), or 20."""
+    """GiB that a run needs on its disk to go on: two of its checkpoints (one more is written before one goes), or
+    20."""
     newest = next(iter(list_checkpoints(run_dir / "checkpoints").values()), None)
     return 2 * sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()) / 2**30 if newest else 20.0
 

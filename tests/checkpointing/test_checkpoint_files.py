@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.launch import WORKERS, launch
 
-from trainer.checkpointing import manifest, state
+from trainer.checkpointing import checkpointer as state
+from trainer.checkpointing import manifest
 from trainer.checkpointing.checkpointer import Checkpointer, deal, load, read_tensors
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest, step_folder, verify
 from trainer.checkpointing.resume import find_start
@@ -90,7 +91,9 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(tmp_path, monkeypatch, 
 
             return act
 
-        def rmtree(path, ignore_errors=False, erase=shutil.rmtree, files=at_risk(Path.unlink)):
+        files = at_risk(Path.unlink)
+
+        def rmtree(path, ignore_errors=False, erase=shutil.rmtree):
             for file in sorted(Path(path).glob("*")):
                 files(file)
             erase(path, ignore_errors=ignore_errors)

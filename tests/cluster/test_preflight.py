@@ -1,4 +1,5 @@
-"""The preflight of a cluster: what it makes of nvidia-smi's output, disks, bandwidths and clocks, and a small run of each check."""
+"""The preflight of a cluster: what it makes of nvidia-smi's output, disks, bandwidths and clocks, and a small run of
+each check."""
 
 from __future__ import annotations
 
@@ -135,7 +136,10 @@ def test_each_node_meets_two_others_and_one_at_a_time(nodes):
     assert all(len(others) == (min(nodes - 1, 1) if nodes < 3 or node in ends else 2) for node, others in met.items())
 
 
-def problems(within=None, between=None, floors=Floors(20, 2, 0.6)):
+FLOORS = Floors(20, 2, 0.6)
+
+
+def problems(within=None, between=None, floors=FLOORS):
     return network.bandwidth_problems(within or {}, between or {}, floors)
 
 
@@ -233,8 +237,8 @@ def unused_port() -> int:
 
 
 def test_the_network_check_between_three_nodes():
-    """Three processes that take themselves for nodes: fit as they are; with a floor that none reaches, the middle one, which meets
-    two others, is the culprit."""
+    """Three processes that take themselves for nodes: fit as they are; with a floor that none reaches, the middle one,
+    which meets two others, is the culprit."""
     for given, code, port in (([], 0, unused_port()), (["between=1000"], 3, unused_port())):
         common = {
             **os.environ,

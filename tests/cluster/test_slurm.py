@@ -1,4 +1,5 @@
-"""launch/slurm: what its parts decide, and a run on a real Slurm through a time limit, a killed process and a preemption."""
+"""launch/slurm: what its parts decide, and a run on a real Slurm through a time limit, a killed process and a
+preemption."""
 
 from __future__ import annotations
 
@@ -161,7 +162,7 @@ def test_every_task_has_a_run_of_its_own(tmp_path, monkeypatch):
     environment = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
     assert job.begin(1, 1, ["+config=debug", "run.seed={task}"], environment)["run_dir"] == "runs/debug-2"
     assert job.begin(1, 1, ["+config=debug", "run.name=peak-{task}"], environment)["run_dir"] == "runs/peak-2"
-    for number, name in enumerate(("a=b", "a,b", "(q", 'a "b" \\')):
+    for name in ("a=b", "a,b", "(q", 'a "b" \\'):
         started = job.begin(1, 1, ["+config=debug", f"run.name={quoted(name)}"], environment)
         assert started["run_dir"] == f"runs/{name}-2" and compose(started["args"]).run.name == f"{name}-2"
     with pytest.raises(ConfigError, match="run.dir=all is the same for every task"):

@@ -1,4 +1,5 @@
-"""Streams: packed in the order of arrival whatever the ranks, resumable from a position, without touching held-out documents."""
+"""Streams: packed in the order of arrival whatever the ranks, resumable from a position, without touching held-out
+documents."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Gradients as bytes: the codecs and their error feedback by themselves, the Triton kernels, and plans and runs that use them."""
+"""Gradients as bytes: the codecs and their error feedback by themselves, the Triton kernels, and plans and runs that
+use them."""
 
 from __future__ import annotations
 
@@ -64,8 +65,8 @@ def gradients(seed: int, *shape: int) -> torch.Tensor:
 
 
 def parsed(codec: Codec, payload: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """What the bytes of a payload mean by the format's description, computed without the project: scales [rows, count] in fp32 and
-    values [rows, count, block] in fp64."""
+    """What the bytes of a payload mean by the format's description, computed without the project: scales [rows, count]
+    in fp32 and values [rows, count, block] in fp64."""
     rows, begin = payload.shape[0], 0 if codec.kind == "bf16" else math.ceil(count / 4) * 16
     scales = payload[:, :begin].numpy().copy().view(np.float32)[:, :count].astype(np.float64)
     codes = payload[:, begin:].numpy().copy()
@@ -139,7 +140,8 @@ def test_the_size_of_a_row(kind, block, count):
     SEEDS,
 )
 def test_ragged_pieces_of_any_type_come_back_to_their_places(kind, block, pieces, rows, hadamard, dtype, seed):
-    """Pieces of any length with gaps between them; nothing else is written, and no piece shares a scale with another."""
+    """Pieces of any length with gaps between them; nothing else is written, and no piece shares a scale with
+    another."""
     codec = Codec(kind, block, 0 if kind == "bf16" else min(hadamard, block // 2))
     segments, end = placed(pieces)
     flat = torch.randn(end + 5, generator=generator(seed)).to(dtype)
@@ -287,7 +289,8 @@ def test_stochastic_rounding_depends_on_seed_and_position_alone(kind, seed, rows
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_stochastic_rounding_has_no_bias(kind):
-    """The mean over many seeds is the value, at every position, and the errors of neighbours and of seeds do not go together."""
+    """The mean over many seeds is the value, at every position, and the errors of neighbours and of seeds do not go
+    together."""
     codec, values, seeds = Codec(kind, 64, stochastic=True), torch.randn(1, 4, 64, generator=generator(3)), 600
     step = values.abs().amax(-1, keepdim=True) / LARGEST[kind]
     off = torch.stack(
@@ -332,7 +335,8 @@ FEEDBACK = [("int8", 0, False), ("int4", 16, False), ("int4", 0, True), ("fp8", 
 
 @pytest.mark.parametrize("kind, hadamard, stochastic", FEEDBACK)
 def test_classic_feedback_telescopes(kind, hadamard, stochastic):
-    """All that was sent is all gradients less what is kept, over steps that were skipped and loss scales that changed."""
+    """All that was sent is all gradients less what is kept, over steps that were skipped and loss scales that
+    changed."""
     codec, blocks = Codec(kind, 64, hadamard, stochastic), Blocks([(3, 500), (510, 77)], 64, 2, CPU)
     errors = ErrorFeedback("classic", blocks)
     sent, wanted, spent = torch.zeros(600, dtype=torch.float64), torch.zeros(600, dtype=torch.float64), 0
@@ -530,7 +534,8 @@ def test_plans_match_one_process_within_their_codecs_tolerance(measured, name):
 
 
 LEAST_AND_MOST = {"bf16": (1e-4, 5e-3), "int8": (2e-3, 2.5e-2), "fp8": (1e-2, 7e-2), "int4": (4e-2, 0.3)}
-"""Of the relative error that a codec makes in a gradient: below the least it was not quantised, above the most it was more often than once."""
+"""Of the relative error that a codec makes in a gradient: below the least it was not quantised, above the most it was
+more often than once."""
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -400,7 +400,8 @@ def test_advice_for_more_memory_is_of_plans_that_run(changes, ways):
 
 
 def test_state_on_a_disk(tmp_path):
-    """Where libaio is installed: masters, moments and parameters in files, and checkpoints to and from the torch engine."""
+    """Where libaio is installed: masters, moments and parameters in files, and checkpoints to and from the torch
+    engine."""
     try:
         load(torch.device("cpu")).check(Config(parallel=parallel(stage=3, nvme=str(tmp_path))), torch.device("cpu"))
     except ConfigError as error:

@@ -2,7 +2,7 @@
 
 | # | in torch | here |
 |---|---|---|
-| 1 | zero-bubble schedules: silently wrong gradients where FSDP reshards after forward | test_split_backward, resharded |
+| 1 | zero-bubble schedules: wrong gradients where FSDP reshards after forward | test_split_backward, resharded |
 | 2 | zero-bubble schedules and DDP: gradients are not reduced | test_split_backward, replicated |
 | 3 | GPipe and DDP: the second step fails | every test takes two steps; test_evaluation trains GPipe |
 | 4 | zero-bubble schedules multiply full recompute | test_split_backward, recomputed: two forwards a layer |
@@ -13,12 +13,11 @@
 | 9 | gradient scaling and accumulation: g2 + g1 / M | test_accumulation |
 | 10 | fp16: ranks without the last stage cannot unscale, and ranks diverge | test_plans.py, overflows |
 | 11 | tied embeddings: each end has a part of the gradient, or one is broken by FSDP | test_tied_ends |
-| 12 | 1F1B's order on the last rank fails torch's own validator | test_pipeline_schedules.py |
-| 13 | the simulator and the pictures fail on lowered schedules, or show no bubbles | test_pipeline_simulate.py, test_pipeline_plot.py |
+| 12 | 1F1B's order on the last rank fails torch's own validator | test_schedules.py |
+| 13 | the simulator and the pictures fail on lowered schedules | test_simulate.py, test_plot_schedule.py |
 
-Besides: gathers grow with the number of micro-batches (test_gathers), receive buffers too, and a dead peer hides the cause
-(both test_pipeline_runtime.py).
-"""
+Besides: gathers grow with the number of micro-batches (test_gathers), receive buffers too, and a dead peer hides the
+cause (both test_pipeline_runtime.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""bench/slow_network.sh: fewer bytes make shorter steps where the network is slow. Needs root, iproute2 and network namespaces."""
+"""bench/slow_network.sh: fewer bytes make shorter steps where the network is slow. Needs root, iproute2 and network
+namespaces."""
 
 from __future__ import annotations
 

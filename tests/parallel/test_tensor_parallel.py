@@ -49,8 +49,8 @@ def test_a_layer_keeps_what_the_cost_model_plans_with(ranks, kind):
 
 
 def dtensor_sequence_parallel(width: int, heads: int, kv_heads: int, inner: int, tp: int) -> float:
-    """Bytes that a bf16 layer keeps of each token, over its width, where the gathered inputs of both blocks are kept whole as
-    DTensor's own styles do."""
+    """Bytes that a bf16 layer keeps of each token, over its width, where the gathered inputs of both blocks are kept
+    whole as DTensor's own styles do."""
     return 4 + 4 / tp + (4 + 4 * kv_heads / heads + 8 * inner / width + 4 * heads / width) / tp
 
 
@@ -87,7 +87,8 @@ def test_a_layer_gathers_twice_forward_and_four_times_backward(ranks, kind):
 
 
 def test_backward_multiplies_while_it_communicates(ranks):
-    """The input is gathered behind the product for the input's gradient, which is reduced behind that for the weight's."""
+    """The input is gathered behind the product for the input's gradient, which is reduced behind that for the
+    weight's."""
     for name, _, seen in each(ranks):
         overlap = seen["overlap"]
         assert overlap["column: B"] == ["gather", "product", "scatter", "wait", "product", "wait"], name

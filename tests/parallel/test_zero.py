@@ -50,7 +50,8 @@ def test_bytes_held(stages, key, parameters, accumulated, gradients):
 def test_collectives_per_step(stages):
     units = stages[0, 1]["units"]
     blocks = units - 1
-    # Stage 3 gathers each block for every forward and backward; the root unit (embedding, norm, head) once a micro-batch.
+    # Stage 3 gathers each block for every forward and backward; the root unit (embedding, norm, head) once a
+    # micro-batch.
     gathers = MICRO_BATCHES * (2 * blocks + 1)
     assert stages[0, 1]["collectives"] == {"reduce": units}
     assert stages[1, 4]["collectives"] == {"gather": units, "scatter": units}

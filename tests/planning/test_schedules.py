@@ -636,7 +636,8 @@ def test_receives_are_posted_one_action_ahead_and_no_further():
 
 
 def test_receives_ahead_keep_to_their_number_of_buffers():
-    """The next forward on rank 1 reads what rank 0 sends second, so that posting it ahead takes a buffer for the first too."""
+    """The next forward on rank 1 reads what rank 0 sends second, so that posting it ahead takes a buffer for the first
+    too."""
     plan = schedule("1F0 1F1 1B1 1B0", "0F0 0F1 2F1 2F0 2B1 2B0 0B1 0B0", placement=(1, 0, 1), microbatches=2)
     assert validate(plan) == []
     one, two = (" ".join(map(str, lower(plan, 1, unshard=False, ahead=ahead))) for ahead in (1, 2))
@@ -714,5 +715,8 @@ def test_one_rank_communicates_with_nobody():
 
 
 def test_schedules_need_no_torch():
-    code = "import sys, trainer.planning.schedules.templates, trainer.planning.schedules.lower; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, trainer.planning.schedules.templates, trainer.planning.schedules.lower; sys.exit('torch' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

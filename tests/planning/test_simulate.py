@@ -170,7 +170,8 @@ def test_costs_of_other_stages_are_refused():
 
 
 def reference(plan: Schedule, costs: StageCosts) -> dict[Action, float]:
-    """End times by the definition: an action starts when its predecessor on the rank has ended and its input is there."""
+    """End times by the definition: an action starts when its predecessor on the rank has ended and its input is
+    there."""
     rank_of = {
         action: (rank, order, position)
         for rank, order in enumerate(plan.orders)

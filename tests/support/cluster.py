@@ -1,4 +1,5 @@
-"""A real Slurm on this machine for a test: its own munged, a controller and two nodes, on loopback and in a folder of its own."""
+"""A real Slurm on this machine for a test: its own munged, a controller and two nodes, on loopback and in a folder of
+its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Launches a worker script on several processes: the way users do, by torchrun, or forked from one that has imported everything."""
+"""Launches a worker script on several processes: the way users do, by torchrun, or forked from one that has imported
+everything."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from pathlib import Path
 CAN_COMPILE = bool(shutil.which("g++") or shutil.which("clang++"))
 """Whether torch.compile can build for the CPU here."""
 
-WORKERS = Path(__file__).parent / "workers"
+WORKERS = Path(__file__).parents[1] / "workers"
 
 
 def launch(
     worker: str, world: int, *arguments: object, timeout: float = 300, check: bool = True, forks: bool = False
 ) -> subprocess.CompletedProcess:
-    """Runs tests/workers/`worker` on `world` gloo processes; with `check`, a failure shows what the workers printed. forks: the worker
-    is one process, and calls `fork` below."""
+    """Runs tests/workers/`worker` on `world` gloo processes; with `check`, a failure shows what the workers printed.
+    forks: the worker is one process, and calls `fork` below."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -50,8 +51,8 @@ FORKED: list[int] = []
 
 
 def fork() -> None:
-    """To be called by a worker that has imported what it needs. Launched with `forks`, it becomes all ranks: many processes that import
-    for themselves would take minutes."""
+    """To be called by a worker that has imported what it needs. Launched with `forks`, it becomes all ranks: many
+    processes that import for themselves would take minutes."""
     gc.collect()
     gc.freeze()  # what is imported stays, and need not be looked at after each case
     if "RANK" in os.environ:  # torchrun has made them
@@ -76,8 +77,8 @@ def fork() -> None:
 
 
 def leave() -> None:
-    """Ends a worker at once: gloo's threads now and then abort an interpreter that has done its work. Rank 0 waits for the others, and
-    fails if one has."""
+    """Ends a worker at once: gloo's threads now and then abort an interpreter that has done its work. Rank 0 waits for
+    the others, and fails if one has."""
     sys.stdout.flush()
     failed = [os.waitpid(process, 0)[1] for process in FORKED]
     os._exit(any(failed))

@@ -1,9 +1,8 @@
 """The plans that CI compares with one process: data parallelism in full, everything else as a covering sample.
 
-Of the product of all features, which has millions of cases, the sample takes few in which each pair of values that can occur
-together does (Cohen et al. 1997, "The AETG system"): what breaks is nearly always one feature, or two that meet.
-Needs no torch.
-"""
+Of the product of all features, which has millions of cases, the sample takes few in which each pair of values that can
+occur together does (Cohen et al. 1997, "The AETG system"): what breaks is nearly always one feature, or two that meet.
+Needs no torch."""
 
 from __future__ import annotations
 
@@ -99,8 +98,8 @@ def layouts() -> list[Case]:
 
 
 def possible() -> set[tuple]:
-    """All pairs of values that some legal case holds; but schedules need meet two data-parallel ranks only, not four, or most
-    of the time would go to cases on eight processes."""
+    """All pairs of values that some legal case holds; but schedules need meet two data-parallel ranks only, not four,
+    or most of the time would go to cases on eight processes."""
     found = set().union(*(pairs(place) for place in layouts() if place["dp"] < 4 or place["pp"] == 1)) | {
         (("dp", 4), ("pp", 2))
     }
@@ -128,8 +127,8 @@ def sample() -> tuple[Case, ...]:
 
 
 def completed(case: Case, needed: Case, left: set[tuple], choose: random.Random) -> Case:
-    """The layout with the features that are needed, and of the others those that cover most; three micro-batches if all are
-    alike, since more take time and fewer make all schedules one."""
+    """The layout with the features that are needed, and of the others those that cover most; three micro-batches if all
+    are alike, since more take time and fewer make all schedules one."""
     case |= needed
     for name in choose.sample(list(FEATURES), len(FEATURES)):
         if name not in case:
@@ -161,8 +160,8 @@ OFFLOADED = {
 
 
 def data_parallel(processes: int) -> Iterator[Case]:
-    """Every ZeRO stage, shard size and accumulation; and each other feature under every stage, on one number of processes or
-    another."""
+    """Every ZeRO stage, shard size and accumulation; and each other feature under every stage, on one number of
+    processes or another."""
     base = PLAIN | {"dp": processes}
     for stage, shard, micro_batches in itertools.product(range(4), (-1, 2), (1, 2)):
         if shard == -1 or (stage > 0 and processes == 4):

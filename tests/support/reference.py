@@ -23,9 +23,8 @@ def tiny_spec(**changes: Any) -> ModelSpec:
 def settings(**changes: Any) -> Config:
     """A short run; `changes` by the setting's path with two underscores for a dot.
 
-    Adam's eps is as large as typical gradients: else its division makes steps of one size from them, which would hide a wrong
-    scale and blow up the rounding of tiny ones.
-    """
+    Adam's eps is as large as typical gradients: else its division makes steps of one size from them, which would hide a
+    wrong scale and blow up the rounding of tiny ones."""
     config = Config()
     config.run.steps, config.lr.warmup, config.lr.peak, config.optimizer.clip_norm, config.optimizer.eps = (
         10,

@@ -1,4 +1,5 @@
-"""--multirun: trials are Hydra's, checked before the first starts, apart from each other; lack of memory is a result."""
+"""--multirun: trials are Hydra's, checked before the first starts, apart from each other; lack of memory is a
+result."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def trials(*arguments: str, gpus: int = 0):
     ],
 )
 def test_trials_are_those_of_hydras_sweeper(arguments):
-    """Also in their order, and as composed: Hydra's sweeper writes every override anew, ours only those with several values."""
+    """Also in their order, and as composed: Hydra's sweeper writes every override anew, ours only those with several
+    values."""
     sweep, common, swept = expand(arguments)
     with compose.hydra_over(None) as loader:
         expected = BasicSweeper.split_arguments(
@@ -134,7 +136,8 @@ def test_processes_are_the_plans_or_the_machines():
         (
             ["sweep.slurm={partition: gpu, nodes: 1, options: {mem: 100}}", "sweep.wait=false", "lr.peak=1,2"],
             [
-                "sweep.wait=False, sweep.slurm.partition=gpu, sweep.slurm.options.mem=100: trials run on this machine; set sweep.launcher=submitit"
+                "sweep.wait=False, sweep.slurm.partition=gpu, sweep.slurm.options.mem=100: trials run on this "
+                "machine; set sweep.launcher=submitit"
             ],
         ),
         (["+config=nothing", "lr.peak=1,2"], ["config=nothing"]),
@@ -174,7 +177,10 @@ def put(folder: Path, status: dict | None = None, log: str = "", **errors: str) 
 
 
 def test_outcomes(tmp_path):
-    gpu = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free. See documentation for more"
+    gpu = (
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free. See documentation "
+        "for more"
+    )
     first = put(
         tmp_path / "a",
         {"status": "failed", "reason": "PeerError: rank 1"},
@@ -198,7 +204,10 @@ def test_outcomes(tmp_path):
     )
     assert outcome(killed, 1) == ("failed", "Connection closed by peer")
     assert outcome(killed, 143, asked="timeout")[0] == "timeout"
-    told = "old\nconfiguration error: old\nconfiguration error, 2 problems:\n  - a=1 is wrong\n  - b=2 too\nW1121 torchrun says\n"
+    told = (
+        "old\nconfiguration error: old\nconfiguration error, 2 problems:\n  - a=1 is wrong\n  - b=2 too\nW1121 "
+        "torchrun says\n"
+    )
     assert outcome(put(tmp_path / "c", log=told), 2) == ("refused", "a=1 is wrong; b=2 too")
     assert outcome(put(tmp_path / "d", log="Fatal\n\n"), 134) == ("failed", "Fatal")
     assert outcome(put(tmp_path / "e", {"status": "stopped"}), 1)[0] == "stopped"
@@ -307,7 +316,8 @@ RECIPES = {
 
 
 def little_memory():
-    """Limits a process to 2 GiB beyond what it needs to start: enough for all but big_batch, which thus fails in the midst of a step."""
+    """Limits a process to 2 GiB beyond what it needs to start: enough for all but big_batch, which thus fails in the
+    midst of a step."""
     words = subprocess.check_output(
         [sys.executable, "-c", "import trainer.training.run; print(open('/proc/self/status').read())"],
         text=True,

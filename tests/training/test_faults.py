@@ -1,8 +1,8 @@
 """Runs that meet faults: killed, stopped and broken ranks, lost nodes, full disks, damaged checkpoints, vanished data.
 
-Whatever happens, the run ends with the losses of one that nothing disturbed, and goes on from a checkpoint no older than the newest
-that was whole. Moments and victims are drawn from a seed that is printed; FAULT_SEED=N draws the same again.
-"""
+Whatever happens, the run ends with the losses of one that nothing disturbed, and goes on from a checkpoint no older
+than the newest that was whole. Moments and victims are drawn from a seed that is printed; FAULT_SEED=N draws the same
+again."""
 
 from __future__ import annotations
 
@@ -166,7 +166,8 @@ def say_seed() -> None:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory) -> Launch:
-    """The undisturbed run, with one slow rank, which changes no number; torchrun's store is the one that breaks restarts."""
+    """The undisturbed run, with one slow rank, which changes no number; torchrun's store is the one that breaks
+    restarts."""
     launch = Launch(
         tmp_path_factory.mktemp("faults") / "calm",
         2,
@@ -196,7 +197,8 @@ def test_restarts_that_would_fail_are_told_at_the_first_start(calm, folder):
 
 
 def test_killed_stopped_and_broken_ranks(calm, folder):
-    """One launch, four faults: a rank killed at any moment and within a save, stopped (rank 0 has the store), and NaN."""
+    """One launch, four faults: a rank killed at any moment and within a save, stopped (rank 0 has the store), and
+    NaN."""
     draw = random.Random(SEED)
     launch = Launch(folder, 2, torchrun=("--standalone", "--max-restarts", "4"))
     try:
@@ -254,7 +256,8 @@ def stop_and_read(launch: Launch, rank: int) -> None:
 
 
 def test_a_lost_node_and_a_stopped_launcher(calm, folder):
-    """Two agents of torchrun, one of which is lost for good; then SIGTERM to the other, and one process that finishes the run."""
+    """Two agents of torchrun, one of which is lost for good; then SIGTERM to the other, and one process that finishes
+    the run."""
     draw = random.Random(SEED)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,5 +1,5 @@
-"""Whole runs under plans of data, tensor and pipeline parallelism: equal numbers, checkpoints between plans, import and export,
-`schedule: auto`, lost ranks, and plans that are refused."""
+"""Whole runs under plans of data, tensor and pipeline parallelism: equal numbers, checkpoints between plans, import and
+export, `schedule: auto`, lost ranks, and plans that are refused."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(root):
-    """One process, undisturbed: the numbers that every plan has to give. Leaves its second step for the chains to go on from,
-    and its fourth as a transformers folder."""
+    """One process, undisturbed: the numbers that every plan has to give. Leaves its second step for the chains to go on
+    from, and its fourth as a transformers folder."""
     seen = {}
     for name in CHAINS:
         seen[name] = run(root / name, STEPS, **{"model.tied": name == "tied", "checkpoint.every": 2})
@@ -102,7 +102,8 @@ def test_the_bubble_is_logged_where_there_is_a_pipeline(alone, four):
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_any_plan_resumes_any_other(root, alone, four, two, name):
-    """From one process over plans on four and two back to one, each two steps that begin with the last one's checkpoint."""
+    """From one process over plans on four and two back to one, each two steps that begin with the last one's
+    checkpoint."""
     whole, results = alone[name], four | two
     legs = [results[f"{name}_{leg}"] for leg in range(1, len(CHAINS[name][4]) + len(CHAINS[name][2]) + 1)]
     legs.append(run(root / f"chain_{name}", STEPS, **{"model.tied": name == "tied"}))
@@ -158,7 +159,8 @@ def test_any_plan_starts_from_transformers_weights(root, four):
 
 @pytest.mark.parametrize("name", ["auto", "auto_given", "auto_rebuilt"])
 def test_auto_measures_chooses_and_goes_on(root, alone, two, name):
-    """As measured; with settings that stay; and with a choice for which the layers are cut anew in the middle of the run."""
+    """As measured; with settings that stay; and with a choice for which the layers are cut anew in the middle of the
+    run."""
     first, again = two[f"{name}_5"], two[f"{name}_7"]
     assert first["code"] == again["code"] == 0
     assert (

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trainer.checkpointing import state
+from trainer.checkpointing import checkpointer as state
 from trainer.config import CheckpointConfig
 
 

@@ -1,4 +1,5 @@
-"""Quantised gradients on four processes: plans beside one process, steps that one rank breaks, and whole runs that resume.
+"""Quantised gradients on four processes: plans beside one process, steps that one rank breaks, and whole runs that
+resume.
 
 Nodes are emulated: LOCAL_WORLD_SIZE is all that the project knows of them.
 """
@@ -52,8 +53,8 @@ CPU = torch.device("cpu")
 
 
 def case(node: int = RANKS, **changes: Any) -> Case:
-    """A case on nodes of so many processes. Settings of parallel.grad_comm have two underscores for a dot; messages of any size
-    are quantised."""
+    """A case on nodes of so many processes. Settings of parallel.grad_comm have two underscores for a dot; messages of
+    any size are quantised."""
     gradients = {name: changes.pop(name) for name in list(changes) if name.startswith(("inner__", "outer__"))}
     return PLAIN | {"dp": RANKS, "node": node, "gradients": {"min_size": 0} | gradients} | changes
 
@@ -241,7 +242,8 @@ def break_steps(chosen: Case, worlds: Worlds) -> list[dict[str, Any]]:
 
 
 def run(folder: Path, steps: int, node: int = RANKS, stop_after: int | None = None, **changes: Any) -> dict[str, Any]:
-    """A run to `steps`, resuming what the folder has: exit code, what it told, and the lines of metrics of its steps."""
+    """A run to `steps`, resuming what the folder has: exit code, what it told, and the lines of metrics of its
+    steps."""
     os.environ["LOCAL_WORLD_SIZE"] = str(node)
     told: list[str] = []
     tell, Logger.event = Logger.event, lambda logger, text: told.append(text)

@@ -1,5 +1,5 @@
-"""DeepSpeed beside the torch engine: numbers, overflows under fp16, lost losses, and on four processes runs that change the engine;
-on eight what is parallel in all three ways."""
+"""DeepSpeed beside the torch engine: numbers, overflows under fp16, lost losses, and on four processes runs that change
+the engine; on eight what is parallel in all three ways."""
 
 from __future__ import annotations
 
@@ -196,7 +196,8 @@ def parity(name: str, case: dict[str, Any], references: dict[str, Any]) -> dict[
 
 
 def optimizers() -> dict[str, Any]:
-    """Both engines with an optimizer for each type of parameter, and moments in bf16: the largest difference of parameters."""
+    """Both engines with an optimizer for each type of parameter, and moments in bf16: the largest difference of
+    parameters."""
     worst = {}
     for stage in (1, 3):
         found = []
@@ -220,7 +221,8 @@ def optimizers() -> dict[str, Any]:
 
 
 def overflows(cases: list[dict[str, Any]], victims: tuple[int, int, int, int]) -> list[dict[str, Any]]:
-    """fp16 under both engines: one rank's gradient of one parameter is infinite in a step, each victim in turn; then the loss alone."""
+    """fp16 under both engines: one rank's gradient of one parameter is infinite in a step, each victim in turn; then
+    the loss alone."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     CPU_Accelerator.is_fp16_supported = lambda self: True  # torch computes it here, if slowly
@@ -300,7 +302,8 @@ def one_step(state: TrainState, batches: list[Batch], victim: int | str | None) 
 
 
 def gathered() -> list[int]:
-    """Stage 3 without recompute: how many gathered parameters of layers are in memory when the head begins, each time, and of how many."""
+    """Stage 3 without recompute: how many gathered parameters of layers are in memory when the head begins, each time,
+    and of how many."""
     zero = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
     case = {"micro": 2, "stage": 3, "deepspeed": {"zero_optimization": zero}}
     state, steps = build(settings_of(case, **THEIRS), case)

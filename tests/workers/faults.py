@@ -1,7 +1,8 @@
-"""`python -m trainer` with a rank that is slow in the first 20 steps (SLOW_RANK) and one whose gradient breaks when the file BREAK exists.
+"""`python -m trainer` with a rank that is slow in the first 20 steps (SLOW_RANK) and one whose gradient breaks when the
+file BREAK exists.
 
-Two steps after a checkpoint are broken, which guard.max_skipped=2 ends the run for, before the next checkpoint holds the gap.
-"""
+Two steps after a checkpoint are broken, which guard.max_skipped=2 ends the run for, before the next checkpoint holds
+the gap."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Whole runs under plans of data, tensor and pipeline parallelism: what several processes do in one launch.
 
-`four` and `two` go on with what one process has left in a folder (see tests/training/test_parallel_runs.py); `dies` is one rank of a
-run in which a rank vanishes in the middle of a step.
-"""
+`four` and `two` go on with what one process has left in a folder (see tests/training/test_parallel_runs.py); `dies` is
+one rank of a run in which a rank vanishes in the middle of a step."""
 
 from __future__ import annotations
 
@@ -109,8 +108,8 @@ STOPPED = {"untied": 3, "tied": 2}
 
 
 class Watched:
-    """Wraps the optimizer step: notes which samples all ranks together saw, the weights at the start if they are wanted, and
-    can send one rank a signal."""
+    """Wraps the optimizer step: notes which samples all ranks together saw, the weights at the start if they are
+    wanted, and can send one rank a signal."""
 
     def __init__(self, stop_after: int | None = None, keep_weights: bool = False):
         self.stop_after, self.keep_weights = stop_after, keep_weights
@@ -165,7 +164,8 @@ def settings(folder: Path, **changes: Any) -> Config:
 
 
 def run(folder: Path, steps: int, watched: Watched | None = None, **changes: Any) -> dict[str, Any]:
-    """A run to `steps`, resuming what the folder has: its exit code on this process, the samples, and the lines of metrics."""
+    """A run to `steps`, resuming what the folder has: its exit code on this process, the samples, and the lines of
+    metrics."""
     watched = watched or Watched()
     trainer.training.run.train_step = watched
     try:
@@ -249,7 +249,8 @@ def another_cut(
 
 
 def dies(arguments: list[str]) -> int:
-    """The command line on this rank; rank 1 vanishes in the third step, in the forward pass of its third micro-batch."""
+    """The command line on this rank; rank 1 vanishes in the third step, in the forward pass of its third
+    micro-batch."""
     forward, passes = Transformer.forward, [0]
 
     def counted(self: Transformer, *inputs: Any, **named: Any) -> Any:

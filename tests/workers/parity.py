@@ -1,4 +1,5 @@
-"""The parity command, over the trainer as it is and over one that forgets to add up what tensor-parallel ranks share."""
+"""The parity command, over the trainer as it is and over one that forgets to add up what tensor-parallel ranks
+share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What torch's own pipelining gets wrong (its defects are described in test_pipeline_defects.py), on real stages over FSDP."""
+"""What torch's own pipelining gets wrong (its defects are described in test_pipeline_defects.py), on real stages over
+FSDP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The pipeline runtime on small stages: numbers, memory and failures ("numbers"), or times against the simulator ("bubbles").
+"""The pipeline runtime on small stages: numbers, memory and failures ("numbers"), or times against the simulator
+("bubbles").
 
 By hand on four GPUs, over NCCL: torchrun --nproc-per-node 4 tests/workers/pipeline_runtime.py numbers OUT
 """
@@ -146,7 +147,8 @@ class Kept:
 
 
 class Reduced:
-    """Moves gradients out of a stage's parameters when it is told to, as a reduction does; what comes too late stays there."""
+    """Moves gradients out of a stage's parameters when it is told to, as a reduction does; what comes too late stays
+    there."""
 
     def __init__(self, stages: dict[int, nn.Module]):
         self.stages, self.sums, self.gathered = stages, {}, set()
@@ -275,7 +277,8 @@ def gradients(runtime: Runtime) -> dict[str, Tensor | None]:
 
 
 def parity(schedule: Schedule, channels: Channels | None, number: int) -> dict[str, Any]:
-    """Gradients and losses of two steps against the reference: accumulated with an evaluation in between, and reduced."""
+    """Gradients and losses of two steps against the reference: accumulated with an evaluation in between, and
+    reduced."""
     count, scale = schedule.microbatches, torch.tensor(0.37, dtype=torch.float64, device=DEVICE)
     sizes = (count, count, 3 + number % 9 if number else 40)  # an evaluation of more than fit at once, too
     first, second, held_out = (random_batches(size, number + seed, number % 2 == 0) for seed, size in enumerate(sizes))

@@ -1,5 +1,5 @@
-"""The Triton kernels beside the torch code that they have to equal, bit by bit: on a GPU, or in Triton's interpreter with
-TRITON_INTERPRET=1, which rounds conversions to bf16 and fp8 toward zero, so that those are left to GPUs.
+"""The Triton kernels beside the torch code that they have to equal, bit by bit: on a GPU, or in Triton's interpreter
+with TRITON_INTERPRET=1, which rounds conversions to bf16 and fp8 toward zero, so that those are left to GPUs.
 
     python tests/workers/quantize.py cpu|cuda
 """
@@ -24,8 +24,8 @@ LAYOUTS = [  # segments, rows, grain of 256
 
 
 def cases(real: bool) -> Iterator[tuple[Codec, str, torch.dtype, int]]:
-    """Codec, error feedback, type of the gradients, layout: two blocks and types for each, of which Triton compiles all anew; in the
-    interpreter, which is slow, one layout each."""
+    """Codec, error feedback, type of the gradients, layout: two blocks and types for each, of which Triton compiles all
+    anew; in the interpreter, which is slow, one layout each."""
     kinds = ("int8", "int4", "fp8", "bf16") if real else ("int8", "int4")
     forms = (
         [(32, torch.float32), (256, torch.bfloat16), (64, torch.float16), (4096, torch.float32)]
@@ -51,6 +51,7 @@ def differences(codec: Codec, feedback: str, dtype: torch.dtype, layout: int, de
         for place in (torch.device("cpu"), device)
     ]
     errors = [ErrorFeedback(feedback, blocks) if feedback != "none" else None for blocks in where]
+    before: torch.Tensor | None = None
     wrong, size = [], segments[-1][0] + segments[-1][1] + 9
     for step in range(3):
         choose = torch.Generator().manual_seed(step)
@@ -66,7 +67,7 @@ def differences(codec: Codec, feedback: str, dtype: torch.dtype, layout: int, de
             write(codec, part, blocks, kept, torch.tensor(unit, device=part.device), seed)
             for write, part, blocks, kept in zip((pack, triton_pack), flats, where, errors)
         ]
-        before = payloads[0] if step == 0 else before
+        before = payloads[0] if before is None else before
         senders = torch.stack([before, payloads[0], payloads[0]])
         results = [torch.full((size,), 3.0, dtype=dtype, device=part.device) for part in flats]
         for read, blocks, result in zip((unpack, triton_unpack), where, results):

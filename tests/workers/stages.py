@@ -114,8 +114,8 @@ def main(out: str) -> None:
 
 
 def accumulated_bytes(model: torch.nn.Module) -> tuple[int, int]:
-    """Bytes of gradients that wait on this rank for the step's last micro-batch: where they are computed, whole or in shards, and in the
-    parameters, wherever those are."""
+    """Bytes of gradients that wait on this rank for the step's last micro-batch: where they are computed, whole or in
+    shards, and in the parameters, wherever those are."""
     inside, outside = 0, 0
     for group in parameter_groups(model):
         for parameter in group.fsdp_params:

@@ -1,5 +1,5 @@
-"""What tensor parallelism keeps for backward, sends, overlaps and holds: the model's own parts on four processes, in groups of
-1, 2 and 4 ranks."""
+"""What tensor parallelism keeps for backward, sends, overlaps and holds: the model's own parts on four processes, in
+groups of 1, 2 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ GPT2 = {
 KINDS = {
     "llama": LLAMA,
     "gpt2": GPT2,
-    # Without what keeps more in eager mode on a CPU: RMSNorm in several operations, the copies of shared key-value heads, and the
-    # one of attention's output, whose layout follows that of rotated queries.
+    # Without what keeps more in eager mode on a CPU: RMSNorm in several operations, the copies of shared key-value
+    # heads, and the one of attention's output, whose layout follows that of rotated queries.
     "gated": {"attention": {"heads": 8, "positions": "none"}, "norm": {"kind": "layer"}, "feed_forward": {"width": 96}},
     "qk_norm head": {**LLAMA, "attention": {**LLAMA["attention"], "qk_norm": "head"}},
     "qk_norm full": {**LLAMA, "attention": {**LLAMA["attention"], "qk_norm": "full"}},
@@ -112,7 +112,8 @@ class Watch(TorchDispatchMode):
 
 
 class Steps:
-    """What is started, waited for and multiplied within a context, in order; also inside of the project's own operators."""
+    """What is started, waited for and multiplied within a context, in order; also inside of the project's own
+    operators."""
 
     names = {
         "_c10d_functional::all_gather_into_tensor": "gather",
@@ -141,7 +142,8 @@ def random_part(world: World, rows: int, columns: int) -> Tensor:
 
 
 def saved_bytes(run: Callable[[], Tensor], model: Transformer) -> tuple[int, Tensor]:
-    """Bytes that autograd keeps, less parameters and the cosines and sines that all layers share; and the result of `run`."""
+    """Bytes that autograd keeps, less parameters and the cosines and sines that all layers share; and the result of
+    `run`."""
     kept: dict[int, int] = {}
     shared = {local(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
 
@@ -171,7 +173,8 @@ def measure_layer(changes: dict, world: World) -> dict:
 
 
 def measure_head(world: World) -> dict:
-    """The largest dimension that anything in head and loss has, forward, kept and backward, and the order of its backward."""
+    """The largest dimension that anything in head and loss has, forward, kept and backward, and the order of its
+    backward."""
     spec = spec_of(**LLAMA)
     model, x = model_of(spec, world), random_part(world, TOKENS, spec.width)
     targets = torch.randint(0, spec.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(1))
@@ -214,8 +217,8 @@ def measure_overlap(world: World) -> dict:
 
 
 def defer(world: World) -> dict:
-    """Gradients of a whole model from full backwards and from I, then W: the parameters whose gradient waits for W, and the
-    worst difference."""
+    """Gradients of a whole model from full backwards and from I, then W: the parameters whose gradient waits for W, and
+    the worst difference."""
     spec = spec_of(**UNEVEN)
     model = model_of(spec, world, torch.float64)
     generator = torch.Generator().manual_seed(2)

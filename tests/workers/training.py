@@ -1,4 +1,5 @@
-"""Whole runs in one launch: undisturbed, stopped and resumed under other plans, with overflows and with broken numbers."""
+"""Whole runs in one launch: undisturbed, stopped and resumed under other plans, with overflows and with broken
+numbers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ranks under the watchdog: one evaluates for longer than a step may take, which is no stall; then one waits for data for ever, and one
-holds Python's lock."""
+"""Ranks under the watchdog: one evaluates for longer than a step may take, which is no stall; then one waits for data
+for ever, and one holds Python's lock."""
 
 from __future__ import annotations
 

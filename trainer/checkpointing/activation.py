@@ -1,8 +1,7 @@
 """Activation checkpointing: what the backward pass finds saved and what it recomputes (Chen et al., arXiv 1604.06174).
 
-The policy is applied to what a layer runs, not by wrapping modules, so that parameter names stay global. It composes with
-compilation (the compiler sees the marks and plans the recompute) and with sharding (applied before it).
-"""
+The policy is applied to what a layer runs, not by wrapping modules, so that parameter names stay global. It composes
+with compilation (the compiler sees the marks and plans the recompute) and with sharding (applied before it)."""
 
 from __future__ import annotations
 
@@ -77,7 +76,8 @@ def submodules(model: Transformer, layers: list[nn.Module]) -> dict[str, nn.Modu
 
 @cache
 def recomputed(kind: type[nn.Module]) -> type[nn.Module]:
-    """`kind` with its forward recomputed. One class for all modules of a kind, so that the compiler makes one graph of them."""
+    """`kind` with its forward recomputed. One class for all modules of a kind, so that the compiler makes one graph of
+    them."""
 
     class Recomputed(kind):
         def forward(self, *arguments: Any) -> Any:
@@ -128,7 +128,8 @@ def selective_contexts(operations: dict[Any, tuple[str, int]]) -> Any:
         name, every = operations[operator]
         key = (context.is_recompute, name)
         calls[key] += 1
-        # Of every n calls the last is saved: with matmul/2 a gated layer keeps k, o and up, and recomputes q, v and gate.
+        # Of every n calls the last is saved: with matmul/2 a gated layer keeps k, o and up, and recomputes q, v and
+        # gate.
         return CheckpointPolicy.MUST_SAVE if calls[key] % every == 0 else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

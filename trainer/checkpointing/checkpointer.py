@@ -257,7 +257,8 @@ class Checkpointer:
 
 
 class Piece:
-    """This rank's part of a tensor of `shape`: its values (`local`), and the same by where in the whole they begin (`boxes`)."""
+    """This rank's part of a tensor of `shape`: its values (`local`), and the same by where in the whole they begin
+    (`boxes`)."""
 
     def __init__(self, tensor: Tensor | Fragment, local: Tensor):
         self.tensor, self.local, self.shape = tensor, local, tensor.shape

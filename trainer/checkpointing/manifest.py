@@ -34,8 +34,8 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """Checkpoints in `folder` by step, whether whole or not, the one that was saved last first: a run that began anew or went back to
-    an early checkpoint may lie beside later steps of the run before it.
+    """Checkpoints in `folder` by step, whether whole or not, the one that was saved last first: a run that began anew
+    or went back to an early checkpoint may lie beside later steps of the run before it.
 
     One that was set aside to be replaced counts until the new one stands in its place.
     """
@@ -47,8 +47,8 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def saved_at(path: Path) -> float:
-    """When a checkpoint was written, in seconds since 1970: 0 where its manifest is one that does not say, the folder's own time where it
-    is none."""
+    """When a checkpoint was written, in seconds since 1970: 0 where its manifest is one that does not say, the folder's
+    own time where it is none."""
     try:
         with open(path / MANIFEST, "rb") as file:
             head = file.read(200)
@@ -60,7 +60,8 @@ def saved_at(path: Path) -> float:
 
 
 def write_manifest(path: Path, content: dict[str, Any]) -> None:
-    """Writes `content` (JSON data), the format, the time and a checksum as the manifest of the folder `path`, one key a line."""
+    """Writes `content` (JSON data), the format, the time and a checksum as the manifest of the folder `path`, one key a
+    line."""
     content = {"format": FORMAT, "saved": time.time(), **content}
     content["sha256"] = _digest(content)
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
@@ -73,10 +74,9 @@ def write_manifest(path: Path, content: dict[str, Any]) -> None:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint folder `path`.
 
-    Keys: what the run saved about itself, and `step`, `format`, `saved` (seconds since 1970), `torch` (version), `files` (name -> bytes, sha256),
-    `tensors` (name -> shape, dtype). DamagedCheckpoint if it is missing, unreadable, altered, or of a
-    later format.
-    """
+    Keys: what the run saved about itself, and `step`, `format`, `saved` (seconds since 1970), `torch` (version),
+    `files` (name -> bytes, sha256), `tensors` (name -> shape, dtype). DamagedCheckpoint if it is missing, unreadable,
+    altered, or of a later format."""
     try:
         content = json.loads((path / MANIFEST).read_bytes())
         claimed = content.pop("sha256")

@@ -14,11 +14,11 @@ from trainer.planning.batch import BatchPlan
 
 
 def find_start(setting: CheckpointConfig, folder: Path, launchers: list[str]) -> tuple[Path | None, list[str]]:
-    """The checkpoint to start from, if any, with warnings. folder: the run's checkpoints; launchers: `surroundings.launchers`.
+    """The checkpoint to start from, if any, with warnings. folder: the run's checkpoints; launchers:
+    `surroundings.launchers`.
 
-    What torchrun starts again goes on from what the same launch has saved, wherever that began: checkpoint.resume says where a
-    launch begins.
-    """
+    What torchrun starts again goes on from what the same launch has saved, wherever that began: checkpoint.resume says
+    where a launch begins."""
     if setting.resume != "auto" and launchers:
         newest, warnings = find_newest(folder, setting.verify)
         if newest is not None and set(launchers) & set(read_manifest(newest).get("launchers", ())):
@@ -38,8 +38,8 @@ def data_identity(fingerprint: str, seed: int, batch: BatchPlan) -> dict[str, An
 def check_manifest(
     manifest: dict[str, Any], config: Config, spec: ModelSpec, batch: BatchPlan, data: dict[str, Any]
 ) -> dict[str, Any]:
-    """Refuses to resume another model, other data under the old position, or a global batch that follows from the number of ranks
-    and is another with theirs. data: `data_identity` of this run. Raises `ConfigError`."""
+    """Refuses to resume another model, other data under the old position, or a global batch that follows from the
+    number of ranks and is another with theirs. data: `data_identity` of this run. Raises `ConfigError`."""
     problems = []
     saved, mine = flat(manifest["spec"]), flat(spec.to_dict())
     differing = [
@@ -60,9 +60,11 @@ def check_manifest(
     if before not in (None, batch.global_size) and given.global_size is None and given.global_tokens is None:
         dp = batch.global_size // (batch.micro_size * batch.accumulation)
         problems.append(
-            f"the checkpoint's steps have {before} sequences, but batch.micro_size={batch.micro_size} x batch.accumulation="
+            f"the checkpoint's steps have {before} sequences, but batch.micro_size={batch.micro_size} x "
+            "batch.accumulation="
             f"{batch.accumulation} x {dp} data-parallel ranks make {batch.global_size}: set batch.global_size={before} "
-            f"batch.accumulation=null, which fits any number of ranks, or batch.global_size={batch.global_size} to train on so"
+            f"batch.accumulation=null, which fits any number of ranks, or batch.global_size={batch.global_size} to "
+            "train on so"
         )
     if problems:
         raise ConfigError(problems)

@@ -18,8 +18,8 @@ from trainer.config import CheckpointConfig, ConfigError
 def kept(steps: Sequence[int], saved: int, keep_last: int, keep_every: int) -> set[int]:
     """Steps whose checkpoints stay: the `keep_last` newest (0: all) and multiples of `keep_every` (0: none).
 
-    steps: the one that was saved last first. `saved`, the one just written, stays whatever clocks say: it is known to be valid.
-    """
+    steps: the one that was saved last first. `saved`, the one just written, stays whatever clocks say: it is known to
+    be valid."""
     newest = steps[:keep_last] if keep_last else steps
     milestones = {step for step in steps if keep_every and step % keep_every == 0}
     return {saved, *newest} | milestones
@@ -68,7 +68,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def find_newest(folder: Path, verify_files: bool) -> tuple[Path | None, list[str]]:
-    """Of the checkpoints in `folder` the one that was saved last and is whole, and a warning for each damaged one that was passed over."""
+    """Of the checkpoints in `folder` the one that was saved last and is whole, and a warning for each damaged one that
+    was passed over."""
     warnings = []
     for path in list_checkpoints(folder).values():
         try:
@@ -111,7 +112,8 @@ def find_resume(setting: str, folder: Path, verify_files: bool) -> tuple[Path | 
         later = [other for other in list_checkpoints(folder).values() if other.name > path.name]
         if later:
             return path, [
-                f"{later[0]} is later than the checkpoint asked for, and checkpoint.resume=auto takes it until this run has "
+                f"{later[0]} is later than the checkpoint asked for, and checkpoint.resume=auto takes it until this "
+                "run has "
                 "saved: move it away, or give this run another run.dir"
             ]
     return path, []

@@ -25,7 +25,8 @@ class Floors:
 
 
 FLOORS = {"nccl": Floors(20.0, 2.0, 0.6), "gloo": Floors(0.01, 0.002, 0.0)}
-"""Far below what NVLink, PCIe 4 and 100 Gbit/s give, and above what broken links leave: a cluster's own figures tell more."""
+"""Far below what NVLink, PCIe 4 and 100 Gbit/s give, and above what broken links leave: a cluster's own figures tell
+more."""
 
 ELEMENTS = {"nccl": 2**26, "gloo": 2**20}  # fp32
 
@@ -33,8 +34,8 @@ HUNG = 0.0  # GB/s of an all-reduce that failed or did not end
 
 
 def pairings(nodes: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs in which each node meets two others, where there are as many: a node that is slow with both is
-    slow itself, one that is slow with one of them is not."""
+    """Rounds of disjoint pairs in which each node meets two others, where there are as many: a node that is slow with
+    both is slow itself, one that is slow with one of them is not."""
     even = [(first, first + 1) for first in range(0, nodes - 1, 2)]
     odd = [(first, first + 1) for first in range(1, nodes - 1, 2)]
     if nodes > 2 and nodes % 2 == 0:
@@ -45,7 +46,8 @@ def pairings(nodes: int) -> list[list[tuple[int, int]]]:
 def bandwidth_problems(within: dict[str, float], between: dict[tuple[str, str], float], floors: Floors) -> list[str]:
     """Which nodes, or pairs of nodes, are slower than they may be. GB/s; `HUNG` where an all-reduce did not end."""
     problems = [
-        f"{node}: all-reduce over its processes {speed}; look at nvidia-smi topo -m and nvlink --status, and leave it out meanwhile"
+        f"{node}: all-reduce over its processes {speed}; look at nvidia-smi topo -m and nvlink --status, and leave "
+        "it out meanwhile"
         for node, speed in _slow(within, floors.within, floors.share)
     ]
     slow = dict(_slow(between, floors.between, floors.share))
@@ -53,12 +55,14 @@ def bandwidth_problems(within: dict[str, float], between: dict[tuple[str, str], 
         links = [pair for pair in between if node in pair]
         if len(links) > 1 and all(link in slow for link in links):
             problems.append(
-                f"{node}: all-reduce with each of {len(links)} other nodes {slow[links[0]]}; look at its network adapter "
+                f"{node}: all-reduce with each of {len(links)} other nodes {slow[links[0]]}; look at its network "
+                "adapter "
                 "(ibstat, ethtool), and leave it out meanwhile"
             )
             slow = {pair: speed for pair, speed in slow.items() if node not in pair}
     return problems + [
-        f"{first} with {second}: all-reduce {speed}; look at the adapters of both, their cables and NCCL_SOCKET_IFNAME, "
+        f"{first} with {second}: all-reduce {speed}; look at the adapters of both, their cables and "
+        "NCCL_SOCKET_IFNAME, "
         "NCCL_IB_HCA"
         for (first, second), speed in slow.items()
     ]
@@ -77,15 +81,16 @@ def _slow(speeds: dict[Any, float], floor: float, share: float) -> Iterator[tupl
 
 
 def clock_problems(rounds: Sequence[dict[str, float]], limit: float) -> list[str]:
-    """Whose clock differs from the median by more than `limit` seconds, from clocks that were read at the same moment, give
-    or take the time a message took: of several rounds the least difference counts."""
+    """Whose clock differs from the median by more than `limit` seconds, from clocks that were read at the same moment,
+    give or take the time a message took: of several rounds the least difference counts."""
     least: dict[str, float] = {}
     for clocks in rounds:
         median = statistics.median(clocks.values())
         for node, clock in clocks.items():
             least[node] = min(least.get(node, float("inf")), clock - median, key=abs)
     return [
-        f"{node}: its clock is {abs(difference):.1f} s {'ahead of' if difference > 0 else 'behind'} the others' (more than {limit:g}): "
+        f"{node}: its clock is {abs(difference):.1f} s {'ahead of' if difference > 0 else 'behind'} the others' "
+        f"(more than {limit:g}): "
         "start chrony or ntpd there"
         for node, difference in least.items()
         if abs(difference) > limit
@@ -93,7 +98,8 @@ def clock_problems(rounds: Sequence[dict[str, float]], limit: float) -> list[str
 
 
 def check_network(options: PreflightOptions) -> tuple[list[str], str]:
-    """Everything that is wrong between the processes that torchrun started, the same on all of them; and what was measured."""
+    """Everything that is wrong between the processes that torchrun started, the same on all of them; and what was
+    measured."""
     import torch
     import torch.distributed as dist
 
@@ -151,8 +157,8 @@ def check_network(options: PreflightOptions) -> tuple[list[str], str]:
 
 
 def all_reduce_speed(group: Any, size: int, tensor: Any, patience: float) -> float:
-    """Bus bandwidth of an all-reduce in GB/s: 2 (n - 1) / n of its bytes by its time, so that groups of all sizes compare;
-    `HUNG` where it fails, gives a wrong sum, or takes longer than `patience` seconds."""
+    """Bus bandwidth of an all-reduce in GB/s: 2 (n - 1) / n of its bytes by its time, so that groups of all sizes
+    compare; `HUNG` where it fails, gives a wrong sum, or takes longer than `patience` seconds."""
     import torch
     import torch.distributed as dist
 

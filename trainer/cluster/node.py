@@ -76,7 +76,8 @@ def gpu_problems(output: str, asked: int, visible: str | None = None) -> list[st
     problems = []
     if len(rows) != asked:
         problems.append(
-            f"{len(rows)} of {asked} GPUs are there: look for 'fallen off the bus' (Xid 79) in dmesg, or set --gpus-per-node"
+            f"{len(rows)} of {asked} GPUs are there: look for 'fallen off the bus' (Xid 79) in dmesg, or set "
+            "--gpus-per-node"
         )
     for row in rows:
         problems += [f"GPU {row['index']} ({row['uuid']}): {text}" for text in _gpu_problems(row)]
@@ -86,7 +87,10 @@ def gpu_problems(output: str, asked: int, visible: str | None = None) -> list[st
 def _gpu_problems(row: dict[str, str]) -> Iterator[str]:
     errors, pending, failed, used, degrees, reasons = (row.get(name, "") for name in FIELDS[2:])
     if _number(errors) > 0:
-        yield f"{errors} uncorrected ECC errors since the last reset: reset it (nvidia-smi --gpu-reset) or reboot the node"
+        yield (
+            f"{errors} uncorrected ECC errors since the last reset: reset it (nvidia-smi --gpu-reset) or reboot "
+            "the node"
+        )
     if failed in ("Yes", "1"):
         yield "a row of its memory could not be remapped: have it replaced"
     if pending in ("Yes", "1"):
@@ -129,7 +133,8 @@ def disk_problems(name: str, folder: Path, wanted: float) -> list[str]:
 
 
 def unseen(folder: Path, nodes: Iterable[str], patience: float) -> list[str]:
-    """Those of `nodes` whose mark does not appear in `folder` within `patience` seconds, after leaving this node's own."""
+    """Those of `nodes` whose mark does not appear in `folder` within `patience` seconds, after leaving this node's
+    own."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / NODE).touch()
     end, missing = time.monotonic() + patience, sorted(nodes)
@@ -166,7 +171,8 @@ def check_node(options: PreflightOptions) -> list[str]:
                     if old.name != options.stamp:
                         shutil.rmtree(old, ignore_errors=True)
                 problems += [
-                    f"sees nothing in run.dir={folder} from {node} for {options.patience:g} s: either that node did not start, or "
+                    f"sees nothing in run.dir={folder} from {node} for {options.patience:g} s: either that node did "
+                    "not start, or "
                     "the folder is not the same on both; put run.dir on a shared file system"
                     for node in unseen(marks / options.stamp, nodes, options.patience)
                 ]

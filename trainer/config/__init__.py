@@ -1,4 +1,5 @@
-"""What is asked: every setting with its meaning, and how command lines and YAML become one typed object. Imports no torch."""
+"""What is asked: every setting with its meaning, and how command lines and YAML become one typed object. Imports no
+torch."""
 
 from trainer.config.fields import ConfigError
 from trainer.config.model import ModelSpec

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.config import Config, ConfigError, typed
 from trainer.config.fields import nearest
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "configs"
 """The shipped groups and recipes: inside the package in a wheel, beside it in a checkout."""
@@ -90,7 +90,8 @@ def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: ty
     except HydraException as error:
         problems[override] = (
             f"'{override}' is not SETTING=VALUE, GROUP=OPTION or +config=RECIPE "
-            f"({_sentence(error)}); quote values with special characters ('run.name=\"a=b\"'), but not keys within braces, "
+            f"({_sentence(error)}); quote values with special characters ('run.name=\"a=b\"'), but not keys within "
+            "braces, "
             "where a colon is written as \\:"
         )
         return None
@@ -130,7 +131,8 @@ def _choose(group: str, chosen: Any, override: str, loader: ConfigLoader, proble
             problems[group] = f"{group}={option}: there is no such {kind}; {nearest(str(option), options)}{single}"
         elif group == "config" and str(option).endswith((".yaml", ".yml")):
             problems[group] = (
-                f"config={option}: a recipe is named, not given as a path; for a recipe of your own put it in FOLDER/config/ and "
+                f"config={option}: a recipe is named, not given as a path; for a recipe of your own put it in "
+                "FOLDER/config/ and "
                 f"say --config-dir FOLDER +config={Path(str(option)).stem}"
             )
     if group in problems:

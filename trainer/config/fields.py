@@ -1,4 +1,5 @@
-"""How a setting is declared, what a wrong one is answered with, and the error that says so. Imports nothing of the project."""
+"""How a setting is declared, what a wrong one is answered with, and the error that says so. Imports nothing of the
+project."""
 
 from __future__ import annotations
 

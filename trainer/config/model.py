@@ -132,7 +132,8 @@ class ModelSpec:
     )
     overrides: dict[str, Any] = option(
         {},
-        "partial overrides by layer: 0, -1 or a range first:last (last not included), such as {0: {feed_forward: {width: 704}}}",
+        "partial overrides by layer: 0, -1 or a range first:last (last not included), such as {0: {feed_forward: "
+        "{width: 704}}}",
     )
 
     def layer(self, index: int) -> LayerSpec:
@@ -167,9 +168,10 @@ class ModelSpec:
             if a.heads < 1:
                 found.append(f"model.attention.heads={a.heads} must be positive")
             elif a.head_dim * a.heads != self.width and self.attention.head_dim == 0:
+                legal = [n for n in divisors(self.width) if n <= 128 and (self.width // n) % 2 == 0]
                 found.append(
                     f"model.attention.heads={a.heads} does not divide model.width={self.width}; "
-                    f"legal: {', '.join(str(h) for h in divisors(self.width) if h <= 128 and (self.width // h) % 2 == 0)} (or set model.attention.head_dim)"
+                    f"legal: {', '.join(map(str, legal))} (or set model.attention.head_dim)"
                 )
             elif a.kv_heads < 1 or a.heads % a.kv_heads:
                 found.append(
@@ -178,7 +180,8 @@ class ModelSpec:
                 )
             elif a.head_dim < 1:
                 found.append(
-                    f"model.attention.head_dim={a.head_dim} must be positive, or 0 for model.width / model.attention.heads"
+                    f"model.attention.head_dim={a.head_dim} must be positive, or 0 for model.width / "
+                    "model.attention.heads"
                 )
             elif a.positions == "rope" and not 0 < a.rope.fraction <= 1:
                 found.append(f"model.attention.rope.fraction={a.rope.fraction} must lie in (0, 1]")
@@ -194,7 +197,7 @@ class ModelSpec:
         return {f.name: dataclasses.asdict(self)[f.name] for f in dataclasses.fields(ModelSpec)}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "ModelSpec":
+    def from_dict(cls, values: dict[str, Any]) -> ModelSpec:
         """The inverse of `to_dict`; an unknown field raises `ValueError` naming it."""
         spec = cls()
         assign(spec, values, "model")

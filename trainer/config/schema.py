@@ -7,7 +7,7 @@ This module imports no torch, so that `--cfg job` and typos answer at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 from trainer.config.fields import option
 from trainer.config.model import ModelSpec
@@ -25,7 +25,7 @@ class RunConfig:
 
 @dataclass
 class ModelConfig(ModelSpec):
-    from_hf: Optional[str] = option(
+    from_hf: str | None = option(
         None,
         "folder with config.json and safetensors of a transformers model: its architecture "
         "replaces the other model fields, its weights are where training starts",
@@ -41,9 +41,9 @@ class SourceConfig:
         "the running interpreter's own library, local files, a hub name, or ready-made token files",
         ("stdlib", "text", "jsonl", "parquet", "hub", "tokens"),
     )
-    path: Optional[str] = option(None, "file, folder or glob (text, jsonl, parquet, tokens) or hub name (hub)")
+    path: str | None = option(None, "file, folder or glob (text, jsonl, parquet, tokens) or hub name (hub)")
     field: str = option("text", "column that holds the text (jsonl, parquet, hub)")
-    subset: Optional[str] = option(None, "hub configuration name")
+    subset: str | None = option(None, "hub configuration name")
     split: str = option("train", "hub split")
     streaming: bool = option(False, "read from the hub while training instead of downloading first")
     limit: int = option(0, "read at most this many documents; 0 means all", unit="documents")
@@ -76,10 +76,10 @@ class BatchConfig:
     """Two of the sizes are enough: global = micro x accumulation x data-parallel ranks."""
 
     sequence_length: int = option(512, "tokens per sequence", unit="tokens")
-    global_size: Optional[int] = option(None, "sequences per optimizer step over all ranks", unit="sequences")
-    global_tokens: Optional[int] = option(None, "the same in tokens: global_size x sequence_length", unit="tokens")
-    micro_size: Optional[int] = option(None, "sequences per rank in one forward pass", unit="sequences")
-    accumulation: Optional[int] = option(None, "micro-batches per optimizer step")
+    global_size: int | None = option(None, "sequences per optimizer step over all ranks", unit="sequences")
+    global_tokens: int | None = option(None, "the same in tokens: global_size x sequence_length", unit="tokens")
+    micro_size: int | None = option(None, "sequences per rank in one forward pass", unit="sequences")
+    accumulation: int | None = option(None, "micro-batches per optimizer step")
 
 
 @dataclass
@@ -97,7 +97,7 @@ class ZeroConfig:
         "data parallelism alone",
         ("torch", "deepspeed"),
     )
-    nvme: Optional[str] = option(
+    nvme: str | None = option(
         None, "deepspeed, stage 3: folder on a local disk, in which parameters and optimizer state live instead"
     )
     deepspeed: dict[str, Any] = option(
@@ -114,10 +114,10 @@ class PipelineConfig:
         "gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v, greedy (planned from the "
         "layers' costs), auto (measures the layers, then chooses), or the path of a CSV file in torch's notation",
     )
-    chunks: Optional[int] = option(
+    chunks: int | None = option(
         None, "stages on each rank; null means what the schedule wants (2 for interleaved)", unit="stages"
     )
-    group_size: Optional[int] = option(
+    group_size: int | None = option(
         None,
         "interleaved: micro-batches that pass a stage before the rank turns to its next one; null means parallel.pp",
         unit="micro-batches",
@@ -127,7 +127,7 @@ class PipelineConfig:
         "layers of each stage: balanced (by cost, embedding and head counted), even (by number), or a list "
         "such as [9, 8, 8, 7]",
     )
-    memory_cap: Optional[float] = option(
+    memory_cap: float | None = option(
         None,
         "greedy, auto: largest number of micro-batches whose activations a rank keeps; null means "
         "parallel.pp for greedy, and what the device holds for auto",
@@ -146,7 +146,7 @@ class HopConfig:
         "steps are measurably faster with it)",
         ("none", "bf16", "int8", "int4", "fp8", "auto"),
     )
-    block: Optional[int] = option(
+    block: int | None = option(
         None,
         "neighbouring elements that share a scale, a power of two; null means 256, and 128 for int4",
         unit="elements",
@@ -197,11 +197,9 @@ class ParallelConfig:
 class TypePolicy:
     """How parameters of one type are optimised."""
 
-    optimizer: Optional[str] = option(
-        None, "optimizer of this type; null means optimizer.name", ("adamw", "lion", "sgd")
-    )
+    optimizer: str | None = option(None, "optimizer of this type; null means optimizer.name", ("adamw", "lion", "sgd"))
     state_dtype: str = option("fp32", "type that the optimizer's moments are kept in", ("fp32", "bf16"))
-    weight_decay: Optional[float] = option(None, "decoupled weight decay; null means optimizer.weight_decay")
+    weight_decay: float | None = option(None, "decoupled weight decay; null means optimizer.weight_decay")
     lr_scale: float = option(1.0, "factor on the learning rate")
     quantise: bool = option(True, "gradients may be quantised on their way (parallel.grad_comm)")
 
@@ -335,7 +333,7 @@ class GuardConfig:
 class WandbConfig:
     enabled: bool = option(False, "log to Weights & Biases; offline where no key is set")
     project: str = option("trainer", "project")
-    entity: Optional[str] = option(None, "entity")
+    entity: str | None = option(None, "entity")
     tags: list[str] = option([], "tags")
 
 

@@ -22,23 +22,23 @@ from trainer.planning.batch import BatchPlan
 class Batch:
     """One micro-batch.
 
-    tokens, targets: int64 [micro, length]; a target is `IGNORE` where there is none. documents: int32 [micro, length], the
-    number within its sequence of each token's document, or None where attention is not to be masked. ids: "source:index".
-    """
+    tokens, targets: int64 [micro, length]; a target is `IGNORE` where there is none. documents: int32 [micro, length],
+    the number within its sequence of each token's document, or None where attention is not to be masked. ids:
+    "source:index"."""
 
     tokens: Tensor
     targets: Tensor
     documents: Tensor | None
     ids: list[str]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def pin(self) -> "Batch":
+    def pin(self) -> Batch:
         """In page-locked memory, from which copies to a GPU need not block."""
         return self._each(Tensor.pin_memory)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         documents = None if self.documents is None else change(self.documents)
         return Batch(change(self.tokens), change(self.targets), documents, self.ids)
 

@@ -156,7 +156,8 @@ def _tokenizer(config: Config, sources: list[Source]) -> Tokenizer:
         folder = Path(config.model.from_hf).expanduser()
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
             raise ConfigError(
-                f"model.from_hf={folder} holds no tokenizer; set data.tokenizer to the one that its weights were trained with"
+                f"model.from_hf={folder} holds no tokenizer; set data.tokenizer to the one that its weights were "
+                "trained with"
             )
         return load_tokenizer(folder)
     texts = [source for source in sources if source.config.kind != "tokens"]

@@ -207,7 +207,7 @@ def find_files(name: str, source: SourceConfig) -> list[str]:
                 and not os.path.basename(entry).startswith(".")
                 and os.path.isfile(entry)
             ]
-            hint = f"the folder holds no file{f' that ends in ' + ', '.join(suffixes) if suffixes else ''}"
+            hint = f"the folder holds no file{' that ends in ' + ', '.join(suffixes) if suffixes else ''}"
         else:
             found = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
             paths = [entry for entry in found if os.path.isfile(entry)]

@@ -1,8 +1,8 @@
 """The order of samples: a pure function of the seed and the sample's number in the run.
 
 Sample g of the run is sample n of one source; sources alternate in a fixed pattern that keeps to their weights, and
-within each epoch a source is read in an order of its own. Nothing has to be stored but g, and no number of ranks enters.
-"""
+within each epoch a source is read in an order of its own. Nothing has to be stored but g, and no number of ranks
+enters."""
 
 from __future__ import annotations
 

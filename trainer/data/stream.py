@@ -1,12 +1,13 @@
 """A hub data set read while training: packed in the order in which its documents arrive.
 
-What holds: sequence i of a stream depends on the stream, the tokenizer and the sequence length alone, not on ranks; so the
-position in samples is enough to resume under any plan. What does not: there is no shuffling beyond the hub's own order,
-every rank reads and tokenises the whole stream, and an epoch has no known length; when the stream ends, it starts again.
+What holds: sequence i of a stream depends on the stream, the tokenizer and the sequence length alone, not on ranks; so
+the position in samples is enough to resume under any plan. What does not: there is no shuffling beyond the hub's own
+order, every rank reads and tokenises the whole stream, and an epoch has no known length; when the stream ends, it
+starts again.
 
-Skipping to a position would mean to read up to it. Therefore the state of the reader is noted in the cache now and then,
-and a reader starts from the last note before its position; without notes (another machine) it reads from the start.
-"""
+Skipping to a position would mean to read up to it. Therefore the state of the reader is noted in the cache now and
+then, and a reader starts from the last note before its position; without notes (another machine) it reads from the
+start."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ NOTE_EVERY = 1024
 
 
 class StreamedSequences:
-    """Sequences of a stream; quick in rising order, and otherwise a matter of starting again. See `tokens.Sequences`."""
+    """Sequences of a stream; quick in rising order, and otherwise a matter of starting again. See
+    `tokens.Sequences`."""
 
     length = None
 

@@ -54,8 +54,8 @@ class Tokenizer:
         return self.backend.decode([int(token) for token in ids if token != self.end_id], skip_special_tokens=False)
 
     def save(self, folder: str | Path) -> None:
-        """Writes a folder that `transformers.AutoTokenizer.from_pretrained` opens. A tokenizer that is not from transformers is written
-        without it, since importing it takes every run's start a second."""
+        """Writes a folder that `transformers.AutoTokenizer.from_pretrained` opens. A tokenizer that is not from
+        transformers is written without it, since importing it takes every run's start a second."""
         if self._original is not None:
             self._original.save_pretrained(str(folder))
             return
@@ -91,7 +91,8 @@ def byte_tokenizer() -> ByteTokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE (Radford et al., GPT-2) of at most `vocab_size` tokens, at least the 256 bytes and the end mark."""
+    """A byte-level BPE (Radford et al., GPT-2) of at most `vocab_size` tokens, at least the 256 bytes and the end
+    mark."""
     backend = Backend(models.BPE())
     _byte_level(backend)
     backend.train_from_iterator(

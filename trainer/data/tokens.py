@@ -29,7 +29,8 @@ class Sequences(Protocol):
     length: int | None
 
     def get(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens (int64) and the number within the sequence of each one's document (int32), [sequence_length + 1] each."""
+        """Tokens (int64) and the number within the sequence of each one's document (int32), [sequence_length + 1]
+        each."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Piece:
     offset: int
     length: int
 
-    def cut(self, at: int) -> tuple["Piece", "Piece"]:
+    def cut(self, at: int) -> tuple[Piece, Piece]:
         """The first `at` tokens, and the rest."""
         rest = self.offset + at * np.dtype(self.dtype).itemsize
         return Piece(self.path, self.dtype, self.offset, at), Piece(self.path, self.dtype, rest, self.length - at)
@@ -60,9 +61,8 @@ class Piece:
 class Packed:
     """The tokens of several pieces one after the other, cut into sequences with random access.
 
-    Sequence i is tokens [i x length, (i + 1) x length], ends included: the last token, which only serves as a target, is
-    the first of the next sequence.
-    """
+    Sequence i is tokens [i x length, (i + 1) x length], ends included: the last token, which only serves as a target,
+    is the first of the next sequence."""
 
     def __init__(self, name: str, pieces: list[Piece], end_id: int, vocab_size: int, sequence_length: int):
         self.name, self.pieces, self.end_id = name, pieces, end_id
@@ -137,7 +137,8 @@ def open_token_file(name: str, source: SourceConfig, path: str, vocab_size: int)
 
 
 def hold_out_tail(piece: Piece, fraction: float, end_id: int) -> tuple[Piece, Piece]:
-    """Training and held-out part of a ready-made file: cut at a document's start, next to the last `fraction` of tokens.
+    """Training and held-out part of a ready-made file: cut at a document's start, next to the last `fraction` of
+    tokens.
 
     A file that is all one document is trained on whole.
     """
@@ -157,7 +158,8 @@ def hold_out_tail(piece: Piece, fraction: float, end_id: int) -> tuple[Piece, Pi
 
 
 def file_digest(piece: Piece) -> str:
-    """Identifies a ready-made file by its length and 64 samples of it, so that a terabyte costs no more than a megabyte."""
+    """Identifies a ready-made file by its length and 64 samples of it, so that a terabyte costs no more than a
+    megabyte."""
     tokens = piece.map() if piece.length else np.empty(0)
     seen = hashlib.blake2b(str(piece.length).encode(), digest_size=16)
     for start in np.linspace(0, max(0, piece.length - 4096), 64, dtype=np.int64):

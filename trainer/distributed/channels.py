@@ -1,8 +1,8 @@
 """Transfers between the ranks of one pipeline, and what they tell each other when one of them fails.
 
 Every directed pair of ranks has a communicator of its own. NCCL runs what shares a communicator one after the other, in
-the order of posting: on a shared one, a receive that waits for its sender would hold up the sends and receives behind it,
-and two ranks that each wait so for the other would never go on.
+the order of posting: on a shared one, a receive that waits for its sender would hold up the sends and receives behind
+it, and two ranks that each wait so for the other would never go on.
 
 The communicators are made on the store, not by `dist.new_group`: that makes one out of the default group with all its
 ranks taking part (NCCL, once that group has a device), or names it by how many groups a rank has seen, which differs
@@ -30,7 +30,8 @@ _numbers = itertools.count()
 
 
 class PipelineError(RuntimeError):
-    """A step cannot be finished, because of a failure here or on another rank of the pipeline, which the message names."""
+    """A step cannot be finished, because of a failure here or on another rank of the pipeline, which the message
+    names."""
 
 
 class PeerError(PipelineError):
@@ -54,9 +55,8 @@ def edges(placement: tuple[int, ...]) -> set[Edge]:
 class Channels:
     """Point-to-point transfers of one pipeline; messages of an edge arrive in the order in which they were sent.
 
-    ranks: by pipeline rank, the rank of the whole run. store: where the ranks find each other; the default process group's
-    if None. All ranks of the pipeline construct, extend and close it together.
-    """
+    ranks: by pipeline rank, the rank of the whole run. store: where the ranks find each other; the default process
+    group's if None. All ranks of the pipeline construct, extend and close it together."""
 
     def __init__(
         self,
@@ -96,7 +96,8 @@ class Channels:
                     self.recv(torch.Size([1]), torch.float32, edge[0]).wait()
 
     def send(self, tensor: Tensor, destination: int) -> None:
-        """Starts to send `tensor` to pipeline rank `destination`; it is kept, and must not be changed, until it has gone."""
+        """Starts to send `tensor` to pipeline rank `destination`; it is kept, and must not be changed, until it has
+        gone."""
         link = self._links[self.rank, destination]
         tensor = tensor.detach().contiguous()
         try:
@@ -161,7 +162,8 @@ class Channels:
 
 @dataclass
 class _Link:
-    """One end of an edge. Tags count its messages: gloo then matches them in order, as NCCL, which knows no tags, does."""
+    """One end of an edge. Tags count its messages: gloo then matches them in order, as NCCL, which knows no tags,
+    does."""
 
     backend: dist.distributed_c10d.Backend
     messages: int = 0
@@ -195,7 +197,8 @@ class Pending:
 
 
 class Failures:
-    """What the first rank that failed said about it. The others only see that their transfers break, so they look here."""
+    """What the first rank that failed said about it. The others only see that their transfers break, so they look
+    here."""
 
     def __init__(self, store: dist.Store):
         self._store = store

@@ -13,13 +13,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 @dataclass
 class Fragment:
-    """Elements `start` and following, in row-major order, of a rank's rectangular part of a tensor, as DeepSpeed shares a
-    parameter out: without regard to rows.
+    """Elements `start` and following, in row-major order, of a rank's rectangular part of a tensor, as DeepSpeed shares
+    a parameter out: without regard to rows.
 
     values: [elements], flat; part: shape of the rectangle; offset: where that begins in the whole; shape: of the whole.
-    counted: whether this rank's copy is the one that is counted and saved where others hold the same rectangle, which they
-    may have cut elsewhere. grad: of the same elements, or None.
-    """
+    counted: whether this rank's copy is the one that is counted and saved where others hold the same rectangle, which
+    they may have cut elsewhere. grad: of the same elements, or None."""
 
     values: Tensor
     start: int
@@ -81,9 +80,8 @@ def _rectangles(values: Tensor, start: int, shape: torch.Size) -> Iterator[tuple
 def extent(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
     """Shape of what this rank holds of a tensor, and where in the whole it begins.
 
-    A dimension that tensor parallelism and then sharding have cut is marked as strided by FSDP. torch's own function counts
-    such parts as if they were cut the other way round, which differs where sizes do not divide.
-    """
+    A dimension that tensor parallelism and then sharding have cut is marked as strided by FSDP. torch's own function
+    counts such parts as if they were cut the other way round, which differs where sizes do not divide."""
     size, first, mesh = list(tensor.shape), [0] * tensor.dim(), tensor.device_mesh
     for dimension in sorted(
         range(mesh.ndim), key=lambda dimension: isinstance(tensor.placements[dimension], _StridedShard)

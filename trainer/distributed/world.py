@@ -43,7 +43,8 @@ class World:
     data: DeviceMesh
     """The ranks that see different data: replicate x shard as one dimension."""
     timeout: datetime.timedelta
-    """After which communication fails on its own. It has to outlast what a rank may keep the others waiting for, such as compiling."""
+    """After which communication fails on its own. It has to outlast what a rank may keep the others waiting for, such
+    as compiling."""
 
     @property
     def pipeline(self) -> list[int]:
@@ -56,7 +57,8 @@ class World:
 
     @property
     def speaks_for_data(self) -> bool:
-        """Whether this rank is the one that counts its data-parallel rank's batch, which the ranks of all other dimensions share."""
+        """Whether this rank is the one that counts its data-parallel rank's batch, which the ranks of all other
+        dimensions share."""
         return all(self.place(name) == 0 for name in self.mesh.mesh_dim_names if name not in ("replicate", "shard"))
 
     def sum_all(self, values: torch.Tensor) -> torch.Tensor:
@@ -91,8 +93,8 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def join(shape: Mapping[str, int], device: torch.device, timeout: float = 1200.0) -> World:
-    """Starts torch.distributed (NCCL on GPUs, gloo on CPUs) unless it runs, and builds a mesh of `shape`: sizes of its dimensions by
-    name, the fastest last (`Plan.mesh`). timeout: of communication, in seconds.
+    """Starts torch.distributed (NCCL on GPUs, gloo on CPUs) unless it runs, and builds a mesh of `shape`: sizes of its
+    dimensions by name, the fastest last (`Plan.mesh`). timeout: of communication, in seconds.
 
     A plain `python -m trainer` is a world of one and needs no rendezvous.
     """

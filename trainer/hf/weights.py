@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open

@@ -1,9 +1,8 @@
 """Triton kernels that quantise blocks of a gradient, with the bits of the torch code in `parallel/compress/codec.py`.
 
-One pass over the gradient gathers blocks from where they lie, adds what earlier steps left out, rotates, quantises, packs,
-and keeps what is left out now; one pass over the received bytes decodes, sums, rotates back and writes to where blocks lie.
-A program takes `TILE` blocks in two halves, which int4 packs into one byte.
-"""
+One pass over the gradient gathers blocks from where they lie, adds what earlier steps left out, rotates, quantises,
+packs, and keeps what is left out now; one pass over the received bytes decodes, sums, rotates back and writes to where
+blocks lie. A program takes `TILE` blocks in two halves, which int4 packs into one byte."""
 
 from __future__ import annotations
 
@@ -86,8 +85,8 @@ def _pack(
     DECAY: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Encodes row `program_id(1)`. flat: any float type; starts, lengths: of blocks [rows x count]; scales, codes: fp32 and
-    byte pointers to the payload's first scale and code, rows `row_bytes` apart; kept, left: errors before and after
+    """Encodes row `program_id(1)`. flat: any float type; starts, lengths: of blocks [rows x count]; scales, codes: fp32
+    and byte pointers to the payload's first scale and code, rows `row_bytes` apart; kept, left: errors before and after
     ([rows x count x BLOCK], fp32 or int8 with scales); unit: what errors are multiples of, a pointer."""
     tile, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     HALF: tl.constexpr = BLOCK // 2
@@ -178,8 +177,8 @@ def _unpack(
     FACTOR: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Sums over senders what they encoded of row `program_id(1)`, in their order, and writes it to where its blocks lie in
-    `flat`. Payloads of senders are `rows` rows apart."""
+    """Sums over senders what they encoded of row `program_id(1)`, in their order, and writes it to where its blocks lie
+    in `flat`. Payloads of senders are `rows` rows apart."""
     tile, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     HALF: tl.constexpr = BLOCK // 2
     block = tile * TILE + tl.arange(0, TILE)
@@ -224,9 +223,8 @@ def _unpack(
 class Form:
     """How blocks are encoded. kind: bf16, int8, int4 or fp8; block: elements of one; largest: magnitude of a code.
 
-    hadamard: elements of a rotated run, 0 for none; factor: what a rotation is multiplied with; stochastic: whether codes are
-    rounded at random; scale_bytes: where codes begin in a row of the payload, behind the scales.
-    """
+    hadamard: elements of a rotated run, 0 for none; factor: what a rotation is multiplied with; stochastic: whether
+    codes are rounded at random; scale_bytes: where codes begin in a row of the payload, behind the scales."""
 
     kind: str
     block: int
@@ -249,7 +247,8 @@ def pack(
     left: Sequence[Tensor | None] = (),
     unit: Tensor | None = None,
 ) -> None:
-    """Encodes the blocks of `flat` into `payload` [rows, row bytes]. table: where each block starts and how long it is [rows x count].
+    """Encodes the blocks of `flat` into `payload` [rows, row bytes]. table: where each block starts and how long it is
+    [rows x count].
 
     kept, left: errors before and after, and their scales; feedback: their kind; unit: what they are multiples of.
     """

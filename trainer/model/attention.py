@@ -1,14 +1,15 @@
 """Scaled dot-product attention with causal, sliding-window and document masks.
 
 Plain causal attention goes to `scaled_dot_product_attention`, which picks the fastest kernel of the device. Windows,
-documents and soft caps go to FlexAttention on a GPU (a block mask, never N x N scores or masks) and to a dense mask on a CPU.
-"""
+documents and soft caps go to FlexAttention on a GPU (a block mask, never N x N scores or masks) and to a dense mask on
+a CPU."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F

@@ -1,9 +1,8 @@
 """Logical axes: what each dimension of a parameter means.
 
-Every parameter is declared with a name for each of its dimensions (`embed`, `heads`, `kv_heads`, `mlp`, `vocab`, ...) and
-a role. Layouts (tensor parallelism, sharding), optimizer groups and initial weights follow from these declarations; no
-other part of the project knows architectures.
-"""
+Every parameter is declared with a name for each of its dimensions (`embed`, `heads`, `kv_heads`, `mlp`, `vocab`, ...)
+and a role. Layouts (tensor parallelism, sharding), optimizer groups and initial weights follow from these declarations;
+no other part of the project knows architectures."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ class ParameterInfo:
         return int(torch.Size(self.shape).numel())
 
     def tensor_dimension(self, ranks: int) -> int | None:
-        """The dimension that `ranks` tensor-parallel ranks cut, or None where each holds the whole: there is no such axis,
-        or there are fewer key-value heads than ranks."""
+        """The dimension that `ranks` tensor-parallel ranks cut, or None where each holds the whole: there is no such
+        axis, or there are fewer key-value heads than ranks."""
         dimension = next((dimension for dimension, axis in enumerate(self.axes) if axis in TENSOR_AXES), None)
         return None if dimension == 0 and self.axes[0] == "kv_heads" and self.units % ranks else dimension
 

@@ -1,14 +1,13 @@
 """Initial weights as a function of (seed, global parameter name) alone.
 
-Each parameter is drawn whole from its own generator and then sliced to what the rank holds, so every plan and world size
-starts from the same bits (on the same kind of device).
-"""
+Each parameter is drawn whole from its own generator and then sliced to what the rank holds, so every plan and world
+size starts from the same bits (on the same kind of device)."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from functools import partial
-from typing import Callable
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +52,8 @@ def initial_value(spec: ModelSpec, seed: int, name: str, info: ParameterInfo, de
 
 @torch.no_grad()
 def fill(model: nn.Module, value: Weights) -> None:
-    """Sets every parameter, sharded or not, from whole tensors; also fills the buffers. Every rank passes the same values."""
+    """Sets every parameter, sharded or not, from whole tensors; also fills the buffers. Every rank passes the same
+    values."""
     infos = parameter_infos(model)
     for name, parameter in model.named_parameters():
         whole = value(name, infos[name]).to(parameter.device)

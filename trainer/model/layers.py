@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +99,8 @@ class Norm(Declared):
         return F.rms_norm(x, (self.width,), weight, self.eps)
 
     def normalise_split(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same where each rank holds a part of the normalised dimension; equal parts of several ranks count alike."""
+        """The same where each rank holds a part of the normalised dimension; equal parts of several ranks count
+        alike."""
         elements = x.shape[-1] * self.group.size
         if self.kind == "layer":
             x = x - Sum.apply(self.group, x.sum(-1, keepdim=True)) / elements
@@ -139,7 +140,8 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the leading dimensions of each head, pairing dimension i with i + size / 2. x: [batch, heads, length, head_dim]."""
+    """Rotates the leading dimensions of each head, pairing dimension i with i + size / 2. x: [batch, heads, length,
+    head_dim]."""
     half = cos.shape[-1]
     first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
@@ -173,8 +175,8 @@ class Attention(nn.Module):
             )
 
     def forward(self, x: Tensor, shape: tuple[int, int], rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
-        """x: [tokens, width], this rank's tokens of a micro-batch of `shape` (batch, length); rotation: cos and sin of the
-        positions (rope); mask: see `attention.build_mask`."""
+        """x: [tokens, width], this rank's tokens of a micro-batch of `shape` (batch, length); rotation: cos and sin of
+        the positions (rope); mask: see `attention.build_mask`."""
         query, key, value = project(x, self.q, self.k, self.v)
         if self.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
@@ -209,8 +211,8 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer. `recompute` calls the body and decides what backward finds saved; `run` may be a compiled version
-    of it. Neither wraps the module, so that names stay global."""
+    """One decoder layer. `recompute` calls the body and decides what backward finds saved; `run` may be a compiled
+    version of it. Neither wraps the module, so that names stay global."""
 
     def __init__(self, spec: LayerSpec, width: int, parallel_residual: bool):
         super().__init__()

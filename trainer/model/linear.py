@@ -1,16 +1,16 @@
-"""The matrix products of linear layers: on one rank or split over a tensor-parallel group, with weight gradients that can
-be put off.
+"""The matrix products of linear layers: on one rank or split over a tensor-parallel group, with weight gradients that
+can be put off.
 
-Under tensor parallelism the input of a column-parallel product is gathered before it and the output of a row-parallel one
-reduce-scattered after it. Backward gathers the input again instead of keeping it, so that a layer keeps 1/t of everything
-(Korthikanti et al., arXiv 2205.05198, section 4.2.2); the gather runs behind the input gradient's product, and the
-reduce-scatter of the input gradient behind the weight gradients'.
+Under tensor parallelism the input of a column-parallel product is gathered before it and the output of a row-parallel
+one reduce-scattered after it. Backward gathers the input again instead of keeping it, so that a layer keeps 1/t of
+everything (Korthikanti et al., arXiv 2205.05198, section 4.2.2); the gather runs behind the input gradient's product,
+and the reduce-scatter of the input gradient behind the weight gradients'.
 
 Zero-bubble schedules compute weight gradients apart from the rest of backward (Qi et al., arXiv 2401.10241). Here the
-linear layer itself puts them off, which needs no walk of the autograd graph and no second recompute, and keeps no more than
-the product's two factors. Its backward is then an operator of its own (`trainer::columns_backward`, `rows_backward`): to the
-compiler it returns the input's gradient, and what it leaves aside is not the compiler's business.
-"""
+linear layer itself puts them off, which needs no walk of the autograd graph and no second recompute, and keeps no more
+than the product's two factors. Its backward is then an operator of its own (`trainer::columns_backward`,
+`rows_backward`): to the compiler it returns the input's gradient, and what it leaves aside is not the compiler's
+business."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from trainer.distributed.collectives import TensorGroup
 
 
 class DeferredGrads:
-    """Weight gradients that backward has put off. While `active`, linear layers leave theirs here; else they compute them
-    at once."""
+    """Weight gradients that backward has put off. While `active`, linear layers leave theirs here; else they compute
+    them at once."""
 
     def __init__(self) -> None:
         self.active = False
@@ -41,7 +41,8 @@ class DeferredGrads:
         self.pending.append((weights, start, finish))
 
     def take(self) -> Callable[[], None]:
-        """A closure that computes and accumulates what has been put off so far; the collectives run one product ahead."""
+        """A closure that computes and accumulates what has been put off so far; the collectives run one product
+        ahead."""
         pending, self.pending = self.pending, deque()
 
         @torch.no_grad()
@@ -74,8 +75,8 @@ _numbers = itertools.count()
 
 
 def number_layer(layer: Deferring) -> Tensor:
-    """A number by which the operators find a layer, as a tensor: a plain number would make the compiler treat every layer as
-    another program."""
+    """A number by which the operators find a layer, as a tensor: a plain number would make the compiler treat every
+    layer as another program."""
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor(number, device="cpu")
@@ -183,7 +184,8 @@ class Columns(torch.autograd.Function):
 
 
 class Rows(torch.autograd.Function):
-    """x W^T summed over the group. x: [tokens, inputs / t]; weight: [outputs, inputs / t]; result: [tokens / t, outputs].
+    """x W^T summed over the group. x: [tokens, inputs / t]; weight: [outputs, inputs / t]; result: [tokens / t,
+    outputs].
 
     number: of the layer, where its weight gradient may be put off."""
 
@@ -226,6 +228,6 @@ def rows(x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup, num
 
 
 def apart(weights: Sequence[Tensor], numbers: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The weights to multiply with. Where their gradients come by another way, the autograd graph has no edge to them, or
-    backward would send zeros along it."""
+    """The weights to multiply with. Where their gradients come by another way, the autograd graph has no edge to them,
+    or backward would send zeros along it."""
     return [weight.detach() for weight in weights] if numbers else weights

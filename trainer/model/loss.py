@@ -1,15 +1,15 @@
 """The output projection and the cross-entropy in one step, with gradients of the logits written over the logits.
 
-Plain autograd keeps the logits, their fp32 copy, the log-softmax and its gradient: 14 bytes for each token and vocabulary
-entry. Here the logits exist once, in the compute type, and become their own gradient chunk by chunk. Where ranks share the
-vocabulary each computes its own logits, and two numbers a token are exchanged.
-"""
+Plain autograd keeps the logits, their fp32 copy, the log-softmax and its gradient: 14 bytes for each token and
+vocabulary entry. Here the logits exist once, in the compute type, and become their own gradient chunk by chunk. Where
+ranks share the vocabulary each computes its own logits, and two numbers a token are exchanged."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class LossSettings:
-    """soft_cap: of the logits, 0 for none; z_loss: factor of the squared log-normaliser; chunk: tokens whose fp32 logits
-    exist at a time, 0 for all; compiled: whether chunks run compiled."""
+    """soft_cap: of the logits, 0 for none; z_loss: factor of the squared log-normaliser; chunk: tokens whose fp32
+    logits exist at a time, 0 for all; compiled: whether chunks run compiled."""
 
     soft_cap: float = 0.0
     z_loss: float = 0.0
@@ -34,10 +34,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of `hidden @ weight.T` against targets.
 
     hidden: [tokens / t, width]; weight: [vocab / t, width], rows from `start` on of the whole; targets: int [tokens],
-    IGNORE where there is none. Returns two fp32 scalars, both sums over the tokens that have a target: the objective (with
-    z-loss), which is differentiable, and the cross-entropy alone; equal on all ranks of `group`. The gradients are exact,
-    not recomputed.
-    """
+    IGNORE where there is none. Returns two fp32 scalars, both sums over the tokens that have a target: the objective
+    (with z-loss), which is differentiable, and the cross-entropy alone; equal on all ranks of `group`. The gradients
+    are exact, not recomputed."""
 
     @staticmethod
     def forward(
@@ -83,8 +82,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, gradient = ctx.saved_tensors
         group = ctx.group
         whole = hidden if group is None else group.gather(hidden)
-        # The scalar (1 / valid tokens) is applied in fp32, or its rounding would be a factor on every gradient; and to the
-        # small factor of the second product, which under fp16 then stays in range.
+        # The scalar (1 / valid tokens) is applied in fp32, or its rounding would be a factor on every gradient; and to
+        # the small factor of the second product, which under fp16 then stays in range.
         to_hidden = ((gradient @ weight).to(scale.dtype) * scale).to(hidden.dtype)
         if group is not None:
             whole, to_hidden = group.wait(whole), group.scatter_sum(to_hidden)
@@ -99,8 +98,8 @@ def capped(logits: Tensor, soft_cap: float) -> Tensor:
 
 
 def loss_statistics(logits: Tensor, index: Tensor, soft_cap: float) -> Tensor:
-    """Of each token the log-normaliser over these logits [tokens, vocab / t], and the score at `index` or 0 where that is
-    not among them: [2, tokens]."""
+    """Of each token the log-normaliser over these logits [tokens, vocab / t], and the score at `index` or 0 where that
+    is not among them: [2, tokens]."""
     scores = capped(logits, soft_cap)
     here = torch.arange(logits.shape[1], device=logits.device) == index[:, None]
     return torch.stack([torch.logsumexp(scores, -1), torch.where(here, scores, 0).sum(-1)])
@@ -109,7 +108,8 @@ def loss_statistics(logits: Tensor, index: Tensor, soft_cap: float) -> Tensor:
 def loss_gradient(
     logits: Tensor, index: Tensor, valid: Tensor, normalizer: Tensor, soft_cap: float, z_loss: float
 ) -> Tensor:
-    """The gradient of the objective with respect to `logits` [tokens, vocab / t], given the normaliser of all of them."""
+    """The gradient of the objective with respect to `logits` [tokens, vocab / t], given the normaliser of all of
+    them."""
     scores = capped(logits, soft_cap)
     gradient = torch.exp(scores - normalizer[:, None]) * (1 + 2 * z_loss * normalizer[:, None])
     gradient = torch.where(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,8 +49,8 @@ class Head(Declared):
         self.declare("weight", (spec.vocab_size, spec.width), ("vocab", "embed"), "head")
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
-        """x: [tokens, width]; targets: [tokens] or None. Logits are [tokens, vocab]; where ranks share the vocabulary, this
-        rank's part of it."""
+        """x: [tokens, width]; targets: [tokens] or None. Logits are [tokens, vocab]; where ranks share the vocabulary,
+        this rank's part of it."""
         weight = self.local("weight")
         if targets is None:
             (logits,) = columns(x, [weight], [None], self.group)
@@ -61,8 +62,8 @@ class Head(Declared):
 
 
 def part_start(size: int, group: TensorGroup) -> int:
-    """Where the part of rank `group.rank` begins when `size` rows are cut as DTensors are: into equal parts, the last ones
-    smaller."""
+    """Where the part of rank `group.rank` begins when `size` rows are cut as DTensors are: into equal parts, the last
+    ones smaller."""
     return min(size, group.rank * -(-size // group.size))
 
 
@@ -108,7 +109,7 @@ class Transformer(nn.Module):
         if self.spec.tied and self.last:
             self.head.weight = self.embedding.weight
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> "Transformer":
+    def _apply(self, fn: Callable, recurse: bool = True) -> Transformer:
         # Leaving the meta device, torch gives every module a parameter of its own, which would untie the head.
         super()._apply(fn, recurse)
         self.tie()

@@ -35,7 +35,8 @@ class _Pending:
 
 
 class Moment:
-    """A point in time on the device's own clock (an event in its queue of work), or on the host's where there is no GPU."""
+    """A point in time on the device's own clock (an event in its queue of work), or on the host's where there is no
+    GPU."""
 
     def __init__(self, device: torch.device):
         self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -74,7 +75,8 @@ class DeferredScalars:
             self._last = Moment(self.device)
 
     def push(self, step: int, tensors: dict[str, Tensor], host: dict[str, Any] | None = None) -> None:
-        """Takes a step's tensors (0-d, or 1-D vectors, on the device, already reduced over ranks) and what the host knows."""
+        """Takes a step's tensors (0-d, or 1-D vectors, on the device, already reduced over ranks) and what the host
+        knows."""
         values = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors.values()])
         if values.is_cuda:
             pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -1,8 +1,8 @@
-"""What a process knows of where it stands: torch's flight recorder, the line that its main thread is at, the stacks of all threads.
+"""What a process knows of where it stands: torch's flight recorder, the line that its main thread is at, the stacks of
+all threads.
 
-The recorder keeps the last collectives of a process with the source lines that called them. The little of it that tells who
-waits for whom is plain data, to be compared among ranks (`waits`).
-"""
+The recorder keeps the last collectives of a process with the source lines that called them. The little of it that tells
+who waits for whom is plain data, to be compared among ranks (`waits`)."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ ENTRIES = 2000
 """Collectives that the recorder keeps."""
 
 Groups = dict[str, dict[str, Any]]
-"""By name of a process group: desc, ranks (of the whole run), entered (how many collectives this rank has entered), and of the
-first one that has not ended number, what (operation and tensors) and at (source lines), if there is one."""
+"""By name of a process group: desc, ranks (of the whole run), entered (how many collectives this rank has entered), and
+of the first one that has not ended number, what (operation and tensors) and at (source lines), if there is one."""
 
 
 def enable(folder: Path) -> None:
-    """Switches the recorder on for process groups that are made from now on; NCCL's own timeout writes it to `folder`, if that
-    exists by then, as well. What the environment says already stays."""
+    """Switches the recorder on for process groups that are made from now on; NCCL's own timeout writes it to `folder`,
+    if that exists by then, as well. What the environment says already stays."""
     for name, value in (
         ("TORCH_FR_BUFFER_SIZE", ENTRIES),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", 1),
@@ -49,8 +49,8 @@ def enable(folder: Path) -> None:
 
 
 def dumps(stacks: bool) -> dict[str, bytes]:
-    """What torch has recorded in this process, pickled, by name of the recorder: NCCL's, or that of other backends. The first one with
-    source lines takes a second of computing, for torch reads symbols then."""
+    """What torch has recorded in this process, pickled, by name of the recorder: NCCL's, or that of other backends. The
+    first one with source lines takes a second of computing, for torch reads symbols then."""
     names = {"nccl_trace": "_dump_nccl_trace", "fr_trace": "_dump_fr_trace"}
     found = {name: getattr(torch._C._distributed_c10d, dump, None) for name, dump in names.items()}
     return {name: dump(includeStackTraces=stacks) for name, dump in found.items() if dump is not None}
@@ -65,7 +65,8 @@ def recorded(recorder: str, dump: bytes) -> Groups:
 
 
 def summary(dump: dict[str, Any], members: dict[str, list[int]]) -> Groups:
-    """A recorder's dump by process group. members: the ranks of groups that torch keeps by name, which gloo's recorder leaves out."""
+    """A recorder's dump by process group. members: the ranks of groups that torch keeps by name, which gloo's recorder
+    leaves out."""
     groups: Groups = {}
     said = {
         name: [int(rank) for rank in re.findall(r"\d+", group["ranks"])]
@@ -93,8 +94,8 @@ def summary(dump: dict[str, Any], members: dict[str, list[int]]) -> Groups:
 
 
 def lines(frames: Iterable[tuple[str, int, str]]) -> str:
-    """The project's own lines of a stack, the innermost first; of a stack without any, as of FSDP in autograd's thread, the innermost
-    that is none of torch's wrappers of collectives."""
+    """The project's own lines of a stack, the innermost first; of a stack without any, as of FSDP in autograd's thread,
+    the innermost that is none of torch's wrappers of collectives."""
     frames = list(frames)
     own = [(file.removeprefix(PROJECT), line, name) for file, line, name in frames if file.startswith(PROJECT)]
     callers = [frame for frame in frames if not frame[0].endswith(WRAPPERS)] or frames
@@ -114,8 +115,8 @@ def _frames(frame: Any) -> Iterator[tuple[str, int, str]]:
 
 
 def waits(everyone: dict[int, Groups]) -> list[str]:
-    """Which collectives ranks wait in, and which ranks have not entered them, a line each and the latter first; from what ranks
-    have recorded."""
+    """Which collectives ranks wait in, and which ranks have not entered them, a line each and the latter first; from
+    what ranks have recorded."""
     found: dict[tuple[str, int, str], list[int]] = {}
     for rank, groups in everyone.items():
         for name, group in groups.items():
@@ -129,7 +130,10 @@ def waits(everyone: dict[int, Groups]) -> list[str]:
         ]
         silent = [rank for rank in absent if rank not in everyone]
         places = dict.fromkeys(at for rank in inside if (at := everyone[rank][name]["at"]))
-        text = f"{ranks(inside)} in {what} (number {number} of {group['desc'] or name}){' at ' if places else ''}{' and '.join(places)}"
+        text = (
+            f"{ranks(inside)} in {what} (number {number} of "
+            f"{group['desc'] or name}){' at ' if places else ''}{' and '.join(places)}"
+        )
         for some, verb in ((sorted(set(absent) - set(silent)), "did not enter"), (silent, "may not have entered")):
             text += f", which {ranks(some)} {verb}" if some else ""
         texts.append((not absent, text))

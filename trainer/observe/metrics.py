@@ -31,9 +31,11 @@ METRICS: dict[str, str] = {
     "data_seconds": "mean time that a step waited for its batch since the last logged one, in seconds",
     "eta_seconds": "time left for the remaining steps at the mean pace of recent ones, in seconds",
     "bubble": "share of the step in which pipeline ranks wait for each other, 0 to 1",
-    "straggler": "time in forward passes of the slowest rank, as a multiple of the median of the ranks with the same stages",
+    "straggler": "time in forward passes of the slowest rank, as a multiple of the median of the ranks with the same "
+    "stages",
     "straggler_rank": "that rank",
-    "comm/bytes_inner": "bytes of gradients that a rank sends in a step within its shard group on a node, the most of any rank; null "
+    "comm/bytes_inner": "bytes of gradients that a rank sends in a step within its shard group on a node, the most "
+    "of any rank; null "
     "without parallel.grad_comm",
     "comm/bytes_outer": "the same between replicas and between nodes",
     "loss_scale": "fp16 loss scale of this step",

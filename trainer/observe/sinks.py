@@ -15,9 +15,10 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 from urllib.parse import urlparse
 
 from rich.console import Console
@@ -83,7 +84,8 @@ class Logger:
             self._try(self._console, self._console.event, text)
 
     def close(self, status: str = "done", reason: str | None = None) -> None:
-        """Flushes and ends every sink. `status` is 'done', 'stopped' (saved, to be continued) or else a failure for `reason`."""
+        """Flushes and ends every sink. `status` is 'done', 'stopped' (saved, to be continued) or else a failure for
+        `reason`."""
         for sink in reversed(list(self._sinks)):  # the console last: the others may have something to say
             self._try(sink, partial(sink.close, reason=reason) if isinstance(sink, Status) else sink.close, status)
         self._sinks, self._console = [], None
@@ -168,9 +170,9 @@ class JsonLines:
 
 
 class Status:
-    """status.json: what has become of a run, for scripts that start it again: 'running', 'done', 'stopped' (saved, to be
-    continued) or 'failed' (with the reason, where one is known), with the last logged step and the number of them. What was killed
-    stays 'running'."""
+    """status.json: what has become of a run, for scripts that start it again: 'running', 'done', 'stopped' (saved, to
+    be continued) or 'failed' (with the reason, where one is known), with the last logged step and the number of them.
+    What was killed stays 'running'."""
 
     def __init__(self, folder: Path, resume_step: int, total: int):
         self.folder, self.step, self.total = folder, resume_step, total

@@ -9,7 +9,8 @@ from trainer.config import GuardConfig
 
 
 def slowest(seconds: Sequence[float], roles: Sequence[int]) -> tuple[float | None, int | None]:
-    """The largest of the ranks' times as a multiple of the median in its rank's role, and that rank; None where no rank has peers.
+    """The largest of the ranks' times as a multiple of the median in its rank's role, and that rank; None where no rank
+    has peers.
 
     seconds, roles: by rank. Of an even number the lower median counts: of two ranks, the other one's.
     """
@@ -30,7 +31,8 @@ class Stragglers:
         self.guard, self.rank, self.count = guard, -1, 0
 
     def add(self, share: float | None, rank: int | None) -> bool:
-        """Takes what `slowest` found in a logged step; True when it has been the same for guard.straggler_lines of them."""
+        """Takes what `slowest` found in a logged step; True when it has been the same for guard.straggler_lines of
+        them."""
         slow = share is not None and share >= self.guard.straggler_factor
         self.count = (self.count + 1 if rank == self.rank else 1) if slow else 0
         self.rank = rank if slow else -1

@@ -1,10 +1,9 @@
 """Ends a run that makes no progress, after saying which rank stands where, so that it can be started again.
 
-Each rank has two threads besides its training. One tells the others through the store, every few seconds, in which phase of which
-step its rank is, and learns from there whether one of them has given up. The other goes by the clock alone, since the store may
-be what hangs: it lives in a process of rank 0, or in torchrun. What ranks write down at the end goes to the run's folder, for the
-same reason.
-"""
+Each rank has two threads besides its training. One tells the others through the store, every few seconds, in which
+phase of which step its rank is, and learns from there whether one of them has given up. The other goes by the clock
+alone, since the store may be what hangs: it lives in a process of rank 0, or in torchrun. What ranks write down at the
+end goes to the run's folder, for the same reason."""
 
 from __future__ import annotations
 
@@ -44,7 +43,8 @@ KNOWN = 3
 """Steps whose times must be known before they limit the next ones: the first compile and allocate."""
 
 FIRST = 8
-"""Ranks that give up by themselves. The others do so only if nobody tells them to: all at once they would flood the store."""
+"""Ranks that give up by themselves. The others do so only if nobody tells them to: all at once they would flood the
+store."""
 
 PATIENCE = 15.0
 """At most so many seconds are left to ranks for writing down where they are, once one of them has given up."""
@@ -52,8 +52,9 @@ PATIENCE = 15.0
 
 @dataclass(frozen=True)
 class Beat:
-    """Where a rank is. count: phases entered so far, equal on all ranks at the same point of the run; since, until, said: when the
-    phase began, when it is to have ended, and when this was said, in seconds since 1970 by the node's clock."""
+    """Where a rank is. count: phases entered so far, equal on all ranks at the same point of the run; since, until,
+    said: when the phase began, when it is to have ended, and when this was said, in seconds since 1970 by the node's
+    clock."""
 
     rank: int
     node: str
@@ -80,8 +81,8 @@ class Record:
 class Watchdog:
     """Watches over the progress of this rank from construction until `close`; the training thread calls `enter`.
 
-    Every rank constructs it, with the same `start`, a name for this start of the run. guard.stall_factor=0 makes it do nothing.
-    """
+    Every rank constructs it, with the same `start`, a name for this start of the run. guard.stall_factor=0 makes it do
+    nothing."""
 
     def __init__(self, folder: Path, start: str, rank: int, size: int, settings: GuardConfig, steps: int):
         self.folder, self.place, self.rank, self.size, self.settings, self.total = (
@@ -147,8 +148,8 @@ class Watchdog:
                 self.since += now - before
             before = now
             if self.size > 1:
-                # Should a library hold Python's lock for ever, neither thread runs again. A third one, of C, then ends the process, when
-                # the other ranks have reported.
+                # Should a library hold Python's lock for ever, neither thread runs again. A third one, of C, then ends
+                # the process, when the other ranks have reported.
                 faulthandler.dump_traceback_later(2 * self.limit + 2 * self.patience, exit=True)
             limit = self.limit + (0 if self.rank < FIRST else 2 * self.patience)
             if self.stalled.is_set() or now > self.since + limit and not self._excused():
@@ -211,7 +212,8 @@ class Watchdog:
             self._write_down(dict(self._others()))
         except OSError as error:
             print(
-                f"training stalled: {self.reason}; rank {self.rank}, at {flight.main_thread()}, cannot write to {self.place}: {error}",
+                f"training stalled: {self.reason}; rank {self.rank}, at {flight.main_thread()}, cannot write to "
+                f"{self.place}: {error}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -248,13 +250,14 @@ class Watchdog:
         if self.limit == guard.stall_allowance:
             return f"guard.stall_allowance={guard.stall_allowance:g}"
         return (
-            f"guard.stall_factor={guard.stall_factor:g} x the median step of {statistics.median(self.steps):.3g} s, at least "
+            f"guard.stall_factor={guard.stall_factor:g} x the median step of {statistics.median(self.steps):.3g} s, "
+            "at least "
             f"guard.stall_seconds={guard.stall_seconds:g}"
         )
 
     def _recorded(self) -> flight.Groups:
-        """What the flight recorder has, kept in full beside. In a thread, for what is stuck in torch may hold its locks; first
-        without source lines, which may take long."""
+        """What the flight recorder has, kept in full beside. In a thread, for what is stuck in torch may hold its
+        locks; first without source lines, which may take long."""
         found: flight.Groups = {}
 
         def read() -> None:
@@ -297,8 +300,8 @@ class Watchdog:
 
 
 def describe(records: dict[int, Record], beats: dict[int, Beat], size: int) -> list[str]:
-    """Where the ranks are, those first that hold up the others: the ones that wrote nothing down, then those that are behind, then
-    collectives that not all ranks have entered. `beats`: what ranks said last before."""
+    """Where the ranks are, those first that hold up the others: the ones that wrote nothing down, then those that are
+    behind, then collectives that not all ranks have entered. `beats`: what ranks said last before."""
     texts = []
     for rank in sorted(set(range(size)) - set(records)):
         last = f"; last heard of: {beats[rank].describe()}, on {beats[rank].node}" if rank in beats else ""

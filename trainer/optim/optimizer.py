@@ -1,8 +1,7 @@
 """The optimizer: updates local shards in place, one group per policy of the parameter-type map.
 
-Unscaling, clipping and the decision to skip arrive as device scalars, so that a step needs no host synchronisation. State
-is kept by global parameter name and saved as tensors with the parameters' own layout.
-"""
+Unscaling, clipping and the decision to skip arrive as device scalars, so that a step needs no host synchronisation.
+State is kept by global parameter name and saved as tensors with the parameters' own layout."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> Tensor:
-        """One update with gradients divided by `grad_scale`; nothing changes where `found_inf` is one. All scalars on the
-        device of the parameters. Returns `found_inf`."""
+        """One update with gradients divided by `grad_scale`; nothing changes where `found_inf` is one. All scalars on
+        the device of the parameters. Returns `found_inf`."""
         self.update(rate, grad_scale, found_inf)
         self.updates += 1 - found_inf
         return found_inf
@@ -116,7 +115,8 @@ class Optimizer:
             parameter.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the optimizer: the moments in the layout of their parameters, and the update count."""
+        """What a checkpoint holds of the optimizer: the moments in the layout of their parameters, and the update
+        count."""
         named: dict[str, Tensor] = {"optimizer.updates": self.updates}
         for (name, moment), value in self.state.items():
             parameter = self.parameters[name]
@@ -134,7 +134,8 @@ class Optimizer:
 
     @torch.no_grad()
     def loaded(self, copies: list[tuple[str, str]]) -> None:
-        """After `tensors` and the parameters have been filled: brings copies, which a checkpoint does not hold, into line."""
+        """After `tensors` and the parameters have been filled: brings copies, which a checkpoint does not hold, into
+        line."""
         for name, copy in copies:
             local(self.parameters[copy]).copy_(local(self.parameters[name]))
             for (other, moment), value in self.state.items():

@@ -9,10 +9,9 @@
 
 With fewer shards than data-parallel ranks (HSDP) the shards are all-reduced over the replicas, once a step.
 
-Offloaded gradients that are reduced every micro-batch are added up on the device, and copied to host memory once a step: FSDP keeps
-partial sums there where replicas follow, so one replica makes it do so. By itself it would copy each to memory that is not
-page-locked, wait for it, and add on the host.
-"""
+Offloaded gradients that are reduced every micro-batch are added up on the device, and copied to host memory once a
+step: FSDP keeps partial sums there where replicas follow, so one replica makes it do so. By itself it would copy each
+to memory that is not page-locked, wait for it, and add on the host."""
 
 from __future__ import annotations
 
@@ -34,12 +33,11 @@ if TYPE_CHECKING:
 def shard(
     model: nn.Module, plan: Plan, world: World, compute: torch.dtype, reduce: torch.dtype, hsdp: bool = True
 ) -> None:
-    """Wraps each layer and then the model (or pipeline stage) itself, with embedding, final norm and head, as one unit of
-    gathering and reduction.
+    """Wraps each layer and then the model (or pipeline stage) itself, with embedding, final norm and head, as one unit
+    of gathering and reduction.
 
-    Parameters stay fp32; forward and backward see them in `compute`, gradients are reduced in `reduce`. Without `hsdp` they are
-    reduced within the shard group alone, and something else adds up replicas.
-    """
+    Parameters stay fp32; forward and backward see them in `compute`, gradients are reduced in `reduce`. Without `hsdp`
+    they are reduced within the shard group alone, and something else adds up replicas."""
     names = (
         ("replicate", "shard")
         if hsdp and (plan.replicate > 1 or sums_on_device(plan, reduce is torch.float32))
@@ -81,7 +79,8 @@ class Sharding:
         self.left = dict.fromkeys(stages, 0)
 
     def begin(self, stage: int) -> None:
-        """Before a stage's first action of a step: nothing is reduced, and what is gathered is kept as the plan wants it."""
+        """Before a stage's first action of a step: nothing is reduced, and what is gathered is kept as the plan wants
+        it."""
         self.left[stage] = self.reductions
         self.stages[stage].set_is_last_backward(False)
         self._reduce_next(stage, False)
@@ -107,7 +106,8 @@ class Sharding:
                     parameter.unsharded_accumulated_grad += gradient
 
     def reducing(self, stage: int) -> None:
-        """Before a full backward after which gradients are due: FSDP reduces those of each layer while the next runs."""
+        """Before a full backward after which gradients are due: FSDP reduces those of each layer while the next
+        runs."""
         self._reduce_next(stage, True)
 
     def reduced(self, stage: int) -> None:

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def fill_missing(group: Any, last: bool) -> None:
-    """Zeros where a reduction finds no gradient because an earlier one took those of two input-gradient passes at once: partial sums
-    are of whole groups, and FSDP ends them in the last reduction only if there is something to reduce."""
+    """Zeros where a reduction finds no gradient because an earlier one took those of two input-gradient passes at once:
+    partial sums are of whole groups, and FSDP ends them in the last reduction only if there is something to reduce."""
     missing = [
         parameter
         for parameter in group.fsdp_params
@@ -32,8 +32,8 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
 
 
 def parameter_group(unit: FSDPModule) -> Any:
-    """FSDP's own group of a unit's parameters. Private, and needed because FSDP reduces gradients in backward only (torch's own
-    pipeline does the same)."""
+    """FSDP's own group of a unit's parameters. Private, and needed because FSDP reduces gradients in backward only
+    (torch's own pipeline does the same)."""
     return unit._get_fsdp_state()._fsdp_param_group
 
 

@@ -1,4 +1,5 @@
-"""What gradients still need after the last backward pass: sums over ranks that hold the same parameter, and one norm."""
+"""What gradients still need after the last backward pass: sums over ranks that hold the same parameter, and one
+norm."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ class SharedParameters:
 
     @torch.no_grad()
     def squares(self, gradients: list[Tensor]) -> Tensor:
-        """Squared norms in fp64 of what this rank holds of each parameter's gradient, zero where another counts it: [parameters]."""
+        """Squared norms in fp64 of what this rank holds of each parameter's gradient, zero where another counts it:
+        [parameters]."""
         return torch.stack(squared_norms(gradients)).to(self.world.device) * self.counted
 
 

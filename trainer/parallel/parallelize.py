@@ -1,4 +1,5 @@
-"""A spec and a plan become a parallel model: the pipeline stages of this rank, cut over tensor-parallel ranks, sharded."""
+"""A spec and a plan become a parallel model: the pipeline stages of this rank, cut over tensor-parallel ranks,
+sharded."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def check_compiler(config: Config, device: torch.device) -> None:
     variable, names = ("CC", ("gcc", "clang", "cc")) if device.type == "cuda" else ("CXX", ("g++", "clang++"))
     if config.compile and not any(shutil.which(name) for name in (os.environ.get(variable, ""), *names)):
         raise ConfigError(
-            f"compile=true needs a compiler, and this machine has none of {', '.join(names)}; install one, point {variable} "
+            f"compile=true needs a compiler, and this machine has none of {', '.join(names)}; install one, point "
+            f"{variable} "
             "at it, or set compile=false"
         )
 
@@ -61,8 +63,8 @@ def build_stages(
     """The stages of this rank, in storage; their weights are undefined.
 
     layers: stage -> the layers it holds; deferred: where linear layers leave weight gradients, if the schedule splits
-    backward; hsdp: whether FSDP also adds up replicas. The order is: modules on the meta device, recompute, compilation, tensor parallelism, sharding, storage.
-    """
+    backward; hsdp: whether FSDP also adds up replicas. The order is: modules on the meta device, recompute,
+    compilation, tensor parallelism, sharding, storage."""
     return {
         stage: place(lay_out(config, spec, part, deferred), config, plan, world, hsdp) for stage, part in layers.items()
     }

@@ -1,9 +1,9 @@
-"""Tensor and sequence parallelism from logical axes (Shoeybi et al., arXiv 1909.08053; Korthikanti et al., arXiv 2205.05198).
+"""Tensor and sequence parallelism from logical axes (Shoeybi et al., arXiv 1909.08053; Korthikanti et al., arXiv
+2205.05198).
 
-A parameter one of whose axes is among `TENSOR_AXES` becomes a DTensor cut along it; column or row parallel follows from whether
-that is the outputs' or the inputs' axis. Everything else is whole on each rank and sees only the rank's tokens, so its
-gradients are partial sums, which `gradients.py` adds up once a step.
-"""
+A parameter one of whose axes is among `TENSOR_AXES` becomes a DTensor cut along it; column or row parallel follows from
+whether that is the outputs' or the inputs' axis. Everything else is whole on each rank and sees only the rank's tokens,
+so its gradients are partial sums, which `gradients.py` adds up once a step."""
 
 from __future__ import annotations
 

@@ -34,20 +34,21 @@ from trainer.training.session import numeric_mode
 from trainer.util.exit_codes import refuse
 
 USAGE = """\
-usage: torchrun --nproc-per-node N -m trainer.parity +config=RECIPE [SETTING=VALUE ...] ['plans=[PLAN, ...]'] [steps=3] [json=FILE]
+usage: torchrun --nproc-per-node N -m trainer.parity +config=RECIPE [SETTING=VALUE ...]
+                                                     ['plans=[PLAN, ...]'] [steps=3] [json=FILE]
        python -m trainer.parity ...     the same on one process
 
 Trains the recipe's model on the recipe's data under every plan and in one plain process, and compares.
 
   plans=[...]        each a file of the group parallel (zero3), settings ("parallel.tp=2 parallel.pp=2
-                     parallel.pipeline.schedule=zb_v precision=bf16"), or both; quote those that hold a comma or a bracket.
-                     Without it: every way to lay the model over N processes
+                     parallel.pipeline.schedule=zb_v precision=bf16"), or both; quote those that hold a comma
+                     or a bracket. Without it: every way to lay the model over N processes
   steps=3            optimizer steps
   json=FILE          writes the results there
   --config-dir DIR   folder of your own groups and recipes
 
-The global batch is the recipe's under every plan (N x micro-batches if it names none); micro-batches are fitted to the plan
-unless the plan names their size or number. Exit code: 0 all pass, 1 one fails, 2 nothing could be run."""
+The global batch is the recipe's under every plan (N x micro-batches if it names none); micro-batches are fitted to
+the plan unless the plan names their size or number. Exit code: 0 all pass, 1 one fails, 2 nothing could be run."""
 
 
 def loaded(
@@ -90,7 +91,8 @@ def check_reference(config: Config, spec: ModelSpec, steps: int) -> None:
 def run(
     overrides: Sequence[str], plans: list[str] | None, steps: int, json_path: str | None, config_dir: str | None
 ) -> int:
-    """Runs all plans and prints the table. Raises `ConfigError`, also where all plans are refused; returns the exit code."""
+    """Runs all plans and prints the table. Raises `ConfigError`, also where all plans are refused; returns the exit
+    code."""
     processes, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
     base = compose(overrides, config_dir)
     spec, weights = starting_point(base)
@@ -213,7 +215,8 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], list[str] | None, int, s
         plans = yaml.safe_load(own.get("plans", "[]"))
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"plans={own['plans']} cannot be read as a list ({' '.join(str(error).split())}); quote plans that hold a comma or a bracket"
+            f"plans={own['plans']} cannot be read as a list ({' '.join(str(error).split())}); quote plans that hold "
+            "a comma or a bracket"
         ) from None
     plans = plans if isinstance(plans, list) else [plans]
     return (

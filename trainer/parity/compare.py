@@ -35,13 +35,13 @@ TOLERANCES = {
     "fp8": Limits(2e-3, 3e-2, 0.15, 0.12),
     "int4": Limits(1e-2, 8e-2, 0.4, 0.3),
 }
-"""By the coarsest type that forward, backward and reduction use, or in which gradients travel. fp32 leaves room for sums taken in
-another order only."""
+"""By the coarsest type that forward, backward and reduction use, or in which gradients travel. fp32 leaves room for
+sums taken in another order only."""
 
 SLACK = {"fp32": 10, "tf32": 3, "fp16": 3, "bf16": 3, "int8": 3, "fp8": 3, "int4": 3}
-"""How many times as much as one plain process in the same type a plan may be off, where that is more. In fp32 that process starts
-with another last bit of each weight and takes its sums in another order: Adam turns the rounding of a tiny gradient into a
-step of any direction, so that from the second step on the table alone would be too tight."""
+"""How many times as much as one plain process in the same type a plan may be off, where that is more. In fp32 that
+process starts with another last bit of each weight and takes its sums in another order: Adam turns the rounding of a
+tiny gradient into a step of any direction, so that from the second step on the table alone would be too tight."""
 
 
 def coarsest(precision: PrecisionConfig, grad_comm: GradCommConfig | None = None) -> str:
@@ -114,7 +114,8 @@ def relative(value: float, expected: float) -> float:
 
 
 def limits(kind: str, plain: Comparison | None = None) -> list[Limits]:
-    """The limits of each step in a numeric type, or of all if there is one. plain: the errors of one plain process in it."""
+    """The limits of each step in a numeric type, or of all if there is one. plain: the errors of one plain process in
+    it."""
     table = TOLERANCES[kind]
     if plain is None:
         return [table]
@@ -131,8 +132,8 @@ def limits(kind: str, plain: Comparison | None = None) -> list[Limits]:
 
 @dataclass
 class Result:
-    """What came of a plan. description: what it comes to, in short lines; kind: of its limits; reasons: why it failed or was
-    refused; overflows: steps that the loss scaler skipped."""
+    """What came of a plan. description: what it comes to, in short lines; kind: of its limits; reasons: why it failed
+    or was refused; overflows: steps that the loss scaler skipped."""
 
     plan: str
     verdict: str

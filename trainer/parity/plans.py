@@ -107,7 +107,8 @@ def resolve(
             )
         if config.parallel.pipeline.schedule == "auto" and config.parallel.pp > 1:
             raise ConfigError(
-                "parallel.pipeline.schedule=auto is chosen while a run trains; name the CSV file that the run saved, or interleaved"
+                "parallel.pipeline.schedule=auto is chosen while a run trains; name the CSV file that the run saved, "
+                "or interleaved"
             )
         if any(hop.codec == "auto" for hop in asked(config.parallel.grad_comm).values()):
             raise ConfigError("parallel.grad_comm: codec=auto is chosen while a run trains; name a codec, such as int8")
@@ -129,8 +130,8 @@ def resolve(
 
 
 def fit_batch(config: Config, plan: Plan, global_size: int, named: set[str]) -> None:
-    """Sets the global batch, and micro-batches for it where the plan names none: of the recipe's size where that divides, else
-    on a pipeline of two micro-batches a rank or more."""
+    """Sets the global batch, and micro-batches for it where the plan names none: of the recipe's size where that
+    divides, else on a pipeline of two micro-batches a rank or more."""
     batch, share = config.batch, global_size // plan.dp
     batch.global_size, batch.global_tokens = global_size, None
     if "batch.micro_size" in named or "batch.accumulation" in named:
@@ -160,7 +161,8 @@ def generated(spec: ModelSpec, processes: int) -> list[str]:
             )
             chosen = [(stage, schedules[0]) for stage in stages] + [(stages[-1], name) for name in schedules[1:]]
             plans += [
-                f"parallel.dp=-1 parallel.shard=-1 parallel.zero.offload=false parallel.tp={tp} parallel.pp={pp} parallel.zero.stage={stage}"
+                f"parallel.dp=-1 parallel.shard=-1 parallel.zero.offload=false parallel.tp={tp} parallel.pp={pp} "
+                f"parallel.zero.stage={stage}"
                 + f" parallel.pipeline.schedule={name} parallel.pipeline.chunks=null parallel.pipeline.split=balanced"
                 * bool(name)
                 for stage, name in chosen

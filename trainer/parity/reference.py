@@ -1,4 +1,5 @@
-"""The reference that every plan is compared with: one process, plain modules, plain autograd, fp32, torch's own optimizer."""
+"""The reference that every plan is compared with: one process, plain modules, plain autograd, fp32, torch's own
+optimizer."""
 
 from __future__ import annotations
 

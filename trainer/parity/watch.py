@@ -37,7 +37,8 @@ class Piece(NamedTuple):
 
 
 class Watch:
-    """A training state under observation: what this rank holds of weights and gradients, and what is wrong with them."""
+    """A training state under observation: what this rank holds of weights and gradients, and what is wrong with
+    them."""
 
     def __init__(self, state: TrainState):
         self.state, self.overflows = state, 0
@@ -133,9 +134,8 @@ def assemble(
 ) -> tuple[dict[str, dict[str, Tensor]], list[Piece]]:
     """Whole tensors by kind and name on rank 0 (none elsewhere), and the pieces of which ranks hold different bits.
 
-    Of replicas one is sent, and a digest of each: gathering is over the host, piece by piece as ranks hold them, so that
-    meshes and uneven cuts are of no concern.
-    """
+    Of replicas one is sent, and a digest of each: gathering is over the host, piece by piece as ranks hold them, so
+    that meshes and uneven cuts are of no concern."""
     mine = [(piece, hashlib.blake2b(value.contiguous().numpy(), digest_size=16).digest()) for piece, value in pieces]
     everyone = gather(mine)
     owners: dict[Piece, tuple[int, bytes]] = {}
@@ -162,7 +162,8 @@ def train(
     steps: Iterable[list[Batch]],
     weights: Weights | None = None,
 ) -> Trajectory:
-    """Trains under a plan. `steps`: this rank's micro-batches. All ranks call it together; the tensors are on rank 0."""
+    """Trains under a plan. `steps`: this rank's micro-batches. All ranks call it together; the tensors are on rank
+    0."""
     with numeric_mode(config):
         state = TrainState.build(config, spec, plan, pipeline, world, weights)
         watch = Watch(state)

@@ -36,11 +36,10 @@ def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1, pp: int = 1) -> Batc
     """The batch on `dp` data-parallel ranks; sizes that are not given are derived and none is ever rounded. The `tp`
     tensor-parallel ranks share the tokens of a micro-batch evenly; `pp` pipeline ranks want several micro-batches each.
 
-    With a global size and one of `micro_size` and `accumulation`, the third follows. A missing `micro_size` is otherwise
-    the largest that divides what a rank reads and holds at most `MICRO_TOKENS` tokens (one sequence where a sequence
-    is longer), small enough for `PIPELINE_FILL` micro-batches a pipeline rank where there is a pipeline; a missing
-    `accumulation` without a global size is 1, or so many. Raises `ConfigError` with legal neighbours.
-    """
+    With a global size and one of `micro_size` and `accumulation`, the third follows. A missing `micro_size` is
+    otherwise the largest that divides what a rank reads and holds at most `MICRO_TOKENS` tokens (one sequence where a
+    sequence is longer), small enough for `PIPELINE_FILL` micro-batches a pipeline rank where there is a pipeline; a
+    missing `accumulation` without a global size is 1, or so many. Raises `ConfigError` with legal neighbours."""
     names = ("sequence_length", "global_size", "global_tokens", "micro_size", "accumulation")
     problems = [
         f"batch.{name}={value} must be at least 1"
@@ -49,7 +48,8 @@ def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1, pp: int = 1) -> Batc
     ]
     if batch.sequence_length % tp:
         problems.append(
-            f"batch.sequence_length={batch.sequence_length} is not a multiple of parallel.tp={tp}, whose ranks share the tokens; "
+            f"batch.sequence_length={batch.sequence_length} is not a multiple of parallel.tp={tp}, whose ranks share "
+            "the tokens; "
             f"legal: {_either(_multiples(batch.sequence_length, tp))}"
         )
     if problems:

@@ -100,16 +100,25 @@ def _contradictions(config: Config) -> Iterator[str]:
         other = f" or data.vocab_size={model.vocab_size}" if data.tokenizer == "bpe" else ""
         yield f"model.vocab_size={model.vocab_size} has no rows for {size}; set model.vocab_size={tokens}{other}"
     if 0 < config.guard.stall_factor <= 1:
-        yield f"guard.stall_factor={config.guard.stall_factor:g} would end ordinary steps; set 2 or more, or 0 for no watchdog"
+        yield (
+            f"guard.stall_factor={config.guard.stall_factor:g} would end ordinary steps; set 2 or more, or 0 for "
+            "no watchdog"
+        )
     if config.activation.mode == "budget" and not config.compile:
-        yield "activation.mode=budget lets the compiler choose and needs compile=true; without it use activation=selective"
+        yield (
+            "activation.mode=budget lets the compiler choose and needs compile=true; without it use "
+            "activation=selective"
+        )
     for name in ("memory_cap", "chunks", "group_size"):
         value = getattr(config.parallel.pipeline, name)
         yield from filter(
             None, [outside(f"parallel.pipeline.{name}", value, "[1, inf)") if value is not None else None]
         )
     if config.eval.every and not data.eval_fraction:
-        yield f"eval.every={config.eval.every} needs held-out documents; data.eval_fraction=0 holds out none, 0.01 would do"
+        yield (
+            f"eval.every={config.eval.every} needs held-out documents; data.eval_fraction=0 holds out none, 0.01 "
+            "would do"
+        )
     if not data.sources:
         yield "data.sources is empty; name a corpus, such as data=stdlib"
     elif all(source.weight == 0 for source in data.sources.values()):

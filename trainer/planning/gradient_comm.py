@@ -1,4 +1,5 @@
-"""Which hops gradients take under a plan, and which settings of them are legal. Pure: needs neither torch nor processes."""
+"""Which hops gradients take under a plan, and which settings of them are legal. Pure: needs neither torch nor
+processes."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ from trainer.config import GradCommConfig, HopConfig, ParameterTypes
 from trainer.planning.plan import Plan
 
 BLOCK = {"int8": 256, "int4": 128, "fp8": 256, "bf16": 256}
-"""Elements of a block where the settings name none (research with small models: int4 loses with blocks of thousands)."""
+"""Elements of a block where the settings name none (research with small models: int4 loses with blocks of
+thousands)."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """How a reduction over one kind of group goes. Ranks [nodes, ranks on each node] of every group of that kind in the world.
+    """How a reduction over one kind of group goes. Ranks [nodes, ranks on each node] of every group of that kind in the
+    world.
 
     hops: (kind, ranks that it joins), first to last: within the nodes, then between them.
     """
@@ -23,8 +26,8 @@ class Route:
 
 
 def routes(plan: Plan, node: int) -> tuple[Route | None, Route | None]:
-    """The routes of the reduce-scatter within the shard groups and of the all-reduce over replicas, on nodes of `node` ranks;
-    None where such groups have one rank. Raises `ValueError` where a group lies unevenly on nodes."""
+    """The routes of the reduce-scatter within the shard groups and of the all-reduce over replicas, on nodes of `node`
+    ranks; None where such groups have one rank. Raises `ValueError` where a group lies unevenly on nodes."""
     return (
         _route(plan.groups("shard"), node, "parallel.shard", "inner") if plan.shard > 1 else None,
         _route(plan.groups("replicate"), node, "the number of replicas", "outer") if plan.replicate > 1 else None,
@@ -72,7 +75,8 @@ def _kinds(plan: Plan, node: int) -> set[str]:
 
 
 def check_grad_comm(settings: GradCommConfig, types: ParameterTypes, plan: Plan, node: int) -> list[str]:
-    """Everything that makes the settings impossible under the plan, or with what `types` lets be quantised, one sentence each."""
+    """Everything that makes the settings impossible under the plan, or with what `types` lets be quantised, one
+    sentence each."""
     problems = [
         problem
         for name in ("inner", "outer")
@@ -112,7 +116,8 @@ def check_grad_comm(settings: GradCommConfig, types: ParameterTypes, plan: Plan,
     if not any(rule.get("quantise") for rule in rules):
         name, hop = next(iter(asked(settings).items()))
         problems.append(
-            f"parallel.grad_comm.{name}.codec={hop.codec}: precision.types lets no parameter's gradients be quantised; set "
+            f"parallel.grad_comm.{name}.codec={hop.codec}: precision.types lets no parameter's gradients be "
+            "quantised; set "
             "precision.types.matrix.quantise=true, or codec=none"
         )
     return problems
@@ -126,11 +131,13 @@ def _check_hop(path: str, hop: HopConfig) -> list[str]:
         problems.append(f"{path}.hadamard={hop.hadamard} must be 0 or a power of two up to half a block, {block // 2}")
     if hop.stochastic and hop.codec not in ("int8", "int4", "auto"):
         problems.append(
-            f"{path}.stochastic=true rounds whole-numbered codes, and {path}.codec={hop.codec} has none; set codec=int8 or int4"
+            f"{path}.stochastic=true rounds whole-numbered codes, and {path}.codec={hop.codec} has none; set "
+            "codec=int8 or int4"
         )
     for name, idle in (("hadamard", 0), ("error_feedback", "none"), ("block", None)):
         if getattr(hop, name) != idle and (hop.codec == "none" or hop.codec == "bf16" and name != "error_feedback"):
             problems.append(
-                f"{path}.{name}={getattr(hop, name)} has no effect with {path}.codec={hop.codec}; set codec=int8 or int4, or leave it out"
+                f"{path}.{name}={getattr(hop, name)} has no effect with {path}.codec={hop.codec}; set codec=int8 or "
+                "int4, or leave it out"
             )
     return problems

@@ -31,7 +31,10 @@ class Pipeline:
 
     def describe(self) -> str:
         sizes = "-".join(str(len(layers)) for layers in self.split)
-        return f"{self.schedule.name}, {self.schedule.microbatches} micro-batches, layers {sizes} over {self.schedule.ranks} ranks"
+        return (
+            f"{self.schedule.name}, {self.schedule.microbatches} micro-batches, layers {sizes} over "
+            f"{self.schedule.ranks} ranks"
+        )
 
     @property
     def splits_backward(self) -> bool:
@@ -59,12 +62,14 @@ def check_pipeline(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> 
     problems = unread_settings(settings) if plan.pp > 1 else []
     if not (settings.schedule in (*TEMPLATES, "greedy", "auto") or settings.schedule.endswith(".csv")):
         problems.append(
-            f"parallel.pipeline.schedule={settings.schedule} is unknown; legal: {', '.join(TEMPLATES)}, greedy, auto, or the "
+            f"parallel.pipeline.schedule={settings.schedule} is unknown; legal: {', '.join(TEMPLATES)}, greedy, "
+            "auto, or the "
             "path of a .csv file"
         )
     if not isinstance(settings.split, list) and settings.split not in ("balanced", "even"):
         problems.append(
-            f"parallel.pipeline.split={settings.split} is unknown; legal: balanced, even, or the number of layers of each stage"
+            f"parallel.pipeline.split={settings.split} is unknown; legal: balanced, even, or the number of layers of "
+            "each stage"
         )
     if problems:
         raise ConfigError(problems)
@@ -77,7 +82,8 @@ def check_pipeline(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> 
         placement = schedule.placement
     if len(placement) > depth:
         raise ConfigError(
-            f"parallel.pp={plan.pp} x {len(placement) // plan.pp} stages a rank needs {len(placement)} layers, and the model has "
+            f"parallel.pp={plan.pp} x {len(placement) // plan.pp} stages a rank needs {len(placement)} layers, and "
+            "the model has "
             f"{depth}; set parallel.pipeline.chunks or parallel.pp lower, or parallel.pipeline.schedule=1f1b"
         )
     if isinstance(settings.split, list):
@@ -94,13 +100,15 @@ def unread_settings(settings: PipelineConfig) -> list[str]:
         "memory_cap": name not in ("greedy", "auto"),
     }
     problems = [
-        f"parallel.pipeline.{setting}={getattr(settings, setting)} has no meaning for parallel.pipeline.schedule={name}; leave it out"
+        f"parallel.pipeline.{setting}={getattr(settings, setting)} has no meaning for "
+        f"parallel.pipeline.schedule={name}; leave it out"
         for setting, useless in unread.items()
         if useless and getattr(settings, setting) is not None
     ]
     if name == "auto" and settings.split == "even":
         problems.append(
-            "parallel.pipeline.split=even: parallel.pipeline.schedule=auto chooses the split itself; leave it at balanced, or "
+            "parallel.pipeline.split=even: parallel.pipeline.schedule=auto chooses the split itself; leave it at "
+            "balanced, or "
             "give the number of layers of each stage"
         )
     return problems

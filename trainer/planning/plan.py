@@ -32,8 +32,8 @@ class Plan:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The dimensions of the mesh and their sizes, from the slowest to the fastest: ranks that differ in the last one only are
-        neighbours, on one node as far as it goes."""
+        """The dimensions of the mesh and their sizes, from the slowest to the fastest: ranks that differ in the last
+        one only are neighbours, on one node as far as it goes."""
         return {"pp": self.pp, "replicate": self.replicate, "shard": self.shard, "cp": 1, "tp": self.tp}
 
     @property
@@ -109,7 +109,8 @@ def check_plan(
         )
     if stage == 0 and parallel.shard not in (-1, 1):
         problems.append(
-            f"parallel.shard={parallel.shard} has nothing to share at parallel.zero.stage=0; set parallel.zero.stage=1, 2 or 3, "
+            f"parallel.shard={parallel.shard} has nothing to share at parallel.zero.stage=0; set "
+            "parallel.zero.stage=1, 2 or 3, "
             "or parallel.shard=-1"
         )
     if stage == 0 and parallel.zero.offload:
@@ -119,19 +120,22 @@ def check_plan(
         )
     if parallel.zero.sum_on_host and not (parallel.zero.offload and stage >= 2 and parallel.zero.engine == "torch"):
         problems.append(
-            "parallel.zero.sum_on_host=true is for gradients that FSDP offloads after every micro-batch; set parallel.zero.offload=true, "
+            "parallel.zero.sum_on_host=true is for gradients that FSDP offloads after every micro-batch; set "
+            "parallel.zero.offload=true, "
             "parallel.zero.stage=2 or 3 and parallel.zero.engine=torch, or parallel.zero.sum_on_host=false"
         )
     elif parallel.zero.sum_on_host and parallel.shard not in (-1, dp):
         problems.append(
-            f"parallel.zero.sum_on_host=true: with replicas (parallel.shard={parallel.shard} of {dp} ranks) FSDP adds up on the device; "
+            f"parallel.zero.sum_on_host=true: with replicas (parallel.shard={parallel.shard} of {dp} ranks) FSDP "
+            "adds up on the device; "
             "set parallel.shard=-1, or parallel.zero.sum_on_host=false"
         )
     return problems + check_parallel(parallel, dp, world // (node or world))
 
 
 def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, node: int) -> list[str]:
-    """What keeps the model from being cut into parallel.tp parts, or those from staying inside a node of `node` processes."""
+    """What keeps the model from being cut into parallel.tp parts, or those from staying inside a node of `node`
+    processes."""
     tp, problems = parallel.tp, []
     if spec is not None and tp > 1:
         shapes = [(a.heads, a.kv_heads) for a in (spec.layer(index).attention for index in range(spec.depth))]
@@ -155,7 +159,8 @@ def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, 
     if node < world and node % tp and not parallel.tp_across_nodes:
         problems.append(
             f"parallel.tp={tp} spans nodes of {node} processes, and tensor parallelism is slow over their links; set "
-            f"parallel.tp={max(n for n in divisors(node) if n <= tp)} and use parallel.pp, or force it with parallel.tp_across_nodes=true"
+            f"parallel.tp={max(n for n in divisors(node) if n <= tp)} and use parallel.pp, or force it with "
+            "parallel.tp_across_nodes=true"
         )
     return problems
 
@@ -165,7 +170,8 @@ def node_size(world: int) -> int:
     given = os.environ.get("LOCAL_WORLD_SIZE", str(world))
     if not given.isdecimal() or int(given) < 1:
         raise ConfigError(
-            f"LOCAL_WORLD_SIZE={given} in the environment must be the number of processes on this machine; unset it, or start with torchrun"
+            f"LOCAL_WORLD_SIZE={given} in the environment must be the number of processes on this machine; unset it, "
+            "or start with torchrun"
         )
     return int(given)
 

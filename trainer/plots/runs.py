@@ -6,8 +6,9 @@ import argparse
 import math
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import matplotlib
 
@@ -104,7 +105,7 @@ def draw_metrics(runs: dict[str, Sequence[dict[str, Any]]], x: str = "step", win
         figure, panels = pyplot.subplots(2, 2, figsize=(10, 6.4), sharex=True, layout="constrained")
         loss, rate, norm, speed = panels.flat
         held_out = False
-        for index, (name, records) in enumerate(runs.items()):
+        for index, records in enumerate(runs.values()):
             look = _look(index)
             _line(loss, *curve(records, x, "loss"), window, look)
             _line(rate, *curve(records, x, "lr"), 1, look)

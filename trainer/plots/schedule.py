@@ -1,17 +1,17 @@
 """Pictures, traces and files of pipeline timelines: what every rank computed and when, planned or measured.
 
-A timeline holds one sequence of spans a rank, in seconds from the start of the step. Its makespan is the end of its last
-span unless the step is said to last longer (gradients may still be reduced then); a rank's bubble is the share of the
-makespan in which the rank does not compute.
-"""
+A timeline holds one sequence of spans a rank, in seconds from the start of the step. Its makespan is the end of its
+last span unless the step is said to last longer (gradients may still be reduced then); a rank's bubble is the share of
+the makespan in which the rank does not compute."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Iterable, Iterator, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -30,8 +30,8 @@ Timeline = Sequence[Sequence[Span]]
 
 
 class Look(NamedTuple):
-    """How a kind of action appears: its name, the colour of the rank's first chunk, how far that of the last chunk is from it
-    towards white, the colour of numbers on both, and the colour in traces."""
+    """How a kind of action appears: its name, the colour of the rank's first chunk, how far that of the last chunk is
+    from it towards white, the colour of numbers on both, and the colour in traces."""
 
     name: str
     colour: str
@@ -40,8 +40,8 @@ class Look(NamedTuple):
     trace: str
 
 
-# Hues told apart under the common colour blindnesses, and steps of lightness that also tell them apart in grey print. The
-# colours of traces are those that catapult's viewer knows by name.
+# Hues told apart under the common colour blindnesses, and steps of lightness that also tell them apart in grey print.
+# The colours of traces are those that catapult's viewer knows by name.
 LOOKS = {
     "F": Look("forward", "#173f86", 0.25, "white", "rail_response"),
     "B": Look("full backward", "#c24a12", 0.25, "white", "terrible"),
@@ -77,7 +77,8 @@ def idle(spans: Iterable[Span], makespan: float) -> list[tuple[float, float]]:
 
 
 def measure(ranks: Timeline, makespan: float | None = None) -> tuple[float, float, tuple[float, ...]]:
-    """A timeline's makespan in seconds, at least `makespan`, its bubble (the mean over ranks) and that of each rank, 0 to 1."""
+    """A timeline's makespan in seconds, at least `makespan`, its bubble (the mean over ranks) and that of each rank, 0
+    to 1."""
     makespan = max([makespan or 0.0, *(span.end for spans in ranks for span in spans)])
     bubbles = tuple(
         sum(length for _, length in idle(spans, makespan)) / makespan if makespan else 0.0 for spans in ranks
@@ -93,11 +94,10 @@ def draw_schedule(
 ) -> Figure:
     """Each timeline as a panel under its name, all on one time axis: a row a rank, a bar an action, bubbles hatched.
 
-    A bar's colour is the action's kind, its shade the rank's chunk, its number the micro-batch, left out where it does not
-    fit. An overlapped forward and backward share a row, one above the other. The row's end tells the rank's bubble, the
-    panel's title makespan and bubble. With `seconds` false times are plain numbers without a unit. `makespans` are those of
-    timelines, by name, whose step lasts longer than their last span.
-    """
+    A bar's colour is the action's kind, its shade the rank's chunk, its number the micro-batch, left out where it does
+    not fit. An overlapped forward and backward share a row, one above the other. The row's end tells the rank's bubble,
+    the panel's title makespan and bubble. With `seconds` false times are plain numbers without a unit. `makespans` are
+    those of timelines, by name, whose step lasts longer than their last span."""
     measures = {name: measure(ranks, (makespans or {}).get(name)) for name, ranks in timelines.items()}
     makespan = max(total for total, _, _ in measures.values()) or 1.0
     lengths = _lengths(timelines)
@@ -132,8 +132,8 @@ def draw_schedule(
 
 
 def _parts(ranks: Timeline) -> Iterator[tuple[int, Span, Action, float, float]]:
-    """What is drawn: rank, span, action, and from where and how high on the rank's row, rows being 1 apart. The two actions
-    of an overlap are half a bar each."""
+    """What is drawn: rank, span, action, and from where and how high on the rank's row, rows being 1 apart. The two
+    actions of an overlap are half a bar each."""
     for rank, spans in enumerate(ranks):
         for span in spans:
             actions = span.action.parts or (span.action,)
@@ -154,8 +154,8 @@ def _lengths(timelines: dict[str, Timeline]) -> dict[str, float]:
 def _number_sizes(
     timelines: dict[str, Timeline], lengths: dict[str, float], point: float, row: float
 ) -> dict[str, float]:
-    """The font size, in points and the same for all, by kinds whose bars take a number. A kind has numbers when most of its
-    bars hold the longest one in a readable size, since the first ten alone would puzzle."""
+    """The font size, in points and the same for all, by kinds whose bars take a number. A kind has numbers when most of
+    its bars hold the longest one in a readable size, since the first ten alone would puzzle."""
     lowest = min((height for ranks in timelines.values() for *_, height in _parts(ranks)), default=BAR)
     longest = max(
         (
@@ -271,7 +271,8 @@ def _legend(figure: Figure, shown: dict[str, int]) -> None:
 
 
 def chrome_trace(timelines: dict[str, Timeline], path: Path) -> None:
-    """Writes the timelines for chrome://tracing or ui.perfetto.dev: a process each, a thread a rank, times in microseconds.
+    """Writes the timelines for chrome://tracing or ui.perfetto.dev: a process each, a thread a rank, times in
+    microseconds.
 
     Raises `OSError` when the file cannot be written.
     """
@@ -328,7 +329,8 @@ def write_timeline(path: Path, ranks: Timeline, makespan: float | None = None) -
 
 
 def read_timeline(path: Path) -> tuple[tuple[tuple[Span, ...], ...], float]:
-    """The timeline that `write_timeline` wrote, and its makespan. Raises `ConfigError` naming the file and what is wrong."""
+    """The timeline that `write_timeline` wrote, and its makespan. Raises `ConfigError` naming the file and what is
+    wrong."""
     try:
         content = json.loads(Path(path).read_bytes())
     except OSError as error:

@@ -14,9 +14,8 @@ class GradScaler:
     """Keeps the loss scale on the device: it halves on an overflow and doubles after `growth_interval` good steps.
 
     Differs from torch.amp.GradScaler in what counts as an overflow: the caller passes one `found_inf` that is equal on
-    every rank (torch's own looks at local gradients, so pipeline stages and tensor shards can disagree and diverge). With
-    enabled=False the scale is one and stays one.
-    """
+    every rank (torch's own looks at local gradients, so pipeline stages and tensor shards can disagree and diverge).
+    With enabled=False the scale is one and stays one."""
 
     def __init__(self, precision: PrecisionConfig, device: torch.device):
         self.enabled = precision.compute == "fp16"

@@ -27,7 +27,8 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
     """
     if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
         raise ConfigError(
-            "--multirun starts the processes of every trial itself; say python -m trainer --multirun, and sweep.processes=N"
+            "--multirun starts the processes of every trial itself; say python -m trainer --multirun, and "
+            "sweep.processes=N"
         )
     sweep, common, swept = expand(arguments, config_dir)
     gpus = local.visible_gpus() if sweep.launcher == "local" else []
@@ -69,11 +70,11 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
 
 
 def _waiting(trials: list[Trial], results: Results, as_jobs: bool) -> list[Trial]:
-    """The trials that are to be run, as far as earlier starts of the sweep have not, with the jobs that they have; those that cannot
-    run are put down as refused.
+    """The trials that are to be run, as far as earlier starts of the sweep have not, with the jobs that they have;
+    those that cannot run are put down as refused.
 
-    Raises `ConfigError` where a folder holds the outcome of other settings, and where Slurm does not say which jobs are under way.
-    """
+    Raises `ConfigError` where a folder holds the outcome of other settings, and where Slurm does not say which jobs are
+    under way."""
     waiting, problems, queued = [], [], set()
     if as_jobs and any("job" in read_start(trial) for trial in trials):
         from trainer.sweep import slurm
@@ -88,11 +89,13 @@ def _waiting(trials: list[Trial], results: Results, as_jobs: bool) -> list[Trial
         under_way = job in queued
         if changed and (under_way or before.get("status") in (*FINISHED, "stopped", "timeout", "submitted")):
             problems.append(
-                f"{trial.folder} holds this trial with other settings ({'; '.join(changed[:3])}); set another sweep.name, or "
+                f"{trial.folder} holds this trial with other settings ({'; '.join(changed[:3])}); set another "
+                "sweep.name, or "
                 "remove it"
             )
         elif under_way or not (started and before.get("status") in FINISHED):
-            # Its job, unless that has ended and the line says how. If a start of the sweep died, the line may be of a job before.
+            # Its job, unless that has ended and the line says how. If a start of the sweep died, the line may be of a
+            # job before.
             trial.job = job if under_way or before.get("status", "submitted") == "submitted" else None
             if started:  # what it has saved is its own, whatever the recipe says; of other settings it starts anew
                 trial.overrides.append(f"checkpoint.resume={'none' if changed else 'auto'}")

@@ -35,7 +35,8 @@ def visible_gpus() -> list[str]:
 
 
 def command(trial: Trial, *torchrun: str, config_dir: str | None, start: int = 0) -> list[str]:
-    """What starts a trial's processes on a node; `torchrun` says how they find each other. Errors of ranks go to torchrun/START."""
+    """What starts a trial's processes on a node; `torchrun` says how they find each other. Errors of ranks go to
+    torchrun/START."""
     folder = ["--config-dir", config_dir] if config_dir else []
     return [
         sys.executable,
@@ -53,7 +54,8 @@ def command(trial: Trial, *torchrun: str, config_dir: str | None, start: int = 0
 
 @dataclass
 class Running:
-    """A trial under way. asked: the status that was asked for by a stop signal, `since` when; told: the workers that got it."""
+    """A trial under way. asked: the status that was asked for by a stop signal, `since` when; told: the workers that
+    got it."""
 
     trial: Trial
     agent: subprocess.Popen
@@ -72,7 +74,8 @@ class Running:
             return []
 
     def stop(self, status: str) -> None:
-        """Asks for an end after the present step, with a checkpoint. To be called again for workers that were not there yet."""
+        """Asks for an end after the present step, with a checkpoint. To be called again for workers that were not there
+        yet."""
         if self.asked is None:
             self.asked, self.since = status, time.monotonic()
         for pid in set(self.workers()) - self.told:
@@ -94,8 +97,8 @@ def run(
     ended: Ended,
     say: Callable[[str], None],
 ) -> None:
-    """Runs the trials in order, `sweep.parallel` at a time. A stop signal ends those that run, and no other is started; a second
-    one kills them."""
+    """Runs the trials in order, `sweep.parallel` at a time. A stop signal ends those that run, and no other is started;
+    a second one kills them."""
     waiting, running, free = list(trials), [], list(gpus)
     with stop_signals() as signals:
         try:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -47,11 +47,11 @@ class SlurmConfig:
     )
     nodes: int = option(1, "nodes of a trial")
     gpus_per_node: int = option(0, "GPUs of each node")
-    cpus_per_node: Optional[int] = option(None, "cores of each node; null leaves it to the cluster")
-    memory_gib: Optional[float] = option(None, "host memory of each node; null leaves it to the cluster", unit="GiB")
-    partition: Optional[str] = option(None, "partition; null means the cluster's default")
-    account: Optional[str] = option(None, "account")
-    qos: Optional[str] = option(None, "quality of service")
+    cpus_per_node: int | None = option(None, "cores of each node; null leaves it to the cluster")
+    memory_gib: float | None = option(None, "host memory of each node; null leaves it to the cluster", unit="GiB")
+    partition: str | None = option(None, "partition; null means the cluster's default")
+    account: str | None = option(None, "account")
+    qos: str | None = option(None, "quality of service")
     options: dict[str, Any] = option({}, "further options of sbatch: {constraint: h200, exclusive: true}")
 
 
@@ -59,15 +59,15 @@ class SlurmConfig:
 class SweepConfig:
     """Settings of a sweep; a trial does not see them."""
 
-    name: Optional[str] = option(None, "name of the sweep; null means that of the run and -sweep")
-    dir: Optional[str] = option(None, "folder of the results, with one of each trial; null means runs/NAME")
-    processes: Optional[int] = option(
+    name: str | None = option(None, "name of the sweep; null means that of the run and -sweep")
+    dir: str | None = option(None, "folder of the results, with one of each trial; null means runs/NAME")
+    processes: int | None = option(
         None,
         "processes of each trial; null means those that its plan names (parallel.dp is set), else "
         "the machine's GPUs over sweep.parallel, or the fewest that the plan can have on CPUs",
     )
     parallel: int = option(1, "local: trials that run at a time, each on GPUs of its own")
-    time_minutes: Optional[float] = option(
+    time_minutes: float | None = option(
         None, "local: a trial that takes longer saves and ends; null means no limit", unit="minutes"
     )
     sort: str = option("tokens_per_second", "what the table is sorted by, best first", SORTS)
@@ -82,8 +82,9 @@ class SweepConfig:
 
 @dataclass
 class Trial:
-    """One run of a sweep. overrides: all it is started with; swept: those that make it this one of the trials; settings: as the
-    run will see them; refusal: why it cannot run, if so; job: its job of Slurm, where it has one that nobody has asked after."""
+    """One run of a sweep. overrides: all it is started with; swept: those that make it this one of the trials;
+    settings: as the run will see them; refusal: why it cannot run, if so; job: its job of Slurm, where it has one that
+    nobody has asked after."""
 
     name: str
     folder: Path
@@ -92,7 +93,7 @@ class Trial:
     processes: int
     settings: dict[str, Any]
     refusal: list[str] = field(default_factory=list)
-    job: Optional[str] = None
+    job: str | None = None
 
     @property
     def on_gpus(self) -> bool:
@@ -102,7 +103,8 @@ class Trial:
 def expand(
     arguments: Sequence[str], config_dir: str | os.PathLike | None = None
 ) -> tuple[SweepConfig, list[str], list[list[str]]]:
-    """The settings of the sweep, the overrides that all trials have, and those of each trial, in the order of Hydra's own sweeper.
+    """The settings of the sweep, the overrides that all trials have, and those of each trial, in the order of Hydra's
+    own sweeper.
 
     Raises `ConfigError` with everything that is wrong about the sweep itself; the rest is for the composition to find.
     """
@@ -209,7 +211,8 @@ def _get(section: Any, path: str) -> Any:
 def make_trials(
     sweep: SweepConfig, common: list[str], swept: list[list[str]], config_dir: str | os.PathLike | None, gpus: int
 ) -> list[Trial]:
-    """The trials, composed and checked, on a machine with so many GPUs; sets the sweep's name and folder where it has none.
+    """The trials, composed and checked, on a machine with so many GPUs; sets the sweep's name and folder where it has
+    none.
 
     Raises `ConfigError` for an override that means nothing, and where no trial is legal.
     """
@@ -271,7 +274,8 @@ def fewest_processes(parallel: ParallelConfig) -> int:
 
 
 def names(swept: list[list[str]]) -> list[str]:
-    """A readable name for each trial, fit for a folder: `parallel-zero1_peak-0.001`; of a setting, as much as tells it from others.
+    """A readable name for each trial, fit for a folder: `parallel-zero1_peak-0.001`; of a setting, as much as tells it
+    from others.
 
     A name depends on the trial's own values, so that trials added to a sweep leave those of others.
     """

@@ -162,7 +162,8 @@ def _tail(path: Path) -> str:
 
 
 class Results:
-    """results.jsonl of a sweep: one object a trial, those of earlier starts included; written anew, atomically, at each change."""
+    """results.jsonl of a sweep: one object a trial, those of earlier starts included; written anew, atomically, at each
+    change."""
 
     def __init__(self, folder: Path):
         self.path, self.lines = folder / "results.jsonl", {}

@@ -1,4 +1,5 @@
-"""Trials as jobs of Slurm, through submitit: one torchrun on each node; a job that is told to make room saves, and is requeued."""
+"""Trials as jobs of Slurm, through submitit: one torchrun on each node; a job that is told to make room saves, and is
+requeued."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from trainer.sweep.local import Ended, command, stop_signals
 from trainer.sweep.plan import SlurmConfig, SweepConfig, Trial
 from trainer.util.exit_codes import STOPPED
 
-# What submitit asks Slurm to send when the time limit is near: to all processes of a job, of which workers know this one.
+# What submitit asks Slurm to send when the time limit is near: to all processes of a job, of which workers know this
+# one.
 SIGNAL = "USR1"
 os.environ["SUBMITIT_PREEMPT_SIGNAL"] = SIGNAL
 
@@ -34,13 +36,15 @@ POLL = 2.0
 REQUEUES = 1000
 """How often a trial may reach its time limit; each time it has come on."""
 
-# Run by the job's script on its first node. A node's name need not resolve; a port that is free now is new at every start.
+# Run by the job's script on its first node. A node's name need not resolve; a port that is free now is new at every
+# start.
 RENDEZVOUS = [
     f"export SUBMITIT_PREEMPT_SIGNAL={SIGNAL}",
     'nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))',
     "head=$(scontrol show node -o \"${nodes[0]}\" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')",
     "export TRAINER_RENDEZVOUS=$head:"
-    f"$({shlex.quote(sys.executable)} -c 'import socket; s = socket.socket(); s.bind((\"\", 0)); print(s.getsockname()[1])')",
+    f'$({shlex.quote(sys.executable)} -c \'import socket; s = socket.socket(); s.bind(("", 0)); '
+    "print(s.getsockname()[1])')",
 ]
 
 
@@ -93,7 +97,8 @@ class Job:
         return os.waitid(os.P_PID, self.agent.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
-        """What to run after the requeue. submitit asks when the time limit is near; the workers know by themselves, and save."""
+        """What to run after the requeue. submitit asks when the time limit is near; the workers know by themselves, and
+        save."""
         while not self.ended():
             time.sleep(0.5)
         return submitit.helpers.DelayedSubmission(Job(self.trial, self.processes, self.config_dir))
@@ -102,8 +107,8 @@ class Job:
 def run(
     trials: list[Trial], sweep: SweepConfig, config_dir: str | None, ended: Ended, say: Callable[[str], None]
 ) -> None:
-    """Submits the trials that have no job yet, and waits for all unless told not to. A signal ends that, not the jobs; what has been
-    submitted by then is a result already, so that no later start submits it again."""
+    """Submits the trials that have no job yet, and waits for all unless told not to. A signal ends that, not the jobs;
+    what has been submitted by then is a result already, so that no later start submits it again."""
     folder = Path(sweep.dir).absolute() / "submitit"
     with stop_signals() as signals:
         for trial in trials:
@@ -123,7 +128,8 @@ def run(
                 time.sleep(0.1)
     if left:
         say(
-            f"{len(left)} jobs go on by themselves ({' '.join(str(trial.job) for trial in left)}): the same command, given again, collects "
+            f"{len(left)} jobs go on by themselves ({' '.join(str(trial.job) for trial in left)}): the same command, "
+            "given again, collects "
             "what has ended; scancel ends them"
         )
 
@@ -167,7 +173,8 @@ def _asked(wanted: SlurmConfig) -> dict[str, object]:
 
 
 def _outcome(trial: Trial, folder: Path, nodes: int) -> tuple[str, str | None]:
-    """What became of a job that has left the queue: by what its agents returned or, where Slurm ended them, by what Slurm says."""
+    """What became of a job that has left the queue: by what its agents returned or, where Slurm ended them, by what
+    Slurm says."""
     if all(JobPaths(folder, job_id=trial.job, task_id=task).result_pickle.exists() for task in range(nodes)):
         try:
             codes = submitit.SlurmJob(folder, trial.job, tasks=list(range(nodes))).results()

@@ -1,8 +1,9 @@
-"""`parallel.pipeline.schedule=auto`: measure the layers while the first steps run, then choose schedule, split and micro-batches.
+"""`parallel.pipeline.schedule=auto`: measure the layers while the first steps run, then choose schedule, split and
+micro-batches.
 
 Also what a run's folder says of its schedule: `schedule/schedule.csv` (torch's notation), `schedule/planned.json` and
-`schedule/measured.json` (for `python -m trainer.plot`); `schedule/choice.yaml` and `schedule/chosen.csv` (what auto chose).
-"""
+`schedule/measured.json` (for `python -m trainer.plot`); `schedule/choice.yaml` and `schedule/chosen.csv` (what auto
+chose)."""
 
 from __future__ import annotations
 
@@ -177,7 +178,8 @@ def measured_layers(state: TrainState, batch: BatchPlan, ranks: list[Measured]) 
 
 
 def calibrated(layers: LayerCosts, pipeline: Pipeline, makespan: float) -> LayerCosts:
-    """The costs with the host time of an action that makes the simulation of the probed steps last as long as they did."""
+    """The costs with the host time of an action that makes the simulation of the probed steps last as long as they
+    did."""
 
     def late(host: float) -> bool:
         return simulate(pipeline.schedule, replace(layers, host=host).stage(pipeline.split)).makespan > makespan
@@ -192,7 +194,8 @@ def calibrated(layers: LayerCosts, pipeline: Pipeline, makespan: float) -> Layer
 
 
 def transfer_seconds(state: TrainState, batch: BatchPlan, repeats: int = 5) -> float:
-    """Time of one hidden state from the neighbour before this rank, with nothing else going on; zero on the first rank."""
+    """Time of one hidden state from the neighbour before this rank, with nothing else going on; zero on the first
+    rank."""
     channels, device = state.channels, state.world.device
     shape = torch.Size((batch.micro_size * batch.sequence_length // state.plan.tp, state.spec.width))
     dtype = DTYPES[state.config.precision.compute]
@@ -230,8 +233,8 @@ def memory_limit(device: torch.device) -> float | None:
 
 
 def write_schedule(run: Path, state: TrainState, batch: BatchPlan, measured: list[tuple[Span, ...]]) -> None:
-    """Writes the schedule of a run and two timelines: of the step as measured by pipeline rank, and as simulated from the
-    layers' operations, on the scale of what was measured."""
+    """Writes the schedule of a run and two timelines: of the step as measured by pipeline rank, and as simulated from
+    the layers' operations, on the scale of what was measured."""
     from trainer.plots.schedule import write_timeline
 
     folder, schedule, split = run / "schedule", state.pipeline.schedule, state.pipeline.split

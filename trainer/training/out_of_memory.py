@@ -1,8 +1,7 @@
 """Lack of memory: how it is recognised, and what a run says of it.
 
-By words, since it comes as different exceptions, in the text that torchrun keeps of other ranks, and behind a pipeline's own
-error. Needs no torch.
-"""
+By words, since it comes as different exceptions, in the text that torchrun keeps of other ranks, and behind a
+pipeline's own error. Needs no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +30,8 @@ def lacks_memory(text: str) -> bool:
 
 
 def missing_memory(error: BaseException | None) -> str | None:
-    """What an error, or a cause of it, says of the memory that could not be had, on one line; None where it is another error."""
+    """What an error, or a cause of it, says of the memory that could not be had, on one line; None where it is another
+    error."""
     while error is not None:
         if lacks_memory(text := f"{type(error).__name__}: {error}"):
             return said(text)
@@ -46,7 +46,8 @@ def said(text: str) -> str:
 
 
 def advice(config: Config) -> str:
-    """What to override so that a run needs less memory, least costly first: only what it does not have already, and its engine takes."""
+    """What to override so that a run needs less memory, least costly first: only what it does not have already, and its
+    engine takes."""
     mode, zero = config.activation.mode, config.parallel.zero
     stages = [stage for stage in range(zero.stage + 1, 4) if _takes(config, stage=stage)]
     ways = [

@@ -10,9 +10,10 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,7 +138,8 @@ def main(config: Config) -> int:
 
 
 def starting_point(config: Config) -> tuple[ModelSpec, Weights | None]:
-    """The spec that the run trains and, from a transformers folder if one is named, its weights; nothing big is read yet."""
+    """The spec that the run trains and, from a transformers folder if one is named, its weights; nothing big is read
+    yet."""
     if not config.model.from_hf:
         return ModelSpec.from_dict({f.name: getattr(config.model, f.name) for f in dataclasses.fields(ModelSpec)}), None
     from trainer.hf import HFWeights, spec_from_hf
@@ -232,8 +234,8 @@ class Training:
             self.log.event(text)
 
     def load_errors(self, path: Path, manifest: dict[str, Any]) -> list[str]:
-        """Goes on with what quantisation had left out and with what codec=auto had chosen, where settings and plan are those of the
-        checkpoint; under others it is measured again. Returns what is to be said."""
+        """Goes on with what quantisation had left out and with what codec=auto had chosen, where settings and plan are
+        those of the checkpoint; under others it is measured again. Returns what is to be said."""
         compression, saved = self.state.compression, manifest.get("compression")
         if compression is not None and saved is not None:
             compression.choose(set(saved["chosen"]) & compression.left_open)
@@ -415,11 +417,12 @@ class Training:
                 self.give_up(step, numbers, host["ids"])
 
     def measure_ranks(self, times: StepTimes) -> tuple[dict[str, Any], float | None]:
-        """What the ranks' times in one step tell: `bubble`, the share of its computation time in which pipeline ranks had nothing to
-        do, and the slowest rank; besides, the seconds from its start to its last action on any rank. None where it does not apply.
+        """What the ranks' times in one step tell: `bubble`, the share of its computation time in which pipeline ranks
+        had nothing to do, and the slowest rank; besides, the seconds from its start to its last action on any rank.
+        None where it does not apply.
 
-        Ranks are compared by their forward passes: in the backward passes that reduce gradients, they wait for each other.
-        """
+        Ranks are compared by their forward passes: in the backward passes that reduce gradients, they wait for each
+        other."""
         measured: dict[str, Any] = {"bubble": None, "straggler": None, "straggler_rank": None}
         if self.world.size == 1:
             return measured, None
@@ -439,7 +442,8 @@ class Training:
         node = [socket.gethostname()]
         dist.broadcast_object_list(node, src=straggler_rank)
         self.log.event(
-            f"rank {straggler_rank} on {node[0]} has been slow for {self.config.guard.straggler_lines} logged steps, in this one "
+            f"rank {straggler_rank} on {node[0]} has been slow for {self.config.guard.straggler_lines} logged steps, "
+            "in this one "
             f"{straggler:.2f} times its peers' median; look at its clocks and temperature (nvidia-smi -q -d "
             "CLOCK,PERFORMANCE,TEMPERATURE), and at what else runs there"
         )
@@ -574,7 +578,8 @@ class Training:
             dict.fromkeys(str(sample) for some in everyone for sample in some)
         )  # tensor-parallel ranks share them
         raise NonFinite(
-            f"{self.skipped_in_row} steps in a row without an update (guard.max_skipped={self.config.guard.max_skipped}), "
+            f"{self.skipped_in_row} steps in a row without an update "
+            f"(guard.max_skipped={self.config.guard.max_skipped}), "
             f"the last at step {step}: {self.describe_non_finite(numbers)}; samples with a non-finite loss: "
             f"{', '.join(samples[:20]) or 'none'}. Look at these samples, lower lr.peak, or raise guard.max_skipped"
         )

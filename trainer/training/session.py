@@ -1,4 +1,5 @@
-"""What surrounds a training run: torch's global switches, its folder, its watchdog, and the launch that it is a part of."""
+"""What surrounds a training run: torch's global switches, its folder, its watchdog, and the launch that it is a part
+of."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def numeric_mode(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def host_threads(plan: Plan, device: torch.device) -> Iterator[None]:
-    """Under offload the host updates: a process with a GPU does so with its share of the cores, where it was given one thread, which is
-    what torchrun does unless OMP_NUM_THREADS is set."""
+    """Under offload the host updates: a process with a GPU does so with its share of the cores, where it was given one
+    thread, which is what torchrun does unless OMP_NUM_THREADS is set."""
     before = torch.get_num_threads()
     if plan.offload and device.type == "cuda" and before == 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // node_size(plan.world)))
@@ -69,8 +70,9 @@ def claimed(folder: Path, world: World) -> Iterator[None]:
 
 
 def compare_ranks(config: Config, spec: ModelSpec, fingerprint: str, pipeline: Pipeline, world: World) -> None:
-    """Refuses processes that were started with different settings or found different data (its `fingerprint`), as happens on several
-    nodes, with a command line and a cache each. Folders may differ. Raises `ConfigError` on every rank."""
+    """Refuses processes that were started with different settings or found different data (its `fingerprint`), as
+    happens on several nodes, with a command line and a cache each. Folders may differ. Raises `ConfigError` on every
+    rank."""
     folders = ("run.dir", "data.cache", "model.from_hf", "checkpoint.resume")
     mine = {
         name: value
@@ -88,7 +90,8 @@ def compare_ranks(config: Config, spec: ModelSpec, fingerprint: str, pipeline: P
     everyone = world.gather((mine, socket.gethostname()))
     first = everyone[0][0]
     problems = [
-        f"{name}={first.get(name)} on rank 0, but {other.get(name)} on rank {rank}; start every process with the same settings"
+        f"{name}={first.get(name)} on rank 0, but {other.get(name)} on rank {rank}; start every process with the "
+        "same settings"
         for rank, (other, _) in enumerate(everyone)
         for name in first
         if first.get(name) != other.get(name)
@@ -96,7 +99,8 @@ def compare_ranks(config: Config, spec: ModelSpec, fingerprint: str, pipeline: P
     machines = len({machine for _, machine in everyone})
     if quantised and machines > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
         problems.append(
-            f"parallel.grad_comm needs to know which of the processes on {machines} machines are on one: set LOCAL_WORLD_SIZE, the "
+            f"parallel.grad_comm needs to know which of the processes on {machines} machines are on one: set "
+            "LOCAL_WORLD_SIZE, the "
             "processes of a machine, for every process, as torchrun does"
         )
     if problems:
@@ -115,8 +119,9 @@ def watching(config: Config, world: World) -> Iterator[Watchdog]:
 
 
 def launchers(world: World) -> list[str]:
-    """What names the present launch by torchruns that may start its processes again, one for each of them; nothing without. As long as
-    one of them lives it is the same launch, whoever else joins or leaves. All ranks call it together."""
+    """What names the present launch by torchruns that may start its processes again, one for each of them; nothing
+    without. As long as one of them lives it is the same launch, whoever else joins or leaves. All ranks call it
+    together."""
     mine = ""
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         parent = os.getppid()
@@ -128,15 +133,16 @@ def launchers(world: World) -> list[str]:
 
 
 def warn_of_stale_store() -> None:
-    """Says at the first start that torchrun's restarts would fail. Those of its workers that it starts again read the addresses of
-    the dead ones, unless they have a store of their own."""
+    """Says at the first start that torchrun's restarts would fail. Those of its workers that it starts again read the
+    addresses of the dead ones, unless they have a store of their own."""
     if (
         int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
         and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         and os.environ.get("RANK") == "0"
     ):
         print(
-            "torchrun --max-restarts will not work: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment, or start it with "
+            "torchrun --max-restarts will not work: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's "
+            "environment, or start it with "
             "launch/elastic.sh",
             file=sys.stderr,
             flush=True,

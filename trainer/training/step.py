@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str, Tensor]:
     """Runs one optimizer step on this rank's micro-batches. Nothing is read back from the device.
 
-    The loss of the step is the sum over all valid tokens of all ranks divided by their number, whatever the micro-batches
-    and ranks. A step whose loss or gradient is not finite changes nothing. `stop` is this rank's wish to end the run.
+    The loss of the step is the sum over all valid tokens of all ranks divided by their number, whatever the
+    micro-batches and ranks. A step whose loss or gradient is not finite changes nothing. `stop` is this rank's wish to
+    end the run.
 
-    Returns device scalars, equal on all ranks: loss, grad_norm, lr, loss_scale, found_inf, stop (ranks that wish to end);
-    and two vectors: squares (squared gradient norm of each parameter of the model, as in `state.names`), losses (of this
-    rank's own micro-batches; zeros but on the last pipeline stage).
-    """
+    Returns device scalars, equal on all ranks: loss, grad_norm, lr, loss_scale, found_inf, stop (ranks that wish to
+    end); and two vectors: squares (squared gradient norm of each parameter of the model, as in `state.names`), losses
+    (of this rank's own micro-batches; zeros but on the last pipeline stage)."""
     world, scaler, optimizer = state.world, state.scaler, state.optimizer
     counts = torch.stack(
         [
@@ -72,9 +72,8 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
 def sum_over_ranks(state: TrainState, loss: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
     """The summed loss and the squared gradient norm of every parameter of the model, the same bits on all ranks.
 
-    One reduction of one small vector; summing per parameter first, in a fixed order, makes the global norm independent of
-    the plan.
-    """
+    One reduction of one small vector; summing per parameter first, in a fixed order, makes the global norm independent
+    of the plan."""
     places = {name: index for index, name in enumerate(state.names, start=1)}
     mine = [places.get(name, 0) for name in state.shared.parameters]  # copies are not counted: zeros for place 0
     vector = torch.zeros(1 + len(state.names), dtype=torch.float64, device=squares.device)

@@ -10,7 +10,8 @@ from trainer.config import ConfigError
 
 
 def claim(setting: str, folder: Path, kind: str, ways: str) -> int:
-    """Makes the folder that `setting` names, and keeps others of its `kind` (run, sweep) out of it until what is returned is closed.
+    """Makes the folder that `setting` names, and keeps others of its `kind` (run, sweep) out of it until what is
+    returned is closed.
 
     ways: settings by which another folder can be had. Raises `ConfigError`.
     """

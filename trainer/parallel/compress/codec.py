@@ -1,9 +1,11 @@
-"""Gradients as bytes: blockwise quantisation, in one format that torch writes and reads here and Triton kernels on GPUs.
+"""Gradients as bytes: blockwise quantisation, in one format that torch writes and reads here and Triton kernels on
+GPUs.
 
-A payload is bytes [rows, row_bytes]. A row is `[scales | codes]`: an fp32 scale for each block, filled up to a multiple of 16
-bytes, then the blocks' codes. A block is `block` neighbouring elements of one parameter (its last block is filled up with
-zeros), so that parameters never share a scale. Symmetric quantisation to the block's largest magnitude m:
-`scale = m / largest code`, `code = floor(x / scale + 1/2)`; int4 packs element j with element j + block/2. `bf16` has no scales.
+A payload is bytes [rows, row_bytes]. A row is `[scales | codes]`: an fp32 scale for each block, filled up to a multiple
+of 16 bytes, then the blocks' codes. A block is `block` neighbouring elements of one parameter (its last block is filled
+up with zeros), so that parameters never share a scale. Symmetric quantisation to the block's largest magnitude m:
+`scale = m / largest code`, `code = floor(x / scale + 1/2)`; int4 packs element j with element j + block/2. `bf16` has
+no scales.
 
 Non-finite gradients stay visible: a block with one decodes to non-finite values.
 """
@@ -37,10 +39,9 @@ TINY = 1e-30
 class Codec:
     """How blocks become codes.
 
-    kind: bf16, int8, int4 or fp8 (e4m3); block: elements that share a scale; hadamard: blocks are rotated by orthonormal
-    Hadamard matrices of this size before (0: not), which spreads outliers; stochastic: codes are rounded up or down at random
-    such that their mean is the value.
-    """
+    kind: bf16, int8, int4 or fp8 (e4m3); block: elements that share a scale; hadamard: blocks are rotated by
+    orthonormal Hadamard matrices of this size before (0: not), which spreads outliers; stochastic: codes are rounded up
+    or down at random such that their mean is the value."""
 
     kind: str
     block: int
@@ -68,9 +69,9 @@ class Codec:
 class Blocks:
     """Where the blocks of a payload lie in a flat tensor.
 
-    segments: (offset, length), one after another; each is filled up to a multiple of `grain` (of `block`) and cut into blocks.
-    rows: of the payload; blocks are dealt to them in order, as many to each (`count`), with empty ones at the end.
-    """
+    segments: (offset, length), one after another; each is filled up to a multiple of `grain` (of `block`) and cut into
+    blocks. rows: of the payload; blocks are dealt to them in order, as many to each (`count`), with empty ones at the
+    end."""
 
     def __init__(
         self, segments: Sequence[tuple[int, int]], block: int, rows: int, device: torch.device, grain: int = 0
@@ -119,13 +120,13 @@ class Blocks:
 
 
 class ErrorFeedback:
-    """What quantisation has left out of earlier steps' gradients, to be added to the next (Seide et al., Interspeech 2014).
+    """What quantisation has left out of earlier steps' gradients, to be added to the next (Seide et al., Interspeech
+    2014).
 
-    `classic` keeps all of it in fp32, so that what was sent in t steps is the sum of the gradients less what is kept now.
-    `average8` keeps a moving average in int8 with a scale a block, a quarter of the memory (LoCo, arXiv 2407.04480).
-    Errors are kept in units of the gradient without the loss scale, rotated as the codec rotates. A step's errors count from
-    `settle` on, which drops those of a step without an update.
-    """
+    `classic` keeps all of it in fp32, so that what was sent in t steps is the sum of the gradients less what is kept
+    now. `average8` keeps a moving average in int8 with a scale a block, a quarter of the memory (LoCo, arXiv
+    2407.04480). Errors are kept in units of the gradient without the loss scale, rotated as the codec rotates. A step's
+    errors count from `settle` on, which drops those of a step without an update."""
 
     DECAY = 0.8
     RESET = 1024
@@ -174,8 +175,8 @@ def pack(
 ) -> Tensor:
     """Encodes the blocks of a flat tensor of any float type: the payload [rows, row_bytes].
 
-    errors: of earlier steps, added first, and replaced; unit: the loss scale, a scalar tensor; seed: for stochastic rounding.
-    """
+    errors: of earlier steps, added first, and replaced; unit: the loss scale, a scalar tensor; seed: for stochastic
+    rounding."""
     if flat.is_cuda:
         return triton_pack(codec, flat, blocks, errors, unit, seed)
     values = rotate(blocks.gather(flat).float(), codec.hadamard)
@@ -311,14 +312,15 @@ def rotate(blocks: Tensor, size: int) -> Tensor:
 
 
 def uniform(shape: Sequence[int], seed: int, device: torch.device) -> Tensor:
-    """Numbers in [0, 1) as a function of seed and position alone: a 32-bit finaliser (Wellons, lowbias32) of the position."""
+    """Numbers in [0, 1) as a function of seed and position alone: a 32-bit finaliser (Wellons, lowbias32) of the
+    position."""
     word = torch.arange(math.prod(shape), device=device) & 0xFFFFFFFF
     return (_finalised(word ^ mixed(seed)) >> 8).float().mul_(2.0**-24).view(shape)
 
 
 def mixed(seed: int) -> int:
-    """31 bits in which close seeds are far from each other: positions are combined with them bit by bit, and would else draw the same
-    numbers in another order."""
+    """31 bits in which close seeds are far from each other: positions are combined with them bit by bit, and would else
+    draw the same numbers in another order."""
     return _finalised(seed & 0xFFFFFFFF) & 0x7FFFFFFF
 
 

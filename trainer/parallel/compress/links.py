@@ -1,8 +1,7 @@
 """One hop of a reduction: ranks that exchange parts of a tensor, as bytes of a codec or as they are.
 
-Parts are exchanged directly, all to all, and added up in fp32 in the order of ranks: each contribution is quantised once, where
-a ring would quantise partial sums again and again.
-"""
+Parts are exchanged directly, all to all, and added up in fp32 in the order of ranks: each contribution is quantised
+once, where a ring would quantise partial sums again and again."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ class Link:
         unit: Tensor | None = None,
         seed: int = 0,
     ) -> None:
-        """Reduce-scatter: the rows of `blocks` are dealt to the ranks in order; the sum over ranks of this one's goes to `places`
-        in `target`."""
+        """Reduce-scatter: the rows of `blocks` are dealt to the ranks in order; the sum over ranks of this one's goes
+        to `places` in `target`."""
         if self.codec is None:
             rows = blocks.gather(flat)
             total = rows.new_empty(places.rows, places.count, places.block)

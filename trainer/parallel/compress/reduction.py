@@ -1,10 +1,9 @@
 """Reductions of gradients over the data-parallel ranks with quantised hops, in the places where FSDP reduces.
 
-FSDP hands over one flat buffer for each layer (and one for embedding, final norm and head): a row for each rank of the shard
-group, in it a piece of each parameter. `Message` says how it travels: a reduce-scatter within the shard group, then an all-reduce
-over replicas, each over one link or, where its group spans nodes, over two (Wang et al., arXiv 2306.10209: an all-to-all over the
-ranks of all nodes would cross the network once for every rank of a node).
-"""
+FSDP hands over one flat buffer for each layer (and one for embedding, final norm and head): a row for each rank of the
+shard group, in it a piece of each parameter. `Message` says how it travels: a reduce-scatter within the shard group,
+then an all-reduce over replicas, each over one link or, where its group spans nodes, over two (Wang et al., arXiv
+2306.10209: an all-to-all over the ranks of all nodes would cross the network once for every rank of a node)."""
 
 from __future__ import annotations
 
@@ -40,11 +39,11 @@ class Step:
 
 
 class Path:
-    """The quantised parameters of a message on their way through `links`, first to last, and back again for an all-reduce.
+    """The quantised parameters of a message on their way through `links`, first to last, and back again for an
+    all-reduce.
 
-    segments: where they lie in the message, in the order in which their blocks are dealt to `rows` ranks; parts: where a rank's
-    share goes in the result of a reduce-scatter; None for an all-reduce.
-    """
+    segments: where they lie in the message, in the order in which their blocks are dealt to `rows` ranks; parts: where
+    a rank's share goes in the result of a reduce-scatter; None for an all-reduce."""
 
     def __init__(
         self,
@@ -101,8 +100,8 @@ class Path:
             flat, seed = result, seed + 1
 
     def reduce(self, flat: Tensor, unit: Tensor, seed: int, common: int) -> None:
-        """All-reduce in place; all ranks get the same bits. common: a seed that all have: where the last link is not quantised, ranks
-        of several nodes encode the same values on the way back."""
+        """All-reduce in place; all ranks get the same bits. common: a seed that all have: where the last link is not
+        quantised, ranks of several nodes encode the same values on the way back."""
         share = torch.empty(self.length, device=self.device)
         self.scatter(flat, share, unit, seed)
         moving, codec = share.view(1, -1), None
@@ -220,7 +219,8 @@ class Message:
 
 
 class Compression:
-    """The quantised hops of a plan: their links, and the messages of this rank's stages. All ranks construct it together.
+    """The quantised hops of a plan: their links, and the messages of this rank's stages. All ranks construct it
+    together.
 
     What a step needs is set before it: `unit` (the loss scale, which gradients are multiples of), `last` (whether the
     reduction that comes is the last of the step).
@@ -246,7 +246,8 @@ class Compression:
         self.choose(set())
 
     def choose(self, quantised: set[str]) -> None:
-        """Of the hops that are left open, from the next step on only these are quantised. What was left out before is forgotten."""
+        """Of the hops that are left open, from the next step on only these are quantised. What was left out before is
+        forgotten."""
         self.chosen = quantised
         for link in [*self.scatter_links, *self.reduce_links]:
             link.codec = (
@@ -313,8 +314,8 @@ class Compression:
         )
 
     def identity(self) -> dict[str, Any]:
-        """What the tensors of a checkpoint depend on, the same on all ranks, which call it together: pipeline ranks have other
-        messages each."""
+        """What the tensors of a checkpoint depend on, the same on all ranks, which call it together: pipeline ranks
+        have other messages each."""
         everyone = gather(name_seed(0, json.dumps([message.pieces for message in self.messages])))
         return json.loads(
             json.dumps(

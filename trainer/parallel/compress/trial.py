@@ -20,7 +20,8 @@ MARGIN = 0.97
 
 
 class Trial:
-    """The measurement of `compression`'s hops that are left to it, candidate by candidate: first none of them quantised."""
+    """The measurement of `compression`'s hops that are left to it, candidate by candidate: first none of them
+    quantised."""
 
     def __init__(self, compression: Compression, step: int):
         self.compression = compression
@@ -41,7 +42,8 @@ class Trial:
         return step >= self.first + STEPS
 
     def advance(self, step: int) -> str | None:
-        """Goes on to the next candidate, or to the best, which is then returned in words. All ranks call it together."""
+        """Goes on to the next candidate, or to the best, which is then returned in words. All ranks call it
+        together."""
         if len(self.seconds) < len(self.candidates):
             self._begin(step, self.candidates[len(self.seconds)])
             return None
@@ -56,7 +58,10 @@ class Trial:
             f"{' and '.join(sorted(chosen)) or 'none'} {seconds:.4g} s"
             for chosen, seconds in zip(self.candidates, times.tolist())
         )
-        return f"gradients: quantised hops {' and '.join(sorted(self.candidates[best])) or 'none'}; a step takes with {told}"
+        return (
+            f"gradients: quantised hops {' and '.join(sorted(self.candidates[best])) or 'none'}; a step takes "
+            f"with {told}"
+        )
 
     def _begin(self, step: int, chosen: set[str]) -> None:
         self.compression.choose(chosen)

@@ -23,7 +23,8 @@ def load(device: torch.device) -> ModuleType:
     if (kind := module.get_accelerator().device_name()) != device.type:
         raise ConfigError(
             [
-                f"run.device={device.type}: DeepSpeed has already been imported in this process, for run.device={kind}; set that, or run "
+                f"run.device={device.type}: DeepSpeed has already been imported in this process, for "
+                f"run.device={kind}; set that, or run "
                 "in a process of its own"
             ]
         )

@@ -1,6 +1,5 @@
-"""What both ways of running DeepSpeed share: our update behind its interface, its loss scale in our form, and fragments of its
-flat tensors by name. See `deepspeed.py`.
-"""
+"""What both ways of running DeepSpeed share: our update behind its interface, its loss scale in our form, and fragments
+of its flat tensors by name. See `deepspeed.py`."""
 
 from __future__ import annotations
 
@@ -55,8 +54,8 @@ class Updates(torch.optim.Optimizer):
         self.by_flat: dict[Tensor, tuple[Optimizer, dict[str, slice]]] = {}
 
     def add(self, flat: Tensor, parts: dict[str, slice], policies: dict[str, Policy], swapped: bool) -> None:
-        """Makes the moments of a flat tensor in which parameters are at `parts`. A swapped one is of one policy and updated as a
-        whole, and DeepSpeed moves its moments between disk and memory with it."""
+        """Makes the moments of a flat tensor in which parameters are at `parts`. A swapped one is of one policy and
+        updated as a whole, and DeepSpeed moves its moments between disk and memory with it."""
         if swapped:
             optimizer, parts = Optimizer({"": flat}, {"": policies[next(iter(parts))]}, self.config), {}
             self.state[flat] = {moment: value for (_, moment), value in optimizer.state.items()}
@@ -121,7 +120,8 @@ class Scaler:
 
 
 class Unsharded:
-    """What the schedule asks around a stage's computation, where parameters stay as they are and gradients accumulate."""
+    """What the schedule asks around a stage's computation, where parameters stay as they are and gradients
+    accumulate."""
 
     def begin(self, stage: int) -> None: ...
     def unshard(self, stage: int) -> None: ...
@@ -136,15 +136,15 @@ class Unsharded:
 class Zero:
     """What a training state has for its optimizer.
 
-    parameters: global name -> this rank's fragment of the fp32 master; it has the reduced gradient from `gradients` to `step`.
-    Copies of a tied embedding on one rank are one parameter here. modules: what the runtime calls, by stage. scaler: the
-    loss scale. masters: DeepSpeed's flat fp32 tensors of this rank.
-    """
+    parameters: global name -> this rank's fragment of the fp32 master; it has the reduced gradient from `gradients` to
+    `step`. Copies of a tied embedding on one rank are one parameter here. modules: what the runtime calls, by stage.
+    scaler: the loss scale. masters: DeepSpeed's flat fp32 tensors of this rank."""
 
     masters: list[Tensor]
     modules: dict[int, nn.Module]
     swapped = False
-    """Whether masters and moments are on a disk, so that fragments have no values but between `tensors` and the next step."""
+    """Whether masters and moments are on a disk, so that fragments have no values but between `tensors` and the next
+    step."""
 
     def __init__(
         self,
@@ -162,8 +162,8 @@ class Zero:
         prepare()
 
     def start(self, module: nn.Module, theirs: dict[str, Tensor], groups: list[list[Tensor]], mpu: Any = None) -> None:
-        """Hands `module` to DeepSpeed. theirs: its parameters by their global names; groups: what may share a flat tensor. All
-        ranks have as many groups, or their collectives would not match."""
+        """Hands `module` to DeepSpeed. theirs: its parameters by their global names; groups: what may share a flat
+        tensor. All ranks have as many groups, or their collectives would not match."""
         self.theirs = theirs
         self.updater = Updates(groups, self.config.optimizer)
         self.engine, self.zero, *_ = deepspeed.initialize(
@@ -174,7 +174,8 @@ class Zero:
             config=generate(self.config, self.world.device),
         )
         self.scaler = Scaler(self.zero.loss_scaler, self.config, self.world)
-        # It would move the scale before it unscales by it: half of every gradient, in a step after which the scale grows.
+        # It would move the scale before it unscales by it: half of every gradient, in a step after which the scale
+        # grows.
         self.zero._update_scale = lambda has_overflow=False: None
 
     def share_out(self) -> None:
@@ -208,8 +209,8 @@ class Zero:
         raise NotImplementedError
 
     def places(self) -> dict[str, tuple[int, int, int, int]]:
-        """By name, where this rank's elements of a parameter are: which master, where in it, from which element of the rank's
-        part of the parameter on, how many."""
+        """By name, where this rank's elements of a parameter are: which master, where in it, from which element of the
+        rank's part of the parameter on, how many."""
         raise NotImplementedError
 
     def resident(self, index: int) -> AbstractContextManager[None]:
@@ -245,7 +246,8 @@ class Zero:
         raise NotImplementedError
 
     def gradients(self) -> list[Tensor]:
-        """Reduces what still has to be; returns what this rank holds of every gradient, in the order of the model's parameters."""
+        """Reduces what still has to be; returns what this rank holds of every gradient, in the order of the model's
+        parameters."""
         reduced = self.reduce()
         for name, fragment in self.parameters.items():
             fragment.grad = fragment.of(reduced.get(name, fragment.values[:0]).flatten())
@@ -257,8 +259,8 @@ class Zero:
         raise NotImplementedError
 
     def step(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> Tensor:
-        """One update; DeepSpeed unscales and clips by itself, and skips where a gradient is not finite. `found_inf`, which also
-        knows the loss, makes it skip too. Returns whether it skipped."""
+        """One update; DeepSpeed unscales and clips by itself, and skips where a gradient is not finite. `found_inf`,
+        which also knows the loss, makes it skip too. Returns whether it skipped."""
         if found_inf:
             self.spoil()
         self.updater.rate = rate
@@ -281,7 +283,8 @@ class Zero:
                 fragment.values = fragment.values[:0].clone()
 
     def tensors(self) -> dict[str, Any]:
-        """What a checkpoint holds of the optimizer. Of masters and moments on a disk these are copies, which `loaded` writes back."""
+        """What a checkpoint holds of the optimizer. Of masters and moments on a disk these are copies, which `loaded`
+        writes back."""
         named: dict[str, Any] = {"optimizer.updates": self.updates}
         for name, values in self.values():
             values = {kind: value.to("cpu", copy=True) if self.swapped else value for kind, value in values.items()}

@@ -1,13 +1,14 @@
 """parallel.zero.engine=deepspeed: ZeRO by DeepSpeed behind our model, runtime, checkpoints and metrics.
 
-DeepSpeed keeps fp32 masters and moments, flat and cut without regard to rows, a part on each data-parallel rank; the model
-has its parameters in the compute type. It reduces gradients, judges overflows, moves the loss scale, clips and skips. The
-arithmetic of an update is ours (`deepspeed_base.py`), so that every optimizer and policy works, and nothing is compiled for a CPU.
+DeepSpeed keeps fp32 masters and moments, flat and cut without regard to rows, a part on each data-parallel rank; the
+model has its parameters in the compute type. It reduces gradients, judges overflows, moves the loss scale, clips and
+skips. The arithmetic of an update is ours (`deepspeed_base.py`), so that every optimizer and policy works, and nothing
+is compiled for a CPU.
 
-Stages 1 and 2 (`FlatZero`): DeepSpeed sees shadows of our parameters, plain tensors that share their memory, and knows nothing
-of tensor parallelism, of pipelines, or of who runs backward. Gradients go to it by hand: in stage 1 once a step, until when the
-parameters accumulate them in fp32; in stage 2 from hooks. Stage 3 (`PartitionedZero`): DeepSpeed's own hooks gather each
-layer and reduce its gradients.
+Stages 1 and 2 (`FlatZero`): DeepSpeed sees shadows of our parameters, plain tensors that share their memory, and knows
+nothing of tensor parallelism, of pipelines, or of who runs backward. Gradients go to it by hand: in stage 1 once a
+step, until when the parameters accumulate them in fp32; in stage 2 from hooks. Stage 3 (`PartitionedZero`): DeepSpeed's
+own hooks gather each layer and reduce its gradients.
 
 `deepspeed_config.load` imports this module, and with it DeepSpeed.
 """
@@ -51,7 +52,8 @@ def check(config: Config, device: torch.device) -> None:
     zero, problems = config.parallel.zero, []
     if config.precision.compute == "fp16" and not get_accelerator().is_fp16_supported():
         problems.append(
-            f"precision.compute=fp16: DeepSpeed has none on a {device.type.upper()} like this one; set precision.compute=bf16, or "
+            f"precision.compute=fp16: DeepSpeed has none on a {device.type.upper()} like this one; set "
+            "precision.compute=bf16, or "
             "parallel.zero.engine=torch"
         )
     if zero.nvme is not None:
@@ -66,17 +68,20 @@ def check(config: Config, device: torch.device) -> None:
         )
         if lacking := [tool for tool in (need.split()[0] for need in needs) if not shutil.which(tool)]:
             problems.append(
-                f"parallel.zero.nvme={zero.nvme}: DeepSpeed compiles what reads and writes the disk, and finds no {', '.join(lacking)} "
+                f"parallel.zero.nvme={zero.nvme}: DeepSpeed compiles what reads and writes the disk, and finds no "
+                f"{', '.join(lacking)} "
                 "here; install it, or set parallel.zero.offload=true instead"
             )
         elif not AsyncIOBuilder().is_compatible(verbose=False):
             problems.append(
-                f"parallel.zero.nvme={zero.nvme}: DeepSpeed compiles what reads and writes the disk with libaio, and finds none here; "
+                f"parallel.zero.nvme={zero.nvme}: DeepSpeed compiles what reads and writes the disk with libaio, and "
+                "finds none here; "
                 "install libaio-dev, or set parallel.zero.offload=true instead"
             )
     if device.type == "cpu" and zero.deepspeed.get("zero_optimization", {}).get("zero_quantized_weights"):
         problems.append(
-            "parallel.zero.deepspeed.zero_optimization.zero_quantized_weights=true: DeepSpeed's kernels for it are for GPUs; leave it out, or "
+            "parallel.zero.deepspeed.zero_optimization.zero_quantized_weights=true: DeepSpeed's kernels for it are "
+            "for GPUs; leave it out, or "
             "set run.device=cuda"
         )
     try:
@@ -92,8 +97,8 @@ def check(config: Config, device: torch.device) -> None:
 
 
 def materialize(model: Transformer, config: Config, world: World) -> None:
-    """Gives a stage of the model that is still on the meta device storage in the compute type; in stage 3 to one layer after
-    another, of each of which the rank keeps its part."""
+    """Gives a stage of the model that is still on the meta device storage in the compute type; in stage 3 to one layer
+    after another, of each of which the rank keeps its part."""
     if config.parallel.zero.stage < 3:
         model.to_empty(device=world.device)
         return
@@ -128,7 +133,8 @@ class FlatZero(Zero):
         shadows = {}
         for name in self.policies:
             shadows[name] = shadow = nn.Parameter(local(parameters[name]).detach())
-            # What DeepSpeed counts in the norm: what is marked as split, and the rest on the first tensor-parallel rank.
+            # What DeepSpeed counts in the norm: what is marked as split, and the rest on the first tensor-parallel
+            # rank.
             shadow.model_parallel = is_split(parameters[name])
             shadow.ds_pipe_replicated = name in shared.tied and not self.counted[name]
         module = nn.Module()
@@ -367,7 +373,8 @@ class PartitionedZero(Zero):
 
 
 class Scaled(Unsharded):
-    """Stage 3: DeepSpeed refuses backward passes under fp16 that it has not scaled itself, unless it is told that one is."""
+    """Stage 3: DeepSpeed refuses backward passes under fp16 that it has not scaled itself, unless it is told that one
+    is."""
 
     def __init__(self, engine: Any):
         self.engine = engine

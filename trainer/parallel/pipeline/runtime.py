@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ContextManager, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from trainer.data.batches import Batch
 
 PATIENCE = 1.0
-"""Seconds in which a rank whose transfer broke looks for the reason before it calls its peer silently gone. One whose collective
-broke, which does not say whose connection it was, waits five times as long for a rank that knows."""
+"""Seconds in which a rank whose transfer broke looks for the reason before it calls its peer silently gone. One whose
+collective broke, which does not say whose connection it was, waits five times as long for a rank that knows."""
 
 STEPS_TIMED = 3
 """Steps whose times are kept: on CUDA the newest are still running when they are asked for."""
@@ -101,19 +101,18 @@ def instructions(actions: tuple[Action, ...]) -> tuple[Instruction, ...]:
 class Runtime:
     """Executes `schedule` on this rank.
 
-    stages: by stage, the module that this rank holds, called as `module(tokens, targets, documents, hidden)`: `hidden` is
-    None on the first stage, `targets` on all but the last. It returns the hidden state, on the last stage the pair
-    (objective, entropy) of scalars, sums over the micro-batch's tokens, of which the first is differentiated.
-    channels: the edges of the pipeline; None on a rank without one.
-    hidden: shape and dtype of the activation between any two stages, for a micro-batch.
-    reduce, ahead: how `lower` places reductions ("last" or "every" backward) and how many stages it gathers ahead.
+    stages: by stage, the module that this rank holds, called as `module(tokens, targets, documents, hidden)`: `hidden`
+    is None on the first stage, `targets` on all but the last. It returns the hidden state, on the last stage the pair
+    (objective, entropy) of scalars, sums over the micro-batch's tokens, of which the first is differentiated. channels:
+    the edges of the pipeline; None on a rank without one. hidden: shape and dtype of the activation between any two
+    stages, for a micro-batch. reduce, ahead: how `lower` places reductions ("last" or "every" backward) and how many
+    stages it gathers ahead.
 
-    Memory is bounded by the schedule: the buffer of a receive exists from its posting, the input of a micro-batch until its
-    backward (I or B) is done, its output only until it is sent.
+    Memory is bounded by the schedule: the buffer of a receive exists from its posting, the input of a micro-batch until
+    its backward (I or B) is done, its output only until it is sent.
 
-    An error in an action is raised as `PipelineError` on every rank of the pipeline, naming the rank and action where it
-    happened; without channels it is raised as it is. After it the channels are closed.
-    """
+    An error in an action is raised as `PipelineError` on every rank of the pipeline, naming the rank and action where
+    it happened; without channels it is raised as it is. After it the channels are closed."""
 
     def __init__(
         self,
@@ -165,8 +164,8 @@ class Runtime:
     def evaluate(self, batches: list[Batch]) -> Tensor:
         """The entropies [batches] in fp64 without backward passes; zeros on ranks without the last stage.
 
-        Every rank of the pipeline passes as many batches, any number. Gradients, also half accumulated ones, stay as they are.
-        """
+        Every rank of the pipeline passes as many batches, any number. Gradients, also half accumulated ones, stay as
+        they are."""
         modes = {stage: module.training for stage, module in self.stages.items()}
         for module in self.stages.values():
             module.eval()
@@ -327,7 +326,8 @@ class Runtime:
 
 @dataclass
 class _Flight:
-    """The micro-batches of one run of a program, and what of them is in memory on this rank; keys are (stage, micro-batch)."""
+    """The micro-batches of one run of a program, and what of them is in memory on this rank; keys are (stage,
+    micro-batch)."""
 
     batches: list[Batch]
     scale: Tensor | None = None
@@ -349,7 +349,7 @@ class _Flight:
     def training(self) -> bool:
         return self.scale is not None
 
-    def timed(self, action: Action) -> ContextManager[Any]:
+    def timed(self, action: Action) -> AbstractContextManager[Any]:
         if self.times is None:
             return nullcontext()
         return self.times.timed(action) if self.probe is None else self.probe.timed(action, self.times)
@@ -369,11 +369,11 @@ def _broke(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
-def _named(action: Action) -> ContextManager[Any]:
+def _named(action: Action) -> AbstractContextManager[Any]:
     return record_function(f"PP:{action}")
 
 
-def _unnamed(action: Action) -> ContextManager[Any]:
+def _unnamed(action: Action) -> AbstractContextManager[Any]:
     return nullcontext()
 
 

@@ -1,4 +1,5 @@
-"""When actions run, and how long each layer takes within them: by the host's clock on a CPU, by events in the stream on CUDA."""
+"""When actions run, and how long each layer takes within them: by the host's clock on a CPU, by events in the stream on
+CUDA."""
 
 from __future__ import annotations
 
@@ -73,9 +74,8 @@ class StepTimes:
 class Measured:
     """What one rank has measured of a micro-batch.
 
-    seconds: by unit of the model (0 the embedding, then the layers, last norm, head and loss) and kind of action (F, I, B);
-    weights: seconds of W by stage; bytes: by stage, what a forward pass has left allocated.
-    """
+    seconds: by unit of the model (0 the embedding, then the layers, last norm, head and loss) and kind of action (F, I,
+    B); weights: seconds of W by stage; bytes: by stage, what a forward pass has left allocated."""
 
     seconds: dict[tuple[int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     weights: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -85,9 +85,8 @@ class Measured:
 class LayerProbe:
     """Takes the time of each layer within the actions of a rank's stages.
 
-    A mark says which unit of the model works from then on. In a forward pass the marks are the calls of the layers; in a
-    backward pass, the arrival of the gradient of what each layer returned.
-    """
+    A mark says which unit of the model works from then on. In a forward pass the marks are the calls of the layers; in
+    a backward pass, the arrival of the gradient of what each layer returned."""
 
     def __init__(self, stages: dict[int, nn.Module], device: torch.device):
         self.stages, self.device = stages, device

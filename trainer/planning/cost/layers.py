@@ -35,12 +35,12 @@ def layer_costs(
 ) -> LayerCosts:
     """Costs of a model from its operations, on one of the `tp` ranks that share a layer.
 
-    length: tokens of a sequence; micro_size: sequences of a micro-batch; flops_per_second: what matrix products sustain.
-    recompute: settings of activation checkpointing; None keeps everything.
-    element_bytes: size of an element of the compute type.
-    tp_bandwidth: bytes per second into a device within its tensor-parallel group; bandwidth: the same between pipeline
-    stages and data-parallel ranks. latency: seconds of one transfer, and of each step of a ring. host: seconds of one action.
-    shard: ranks that share the parameters (ZeRO): they are gathered and their gradients, in fp32, reduced once a step.
+    length: tokens of a sequence; micro_size: sequences of a micro-batch; flops_per_second: what matrix products
+    sustain. recompute: settings of activation checkpointing; None keeps everything. element_bytes: size of an element
+    of the compute type. tp_bandwidth: bytes per second into a device within its tensor-parallel group; bandwidth: the
+    same between pipeline stages and data-parallel ranks. latency: seconds of one transfer, and of each step of a ring.
+    host: seconds of one action. shard: ranks that share the parameters (ZeRO): they are gathered and their gradients,
+    in fp32, reduced once a step.
 
     Counted are matrix products and attention (causal, within its window), saved activations of a layer with sequence
     parallelism that gathers its inputs again in backward, and exposed collectives; not element-wise operations.

@@ -31,11 +31,10 @@ class StateBytes:
     """Bytes that one rank holds for the model's states. An estimate: activations, buffers of communication and the
     allocator's fragmentation come on top.
 
-    parameters, gradients, optimizer: what is kept from step to step or micro-batch to micro-batch, in fp32.
-    gathered: copies of parameters in the compute type; unreduced: gradients of a unit before they are reduced.
-    offloaded: whether what is kept lies in host memory; sums: of offloaded gradients, on the device until the last micro-batch.
-    feedback: what quantised gradients have left out.
-    """
+    parameters, gradients, optimizer: what is kept from step to step or micro-batch to micro-batch, in fp32. gathered:
+    copies of parameters in the compute type; unreduced: gradients of a unit before they are reduced. offloaded: whether
+    what is kept lies in host memory; sums: of offloaded gradients, on the device until the last micro-batch. feedback:
+    what quantised gradients have left out."""
 
     parameters: int
     gathered: int
@@ -94,13 +93,13 @@ def state_bytes(
 ) -> StateBytes:
     """The states on one rank under a plan (ZeRO, arXiv 1910.02054), with AdamW.
 
-    compute_bytes: size of an element of the compute type, 4 for fp32, 2 for bf16 and fp16; layers: of each pipeline stage
-    on the rank, all of them in one stage if None; once: whether gradients are reduced once a step whatever the stage; device_sums:
-    whether those that are reduced every micro-batch and offloaded are added up on the device.
-    """
+    compute_bytes: size of an element of the compute type, 4 for fp32, 2 for bf16 and fp16; layers: of each pipeline
+    stage on the rank, all of them in one stage if None; once: whether gradients are reduced once a step whatever the
+    stage; device_sums: whether those that are reduced every micro-batch and offloaded are added up on the device."""
     units = [held_units(spec, plan.tp, part) for part in layers or [range(spec.depth)]]
     total, shard = sum(map(sum, units)), plan.shard if plan.stage >= 1 else 1
-    # Gathered or unreduced at a time where layers are gathered one by one: each stage's outer unit, and the largest layer.
+    # Gathered or unreduced at a time where layers are gathered one by one: each stage's outer unit, and the largest
+    # layer.
     at_once = sum(unit[0] for unit in units) + max(max(unit[1:]) for unit in units)
     kept, whole = -(-total // shard), plan.stage <= 1 or once
     shares_copies = (
@@ -118,7 +117,8 @@ def state_bytes(
 
 
 def held_units(spec: ModelSpec, tp: int, layers: range) -> list[int]:
-    """Parameters that one tensor-parallel rank holds of a stage, by unit of gathering: [outer unit, layer, layer, ...]."""
+    """Parameters that one tensor-parallel rank holds of a stage, by unit of gathering: [outer unit, layer, layer,
+    ...]."""
     with torch.device("meta"):
         infos = parameter_infos(Transformer(spec, layers))
     units: dict[str, int] = {"outer": 0}
@@ -133,8 +133,8 @@ def held_units(spec: ModelSpec, tp: int, layers: range) -> list[int]:
 def fullest_rank(
     config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, batch: BatchPlan, once: bool, feedback: int
 ) -> StateBytes:
-    """The states of the pipeline rank that has most. once: whether gradients are reduced once a step whatever the stage; feedback: bytes
-    that quantised gradients have left out, on the rank with most of them."""
+    """The states of the pipeline rank that has most. once: whether gradients are reduced once a step whatever the
+    stage; feedback: bytes that quantised gradients have left out, on the rank with most of them."""
     sums = batch.accumulation > 1 and sums_on_device(plan, config.precision.reduce == "fp32")
     element = ELEMENT_BYTES[config.precision.compute]
     ranks = (state_bytes(spec, plan, element, pipeline.stages(rank).values(), once, sums) for rank in range(plan.pp))
@@ -142,8 +142,9 @@ def fullest_rank(
 
 
 def sums_on_device(plan: Plan, fp32: bool) -> bool:
-    """Whether gradients that are reduced every micro-batch and offloaded are added up on the device. Partial sums are in the type
-    of the reduction (`fp32` or not): without replicas, for which there is no choice, only fp32 is good enough."""
+    """Whether gradients that are reduced every micro-batch and offloaded are added up on the device. Partial sums are
+    in the type of the reduction (`fp32` or not): without replicas, for which there is no choice, only fp32 is good
+    enough."""
     return plan.offload and plan.stage >= 2 and (plan.replicate > 1 or not plan.sum_on_host and fp32)
 
 

@@ -1,4 +1,5 @@
-"""What pipeline stages cost: seconds and bytes by stage, summed from costs by layer, which are measured or follow from FLOPs.
+"""What pipeline stages cost: seconds and bytes by stage, summed from costs by layer, which are measured or follow from
+FLOPs.
 
 `LayerCosts` knows nothing of a split, `StageCosts` nothing of layers: schedules are simulated on the second, splits are
 chosen on the first. Both are plain numbers; a measurement fills the same fields as the formulas here.
@@ -85,7 +86,8 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What each unit of the model costs for one micro-batch; units are the embedding, every layer, and norm, head and loss.
+    """What each unit of the model costs for one micro-batch; units are the embedding, every layer, and norm, head and
+    loss.
 
     The fields mean what those of `StageCosts` mean. An empty `b` stands for i + w.
     """

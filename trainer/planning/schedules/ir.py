@@ -103,11 +103,10 @@ def parse(text: str) -> Action:
 def loads(text: str, placement: tuple[int, ...] | None = None, name: str = "csv") -> Schedule:
     """Reads a schedule from CSV: a line a rank, a cell an action; empty cells (idle slots) are skipped.
 
-    Files that list communication too (torch's `compute_comms`) lose it here, since `lower` derives it.
-    placement: taken from the lines that hold the stages' actions unless given; without it a stage on two lines is an error.
-    name: of the schedule and, in messages, of the file. Raises `ConfigError` naming line and cell, both counted from 1.
-    `validate` says whether the schedule can run.
-    """
+    Files that list communication too (torch's `compute_comms`) lose it here, since `lower` derives it. placement: taken
+    from the lines that hold the stages' actions unless given; without it a stage on two lines is an error. name: of the
+    schedule and, in messages, of the file. Raises `ConfigError` naming line and cell, both counted from 1. `validate`
+    says whether the schedule can run."""
     orders, held, problems = [], {}, []
     for line, cells in enumerate(csv.reader(io.StringIO(text.rstrip())), 1):
         order = []
@@ -140,7 +139,8 @@ def loads(text: str, placement: tuple[int, ...] | None = None, name: str = "csv"
         problems.append(f"{name} is empty; it needs a line of actions for each rank")
     elif placement is None and len(held) < stages and not problems:
         problems.append(
-            f"{name}: no line has an action of stage {min(set(range(stages)) - set(held))}, but one has stage {stages - 1}"
+            f"{name}: no line has an action of stage {min(set(range(stages)) - set(held))}, but one has stage "
+            f"{stages - 1}"
         )
     if problems:
         raise ConfigError(problems)

@@ -1,8 +1,8 @@
-"""From a schedule to what one rank executes: communication and work on parameters, derived from the order of computation.
+"""From a schedule to what one rank executes: communication and work on parameters, derived from the order of
+computation.
 
-Both ends of a directed edge (from one rank to another) transfer in the same order, the one in which the sender computes, so
-channels need neither tags nor buffers of their own.
-"""
+Both ends of a directed edge (from one rank to another) transfer in the same order, the one in which the sender
+computes, so channels need neither tags nor buffers of their own."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Edge = tuple[int, int]
 def lower(
     schedule: Schedule, rank: int, reduce: Literal["last", "every"] = "last", unshard: bool = True, ahead: int = 1
 ) -> tuple[Action, ...]:
-    """The rank's program: its computation with sends, receives, and gathers and reductions of parameters, in torch's terms.
+    """The rank's program: its computation with sends, receives, and gathers and reductions of parameters, in torch's
+    terms.
 
-    A RECV posts a receive into a new buffer; the computation that reads it waits for it. A SEND starts a transfer of what the
-    rank has computed. Sends carry the sender's stage, receives the receiver's; stages on one rank exchange nothing. An
-    OVERLAP_F_B becomes its forward and its backward, one after the other.
+    A RECV posts a receive into a new buffer; the computation that reads it waits for it. A SEND starts a transfer of
+    what the rank has computed. Sends carry the sender's stage, receives the receiver's; stages on one rank exchange
+    nothing. An OVERLAP_F_B becomes its forward and its backward, one after the other.
 
-    ahead: receives and gathers of the next `ahead` compute actions are started before the current one, a receive only while no
-    more than `ahead` posted buffers wait for a later action. 0 posts a receive when it is needed. Receives are earlier where
-    ranks would otherwise wait for each other if every SEND waited for its receive (see `replay`).
-    reduce: REDUCE_GRAD after the stage's last B or W of the step ("last") or after that of every micro-batch ("every").
-    unshard: UNSHARD before the stage's first action, RESHARD after its last; False leaves both out.
-    The schedule must be valid (`ir.validate`).
-    """
+    ahead: receives and gathers of the next `ahead` compute actions are started before the current one, a receive only
+    while no more than `ahead` posted buffers wait for a later action. 0 posts a receive when it is needed. Receives are
+    earlier where ranks would otherwise wait for each other if every SEND waited for its receive (see `replay`). reduce:
+    REDUCE_GRAD after the stage's last B or W of the step ("last") or after that of every micro-batch ("every").
+    unshard: UNSHARD before the stage's first action, RESHARD after its last; False leaves both out. The schedule must
+    be valid (`ir.validate`)."""
     return lower_all(schedule, reduce, unshard, ahead)[rank]
 
 
@@ -144,7 +144,8 @@ def _receive_of_send(send: Action) -> Action:
 
 
 def input_of(action: Action, stages: int) -> Action | None:
-    """The action whose result a compute action reads, a backward being named I even where it is a B; None for the tokens."""
+    """The action whose result a compute action reads, a backward being named I even where it is a B; None for the
+    tokens."""
     if action.kind == "W":
         return Action(action.stage, "I", action.microbatch)
     if action.kind == "F":
@@ -155,11 +156,12 @@ def input_of(action: Action, stages: int) -> Action | None:
 
 
 def replay(programs: Sequence[Sequence[Action]], placement: Sequence[int], rendezvous: bool = False) -> dict[int, int]:
-    """By rank that cannot finish its program, the place in it where it waits for ever; empty if all end, at whatever speed.
+    """By rank that cannot finish its program, the place in it where it waits for ever; empty if all end, at whatever
+    speed.
 
     The n-th send of an edge meets its n-th receive; if they are of different things, nothing arrives from then on.
-    rendezvous: a SEND holds its rank until the receive is posted, as on channels without buffers; otherwise sends never wait.
-    """
+    rendezvous: a SEND holds its rank until the receive is posted, as on channels without buffers; otherwise sends never
+    wait."""
     run = _Replay(programs, placement, rendezvous)
     run.advance(range(len(programs)))
     return {rank: run.places[rank] for rank, _ in run.stuck()}

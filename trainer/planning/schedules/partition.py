@@ -5,9 +5,10 @@ The first stage also holds the embedding, the last the final norm, head and loss
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
-from typing import Any, Callable, Sequence
+from typing import Any
 
 from trainer.config import ConfigError
 from trainer.planning.cost.stages import LayerCosts
@@ -18,16 +19,18 @@ ROUNDING = 1e-9  # sums of the same numbers in another order differ by less, rel
 
 
 def partition(layers: LayerCosts, stages: int, placement: Sequence[int] | None = None) -> Split:
-    """The split into stages of at least one layer each that minimises the largest stage cost (forward and full backward).
+    """The split into stages of at least one layer each that minimises the largest stage cost (forward and full
+    backward).
 
-    Among equals, the sum of squared stage costs is minimised. Exact, by dynamic programming in O(stages x layers^2). With a placement (by stage, its rank) that gives a rank several stages, layers
-    then move between stages while that lowers the largest sum of costs on a rank, see `balance`.
-    Raises `ConfigError` where there are fewer layers than stages.
-    """
+    Among equals, the sum of squared stage costs is minimised. Exact, by dynamic programming in O(stages x layers^2).
+    With a placement (by stage, its rank) that gives a rank several stages, layers then move between stages while that
+    lowers the largest sum of costs on a rank, see `balance`. Raises `ConfigError` where there are fewer layers than
+    stages."""
     depth = layers.depth
     if stages > depth:
         raise ConfigError(
-            f"parallel.pp x parallel.pipeline.chunks={stages} stages, but model.depth={depth} has a layer for each of at "
+            f"parallel.pp x parallel.pipeline.chunks={stages} stages, but model.depth={depth} has a layer for each "
+            "of at "
             f"most {depth}; lower parallel.pp or parallel.pipeline.chunks"
         )
     cost = StageSums(layers.total, stages)

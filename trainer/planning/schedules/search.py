@@ -1,14 +1,14 @@
 """The schedule, split and number of micro-batches that make a step shortest, found by simulating them.
 
 The global batch is fixed, so makespans compare directly. Candidates are every template and the greedy scheduler under
-several memory caps, on every number of chunks, number of micro-batches and split; those above the memory limit are dropped.
-The search is deterministic: its length is limited by a count of actions, not by a clock.
-"""
+several memory caps, on every number of chunks, number of micro-batches and split; those above the memory limit are
+dropped. The search is deterministic: its length is limited by a count of actions, not by a clock."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 import yaml
 
@@ -34,11 +34,9 @@ class Space:
     """What a search may choose from.
 
     schedules: names of templates, and `greedy`. splits: whether a stage's backward pass can be split into I and W.
-    microbatches: numbers of micro-batches, None for all divisors of the samples. split: layers of each stage, None to choose.
-    caps: activations that the greedy scheduler may hold on a rank, as multiples of what 1F1B holds there at most; patience: see
-    `templates.greedy`.
-    effort: about how many actions are simulated (a million are a second).
-    """
+    microbatches: numbers of micro-batches, None for all divisors of the samples. split: layers of each stage, None to
+    choose. caps: activations that the greedy scheduler may hold on a rank, as multiples of what 1F1B holds there at
+    most; patience: see `templates.greedy`. effort: about how many actions are simulated (a million are a second)."""
 
     schedules: tuple[str, ...] = (*TEMPLATES, "greedy")
     chunks: tuple[int, ...] = (1, 2, 4)
@@ -77,8 +75,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class Row:
-    """One simulated candidate. name: a template's, or the greedy scheduler with its cap and patience. memory: bytes of the
-    fullest rank, with what no schedule changes."""
+    """One simulated candidate. name: a template's, or the greedy scheduler with its cap and patience. memory: bytes of
+    the fullest rank, with what no schedule changes."""
 
     name: str
     chunks: int
@@ -93,8 +91,8 @@ class Row:
 class Choice:
     """The best candidate and what it was chosen from.
 
-    name: the template, or `greedy`. memory: predicted bytes by rank. table: all candidates within the memory limit, best first.
-    """
+    name: the template, or `greedy`. memory: predicted bytes by rank. table: all candidates within the memory limit,
+    best first."""
 
     name: str
     schedule: Schedule
@@ -109,8 +107,8 @@ class Choice:
     def settings(self, csv: str | None = None) -> dict[str, Any]:
         """The settings that fix this choice, by dotted name.
 
-        csv: the file that `schedule` is saved in. Needed for a greedy schedule: built anew, it would depend on other costs.
-        """
+        csv: the file that `schedule` is saved in. Needed for a greedy schedule: built anew, it would depend on other
+        costs."""
         if csv is None and self.name == "greedy":
             raise ValueError("a greedy schedule is fixed by the file of its actions: save it and give its path")
         return {
@@ -134,7 +132,10 @@ class Choice:
             for block in blocks:
                 target = target.setdefault(block, {})
             target[last] = value
-        predicted = f"step {self.predicted.makespan:.6g} s, bubble {self.predicted.bubble:.4f}, memory {max(self.memory):.6g} bytes"
+        predicted = (
+            f"step {self.predicted.makespan:.6g} s, bubble {self.predicted.bubble:.4f}, memory "
+            f"{max(self.memory):.6g} bytes"
+        )
         return f"# predicted: {predicted}\n" + yaml.safe_dump(nested, sort_keys=False, default_flow_style=None)
 
 
@@ -146,7 +147,8 @@ def search(
     constant_bytes: ConstantBytes | Sequence[float] | None = None,
     space: Space = Space(),
 ) -> Choice:
-    """The best choice for a step of `samples_per_rank` sequences on each data-parallel rank, over `ranks` pipeline ranks.
+    """The best choice for a step of `samples_per_rank` sequences on each data-parallel rank, over `ranks` pipeline
+    ranks.
 
     layers_for: costs of the layers for a micro-batch of so many sequences.
     Raises `ConfigError` where nothing is possible, or nothing fits.
@@ -180,7 +182,8 @@ def search(
     if not setups:
         depth = layers_for(samples_per_rank // counts[0]).depth
         raise ConfigError(
-            f"parallel.pp={ranks} with parallel.pipeline.chunks in {list(space.chunks)}: no split of model.depth={depth} "
+            f"parallel.pp={ranks} with parallel.pipeline.chunks in {list(space.chunks)}: no split of "
+            f"model.depth={depth} "
             "layers gives every stage a layer; lower parallel.pp"
         )
     return Finder(space, memory_limit_bytes, refine=space.split is None, constant=constant_bytes).choose(setups)
@@ -225,8 +228,8 @@ def constants(
 
 
 class Splits:
-    """Splits worth trying for a placement: balanced over stages, balanced over ranks, even. Partitions are computed once for
-    costs that differ by a factor."""
+    """Splits worth trying for a placement: balanced over stages, balanced over ranks, even. Partitions are computed
+    once for costs that differ by a factor."""
 
     def __init__(self, fixed: Split | None):
         self.fixed, self.found = fixed, {}
@@ -330,7 +333,8 @@ class Finder:
         return min((row.makespan for row, other, _ in self.found if other is setup), default=float("inf"))
 
     def greedy(self, setup: Setup, cap: float, patience: float, effort: int) -> None:
-        """Considers a greedy schedule, if the effort allows and the setup can still beat the best. cap: as in `Space.caps`."""
+        """Considers a greedy schedule, if the effort allows and the setup can still beat the best. cap: as in
+        `Space.caps`."""
         work = GREEDY_EFFORT * setup.microbatches * len(setup.placement) * 3
         if self.spent + work > effort or bound(setup, self.space.splits) >= self.best:
             return
@@ -359,7 +363,8 @@ class Finder:
             self.found.append((row, setup, schedule))
 
     def refined(self, setup: Setup, schedule: Schedule) -> Setup:
-        """The setup with layers moved across boundaries, one at a time, while the simulated makespan falls and memory allows."""
+        """The setup with layers moved across boundaries, one at a time, while the simulated makespan falls and memory
+        allows."""
 
         def change(split: Split) -> Setup:
             constant = constants(self.constant, split, setup.placement, setup.ranks)
@@ -384,14 +389,17 @@ class Finder:
                 "take more micro-batches: a multiple of parallel.pp is always legal"
             )
         return (
-            f"no schedule fits {self.limit / 2**30:.2f} GiB: the one with the least memory needs {self.smallest / 2**30:.2f} GiB on "
-            "its fullest rank; set activation.mode=full, a smaller batch.micro_size, or a higher parallel.tp or parallel.pp"
+            f"no schedule fits {self.limit / 2**30:.2f} GiB: the one with the least memory needs "
+            f"{self.smallest / 2**30:.2f} GiB on "
+            "its fullest rank; set activation.mode=full, a smaller batch.micro_size, or a higher parallel.tp or "
+            "parallel.pp"
         )
 
 
 def bound(setup: Setup, splits: bool) -> float:
-    """A makespan that no order of the setup's actions is below: each rank's work behind the first micro-batch's way to it (and,
-    with full backward passes, before the last one's way back), and one micro-batch's way through all stages."""
+    """A makespan that no order of the setup's actions is below: each rank's work behind the first micro-batch's way to
+    it (and, with full backward passes, before the last one's way back), and one micro-batch's way through all
+    stages."""
     costs, placement, count = setup.costs, setup.placement, setup.microbatches
     stages = range(costs.stages)
     backward = [min(b, i + w) if splits else b for b, i, w in zip(costs.b, costs.i, costs.w)]

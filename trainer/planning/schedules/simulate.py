@@ -28,10 +28,9 @@ class Span(NamedTuple):
 class Simulation:
     """The course of one step.
 
-    makespan: seconds from the first action to the end of the last action or reduction.
-    busy: by rank, seconds of computation. memory: by rank, the largest sum of held activations, in the unit of the costs.
-    actions, ends: by rank, what ran (the parts of an OVERLAP_F_B one after the other) and when it ended.
-    """
+    makespan: seconds from the first action to the end of the last action or reduction. busy: by rank, seconds of
+    computation. memory: by rank, the largest sum of held activations, in the unit of the costs. actions, ends: by rank,
+    what ran (the parts of an OVERLAP_F_B one after the other) and when it ended."""
 
     makespan: float
     busy: tuple[float, ...]
@@ -61,7 +60,8 @@ class Simulation:
 
     @cached_property
     def memory_curve(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """By rank, (time, held activations from then on): they grow when a forward action starts, change when a backward one ends."""
+        """By rank, (time, held activations from then on): they grow when a forward action starts, change when a
+        backward one ends."""
         train = any(action.kind != "F" for order in self.actions for action in order)
         curves = []
         for spans in self.spans:

@@ -1,8 +1,7 @@
 """The known pipeline schedules by name, built for any number of ranks and micro-batches.
 
-A template is an order of forwards and backwards for each rank. Zero-bubble templates order F and I only and state how many
-activations a rank may hold; `greedy.list_schedule` then places W, counting F, I and W as equally long.
-"""
+A template is an order of forwards and backwards for each rank. Zero-bubble templates order F and I only and state how
+many activations a rank may hold; `greedy.list_schedule` then places W, counting F, I and W as equally long."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ class Template:
 
 
 def place(ranks: int, chunks: int, style: Literal["loop", "v"]) -> tuple[int, ...]:
-    """By stage, the rank that holds it: "loop" goes through the ranks again for each chunk, "v" turns at the ends, so that
-    the stages on both sides of a turn share a rank."""
+    """By stage, the rank that holds it: "loop" goes through the ranks again for each chunk, "v" turns at the ends, so
+    that the stages on both sides of a turn share a rank."""
     return tuple(
         ranks - 1 - rank if style == "v" and chunk % 2 else rank for chunk in range(chunks) for rank in range(ranks)
     )
@@ -76,7 +75,8 @@ def build_schedule(
         group_size is not None and not problems and not (low := min(ranks, microbatches)) <= group_size <= microbatches
     ):
         problems.append(
-            f"parallel.pipeline.group_size={group_size}: a group has a micro-batch for each of the parallel.pp={ranks} ranks "
+            f"parallel.pipeline.group_size={group_size}: a group has a micro-batch for each of the "
+            f"parallel.pp={ranks} ranks "
             f"or more, and at most the step's {microbatches} micro-batches; legal: "
             + (f"{low} to {microbatches}" if low < microbatches else str(low))
         )
@@ -100,12 +100,10 @@ def greedy(
 ) -> Schedule:
     """The schedule that list scheduling finds for measured costs, under a memory cap.
 
-    Ranks take what is ready, or keep to an order of forwards and backwards that suits the placement; backwards are split or
-    full. Of these, where they fit the cap, the one that takes least time.
-    cap: the most activation a rank may hold, in the unit of `costs.activation`. Too little for one micro-batch raises
-    `ConfigError`. split: False for full backwards only. patience: a W does not start if an F or I is due within this share of
-    its duration.
-    """
+    Ranks take what is ready, or keep to an order of forwards and backwards that suits the placement; backwards are
+    split or full. Of these, where they fit the cap, the one that takes least time. cap: the most activation a rank may
+    hold, in the unit of `costs.activation`. Too little for one micro-batch raises `ConfigError`. split: False for full
+    backwards only. patience: a W does not start if an F or I is due within this share of its duration."""
     found = []
     for splits in (True, False) if split else (False,):
         if splits and cap is not None and cap < least_cap(costs, placement):
@@ -145,12 +143,12 @@ def _one_forward_one_backward(ranks: int, microbatches: int, chunks: int, group_
 
 
 def _interleaved(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
-    """Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2): the bubble of 1F1B divided by the chunks.
+    """Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2): the bubble of 1F1B divided by the
+    chunks.
 
-    Micro-batches pass the ranks in groups: all of a group through one chunk, then through the next. Groups are as equal as
-    `group_size` or more micro-batches each allow, so that any number of micro-batches is legal. Larger groups hold more
-    activations and leave transfers more time.
-    """
+    Micro-batches pass the ranks in groups: all of a group through one chunk, then through the next. Groups are as equal
+    as `group_size` or more micro-batches each allow, so that any number of micro-batches is legal. Larger groups hold
+    more activations and leave transfers more time."""
     lines = _interleave(ranks, microbatches, chunks, group_size or ranks, "B")
     return Schedule("interleaved", tuple(map(tuple, lines)), place(ranks, chunks, "loop"), microbatches)
 
@@ -158,14 +156,14 @@ def _interleaved(ranks: int, microbatches: int, chunks: int, group_size: int | N
 def _interleave(
     ranks: int, microbatches: int, chunks: int, group_size: int, backward: str, warmup: int | None = None
 ) -> list[Line]:
-    """Groups of micro-batches through the chunks; each rank first does the forwards that keep the last rank busy until its
-    first backward comes back, then a forward and a backward by turns.
+    """Groups of micro-batches through the chunks; each rank first does the forwards that keep the last rank busy until
+    its first backward comes back, then a forward and a backward by turns.
 
-    warmup: forwards done ahead for each rank that follows. 1 is enough for one chunk, and for several 2, since by then each
-    rank on the way does a backward between two forwards.
-    """
+    warmup: forwards done ahead for each rank that follows. 1 is enough for one chunk, and for several 2, since by then
+    each rank on the way does a backward between two forwards."""
     count = max(1, microbatches // group_size)
-    # The largest groups come first: a rank can start the backwards of a group only if its warm-up reaches the last chunk.
+    # The largest groups come first: a rank can start the backwards of a group only if its warm-up reaches the last
+    # chunk.
     sizes = [microbatches // count + (n < microbatches % count) for n in range(count)]
     groups = [range(sum(sizes[:n]), sum(sizes[: n + 1])) for n in range(count)]
     warmup = warmup or (1 if chunks == 1 else 2)
@@ -181,8 +179,9 @@ def _interleave(
 
 
 def _zero_bubble(name: str, warmup: int) -> Callable[[int, int, int, int | None], Schedule]:
-    """ZB-H1 and ZB-H2 (Qi et al. 2023, arXiv 2401.10241): 1F1B with W in the gaps. With one forward ahead for each rank that
-    follows the memory is that of 1F1B's first rank, on all ranks; with two no rank idles between its first and last action."""
+    """ZB-H1 and ZB-H2 (Qi et al. 2023, arXiv 2401.10241): 1F1B with W in the gaps. With one forward ahead for each rank
+    that follows the memory is that of 1F1B's first rank, on all ranks; with two no rank idles between its first and
+    last action."""
 
     def build(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
         lines = _interleave(ranks, microbatches, 1, 1, "I", warmup)
@@ -195,12 +194,11 @@ def _zero_bubble(name: str, warmup: int) -> Callable[[int, int, int, int | None]
 class Block:
     """The course of one micro-batch through a V of two chunks per rank, in slots of one F, I or W of one chunk.
 
-    Every rank spends six slots on a micro-batch, so the next one follows six slots later; no two passes may meet on a rank,
-    that is have equal times modulo six.
-    hops: slots from one rank to the next: forward down (chunk 0) and up (chunk 1), backward down (chunk 1) and up (chunk 0).
-    turns: slots lost between these four passes, by the number of ranks. The sum of the hops is the memory: activations live
-    from the forward to the backward on each rank, so twelve slots a rank fill ranks micro-batches' worth.
-    """
+    Every rank spends six slots on a micro-batch, so the next one follows six slots later; no two passes may meet on a
+    rank, that is have equal times modulo six. hops: slots from one rank to the next: forward down (chunk 0) and up
+    (chunk 1), backward down (chunk 1) and up (chunk 0). turns: slots lost between these four passes, by the number of
+    ranks. The sum of the hops is the memory: activations live from the forward to the backward on each rank, so twelve
+    slots a rank fill ranks micro-batches' worth."""
 
     hops: tuple[int, int, int, int]
     turns: Callable[[int], tuple[int, int, int]]
@@ -256,8 +254,8 @@ def _unit_costs(stages: int) -> StageCosts:
 
 
 def _dualpipe_v(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
-    """DualPipeV (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1, halved to a V): forwards paired with backwards of other
-    micro-batches, for models whose two passes overlap; ranks without that run them one after the other.
+    """DualPipeV (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1, halved to a V): forwards paired with backwards of
+    other micro-batches, for models whose two passes overlap; ranks without that run them one after the other.
 
     Made for two micro-batches a rank or more; with fewer it is the same order without those that are missing.
     """
@@ -271,7 +269,8 @@ def _dualpipe_v(ranks: int, microbatches: int, chunks: int, group_size: int | No
             order += steps.backward(1, split=True), steps.weight(), steps.forward(1)
         for number in range(max(microbatches, 2 * ranks) - 2 * ranks + rank + 1):
             pair = steps.forward(0), steps.backward(1)
-            # The last rank has the backward's forward just behind it: paired, its first two passes would only wait longer.
+            # The last rank has the backward's forward just behind it: paired, its first two passes would only wait
+            # longer.
             order += pair if number == 0 and after == 0 else [_overlap(*pair)]
             order.append(_overlap(steps.forward(1), steps.backward(0)))
         for _ in range(after):

@@ -9,8 +9,8 @@ from trainer.planning.schedules.lower import lower_all, replay
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
-    """By rank, the most activations held at once, kept from F until B or W, in micro-batches of the rank's whole share of
-    the model (a rank's k stages hold 1/k of it each)."""
+    """By rank, the most activations held at once, kept from F until B or W, in micro-batches of the rank's whole share
+    of the model (a rank's k stages hold 1/k of it each)."""
     return tuple(
         max(held, default=0) / max(1, schedule.placement.count(rank))
         for rank, order in enumerate(schedule.orders)
@@ -31,11 +31,10 @@ def validate(schedule: Schedule, cap: float | None = None, trains: bool = True) 
     """Everything that keeps the schedule from running, one sentence each; empty for a schedule that runs.
 
     Checks that stages are placed on ranks, that each stage computes F, I and W (or B) of each micro-batch once, on its
-    rank and in this order, that no rank waits for ever (by replaying the lowered programs of all ranks), and that no rank
-    holds more than `cap` activations (in the unit of `peak_activations`). Positions in a rank's order are counted from 1.
-    trains: False for an evaluation, which has forwards only. It has to be said, since forwards without any backward would
-    otherwise pass as one and train nothing.
-    """
+    rank and in this order, that no rank waits for ever (by replaying the lowered programs of all ranks), and that no
+    rank holds more than `cap` activations (in the unit of `peak_activations`). Positions in a rank's order are counted
+    from 1. trains: False for an evaluation, which has forwards only. It has to be said, since forwards without any
+    backward would otherwise pass as one and train nothing."""
     problems = [*_misplaced(schedule), *_miscounted(schedule, trains)]
     if not problems:
         problems = _stuck(schedule)
@@ -47,7 +46,8 @@ def validate(schedule: Schedule, cap: float | None = None, trains: bool = True) 
             )
             if above:
                 problems.append(
-                    f"{_where(rank, *above[:2])}: the rank then holds the activations of {above[2] / share:g} micro-batches, "
+                    f"{_where(rank, *above[:2])}: the rank then holds the activations of {above[2] / share:g} "
+                    "micro-batches, "
                     f"above the cap of {cap:g}"
                 )
     return problems
@@ -66,8 +66,8 @@ def _misplaced(schedule: Schedule) -> Iterator[str]:
 
 
 def _miscounted(schedule: Schedule, trains: bool) -> Iterator[str]:
-    """Actions that are no compute actions, out of range, on a rank that does not hold their stage, repeated, before what
-    they need of their own stage, or missing."""
+    """Actions that are no compute actions, out of range, on a rank that does not hold their stage, repeated, before
+    what they need of their own stage, or missing."""
     needs = {"F": (), "I": "F", "W": "I"}
     did: dict[tuple[str, int, int], tuple[int, Action]] = {}
     for rank, order in enumerate(schedule.orders):
@@ -98,7 +98,9 @@ def _miscounted(schedule: Schedule, trains: bool) -> Iterator[str]:
         for kind in "FIW" if trains else "F":
             missing = [f"{stage}{kind}{m}" for m in range(schedule.microbatches) if (kind, stage, m) not in did]
             if missing and 0 <= rank < schedule.ranks:
-                yield f"rank {rank}, end of its {len(schedule.orders[rank])} actions: {', '.join(missing)} never computed"
+                yield (
+                    f"rank {rank}, end of its {len(schedule.orders[rank])} actions: {', '.join(missing)} never computed"
+                )
 
 
 def _stuck(schedule: Schedule) -> list[str]:
