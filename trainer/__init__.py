@@ -12,7 +12,7 @@ __all__ = ["Config", "ConfigError", "compose", "run"]
 _HOMES = {
     "Config": "trainer.config",
     "ConfigError": "trainer.config",
-    "compose": "trainer.cli",
+    "compose": "trainer.planning.resolve",
     "run": "trainer.training.run",
 }
 

@@ -32,9 +32,9 @@ import trainer
 import trainer.training.run
 from trainer.config import Config, ConfigError
 from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, decode, encode, pack, rotate, uniform, unpack
-from trainer.planning.checks import check
 from trainer.planning.gradient_comm import routes
 from trainer.planning.plan import Plan
+from trainer.planning.resolve import check
 
 CPU = torch.device("cpu")
 LARGEST = {"int8": 127, "int4": 7, "fp8": 448}

@@ -11,9 +11,9 @@ from support.reference import settings, tiny_spec
 
 from trainer.config import Config, ConfigError
 from trainer.planning.batch import resolve_batch
-from trainer.planning.checks import check
 from trainer.planning.pipeline import check_pipeline
 from trainer.planning.plan import check_plan, resolve_plan
+from trainer.planning.resolve import check
 
 
 @pytest.fixture(scope="module")

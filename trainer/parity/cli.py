@@ -24,7 +24,7 @@ from trainer.model.initial import Weights, initial_value
 from trainer.model.transformer import declarations
 from trainer.optim.groups import parameter_policies
 from trainer.parity.compare import Comparison, Result, coarsest, compare, judge, show
-from trainer.parity.plans import compose, generated, resolve
+from trainer.parity.plans import compose, generated, make_case
 from trainer.parity.reference import Trajectory, reference
 from trainer.parity.watch import train
 from trainer.planning.batch import BatchPlan, resolve_batch
@@ -94,14 +94,14 @@ def run(
     """Runs all plans and prints the table. Raises `ConfigError`, also where all plans are refused; returns the exit
     code."""
     processes, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
-    base = compose(overrides, config_dir)
+    base = compose(overrides, config_dir, processes)
     spec, weights = starting_point(base)
     check_reference(base, spec, steps)
     if json_path and not Path(json_path).absolute().parent.is_dir():
         raise ConfigError(f"json={json_path}: there is no folder {Path(json_path).parent}")
     device, size = local_device(base.run), global_size(base.batch, processes)
     cases = [
-        resolve(text, base, spec, overrides, config_dir, size, processes, device)
+        make_case(text, base, spec, overrides, config_dir, size, processes, device)
         for text in plans or generated(spec, processes)
     ]
     legal = [(place, case) for place, case in enumerate(cases) if not case.reasons]
@@ -133,14 +133,15 @@ def run(
     worlds: dict[tuple[int, ...], World] = {}
     results = [Result(case.text, "REFUSED", case.reasons) for case in cases]
     for number, (place, case) in enumerate(legal, start=1):
-        mesh = tuple(case.plan.mesh.values())
+        plan, batch, pipeline = case.layout.plan, case.layout.batch, case.layout.pipeline
+        mesh = tuple(plan.mesh.values())
         if mesh not in worlds:
-            worlds[mesh] = join(case.plan.mesh, device)
+            worlds[mesh] = join(plan.mesh, device)
         world = worlds[mesh]
         if rank == 0:
             say(f"plan {number} of {len(legal)}: {'; '.join(case.describe())}")
-        data = loaded(samples, case.config, case.batch, world.data.get_local_rank(), case.plan.dp, steps, device)
-        seen = train(case.config, spec, case.plan, case.pipeline, world, data, weights)
+        data = loaded(samples, case.config, batch, world.data.get_local_rank(), plan.dp, steps, device)
+        seen = train(case.config, spec, plan, pipeline, world, data, weights)
         kind = coarsest(case.config.precision, case.config.parallel.grad_comm)
         results[place] = world.agree(lambda: judge(case.text, case.describe(), kind, seen, expected, plain[kind]))
     world.agree(lambda: report(expected, results, plain, json_path))  # torchrun ends all ranks when one has ended

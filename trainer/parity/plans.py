@@ -8,19 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from omegaconf import OmegaConf
 
-from trainer.config import Config, ConfigError, ParallelConfig, typed
-from trainer.config.compose import gather
+from trainer.config import Config, ConfigError, ParallelConfig
+from trainer.config.compose import gather, to_config
 from trainer.config.fields import divisors
 from trainer.config.model import ModelSpec
 from trainer.config.typed import flat
 from trainer.parallel.parallelize import check_compiler, check_engine, check_model
-from trainer.planning.batch import BatchPlan, resolve_batch
-from trainer.planning.checks import check
 from trainer.planning.gradient_comm import asked, describe
-from trainer.planning.pipeline import Pipeline, resolve_pipeline
 from trainer.planning.plan import Plan, check_plan, node_size, resolve_plan
+from trainer.planning.resolve import Layout, check, resolve
 
 FREE = (
     "parallel.",
@@ -49,28 +46,27 @@ class Case:
     text: str
     reasons: list[str] = field(default_factory=list)
     config: Config | None = None
-    plan: Plan | None = None
-    batch: BatchPlan | None = None
-    pipeline: Pipeline | None = None
+    layout: Layout | None = None
 
     def describe(self) -> list[str]:
         """What it comes to, in short lines."""
-        precision, activation, plan = self.config.precision, self.config.activation, self.plan
+        precision, activation = self.config.precision, self.config.activation
+        plan, batch = self.layout.plan, self.layout.batch
         types = precision.compute + (f", {precision.reduce} reduction" if precision.reduce != "fp32" else "")
         extras = [f"{activation.mode} recompute"] * (activation.mode != "none") + ["compiled"] * self.config.compile
         gradients = describe(self.config.parallel.grad_comm, plan, node_size(plan.world))
         extras += [f"gradients {gradients}"] * bool(gradients)
-        pipe = self.pipeline.describe() if plan.pp > 1 else f"{self.batch.accumulation} micro-batches"
+        pipe = self.layout.pipeline.describe() if plan.pp > 1 else f"{batch.accumulation} micro-batches"
         return [
             f"{plan.describe()}, {', '.join([types, *extras])}",
-            f"{pipe} of {self.batch.micro_size} x {self.batch.sequence_length} tokens",
+            f"{pipe} of {batch.micro_size} x {batch.sequence_length} tokens",
         ]
 
 
-def compose(overrides: Sequence[str], config_dir: str | None) -> Config:
+def compose(overrides: Sequence[str], config_dir: str | None, processes: int) -> Config:
     """The typed configuration; what contradicts itself is for later. Raises `ConfigError`."""
     values, problems = gather(overrides, config_dir)
-    config = typed.build(OmegaConf.to_container(OmegaConf.create(values), resolve=True), problems)
+    config = to_config(values, problems, processes)
     if problems:
         raise ConfigError(list(problems.values()))
     return config
@@ -80,7 +76,7 @@ def key(override: str) -> str:
     return override.lstrip("+").partition("=")[0]
 
 
-def resolve(
+def make_case(
     text: str,
     base: Config,
     spec: ModelSpec,
@@ -94,7 +90,7 @@ def resolve(
     try:
         chosen = [word if "=" in word else f"parallel={word}" for word in shlex.split(text)]
         named = {key(word) for word in chosen}
-        config = compose([*(word for word in overrides if key(word) not in named), *chosen], config_dir)
+        config = compose([*(word for word in overrides if key(word) not in named), *chosen], config_dir, processes)
         common = flat(dataclasses.asdict(base))
         fixed = [
             name
@@ -112,17 +108,14 @@ def resolve(
             )
         if any(hop.codec == "auto" for hop in asked(config.parallel.grad_comm).values()):
             raise ConfigError("parallel.grad_comm: codec=auto is chosen while a run trains; name a codec, such as int8")
-        node = node_size(processes)
-        fit_batch(config, resolve_plan(config.parallel, processes, spec, node), global_size, named)
+        fit_batch(config, resolve_plan(config.parallel, processes, spec, node_size(processes)), global_size, named)
         problems = check(config, processes)
         if problems:
             raise ConfigError(problems)
         check_compiler(config, device)
         check_engine(config, device)
         check_model(config, spec)
-        plan = resolve_plan(config.parallel, processes, spec, node)
-        batch = resolve_batch(config.batch, plan.dp, plan.tp)
-        return Case(text, [], config, plan, batch, resolve_pipeline(config, spec, plan, batch))
+        return Case(text, [], config, resolve(config, processes, spec))
     except ConfigError as error:
         return Case(text, error.problems)
     except ValueError as error:  # shlex: quotes that do not close

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from trainer.config import Config, ConfigError
-from trainer.planning.batch import resolve_batch
+from trainer.config import Config
 from trainer.planning.deepspeed import check_settings
 
 RANGES = {  # as in mathematics: [ includes its bound, ( does not
@@ -53,17 +52,11 @@ RANGES = {  # as in mathematics: [ includes its bound, ( does not
 }
 
 
-def check(config: Config, world_size: int) -> list[str]:
-    """Everything that is wrong with a typed configuration on `world_size` processes, one sentence each."""
+def check(config: Config) -> list[str]:
+    """Everything that is wrong with a typed configuration on any number of processes, one sentence each."""
     ranges = [outside(path, attrgetter(path)(config), interval) for path, interval in RANGES.items()]
     model = [] if config.model.from_hf else config.model.check()
-    return [
-        *filter(None, ranges),
-        *model,
-        *_contradictions(config),
-        *check_settings(config),
-        *_layout(config, world_size),
-    ]
+    return [*filter(None, ranges), *model, *_contradictions(config), *check_settings(config)]
 
 
 def outside(path: str, value: float, interval: str) -> str | None:
@@ -142,25 +135,3 @@ def _contradictions(config: Config) -> Iterator[str]:
             for field in ("weight_decay", "lr_scale"):
                 if values.get(field) is not None:
                     yield from filter(None, [outside(f"{path}.{field}", values[field], "[0, inf)")])
-
-
-def _layout(config: Config, world_size: int) -> list[str]:
-    """What is wrong with the plan, with the batch on the plan's data-parallel ranks, and with the pipeline."""
-    from trainer.planning.gradient_comm import check_grad_comm
-    from trainer.planning.pipeline import check_pipeline
-    from trainer.planning.plan import check_plan, node_size, resolve_plan
-
-    spec = None if config.model.from_hf or config.model.check() else config.model
-    node = node_size(world_size)
-    problems = check_plan(config.parallel, world_size, spec, node)
-    try:
-        # Without a plan the number of ranks is unknown; what cannot be divided on one rank is wrong on any number.
-        plan = None if problems else resolve_plan(config.parallel, world_size, spec, node)
-        batch = resolve_batch(config.batch, *((plan.dp, plan.tp, plan.pp) if plan else (1, 1, 1)))
-        if plan and spec:
-            check_pipeline(config, spec.depth, plan, batch)
-        if plan:
-            problems = problems + check_grad_comm(config.parallel.grad_comm, config.precision.types, plan, node)
-    except ConfigError as error:
-        problems = problems + error.problems
-    return problems

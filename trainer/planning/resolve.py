@@ -1,14 +1,74 @@
-"""From what is asked to what is decided: a checked configuration, and the layout of its run."""
+"""From what is asked to what is decided: a checked configuration, and the layout of its run.
+
+`resolve` is the one place where plan, batch and pipeline follow from settings, model and number of processes: the
+command line checks by it, and runs and the parity tool train what it returns. Pure: needs neither torch nor a process
+group, so that every refusal comes before either exists.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from trainer.config import Config, ConfigError
+from trainer.config import Config, ConfigError, ModelSpec
 from trainer.config.compose import gather, to_config
-from trainer.planning.checks import check
+from trainer.planning import checks
+from trainer.planning.batch import BatchPlan, resolve_batch
+from trainer.planning.gradient_comm import check_grad_comm
+from trainer.planning.pipeline import Pipeline, resolve_pipeline
+from trainer.planning.plan import Plan, check_plan, node_size, resolve_plan
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is trained on a number of processes: who holds what of it, who reads what, who computes what when."""
+
+    spec: ModelSpec
+    plan: Plan
+    batch: BatchPlan
+    pipeline: Pipeline
+
+
+def resolve(config: Config, world_size: int, spec: ModelSpec, node: int | None = None) -> Layout:
+    """The layout that the configuration asks for on `world_size` processes.
+
+    spec: the model that is trained; node: processes on this machine, as LOCAL_WORLD_SIZE has them if None. Raises
+    `ConfigError` with everything that is wrong.
+    """
+    layout, problems = _decide(config, world_size, spec, node)
+    if problems or layout is None:
+        raise ConfigError(problems)
+    return layout
+
+
+def check(config: Config, world_size: int) -> list[str]:
+    """Everything that is wrong with a typed configuration on `world_size` processes, one sentence each.
+
+    The model of `model.from_hf` is not known before it is read: what depends on it is left to `resolve`.
+    """
+    spec = None if config.model.from_hf or config.model.check() else config.model
+    return [*checks.check(config), *_decide(config, world_size, spec)[1]]
+
+
+def _decide(
+    config: Config, world_size: int, spec: ModelSpec | None, node: int | None = None
+) -> tuple[Layout | None, list[str]]:
+    """The layout, or None where the model is unknown or something is wrong; and what is wrong."""
+    layout, node = None, node or node_size(world_size)
+    problems = check_plan(config.parallel, world_size, spec, node)
+    plan = None if problems else resolve_plan(config.parallel, world_size, spec, node)
+    try:
+        # Without a plan the number of ranks is unknown; what cannot be divided on one rank is wrong on any number.
+        batch = resolve_batch(config.batch, *((plan.dp, plan.tp, plan.pp) if plan else (1, 1, 1)))
+        if plan and spec:
+            layout = Layout(spec, plan, batch, resolve_pipeline(config, spec, plan, batch))
+    except ConfigError as error:
+        problems = problems + error.problems
+    if plan:
+        problems = problems + check_grad_comm(config.parallel.grad_comm, config.precision.types, plan, node)
+    return layout, problems
 
 
 def compose(

@@ -21,7 +21,8 @@ from omegaconf import OmegaConf
 from trainer.config import Config, ConfigError, ParallelConfig, typed
 from trainer.config.compose import gather, hydra_over, quoted, to_config
 from trainer.config.fields import option
-from trainer.planning.checks import check, outside
+from trainer.planning.checks import outside
+from trainer.planning.resolve import check
 
 SORTS = ("tokens_per_second", "mfu", "loss", "eval_loss", "memory_gib", "step_seconds_p50")
 RANGES = {

@@ -27,6 +27,7 @@ from trainer.planning.cost.memory import constant_bytes
 from trainer.planning.cost.stages import LayerCosts
 from trainer.planning.pipeline import Pipeline, estimated_costs
 from trainer.planning.plan import Plan
+from trainer.planning.resolve import Layout
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.partition import Split, from_sizes
 from trainer.planning.schedules.search import Choice, Space, reorder, search
@@ -257,25 +258,22 @@ def save_choice(run: Path, choice: Choice, config: Config, spec: ModelSpec, plan
     (folder / "conditions.yaml").write_text(yaml.safe_dump(conditions(config, spec, plan), sort_keys=False))
 
 
-def saved_choice(
-    run: Path, config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan
-) -> tuple[Pipeline, BatchPlan] | None:
-    """What auto chose earlier in this run under the same conditions, if it did."""
+def saved_choice(run: Path, config: Config, layout: Layout) -> Layout | None:
+    """The layout with what auto chose earlier in this run under the same conditions, if it did."""
     folder = run / "schedule"
-    if config.parallel.pipeline.schedule != "auto" or plan.pp == 1:
+    if config.parallel.pipeline.schedule != "auto" or layout.plan.pp == 1:
         return None
     try:
-        if yaml.safe_load((folder / "conditions.yaml").read_text()) != conditions(config, spec, plan):
+        if yaml.safe_load((folder / "conditions.yaml").read_text()) != conditions(config, layout.spec, layout.plan):
             return None
         settings = yaml.safe_load((folder / "choice.yaml").read_text())
         schedule = ir.loads((folder / "chosen.csv").read_text(), name=CHOSEN)
         pipeline = Pipeline(schedule, from_sizes(settings["parallel"]["pipeline"]["split"]))
-        batch = replace(
-            batch, micro_size=settings["batch"]["micro_size"], accumulation=settings["batch"]["accumulation"]
-        )
+        sizes = {name: settings["batch"][name] for name in ("micro_size", "accumulation")}
+        batch = replace(layout.batch, **sizes)
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError, ConfigError):
         return None  # none, or damaged: it is measured again
-    return None if validate(schedule) else (pipeline, batch)
+    return None if validate(schedule) else replace(layout, pipeline=pipeline, batch=batch)
 
 
 def conditions(config: Config, spec: ModelSpec, plan: Plan) -> dict[str, Any]:

@@ -41,11 +41,11 @@ from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE,
 from trainer.parallel.compress.trial import Trial
 from trainer.parallel.parallelize import check_compiler, check_engine, check_model
 from trainer.parallel.pipeline.timing import StepTimes
-from trainer.planning.batch import BatchPlan, resolve_batch
+from trainer.planning.batch import BatchPlan
 from trainer.planning.cost.memory import fullest_rank
-from trainer.planning.gradient_comm import check_grad_comm
-from trainer.planning.pipeline import Pipeline, resolve_pipeline
-from trainer.planning.plan import Plan, node_size, resolve_plan
+from trainer.planning.pipeline import Pipeline
+from trainer.planning.plan import Plan
+from trainer.planning.resolve import resolve
 from trainer.planning.schedules.search import Choice
 from trainer.planning.schedules.simulate import Simulation
 from trainer.training.auto_schedule import CHOSEN, Auto, save_choice, saved_choice, write_schedule
@@ -87,14 +87,9 @@ def run(config: Config) -> Result:
     """Trains as configured, resuming where the run folder has a checkpoint. Raises `ConfigError` before any step."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     spec, weights = starting_point(config)
-    plan = resolve_plan(config.parallel, world_size, spec, node_size(world_size))
-    if problems := check_grad_comm(config.parallel.grad_comm, config.precision.types, plan, node_size(world_size)):
-        raise ConfigError(problems)
-    batch = resolve_batch(config.batch, plan.dp, plan.tp, plan.pp)
-    pipeline, batch = saved_choice(Path(config.run.dir), config, spec, plan, batch) or (
-        resolve_pipeline(config, spec, plan, batch),
-        batch,
-    )
+    layout = resolve(config, world_size, spec)
+    layout = saved_choice(Path(config.run.dir), config, layout) or layout
+    plan, batch, pipeline = layout.plan, layout.batch, layout.pipeline
     device = local_device(config.run)
     check_compiler(config, device)
     check_engine(config, device)
