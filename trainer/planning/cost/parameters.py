@@ -1,0 +1,190 @@
+"""The parameters of a model as a table: names, shapes, axes and roles follow from the `ModelSpec`, without modules.
+
+The blocks of `trainer/model/` declare the same parameters; a test compares both for every shipped model. A new kind of block is
+one function here and one line in `ATTENTION` or `FEED_FORWARD`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, wraps
+from math import prod
+from types import MappingProxyType
+from typing import Concatenate, ParamSpec, TypeVar
+
+from trainer.model.spec import LayerSpec, ModelSpec, NormSpec
+
+TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
+"""Axes that tensor parallelism cuts; parameters without one are whole on each of its ranks."""
+
+ROLES = ("embedding", "norm", "bias", "head", "matrix")
+
+CACHED = 1024
+"""Results that a function of `by_value` keeps: a search looks at one model, a tuner at a few."""
+
+Key = TypeVar("Key")
+Rest = ParamSpec("Rest")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What holds of a parameter under every plan.
+
+    shape: of the whole parameter. axes: the meaning of each dimension. role: one of `ROLES`.
+    residual: whether it writes to the residual stream (which initialisation scales with depth).
+    units: into how many parts the first dimension can be cut at most (heads, for a dimension made of heads); 0 means rows.
+    active: share of the elements that one token is multiplied with; below 1 where a token sees some of several experts.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    role: str
+    residual: bool = False
+    units: int = 0
+    active: float = 1.0
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.axes) or self.role not in ROLES:
+            raise ValueError(
+                f"shape {self.shape} with axes {self.axes} and role {self.role}; roles are {', '.join(ROLES)}"
+            )
+        object.__setattr__(self, "units", self.units or self.shape[0])
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def tensor_dimension(self, ranks: int) -> int | None:
+        """The dimension that `ranks` tensor-parallel ranks cut, or None where each holds the whole: there is no such axis,
+        or there are fewer key-value heads than ranks."""
+        dimension = next((dimension for dimension, axis in enumerate(self.axes) if axis in TENSOR_AXES), None)
+        return None if dimension == 0 and self.axes[0] == "kv_heads" and self.units % ranks else dimension
+
+    def held(self, ranks: int) -> int:
+        """Elements that the fullest of `ranks` tensor-parallel ranks holds."""
+        return self.size if self.tensor_dimension(ranks) is None else -(-self.size // ranks)
+
+
+Table = Mapping[str, ParameterInfo]
+"""Name -> facts, in the order in which the modules register their parameters."""
+
+
+def by_value(function: Callable[Concatenate[Key, Rest], Result]) -> Callable[Concatenate[Key, Rest], Result]:
+    """Caches a pure function by the value of its first argument, a spec, and by the others, which are hashable.
+
+    A spec can be changed, so the key is a snapshot of it, and the function computes from the snapshot: neither a change of the spec
+    nor an equal spec elsewhere can meet a wrong entry. Results are shared and must not be changed.
+    """
+
+    @lru_cache(CACHED)
+    def of_snapshot(snapshot: bytes, *rest: Rest.args, **named: Rest.kwargs) -> Result:
+        return function(pickle.loads(snapshot), *rest, **named)
+
+    @wraps(function)
+    def cached(spec: Key, *rest: Rest.args, **named: Rest.kwargs) -> Result:
+        return of_snapshot(pickle.dumps(spec), *rest, **named)
+
+    return cached
+
+
+def parameters(spec: ModelSpec, layers: range | None = None) -> dict[str, ParameterInfo]:
+    """Global name -> facts of every parameter of the pipeline stage with `layers`, or of the whole model.
+
+    A tied head is the embedding's parameter and appears as that alone, on the first stage and on the last.
+    """
+    layers = range(spec.depth) if layers is None else layers
+    before, behind = outer_parameters(spec, layers.start == 0, layers.stop == spec.depth)
+    blocks = layer_parameters(spec)
+    inner = {f"layers.{index}.{name}": info for index in layers for name, info in blocks[index].items()}
+    return {**before, **inner, **behind}
+
+
+@by_value
+def layer_parameters(spec: ModelSpec) -> tuple[Table, ...]:
+    """The table of each layer, by names within the layer; layers that are equal share one."""
+    return tuple(block_parameters(spec.layer(index), spec.width) for index in range(spec.depth))
+
+
+@by_value
+def block_parameters(layer: LayerSpec, width: int) -> Table:
+    """The table of one layer."""
+    pre, post = layer.norm.placement in ("pre", "both"), layer.norm.placement in ("post", "both")
+    blocks = [
+        ("attention", ATTENTION[layer.attention.kind](layer, width)),
+        ("feed_forward", FEED_FORWARD[layer.feed_forward.kind](layer, width)),
+        *((f"{block}_norm", norm(width, layer.norm)) for block in ("attention", "feed_forward") if pre),
+        *((f"{block}_post_norm", norm(width, layer.norm)) for block in ("attention", "feed_forward") if post),
+    ]
+    return MappingProxyType(joined(blocks))
+
+
+def outer_parameters(spec: ModelSpec, first: bool, last: bool) -> tuple[Table, Table]:
+    """What a stage holds before its layers and behind them. first, last: whether it is the model's first or last stage."""
+    table = {"weight": ParameterInfo((spec.vocab_size, spec.width), ("vocab", "embed"), "embedding")}
+    places = {"weight": ParameterInfo((spec.max_length, spec.width), ("seq", "embed"), "embedding")}
+    head = {"weight": ParameterInfo((spec.vocab_size, spec.width), ("vocab", "embed"), "head")}
+    before = [("embedding", table)] if first or (last and spec.tied) else []
+    before += [("positions", places)] if first and spec.learned_positions else []
+    behind = [("norm", norm(spec.width, spec.norm))] if last else []
+    behind += [("head", head)] if last and not spec.tied else []
+    return joined(before), joined(behind)
+
+
+def joined(modules: Iterable[tuple[str, Table]]) -> dict[str, ParameterInfo]:
+    """The tables of several modules as one, each name behind its module's."""
+    return {f"{module}.{name}": info for module, table in modules for name, info in table.items()}
+
+
+def linear(
+    inputs: int, outputs: int, axes: tuple[str, str], bias: bool, residual: bool = False, units: int = 0
+) -> dict[str, ParameterInfo]:
+    """A matrix [outputs, inputs] and its bias. axes: of (outputs, inputs)."""
+    table = {"weight": ParameterInfo((outputs, inputs), axes, "matrix", residual, units)}
+    return {**table, "bias": ParameterInfo((outputs,), axes[:1], "bias", units=units)} if bias else table
+
+
+def norm(width: int, spec: NormSpec, axis: str = "embed", units: int = 0) -> dict[str, ParameterInfo]:
+    """The weight of an RMSNorm or LayerNorm over `width` elements, and the bias of the latter."""
+    names = ("weight", "bias") if spec.kind == "layer" else ("weight",)
+    return {name: ParameterInfo((width,), (axis,), "norm", units=units) for name in names}
+
+
+def softmax_attention(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
+    a = layer.attention
+    queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    modules = [
+        ("q", linear(width, queries, ("heads", "embed"), a.bias, units=a.heads)),
+        ("k", linear(width, keys, ("kv_heads", "embed"), a.bias, units=a.kv_heads)),
+        ("v", linear(width, keys, ("kv_heads", "embed"), a.bias, units=a.kv_heads)),
+        ("o", linear(queries, width, ("embed", "heads"), a.output_bias, residual=True)),
+    ]
+    if a.qk_norm == "head":
+        modules += [(name, norm(a.head_dim, layer.norm, "head_dim")) for name in ("q_norm", "k_norm")]
+    elif a.qk_norm == "full":
+        modules += [
+            ("q_norm", norm(queries, layer.norm, "heads", a.heads)),
+            ("k_norm", norm(keys, layer.norm, "kv_heads", a.kv_heads)),
+        ]
+    return joined(modules)
+
+
+def plain_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
+    inner, bias = layer.feed_forward.width, layer.feed_forward.bias
+    up = linear(width, inner, ("mlp", "embed"), bias)
+    return joined([("up", up), ("down", linear(inner, width, ("embed", "mlp"), bias, residual=True))])
+
+
+def gated_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
+    gate = linear(width, layer.feed_forward.width, ("mlp", "embed"), layer.feed_forward.bias)
+    return {**joined([("gate", gate)]), **plain_feed_forward(layer, width)}
+
+
+Block = Callable[[LayerSpec, int], Table]
+"""(layer, width of the residual stream) -> the table of one of its blocks, by names within the block."""
+
+ATTENTION: dict[str, Block] = {"softmax": softmax_attention}
+FEED_FORWARD: dict[str, Block] = {"gated": gated_feed_forward, "plain": plain_feed_forward}
