@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.model.axes import parameter_infos
-from trainer.model.spec import AttentionSpec, FeedForwardSpec, ModelSpec, NormSpec, assign
+from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, NormSpec, assign
 from trainer.model.transformer import Transformer
 from trainer.planning.cost.parameters import ATTENTION, FEED_FORWARD, ParameterInfo, layer_parameters, parameters
 

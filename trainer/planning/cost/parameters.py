@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache, wraps
 from math import prod
 from types import MappingProxyType
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from trainer.model.spec import LayerSpec, ModelSpec, NormSpec
+from trainer.config.model import LayerSpec, ModelSpec, NormSpec
 
 TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
 """Axes that tensor parallelism cuts; parameters without one are whole on each of its ranks."""
@@ -22,10 +22,9 @@ TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
 ROLES = ("embedding", "norm", "bias", "head", "matrix")
 
 CACHED = 1024
-"""Results that a function of `by_value` keeps: a search looks at one model, a tuner at a few."""
+"""Results that each function of `by_value` keeps."""
 
-Key = TypeVar("Key")
-Rest = ParamSpec("Rest")
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
@@ -58,35 +57,49 @@ class ParameterInfo:
         """Number of elements."""
         return prod(self.shape)
 
+    @property
+    def cut(self) -> int | None:
+        """The dimension with an axis that tensor parallelism cuts, if there is one."""
+        return next((dimension for dimension, axis in enumerate(self.axes) if axis in TENSOR_AXES), None)
+
     def tensor_dimension(self, ranks: int) -> int | None:
         """The dimension that `ranks` tensor-parallel ranks cut, or None where each holds the whole: there is no such axis,
         or there are fewer key-value heads than ranks."""
-        dimension = next((dimension for dimension, axis in enumerate(self.axes) if axis in TENSOR_AXES), None)
-        return None if dimension == 0 and self.axes[0] == "kv_heads" and self.units % ranks else dimension
+        return None if self.cut == 0 and self.axes[0] == "kv_heads" and self.units % ranks else self.cut
 
     def held(self, ranks: int) -> int:
-        """Elements that the fullest of `ranks` tensor-parallel ranks holds."""
+        """Elements that one of `ranks` tensor-parallel ranks holds, rounded up."""
         return self.size if self.tensor_dimension(ranks) is None else -(-self.size // ranks)
+
+    def multiplied(self, ranks: int) -> tuple[float, ...]:
+        """The shape that one of `ranks` tensor-parallel ranks computes with, on average. Where ranks share a key-value head, each
+        holds all of them and computes with one."""
+        shape = list(map(float, self.shape))
+        if self.cut is not None:
+            parts = self.units if self.cut == 0 else self.shape[self.cut]
+            shape[self.cut] *= max(parts / ranks, 1) / parts
+        return tuple(shape)
 
 
 Table = Mapping[str, ParameterInfo]
 """Name -> facts, in the order in which the modules register their parameters."""
 
 
-def by_value(function: Callable[Concatenate[Key, Rest], Result]) -> Callable[Concatenate[Key, Rest], Result]:
-    """Caches a pure function by the value of its first argument, a spec, and by the others, which are hashable.
+def by_value(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Caches a pure function by the values of its arguments, which need not be hashable, as specs and settings are not.
 
-    A spec can be changed, so the key is a snapshot of it, and the function computes from the snapshot: neither a change of the spec
-    nor an equal spec elsewhere can meet a wrong entry. Results are shared and must not be changed.
+    The key is a snapshot of the arguments, and the function computes from the snapshot: an argument that is changed later is another
+    key. Results are shared and must not be changed.
     """
 
     @lru_cache(CACHED)
-    def of_snapshot(snapshot: bytes, *rest: Rest.args, **named: Rest.kwargs) -> Result:
-        return function(pickle.loads(snapshot), *rest, **named)
+    def of_snapshot(snapshot: bytes) -> Result:
+        arguments, named = pickle.loads(snapshot)
+        return function(*arguments, **named)
 
     @wraps(function)
-    def cached(spec: Key, *rest: Rest.args, **named: Rest.kwargs) -> Result:
-        return of_snapshot(pickle.dumps(spec), *rest, **named)
+    def cached(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+        return of_snapshot(pickle.dumps((arguments, named)))
 
     return cached
 
@@ -106,7 +119,13 @@ def parameters(spec: ModelSpec, layers: range | None = None) -> dict[str, Parame
 @by_value
 def layer_parameters(spec: ModelSpec) -> tuple[Table, ...]:
     """The table of each layer, by names within the layer; layers that are equal share one."""
-    return tuple(block_parameters(spec.layer(index), spec.width) for index in range(spec.depth))
+    return tuple(block_parameters(layer, spec.width) for layer in layer_specs(spec))
+
+
+@by_value
+def layer_specs(spec: ModelSpec) -> tuple[LayerSpec, ...]:
+    """The resolved blocks of each layer."""
+    return tuple(spec.layer(index) for index in range(spec.depth))
 
 
 @by_value
@@ -124,14 +143,18 @@ def block_parameters(layer: LayerSpec, width: int) -> Table:
 
 def outer_parameters(spec: ModelSpec, first: bool, last: bool) -> tuple[Table, Table]:
     """What a stage holds before its layers and behind them. first, last: whether it is the model's first or last stage."""
-    table = {"weight": ParameterInfo((spec.vocab_size, spec.width), ("vocab", "embed"), "embedding")}
-    places = {"weight": ParameterInfo((spec.max_length, spec.width), ("seq", "embed"), "embedding")}
-    head = {"weight": ParameterInfo((spec.vocab_size, spec.width), ("vocab", "embed"), "head")}
-    before = [("embedding", table)] if first or (last and spec.tied) else []
-    before += [("positions", places)] if first and spec.learned_positions else []
-    behind = [("norm", norm(spec.width, spec.norm))] if last else []
-    behind += [("head", head)] if last and not spec.tied else []
-    return joined(before), joined(behind)
+    tokens = ParameterInfo((spec.vocab_size, spec.width), ("vocab", "embed"), "embedding")
+    positions = ParameterInfo((spec.max_length, spec.width), ("seq", "embed"), "embedding")
+    before = {"embedding.weight": tokens} if first or (last and spec.tied) else {}
+    before |= {"positions.weight": positions} if first and spec.learned_positions else {}
+    behind = joined([("norm", norm(spec.width, spec.norm))]) if last else {}
+    behind |= {"head.weight": head(spec)} if last and not spec.tied else {}
+    return before, behind
+
+
+def head(spec: ModelSpec) -> ParameterInfo:
+    """The matrix that hidden states are multiplied with for logits; where it is tied, the embedding's."""
+    return ParameterInfo((spec.vocab_size, spec.width), ("vocab", "embed"), "head")
 
 
 def joined(modules: Iterable[tuple[str, Table]]) -> dict[str, ParameterInfo]:
