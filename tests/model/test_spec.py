@@ -24,9 +24,10 @@ from trainer.model.attention import attend, build_mask
 from trainer.model.axes import parameter_infos
 from trainer.model.initial import initial_std, initialize
 from trainer.model.loss import LinearCrossEntropy, LossSettings
-from trainer.model.transformer import Transformer, declarations
+from trainer.model.transformer import Transformer
 from trainer.planning.cost import flops as cost
 from trainer.planning.cost import memory
+from trainer.planning.cost.parameters import declarations
 from trainer.planning.plan import Plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"

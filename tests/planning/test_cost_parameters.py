@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -13,10 +14,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.model.axes import parameter_infos
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, NormSpec, assign
+from trainer.model.axes import parameter_infos
 from trainer.model.transformer import Transformer
-from trainer.planning.cost.parameters import ATTENTION, FEED_FORWARD, ParameterInfo, layer_parameters, parameters
+from trainer.planning.cost.layers import ATTENTION_SAVED, FEED_FORWARD_SAVED
+from trainer.planning.cost.memory import held_parameters
+from trainer.planning.cost.parameters import ATTENTION, FEED_FORWARD, ParameterInfo, declarations, layer_tables
 
 MODELS = Path(__file__).parents[2] / "configs" / "model"
 LAYERS = [
@@ -96,14 +99,14 @@ def plain(infos: dict) -> list[tuple[str, dict]]:
 @pytest.mark.parametrize("name", sorted(path.stem for path in MODELS.glob("*.yaml")))
 def test_shipped_models_declare_what_the_table_says(name: str) -> None:
     spec = shipped(name)
-    assert declared(spec) == plain(parameters(spec))
+    assert declared(spec) == plain(declarations(spec))
 
 
 @pytest.mark.parametrize("layers", [range(5), range(2), range(2, 4), range(3, 5)])
 @pytest.mark.parametrize("name", ODD)
 def test_stages_of_odd_models_declare_what_the_table_says(name: str, layers: range) -> None:
     spec = small(**ODD[name])
-    assert declared(spec, layers) == plain(parameters(spec, layers))
+    assert declared(spec, layers) == plain(declarations(spec, layers))
 
 
 @given(SPECS, st.data())
@@ -111,34 +114,52 @@ def test_stages_of_odd_models_declare_what_the_table_says(name: str, layers: ran
 def test_any_stage_of_any_model_declares_what_the_table_says(spec: ModelSpec, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, spec.depth - 1))
     layers = range(start, data.draw(st.integers(start + 1, spec.depth)))
-    assert declared(spec, layers) == plain(parameters(spec, layers))
+    assert declared(spec, layers) == plain(declarations(spec, layers))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ODD)
+def test_parameters_held_are_those_of_the_modules(name: str, tp: int) -> None:
+    spec = small(**ODD[name])
+    for layers in (range(5), range(2), range(1, 4), range(3, 5)):
+        with torch.device("meta"):
+            infos = parameter_infos(Transformer(spec, layers))
+        units: dict[str, int] = {"outer": 0}
+        for parameter, info in infos.items():
+            unit = parameter.split(".")[1] if parameter.startswith("layers.") else "outer"
+            whole = info.tensor_dimension(tp) is None
+            units[unit] = units.get(unit, 0) + (info.size if whole else math.ceil(info.size / tp))
+        assert held_parameters(spec, tp).units(layers) == list(units.values())
 
 
 def test_every_kind_of_block_has_its_table() -> None:
-    for cls, table in ((AttentionSpec, ATTENTION), (FeedForwardSpec, FEED_FORWARD)):
+    for cls, *tables in (
+        (AttentionSpec, ATTENTION, ATTENTION_SAVED),
+        (FeedForwardSpec, FEED_FORWARD, FEED_FORWARD_SAVED),
+    ):
         kinds = next(field for field in dataclasses.fields(cls) if field.name == "kind").metadata["choices"]
-        assert tuple(table) == kinds
+        assert [tuple(table) for table in tables] == [kinds, kinds]
 
 
 def test_a_changed_spec_has_another_table() -> None:
     """Specs can be changed after they were looked at, down to a list inside of them."""
     spec = small(pattern=copy.deepcopy(LAYERS))
-    before = parameters(spec)
+    before = declarations(spec)
     spec.pattern[0]["attention"]["heads"] = 16
-    assert parameters(spec) == parameters(copy.deepcopy(spec)) != before
-    assert parameters(spec)["layers.0.attention.q.weight"].units == 16
+    assert declarations(spec) == declarations(copy.deepcopy(spec)) != before
+    assert declarations(spec)["layers.0.attention.q.weight"].units == 16
     spec.pattern[0]["attention"]["heads"] = 8
-    assert parameters(spec) == before
-    changed = parameters(spec)
+    assert declarations(spec) == before
+    changed = declarations(spec)
     changed.clear()  # a caller's own
-    assert parameters(spec) == before
+    assert declarations(spec) == before
 
 
 def test_equal_layers_share_one_table() -> None:
     spec = small(depth=80, overrides={"7": {"feed_forward": {"width": 20}}})
-    tables = layer_parameters(spec)
+    tables = layer_tables(spec)
     assert len({id(table) for table in tables}) == 2
-    assert tables is layer_parameters(copy.deepcopy(spec))
+    assert tables is layer_tables(copy.deepcopy(spec))
     with pytest.raises(TypeError):
         tables[0]["attention.q.weight"] = None
 

@@ -33,7 +33,6 @@ from trainer.config.model import ModelSpec
 from trainer.data.batches import Batch
 from trainer.distributed.tensors import local
 from trainer.distributed.world import World
-from trainer.model.transformer import declarations
 from trainer.observe.sinks import Logger
 from trainer.parallel.compress.trial import STEPS as TIMED
 from trainer.parallel.compress.trial import Trial
@@ -41,6 +40,7 @@ from trainer.parity.compare import coarsest, compare, judge
 from trainer.parity.reference import reference
 from trainer.parity.watch import Watch
 from trainer.planning.batch import BatchPlan
+from trainer.planning.cost.parameters import declarations
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import Plan, resolve_plan
 from trainer.precision.dtypes import DTYPES

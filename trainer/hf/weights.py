@@ -19,8 +19,7 @@ from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
 from trainer.hf.config import config_from_spec
 from trainer.hf.families import FAMILIES, Rule
-from trainer.model.axes import ParameterInfo
-from trainer.model.transformer import declarations
+from trainer.planning.cost.parameters import ParameterInfo, declarations
 
 # Buffers that older versions of transformers saved among the weights.
 BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)$")

@@ -6,7 +6,6 @@ no other part of the project knows architectures."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,35 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.distributed.collectives import TensorGroup
-
-TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
-"""Axes that tensor parallelism cuts; parameters without one are whole on each of its ranks."""
-
-ROLES = ("embedding", "norm", "bias", "head", "matrix")
-
-
-@dataclass(frozen=True)
-class ParameterInfo:
-    """Facts of one parameter that hold under every plan: its global shape, the axis of each dimension, its role,
-    whether it writes to the residual stream (which initialisation scales with depth), and into how many parts its first
-    dimension can be cut at most (heads, for a dimension that is made of heads)."""
-
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    role: str
-    residual: bool = False
-    units: int = 0
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(torch.Size(self.shape).numel())
-
-    def tensor_dimension(self, ranks: int) -> int | None:
-        """The dimension that `ranks` tensor-parallel ranks cut, or None where each holds the whole: there is no such
-        axis, or there are fewer key-value heads than ranks."""
-        dimension = next((dimension for dimension, axis in enumerate(self.axes) if axis in TENSOR_AXES), None)
-        return None if dimension == 0 and self.axes[0] == "kv_heads" and self.units % ranks else dimension
+from trainer.planning.cost.parameters import ParameterInfo
 
 
 class Declared(nn.Module):
@@ -67,8 +38,7 @@ class Declared(nn.Module):
         residual: bool = False,
         units: int = 0,
     ) -> None:
-        assert len(shape) == len(axes) and role in ROLES, (name, shape, axes, role)
-        self.declared[name] = ParameterInfo(tuple(shape), axes, role, residual, units or shape[0])
+        self.declared[name] = ParameterInfo(tuple(shape), axes, role, residual, units)
         self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
     def local(self, name: str) -> Tensor:

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config.model import ModelSpec
 from trainer.distributed.tensors import extent
-from trainer.model.axes import ParameterInfo, parameter_infos
+from trainer.model.axes import parameter_infos
+from trainer.planning.cost.parameters import ParameterInfo
 
 Weights = Callable[[str, ParameterInfo], Tensor]
 """Global name and declaration of a parameter -> its whole value."""

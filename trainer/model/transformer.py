@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import ScatterSum, TensorGroup
 from trainer.model.attention import build_mask, cap_score
-from trainer.model.axes import Declared, ParameterInfo, parameter_infos
+from trainer.model.axes import Declared
 from trainer.model.layers import Layer, Norm, Rotary
 from trainer.model.linear import columns
 from trainer.model.loss import LinearCrossEntropy, LossSettings
@@ -163,9 +163,3 @@ def document_positions(documents: Tensor) -> Tensor:
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return index - torch.where(starts, index, 0).cummax(1).values
-
-
-def declarations(spec: ModelSpec) -> dict[str, ParameterInfo]:
-    """Every parameter of the whole model by global name, without memory for any."""
-    with torch.device("meta"):
-        return parameter_infos(Transformer(spec))

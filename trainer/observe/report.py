@@ -11,13 +11,13 @@ import torch
 from trainer.config import Config
 from trainer.config.model import ModelSpec
 from trainer.distributed.world import World
-from trainer.model.transformer import declarations
 from trainer.observe.metrics import Meter
 from trainer.optim.groups import parameter_policies
 from trainer.planning.batch import BatchPlan
 from trainer.planning.cost import flops as cost
 from trainer.planning.cost.devices import peak_flops
 from trainer.planning.cost.memory import StateBytes
+from trainer.planning.cost.parameters import declarations
 from trainer.planning.gradient_comm import describe
 from trainer.planning.pipeline import Pipeline
 from trainer.planning.plan import Plan, node_size

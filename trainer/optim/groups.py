@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from trainer.config import OptimizerConfig, ParameterTypes
-from trainer.model.axes import ParameterInfo
+from trainer.planning.cost.parameters import ParameterInfo
 from trainer.precision.dtypes import DTYPES
 
 

@@ -21,13 +21,13 @@ from trainer.data.batches import Batch, Loader
 from trainer.data.corpus import Samples, open_corpus
 from trainer.distributed.world import World, join, local_device
 from trainer.model.initial import Weights, initial_value
-from trainer.model.transformer import declarations
 from trainer.optim.groups import parameter_policies
 from trainer.parity.compare import Comparison, Result, coarsest, compare, judge, show
 from trainer.parity.plans import compose, generated, make_case
 from trainer.parity.reference import Trajectory, reference
 from trainer.parity.watch import train
 from trainer.planning.batch import BatchPlan, resolve_batch
+from trainer.planning.cost.parameters import declarations
 from trainer.precision.dtypes import DTYPES
 from trainer.training.run import starting_point
 from trainer.training.session import numeric_mode

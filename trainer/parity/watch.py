@@ -18,8 +18,8 @@ from trainer.data.batches import Batch
 from trainer.distributed.tensors import boxes, local
 from trainer.distributed.world import World, gather
 from trainer.model.initial import Weights
-from trainer.model.transformer import declarations
 from trainer.parity.reference import Trajectory
+from trainer.planning.cost.parameters import declarations
 from trainer.planning.pipeline import Pipeline
 from trainer.planning.plan import Plan
 from trainer.training.session import numeric_mode

@@ -16,7 +16,6 @@ from trainer.distributed.world import World
 from trainer.model.axes import parameter_infos
 from trainer.model.initial import Weights, initial_weights, initialize, reset_buffers
 from trainer.model.linear import DeferredGrads
-from trainer.model.transformer import declarations
 from trainer.optim.groups import parameter_policies
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.compress.reduction import Compression
@@ -25,6 +24,7 @@ from trainer.parallel.fsdp import Sharding
 from trainer.parallel.gradients import SharedParameters
 from trainer.parallel.parallelize import Stages, build_stages
 from trainer.parallel.pipeline.runtime import Runtime
+from trainer.planning.cost.parameters import declarations
 from trainer.planning.gradient_comm import asked
 from trainer.planning.pipeline import Pipeline
 from trainer.planning.plan import Plan

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from trainer.config import Config, OptimizerConfig
 from trainer.distributed.tensors import Fragment, extent
 from trainer.distributed.world import World
-from trainer.model.axes import ParameterInfo
 from trainer.model.initial import Weights
 from trainer.optim.groups import Policy
 from trainer.optim.optimizer import MOMENTS, Optimizer
 from trainer.parallel.deepspeed.config import generate
 from trainer.parallel.gradients import SharedParameters
+from trainer.planning.cost.parameters import ParameterInfo
 
 deepspeed.utils.logger.setLevel(logging.ERROR)
 warnings.filterwarnings(

@@ -36,7 +36,6 @@ from torch.distributed.tensor import DTensor
 from trainer.config import Config, ConfigError
 from trainer.distributed.tensors import local
 from trainer.distributed.world import World
-from trainer.model.axes import ParameterInfo
 from trainer.model.layers import Layer
 from trainer.model.transformer import Transformer
 from trainer.optim.groups import Policy
@@ -44,6 +43,7 @@ from trainer.parallel.deepspeed.config import generate
 from trainer.parallel.deepspeed.engine.base import Unsharded, Zero, prepare
 from trainer.parallel.gradients import SharedParameters
 from trainer.parallel.tensor import is_split
+from trainer.planning.cost.parameters import ParameterInfo
 from trainer.precision.dtypes import DTYPES
 
 

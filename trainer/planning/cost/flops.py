@@ -1,28 +1,35 @@
-"""What a model costs: parameters, floating-point operations, bytes of state. Pure functions of the spec."""
+"""Floating-point operations of a model, and the counts of parameters that they follow from."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from math import prod
+from types import MappingProxyType
 
-from trainer.config.model import ModelSpec
-from trainer.model.axes import ROLES
-from trainer.model.transformer import declarations
+from trainer.config.model import AttentionSpec, ModelSpec
+from trainer.planning.cost.parameters import (
+    ROLES,
+    ParameterInfo,
+    by_value,
+    declarations,
+    head,
+    layer_specs,
+    layer_tables,
+)
 
-if TYPE_CHECKING:
-    pass
 
-
-def parameter_counts(spec: ModelSpec) -> dict[str, int]:
-    """Numbers of parameters: `total`; `embedding` (token and position tables); `matmul`, those that every token is
+@by_value
+def parameter_counts(spec: ModelSpec) -> Mapping[str, int]:
+    """Numbers of parameters: `total`; `embedding` (token and position tables); `matmul`, those that a token is
     multiplied with. A tied head is counted once in `total`, and in `matmul` as well as in `embedding`."""
-    infos = declarations(spec)
     sizes = dict.fromkeys(ROLES, 0)
-    for info in infos.values():
+    for info in declarations(spec).values():
         sizes[info.role] += info.size
-    head = infos["embedding.weight"].size if spec.tied else sizes["head"]
-    return {"total": sum(sizes.values()), "embedding": sizes["embedding"], "matmul": sizes["matrix"] + head}
+    matmul = round(sum(info.active * info.size for info in matrices(spec)))
+    return MappingProxyType({"total": sum(sizes.values()), "embedding": sizes["embedding"], "matmul": matmul})
 
 
+@by_value
 def flops_per_token(spec: ModelSpec, length: int, causal: bool) -> float:
     """Floating-point operations of one training step per token of a sequence of `length`: the forward pass and twice as
     much for the backward pass, matrix products only, recompute not counted (PaLM, arXiv 2204.02311, appendix B).
@@ -30,11 +37,28 @@ def flops_per_token(spec: ModelSpec, length: int, causal: bool) -> float:
     causal: whether attention counts the keys that a token sees, averaged over the positions and within the window, or
     all `length` keys (as published MFU figures often do).
     """
-    flops = 6.0 * parameter_counts(spec)["matmul"]
-    for index in range(spec.depth):
-        a = spec.layer(index).attention
-        flops += 12.0 * a.heads * a.head_dim * (seen_keys(length, a.window) if causal else length)
-    return flops
+    forward = sum(map(product_flops, matrices(spec)))
+    for layer in layer_specs(spec):
+        forward += attention_flops(layer.attention, seen_keys(length, layer.attention.window) if causal else length)
+    return 3.0 * forward
+
+
+def matrices(spec: ModelSpec) -> Iterator[ParameterInfo]:
+    """Every matrix that a token's hidden state is multiplied with; a tied head too."""
+    for table in layer_tables(spec):
+        yield from (info for info in table.values() if info.role == "matrix")
+    yield head(spec)
+
+
+def product_flops(matrix: ParameterInfo, ranks: int = 1) -> float:
+    """Forward FLOPs of one token in the product with a matrix, on one of `ranks` tensor-parallel ranks."""
+    return 2.0 * matrix.active * prod(matrix.multiplied(ranks))
+
+
+def attention_flops(a: AttentionSpec, keys: float, ranks: int = 1) -> float:
+    """Forward FLOPs of one token that sees `keys` keys, on one of `ranks` tensor-parallel ranks: scores, and their
+    product with the values."""
+    return 4.0 * (a.heads * a.head_dim / ranks) * keys
 
 
 def seen_keys(length: int, window: int = 0) -> float:

@@ -1,20 +1,25 @@
-"""What the layers of a model cost: operations, bytes and seconds from the spec."""
+"""What the layers of a model cost, from their operations: seconds by pass and bytes held for backward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import inf
+from functools import cached_property
+from math import inf, prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from trainer.config.model import LayerSpec, ModelSpec
+from trainer.planning.cost.flops import attention_flops, product_flops, seen_keys
+from trainer.planning.cost.parameters import by_value, head, layer_specs, layer_table
 from trainer.planning.cost.stages import LayerCosts
 
 if TYPE_CHECKING:
-    from trainer.config import ActivationConfig
-    from trainer.config.model import ModelSpec
+    from trainer.config.schema import ActivationConfig
 
 # Flash attention's backward pass recomputes the scores: five matrix products where the forward pass has two.
 ATTENTION_BACKWARD = 2.5
-
 MATMULS = ("matmul", "aten.mm", "aten.addmm", "aten.bmm")
 
 
@@ -35,47 +40,46 @@ def layer_costs(
 ) -> LayerCosts:
     """Costs of a model from its operations, on one of the `tp` ranks that share a layer.
 
-    length: tokens of a sequence; micro_size: sequences of a micro-batch; flops_per_second: what matrix products
-    sustain. recompute: settings of activation checkpointing; None keeps everything. element_bytes: size of an element
-    of the compute type. tp_bandwidth: bytes per second into a device within its tensor-parallel group; bandwidth: the
-    same between pipeline stages and data-parallel ranks. latency: seconds of one transfer, and of each step of a ring.
-    host: seconds of one action. shard: ranks that share the parameters (ZeRO): they are gathered and their gradients,
-    in fp32, reduced once a step.
+    length: tokens of a sequence. micro_size: sequences of a micro-batch.
+    flops_per_second: what matrix products sustain.
+    recompute: settings of activation checkpointing; None keeps everything.
+    element_bytes: size of an element of the compute type.
+    tp_bandwidth: bytes per second into a device within its tensor-parallel group.
+    bandwidth: the same between pipeline stages and data-parallel ranks.
+    latency: seconds of one transfer, and of each step of a ring. host: seconds of one action.
+    shard: ranks that share the parameters (ZeRO): they are gathered and their gradients, in fp32, reduced once a step.
 
     Counted are matrix products and attention (causal, within its window), saved activations of a layer with sequence
     parallelism that gathers its inputs again in backward, and exposed collectives; not element-wise operations.
     """
     tokens = length * micro_size
     collective = ring(element_bytes * tokens * spec.width, tp, tp_bandwidth, latency)
-    layers = [Layer(spec, index, length, tp, element_bytes) for index in range(spec.depth)]
-    for layer in layers:
-        layer.recompute(recompute)
     rate = tokens / flops_per_second
-    head = 2.0 * spec.width * spec.vocab_size / tp
-    f, i, w, activation, sizes = [collective], [0.0], [collective], [8.0 * tokens], [spec.vocab_size * spec.width / tp]
-    for layer in layers:
-        share = layer.again / layer.forward
+    table = prod(head(spec).multiplied(tp))  # elements of the head, and of the embedding, which has its shape
+    f, i, w, activation, sizes = [collective], [0.0], [collective], [8.0 * tokens], [table]
+    layers = model_work(spec, length, tp, element_bytes)
+    remaining = [recomputed(layer, index, recompute) for index, layer in enumerate(layers)]
+    for layer, (saved, again) in zip(layers, remaining, strict=True):
         # Two gathers and two reduce-scatters each way; the inputs gathered again in backward overlap with its products.
+        backward = layer.matmul + ATTENTION_BACKWARD * layer.attention + again
         f.append(rate * layer.forward + 4 * collective)
-        i.append(
-            rate * (layer.matmul + ATTENTION_BACKWARD * layer.attention + layer.again) + 4 * collective * (1 + share)
-        )
+        i.append(rate * backward + 4 * collective * (1 + again / layer.forward))
         w.append(rate * layer.matmul)
-        activation.append(tokens * layer.saved)
-        sizes.append(layer.matmul / 2)
-    f.append(rate * head + collective)
-    i.append(rate * head + collective)
-    w.append(rate * head)
+        activation.append(tokens * saved)
+        sizes.append(layer.weights)
+    logits = product_flops(head(spec), tp)
+    f.append(rate * logits + collective)
+    i.append(rate * logits + collective)
+    w.append(rate * logits)
     # Input and output of the final norm, and the logits, which become their own gradient.
     activation.append(tokens * element_bytes * (2 * spec.width + spec.vocab_size) / tp)
-    sizes.append(head / 2)  # a tied head too: the last stage holds a copy
-    kept = sum(layer.deferred for layer in layers) / sum(layer.saved for layer in layers)
+    sizes.append(table)  # a tied head too: the last stage holds a copy
     return LayerCosts(
         f=tuple(f),
         i=tuple(i),
         w=tuple(w),
         activation=tuple(activation),
-        kept=kept,
+        kept=sum(layer.deferred for layer in layers) / sum(saved for saved, _ in remaining),
         host=host,
         transfer=latency + element_bytes * tokens * spec.width / tp / bandwidth,
         unshard=tuple(ring(element_bytes * size, shard, bandwidth, latency) for size in sizes),
@@ -88,94 +92,137 @@ def ring(size: float, ranks: int, bandwidth: float, latency: float) -> float:
     return (ranks - 1) * (latency + size / ranks / bandwidth)
 
 
-class Layer:
-    """FLOPs and saved bytes of one token in one layer, on one of `tp` ranks.
+@dataclass(frozen=True)
+class LayerWork:
+    """FLOPs and bytes of one token in one layer, on one of the tensor-parallel ranks that share it.
 
-    matmul, attention: forward FLOPs of projections and of attention; again: those that the backward pass repeats.
-    saved: bytes held for backward; deferred: bytes held for the weight gradients, inputs and gradients of outputs.
+    flops: forward FLOPs by operation: the projections, by name and in the order in which they run, then `attention`.
+    outputs: bytes of each operation's result, as it is held where it is kept for backward.
+    needed: operations whose result the backward pass reads.
+    weights: elements of the projections' matrices.
+    input: bytes of the layer's input.
+    saved: bytes held for backward where nothing is recomputed.
+    deferred: bytes held for the weight gradients: inputs of the projections and gradients of their outputs.
     """
 
-    def __init__(self, spec: ModelSpec, index: int, length: int, tp: int, element_bytes: int):
-        from trainer.planning.cost.flops import seen_keys  # which needs torch, unlike everything else here
+    flops: Mapping[str, float]
+    outputs: Mapping[str, float]
+    needed: frozenset[str]
+    weights: float
+    input: float
+    saved: float
+    deferred: float
 
-        layer = spec.layer(index)
-        a, norm, width, self.index, self.element = layer.attention, layer.norm, spec.width, index, element_bytes
-        stream = width / tp  # of the residual stream, whose sequence is shared
-        queries, keys, inner = (
-            a.heads * a.head_dim / tp,
-            max(a.kv_heads / tp, 1) * a.head_dim,
-            layer.feed_forward.width / tp,
-        )
-        gate = {"feed_forward.gate": (width, inner, inner)} if layer.feed_forward.kind == "gated" else {}
-        products = {
-            "attention.q": (width, queries, queries),
-            "attention.k": (width, keys, keys),
-            "attention.v": (width, keys, keys),
-            "attention.o": (queries, width, stream),
-            **gate,
-            "feed_forward.up": (width, inner, inner),
-            "feed_forward.down": (inner, width, stream),
-        }  # in the order in which they run: inputs, outputs, outputs held
-        self.flops = {name: 2.0 * inputs * outputs for name, (inputs, outputs, _) in products.items()}
-        self.matmul = sum(self.flops.values())
-        self.attention = 4.0 * queries * seen_keys(length, a.window)
-        self.forward = self.matmul + self.attention
-        self.flops["attention"] = self.attention
-        self.outputs = {name: element_bytes * held for name, (_, _, held) in products.items()}
-        scores = 4.0 * a.heads / tp  # log-sum-exp of each head's scores, fp32
-        outputs = sum(self.outputs.values())
-        # What the projections read: the norms' outputs, attention's output, the feed-forward block's hidden state.
-        self.deferred = outputs + element_bytes * (2 * stream + queries + inner)
-        self.outputs["attention"] = element_bytes * queries + scores
-        pre, post = norm.placement in ("pre", "both"), norm.placement in ("post", "both")
-        self.needed = set(self.flops) - (
-            set() if post else {"feed_forward.down"}
-        )  # an addition needs none of its terms
-        self.input = element_bytes * stream
-        streams = (
-            2 * (1 + (pre and post) + 1) - spec.parallel_residual
-        )  # of each block: input, norm's output, inputs of other norms
-        statistics = 2 * (pre + post) * (4.0 if norm.kind == "rms" else 8.0) / tp
-        self.everything = (
-            streams * self.input
-            + self.outputs["attention"]
-            + statistics
-            + element_bytes
-            * (queries + 2 * keys + (queries + keys) * (a.qk_norm != "none") + inner * (4 if gate else 2))
-        )
-        self.saved, self.again = self.everything, 0.0
+    @property
+    def attention(self) -> float:
+        return self.flops["attention"]
 
-    def recompute(self, config: ActivationConfig | None) -> None:
-        """Sets `saved` and `again` to what a recompute policy leaves (see `checkpointing/activation.py`)."""
-        if config is None or config.mode == "none" or (config.mode != "budget" and self.index % config.every):
-            return
-        if config.mode == "selective" and config.modules:
-            again = [name for name in self.flops if self.matches(name, config.modules)]
-            self.saved -= sum(self.outputs[name] for name in again if name in self.needed)
+    @cached_property
+    def matmul(self) -> float:
+        """Forward FLOPs of the projections."""
+        return sum(flops for name, flops in self.flops.items() if name != "attention")
+
+    @property
+    def forward(self) -> float:
+        return self.matmul + self.attention
+
+
+@by_value
+def model_work(spec: ModelSpec, length: int, tp: int, element_bytes: int) -> tuple[LayerWork, ...]:
+    """The work of each layer; layers that are equal share one."""
+    layers = layer_specs(spec)
+    return tuple(layer_work(layer, spec.width, spec.parallel_residual, length, tp, element_bytes) for layer in layers)
+
+
+@by_value
+def layer_work(
+    layer: LayerSpec, width: int, parallel_residual: bool, length: int, tp: int, element_bytes: int
+) -> LayerWork:
+    """The work of one layer. width: of the residual stream. length: tokens of a sequence."""
+    a, table = layer.attention, layer_table(layer, width)
+    matrices = {name.removesuffix(".weight"): info for name, info in table.items() if info.role == "matrix"}
+    shapes = {name: info.multiplied(tp) for name, info in matrices.items()}
+    by_rows = [name for name, info in matrices.items() if info.cut == 1]
+    stream = element_bytes * width / tp  # of the residual stream, whose tokens the ranks share
+    flops = {name: product_flops(info, tp) for name, info in matrices.items()}
+    flops["attention"] = attention_flops(a, seen_keys(length, a.window), tp)
+    outputs = {name: stream if name in by_rows else element_bytes * rows for name, (rows, _) in shapes.items()}
+    # What the projections read: the norms' outputs, attention's output, the feed-forward block's hidden state.
+    deferred = sum(outputs.values()) + 2 * stream + sum(element_bytes * shapes[name][1] for name in by_rows)
+    # Attention holds its output and, in fp32, the log-sum-exp of each head's scores.
+    outputs["attention"] = outputs["attention.q"] + 4.0 * a.heads / tp
+    pre, post = layer.norm.placement in ("pre", "both"), layer.norm.placement in ("post", "both")
+    # Of each block: input, norm's output, inputs of other norms.
+    streams = 2 * (1 + (pre and post) + 1) - parallel_residual
+    statistics = 2 * (pre + post) * (4.0 if layer.norm.kind == "rms" else 8.0) / tp
+    blocks = ATTENTION_SAVED[a.kind](layer, outputs) + FEED_FORWARD_SAVED[layer.feed_forward.kind](layer, outputs)
+    return LayerWork(
+        flops=MappingProxyType(flops),
+        outputs=MappingProxyType(outputs),
+        needed=frozenset(flops) - (set() if post else {"feed_forward.down"}),  # an addition needs none of its terms
+        weights=sum(map(prod, shapes.values())),
+        input=stream,
+        saved=streams * stream + statistics + blocks,
+        deferred=deferred,
+    )
+
+
+Saved = Callable[[LayerSpec, Mapping[str, float]], float]
+"""(layer, bytes of each operation's result) -> bytes of one token that a block holds for backward, beside its input."""
+
+
+def softmax_saved(layer: LayerSpec, outputs: Mapping[str, float]) -> float:
+    """The projections, before and behind the norms of queries and keys, and attention's own result."""
+    query, key, value = (outputs[f"attention.{name}"] for name in "qkv")
+    return (query + key) * (1 if layer.attention.qk_norm == "none" else 2) + value + outputs["attention"]
+
+
+def gated_saved(layer: LayerSpec, outputs: Mapping[str, float]) -> float:
+    """Both projections, the non-linearity's result and its product with the second."""
+    return 2 * (outputs["feed_forward.gate"] + outputs["feed_forward.up"])
+
+
+def plain_saved(layer: LayerSpec, outputs: Mapping[str, float]) -> float:
+    """The projection and the non-linearity's result."""
+    return 2 * outputs["feed_forward.up"]
+
+
+ATTENTION_SAVED: dict[str, Saved] = {"softmax": softmax_saved}
+FEED_FORWARD_SAVED: dict[str, Saved] = {"gated": gated_saved, "plain": plain_saved}
+
+
+def recomputed(layer: LayerWork, index: int, config: ActivationConfig | None) -> tuple[float, float]:
+    """What a recompute policy (see `checkpointing/activation.py`) leaves of layer `index`: the bytes of one token that
+    are held for backward, and the FLOPs that the backward pass repeats."""
+    if config is None or config.mode == "none" or (config.mode != "budget" and index % config.every):
+        return layer.saved, 0.0
+    if config.mode == "selective" and config.modules:
+        again = [name for name in layer.flops if matches(index, name, config.modules)]
+        saved = layer.saved - sum(layer.outputs[name] for name in again if name in layer.needed)
+    else:
+        kept = [name for name in layer.flops if config.mode == "selective" and selected(layer, name, config.save)]
+        saved = layer.input + sum(layer.outputs[name] for name in kept)
+        again = [name for name in layer.flops if name not in kept]
+    flops = sum(layer.flops[name] for name in again if name in layer.needed)
+    if config.mode == "budget":  # which operations the compiler keeps is not known: between all and none
+        return saved + config.budget * (layer.saved - saved), flops * (1 - config.budget)
+    return saved, flops
+
+
+def selected(layer: LayerWork, name: str, entries: list[str]) -> bool:
+    """Whether `activation.save` keeps an operation; of every n calls the last is kept."""
+    for entry in entries:
+        target, _, every = entry.partition("/")
+        if name == "attention":
+            call, kind = 1, target == "attention" or "attention" in target.rpartition(".")[2]
         else:
-            kept = [name for name in self.flops if config.mode == "selective" and self.selected(name, config.save)]
-            self.saved = self.input + sum(self.outputs[name] for name in kept)
-            again = [name for name in self.flops if name not in kept]
-        self.again = sum(self.flops[name] for name in again if name in self.needed)
-        if config.mode == "budget":  # which operations the compiler keeps is not known: between all and none
-            self.saved += config.budget * (self.everything - self.saved)
-            self.again *= 1 - config.budget
+            call, kind = list(layer.flops).index(name) + 1, target in MATMULS
+        if kind and call % int(every or 1) == 0:
+            return True
+    return False
 
-    def selected(self, name: str, entries: list[str]) -> bool:
-        """Whether `activation.save` keeps an operation; of every n calls the last is kept."""
-        for entry in entries:
-            target, _, every = entry.partition("/")
-            if name == "attention":
-                call, kind = 1, target == "attention" or "attention" in target.rpartition(".")[2]
-            else:
-                call, kind = list(self.flops).index(name) + 1, target in MATMULS
-            if kind and call % int(every or 1) == 0:
-                return True
-        return False
 
-    def matches(self, name: str, patterns: list[str]) -> bool:
-        """Whether a projection, or a module around it, is one of those that `activation.modules` recomputes."""
-        parts = f"layers.{self.index}.{name}".split(".")
-        return any(
-            fnmatchcase(".".join(parts[:end]), pattern) for end in range(3, len(parts) + 1) for pattern in patterns
-        )
+def matches(index: int, name: str, patterns: list[str]) -> bool:
+    """Whether `activation.modules` names a projection of layer `index`, or a module around it."""
+    parts = f"layers.{index}.{name}".split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(3, len(parts) + 1) for pattern in patterns)

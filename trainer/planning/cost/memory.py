@@ -1,27 +1,19 @@
-"""Bytes that a rank holds of the model's states."""
+"""Bytes of parameters, gradients and optimizer state that a plan leaves to each rank (ZeRO, arXiv 1910.02054)."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-import torch
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
-from trainer.model.axes import parameter_infos
-from trainer.model.transformer import Transformer
 from trainer.planning.batch import BatchPlan
+from trainer.planning.cost.parameters import Table, by_value, layer_tables, outer_tables
 from trainer.planning.pipeline import Pipeline
-from trainer.planning.schedules.partition import Split
-
-if TYPE_CHECKING:
-    from trainer.planning.plan import Plan
+from trainer.planning.plan import Plan
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Of the types that `precision.compute` names."""
+"""Size of an element by the name of its type in the settings."""
 
 MASTER_BYTES, MOMENT_BYTES = 4, 8  # an fp32 parameter or gradient; AdamW's two fp32 moments
 
@@ -31,10 +23,12 @@ class StateBytes:
     """Bytes that one rank holds for the model's states. An estimate: activations, buffers of communication and the
     allocator's fragmentation come on top.
 
-    parameters, gradients, optimizer: what is kept from step to step or micro-batch to micro-batch, in fp32. gathered:
-    copies of parameters in the compute type; unreduced: gradients of a unit before they are reduced. offloaded: whether
-    what is kept lies in host memory; sums: of offloaded gradients, on the device until the last micro-batch. feedback:
-    what quantised gradients have left out."""
+    parameters, gradients, optimizer: what is kept from step to step or micro-batch to micro-batch, in fp32.
+    gathered: copies of parameters in the compute type. unreduced: gradients of a unit before they are reduced.
+    offloaded: whether what is kept lies in host memory.
+    sums: of offloaded gradients, on the device until the last micro-batch.
+    feedback: what quantised gradients have left out.
+    """
 
     parameters: int
     gathered: int
@@ -55,15 +49,8 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        return (
-            self.parameters
-            + self.gathered
-            + self.gradients
-            + self.sums
-            + self.unreduced
-            + self.optimizer
-            + self.feedback
-        )
+        kept = self.parameters + self.gradients + self.optimizer
+        return kept + self.gathered + self.sums + self.unreduced + self.feedback
 
     def rows(self) -> list[tuple[str, int]]:
         """Labels and bytes for a table; terms of zero are left out."""
@@ -83,6 +70,37 @@ class StateBytes:
         return [(label, size) for label, size in rows if size]
 
 
+@dataclass(frozen=True)
+class HeldParameters:
+    """Numbers of parameters that one tensor-parallel rank holds.
+
+    layers: of each layer.
+    outer: of a pipeline stage beside its layers, by whether it is the model's first and whether it is its last.
+    """
+
+    layers: tuple[int, ...]
+    outer: dict[tuple[bool, bool], int]
+
+    def units(self, layers: range) -> list[int]:
+        """Of the stage with `layers`, by unit of gathering: [outer unit, layer, layer, ...]."""
+        outer = self.outer[layers.start == 0, layers.stop == len(self.layers)]
+        return [outer, *self.layers[layers.start : layers.stop]]
+
+
+@by_value
+def held_parameters(spec: ModelSpec, tp: int) -> HeldParameters:
+    """What each of `tp` tensor-parallel ranks holds of a model."""
+
+    def held(*tables: Table) -> int:
+        return sum(info.held(tp) for table in tables for info in table.values())
+
+    ends = [(first, last) for first in (True, False) for last in (True, False)]
+    return HeldParameters(
+        layers=tuple(held(table) for table in layer_tables(spec)),
+        outer={end: held(*outer_tables(spec, *end)) for end in ends},
+    )
+
+
 def state_bytes(
     spec: ModelSpec,
     plan: Plan,
@@ -91,15 +109,17 @@ def state_bytes(
     once: bool = False,
     device_sums: bool = False,
 ) -> StateBytes:
-    """The states on one rank under a plan (ZeRO, arXiv 1910.02054), with AdamW.
+    """The states on one rank under a plan, with AdamW.
 
-    compute_bytes: size of an element of the compute type, 4 for fp32, 2 for bf16 and fp16; layers: of each pipeline
-    stage on the rank, all of them in one stage if None; once: whether gradients are reduced once a step whatever the
-    stage; device_sums: whether those that are reduced every micro-batch and offloaded are added up on the device."""
-    units = [held_units(spec, plan.tp, part) for part in layers or [range(spec.depth)]]
+    compute_bytes: size of an element of the compute type, 4 for fp32, 2 for bf16 and fp16.
+    layers: of each pipeline stage on the rank, all of them in one stage if None.
+    once: whether gradients are reduced once a step whatever the ZeRO stage.
+    device_sums: whether those that are reduced every micro-batch and offloaded are added up on the device.
+    """
+    held = held_parameters(spec, plan.tp)
+    units = [held.units(part) for part in layers or [range(spec.depth)]]
     total, shard = sum(map(sum, units)), plan.shard if plan.stage >= 1 else 1
-    # Gathered or unreduced at a time where layers are gathered one by one: each stage's outer unit, and the largest
-    # layer.
+    # Gathered or unreduced at a time where layers are gathered one by one: each stage's outer unit, the largest layer.
     at_once = sum(unit[0] for unit in units) + max(max(unit[1:]) for unit in units)
     kept, whole = -(-total // shard), plan.stage <= 1 or once
     shares_copies = (
@@ -116,41 +136,48 @@ def state_bytes(
     )
 
 
-def held_units(spec: ModelSpec, tp: int, layers: range) -> list[int]:
-    """Parameters that one tensor-parallel rank holds of a stage, by unit of gathering: [outer unit, layer, layer,
-    ...]."""
-    with torch.device("meta"):
-        infos = parameter_infos(Transformer(spec, layers))
-    units: dict[str, int] = {"outer": 0}
-    for name, info in infos.items():
-        layer = re.match(r"layers\.\d+\.", name)
-        unit = layer[0] if layer else "outer"
-        cut = info.tensor_dimension(tp) is not None
-        units[unit] = units.get(unit, 0) + (-(-info.size // tp) if cut else info.size)
-    return list(units.values())
+def rank_states(
+    spec: ModelSpec,
+    plan: Plan,
+    compute_bytes: int,
+    split: Sequence[range],
+    placement: Sequence[int],
+    once: bool = False,
+    device_sums: bool = False,
+) -> list[StateBytes]:
+    """The states on each pipeline rank.
+
+    split: the layers of each pipeline stage. placement: the rank of each stage. The others are those of `state_bytes`.
+    """
+    stages = [[part for part, place in zip(split, placement, strict=True) if place == rank] for rank in range(plan.pp)]
+    return [state_bytes(spec, plan, compute_bytes, parts, once, device_sums) for parts in stages]
+
+
+def constant_bytes(
+    spec: ModelSpec, plan: Plan, compute_bytes: int, split: Sequence[range], placement: Sequence[int]
+) -> list[float]:
+    """Bytes on the device of each pipeline rank that no schedule changes."""
+    return [states.device for states in rank_states(spec, plan, compute_bytes, split, placement)]
 
 
 def fullest_rank(
     config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, batch: BatchPlan, once: bool, feedback: int
 ) -> StateBytes:
-    """The states of the pipeline rank that has most. once: whether gradients are reduced once a step whatever the
-    stage; feedback: bytes that quantised gradients have left out, on the rank with most of them."""
+    """The states of the pipeline rank that has most.
+
+    once: whether gradients are reduced once a step whatever the ZeRO stage.
+    feedback: bytes that quantised gradients have left out, on the rank with most of them.
+    """
     sums = batch.accumulation > 1 and sums_on_device(plan, config.precision.reduce == "fp32")
-    element = ELEMENT_BYTES[config.precision.compute]
-    ranks = (state_bytes(spec, plan, element, pipeline.stages(rank).values(), once, sums) for rank in range(plan.pp))
+    element, placement = ELEMENT_BYTES[config.precision.compute], pipeline.schedule.placement
+    ranks = rank_states(spec, plan, element, pipeline.split, placement, once, sums)
     return replace(max(ranks, key=lambda states: states.total), feedback=feedback)
 
 
 def sums_on_device(plan: Plan, fp32: bool) -> bool:
-    """Whether gradients that are reduced every micro-batch and offloaded are added up on the device. Partial sums are
-    in the type of the reduction (`fp32` or not): without replicas, for which there is no choice, only fp32 is good
-    enough."""
-    return plan.offload and plan.stage >= 2 and (plan.replicate > 1 or not plan.sum_on_host and fp32)
+    """Whether gradients that are reduced every micro-batch and offloaded are added up on the device.
 
-
-def constant_bytes(spec: ModelSpec, plan: Plan, element: int, split: Split, placement: tuple[int, ...]) -> list[float]:
-    """Bytes of parameters, gradients and optimizer state on each pipeline rank."""
-    return [
-        state_bytes(spec, plan, element, [part for part, place in zip(split, placement) if place == rank]).device
-        for rank in range(plan.pp)
-    ]
+    Partial sums are in the type of the reduction (`fp32` or not). With replicas there is no choice; without, only fp32
+    is good enough.
+    """
+    return plan.offload and plan.stage >= 2 and (plan.replicate > 1 or (fp32 and not plan.sum_on_host))

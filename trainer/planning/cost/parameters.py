@@ -1,7 +1,7 @@
 """The parameters of a model as a table: names, shapes, axes and roles follow from the `ModelSpec`, without modules.
 
-The blocks of `trainer/model/` declare the same parameters; a test compares both for every shipped model. A new kind of block is
-one function here and one line in `ATTENTION` or `FEED_FORWARD`.
+The blocks of `trainer/model/` declare the same parameters; a test compares both for every shipped model. A new kind of
+block is one function here and one line in `ATTENTION` or `FEED_FORWARD`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
 
 ROLES = ("embedding", "norm", "bias", "head", "matrix")
 
-CACHED = 1024
+CACHED = 256
 """Results that each function of `by_value` keeps."""
 
 Arguments = ParamSpec("Arguments")
@@ -34,7 +34,7 @@ class ParameterInfo:
 
     shape: of the whole parameter. axes: the meaning of each dimension. role: one of `ROLES`.
     residual: whether it writes to the residual stream (which initialisation scales with depth).
-    units: into how many parts the first dimension can be cut at most (heads, for a dimension made of heads); 0 means rows.
+    units: into how many parts the first dimension can be cut at most: heads, where it is made of heads; 0 means rows.
     active: share of the elements that one token is multiplied with; below 1 where a token sees some of several experts.
     """
 
@@ -63,8 +63,8 @@ class ParameterInfo:
         return next((dimension for dimension, axis in enumerate(self.axes) if axis in TENSOR_AXES), None)
 
     def tensor_dimension(self, ranks: int) -> int | None:
-        """The dimension that `ranks` tensor-parallel ranks cut, or None where each holds the whole: there is no such axis,
-        or there are fewer key-value heads than ranks."""
+        """The dimension that `ranks` tensor-parallel ranks cut, or None where each holds the whole: there is no such
+        axis, or there are fewer key-value heads than ranks."""
         return None if self.cut == 0 and self.axes[0] == "kv_heads" and self.units % ranks else self.cut
 
     def held(self, ranks: int) -> int:
@@ -72,12 +72,12 @@ class ParameterInfo:
         return self.size if self.tensor_dimension(ranks) is None else -(-self.size // ranks)
 
     def multiplied(self, ranks: int) -> tuple[float, ...]:
-        """The shape that one of `ranks` tensor-parallel ranks computes with, on average. Where ranks share a key-value head, each
-        holds all of them and computes with one."""
+        """The shape that one of `ranks` tensor-parallel ranks computes with, on average. Where ranks share key-value
+        heads, each holds all of them and computes with one."""
         shape = list(map(float, self.shape))
         if self.cut is not None:
             parts = self.units if self.cut == 0 else self.shape[self.cut]
-            shape[self.cut] *= max(parts / ranks, 1) / parts
+            shape[self.cut] = self.shape[self.cut] * max(parts / ranks, 1) / parts
         return tuple(shape)
 
 
@@ -88,8 +88,8 @@ Table = Mapping[str, ParameterInfo]
 def by_value(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Caches a pure function by the values of its arguments, which need not be hashable, as specs and settings are not.
 
-    The key is a snapshot of the arguments, and the function computes from the snapshot: an argument that is changed later is another
-    key. Results are shared and must not be changed.
+    The key is a snapshot of the arguments, and the function computes from the snapshot: an argument that is changed
+    later is another key. Results are shared and must not be changed.
     """
 
     @lru_cache(CACHED)
@@ -104,22 +104,22 @@ def by_value(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
     return cached
 
 
-def parameters(spec: ModelSpec, layers: range | None = None) -> dict[str, ParameterInfo]:
+def declarations(spec: ModelSpec, layers: range | None = None) -> dict[str, ParameterInfo]:
     """Global name -> facts of every parameter of the pipeline stage with `layers`, or of the whole model.
 
     A tied head is the embedding's parameter and appears as that alone, on the first stage and on the last.
     """
     layers = range(spec.depth) if layers is None else layers
-    before, behind = outer_parameters(spec, layers.start == 0, layers.stop == spec.depth)
-    blocks = layer_parameters(spec)
+    before, behind = outer_tables(spec, layers.start == 0, layers.stop == spec.depth)
+    blocks = layer_tables(spec)
     inner = {f"layers.{index}.{name}": info for index in layers for name, info in blocks[index].items()}
     return {**before, **inner, **behind}
 
 
 @by_value
-def layer_parameters(spec: ModelSpec) -> tuple[Table, ...]:
+def layer_tables(spec: ModelSpec) -> tuple[Table, ...]:
     """The table of each layer, by names within the layer; layers that are equal share one."""
-    return tuple(block_parameters(layer, spec.width) for layer in layer_specs(spec))
+    return tuple(layer_table(layer, spec.width) for layer in layer_specs(spec))
 
 
 @by_value
@@ -129,8 +129,8 @@ def layer_specs(spec: ModelSpec) -> tuple[LayerSpec, ...]:
 
 
 @by_value
-def block_parameters(layer: LayerSpec, width: int) -> Table:
-    """The table of one layer."""
+def layer_table(layer: LayerSpec, width: int) -> Table:
+    """The table of one layer. width: of the residual stream, as in the functions of the blocks below."""
     pre, post = layer.norm.placement in ("pre", "both"), layer.norm.placement in ("post", "both")
     blocks = [
         ("attention", ATTENTION[layer.attention.kind](layer, width)),
@@ -141,8 +141,11 @@ def block_parameters(layer: LayerSpec, width: int) -> Table:
     return MappingProxyType(joined(blocks))
 
 
-def outer_parameters(spec: ModelSpec, first: bool, last: bool) -> tuple[Table, Table]:
-    """What a stage holds before its layers and behind them. first, last: whether it is the model's first or last stage."""
+def outer_tables(spec: ModelSpec, first: bool, last: bool) -> tuple[Table, Table]:
+    """What a pipeline stage holds before its layers and behind them.
+
+    first, last: whether it is the model's first or last stage.
+    """
     tokens = ParameterInfo((spec.vocab_size, spec.width), ("vocab", "embed"), "embedding")
     positions = ParameterInfo((spec.max_length, spec.width), ("seq", "embed"), "embedding")
     before = {"embedding.weight": tokens} if first or (last and spec.tied) else {}
@@ -177,6 +180,7 @@ def norm(width: int, spec: NormSpec, axis: str = "embed", units: int = 0) -> dic
 
 
 def softmax_attention(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
+    """Projections of queries, keys, values and the output, and the norms of queries and keys."""
     a = layer.attention
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
     modules = [
@@ -196,18 +200,20 @@ def softmax_attention(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
 
 
 def plain_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
+    """down(act(up(x)))."""
     inner, bias = layer.feed_forward.width, layer.feed_forward.bias
     up = linear(width, inner, ("mlp", "embed"), bias)
     return joined([("up", up), ("down", linear(inner, width, ("embed", "mlp"), bias, residual=True))])
 
 
 def gated_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
+    """down(act(gate(x)) * up(x))."""
     gate = linear(width, layer.feed_forward.width, ("mlp", "embed"), layer.feed_forward.bias)
     return {**joined([("gate", gate)]), **plain_feed_forward(layer, width)}
 
 
 Block = Callable[[LayerSpec, int], Table]
-"""(layer, width of the residual stream) -> the table of one of its blocks, by names within the block."""
+"""(layer, width of the residual stream) -> the table of one of the layer's blocks, by names within the block."""
 
 ATTENTION: dict[str, Block] = {"softmax": softmax_attention}
 FEED_FORWARD: dict[str, Block] = {"gated": gated_feed_forward, "plain": plain_feed_forward}

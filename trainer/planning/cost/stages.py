@@ -1,17 +1,15 @@
-"""What pipeline stages cost: seconds and bytes by stage, summed from costs by layer, which are measured or follow from
-FLOPs.
+"""What pipeline stages cost: seconds and bytes by stage, summed from costs by layer.
 
 `LayerCosts` knows nothing of a split, `StageCosts` nothing of layers: schedules are simulated on the second, splits are
-chosen on the first. Both are plain numbers; a measurement fills the same fields as the formulas here.
+chosen on the first. Both are plain numbers; a measurement fills the same fields as the formulas of `layers.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    pass
+Costs = TypeVar("Costs", "StageCosts", "LayerCosts")
 
 
 @dataclass(frozen=True)
@@ -86,10 +84,10 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What each unit of the model costs for one micro-batch; units are the embedding, every layer, and norm, head and
-    loss.
+    """What each unit of the model costs for one micro-batch.
 
-    The fields mean what those of `StageCosts` mean. An empty `b` stands for i + w.
+    Units are the embedding, every layer, and norm, head and loss. The fields mean what those of `StageCosts` mean. An
+    empty `b` stands for i + w.
     """
 
     f: tuple[float, ...]
@@ -191,13 +189,13 @@ def plain(costs: StageCosts | LayerCosts) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(costs).items()}
 
 
-def restore(cls: type, values: dict[str, Any]) -> Any:
+def restore(cls: type[Costs], values: dict[str, Any]) -> Costs:
+    """The inverse of `plain`. Raises `ValueError` for an unknown cost."""
     unknown = sorted(set(values) - {field.name for field in fields(cls)})
     if unknown:
         raise ValueError(f"unknown costs {unknown}; legal: {', '.join(field.name for field in fields(cls))}")
-    return cls(
-        **{
-            name: tuple(map(float, value)) if isinstance(value, (list, tuple)) else float(value)
-            for name, value in values.items()
-        }
-    )
+    known: dict[str, Any] = {
+        name: tuple(map(float, value)) if isinstance(value, (list, tuple)) else float(value)
+        for name, value in values.items()
+    }
+    return cls(**known)
