@@ -34,13 +34,9 @@ def partition(layers: LayerCosts, stages: int, placement: Sequence[int] | None =
             f"most {depth}; lower parallel.pp or parallel.pipeline.chunks"
         )
     cost = StageSums(layers.total, stages)
-    largest = solve(depth, stages, cost, max)[0] * (1 + ROUNDING)
-    _, split = solve(
-        depth,
-        stages,
-        lambda *stage: cost(*stage) ** 2 if cost(*stage) <= largest else inf,
-        lambda before, stage: before + stage,
-    )
+    enough = max(cost(stage, part.start, part.stop) for stage, part in enumerate(even(depth, stages)))
+    largest, _ = solve(depth, stages, cost, max, enough)
+    _, split = solve(depth, stages, cost, lambda before, stage: before + stage**2, largest * (1 + ROUNDING))
     return split if placement is None or len(set(placement)) == stages else balance(layers, split, placement)
 
 
@@ -60,19 +56,25 @@ class StageSums:
 
 
 def solve(
-    depth: int, stages: int, value: Callable[[int, int, int], float], join: Callable[[float, float], float]
+    depth: int, stages: int, cost: Callable[[int, int, int], float], join: Callable[[float, float], float], limit: float
 ) -> tuple[float, Split]:
-    """The split with the least joined `value(stage, start, stop)`, and that least value."""
+    """The split with the least joined cost of its stages, and that least value; among equals the one whose last stages
+    start earliest.
+
+    cost: of a stage with the layers `start` to `stop`, which does not grow with `start`. limit: no stage costs more.
+    """
     best = [0.0] + [inf] * depth  # by number of layers in the stages so far
     starts: list[list[int]] = []
     for stage in range(stages):
         after, chosen = [inf] * (depth + 1), [0] * (depth + 1)
         for stop in range(stage + 1, depth - (stages - stage - 1) + 1):
-            for start in range(stage, stop):
-                if best[start] < after[stop]:  # values are not negative, so a joined value is at least this
-                    joined = join(best[start], value(stage, start, stop))
-                    if joined < after[stop]:
-                        after[stop], chosen[stop] = joined, start
+            for start in reversed(range(stage, stop)):
+                own = cost(stage, start, stop)
+                if own > limit:  # and so is that of a stage that starts earlier
+                    break
+                joined = join(best[start], own)
+                if joined <= after[stop]:
+                    after[stop], chosen[stop] = joined, start
         best = after
         starts.append(chosen)
     split, stop = [], depth
