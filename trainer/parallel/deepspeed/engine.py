@@ -39,8 +39,8 @@ from trainer.distributed.world import World
 from trainer.model.layers import Layer
 from trainer.model.transformer import Transformer
 from trainer.optim.groups import Policy
+from trainer.parallel.deepspeed.base import Unsharded, Zero, prepare
 from trainer.parallel.deepspeed.config import generate
-from trainer.parallel.deepspeed.engine.base import Unsharded, Zero, prepare
 from trainer.parallel.gradients import SharedParameters
 from trainer.parallel.tensor import is_split
 from trainer.planning.cost.parameters import ParameterInfo
