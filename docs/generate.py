@@ -1,0 +1,198 @@
+"""Writes the tables of the documents that the code knows: metrics, settings, schedules, models, keys of DeepSpeed.
+
+    python docs/generate.py           rewrites the pages of docs/
+    python docs/generate.py --check   names the pages that differ from the code, and ends with 1 if there are any
+
+A page marks the place of a table with `<!-- generated: NAME [ARGUMENT] -->` and `<!-- end -->`. What stands between is the result
+of the function of that name in `TABLES`. tests/test_documents.py holds the pages to it.
+"""
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from trainer import typed
+from trainer.checks import RANGES
+from trainer.cli import gather, to_config
+from trainer.config import SourceConfig, TypePolicy
+from trainer.model.cost import parameter_counts
+from trainer.observe.metrics import EVALUATION, METRICS
+from trainer.parallel.deepspeed_config import OWN, Key
+from trainer.parallel.pipeline.cost import StageCosts
+from trainer.parallel.pipeline.simulate import Simulation, simulate
+from trainer.parallel.pipeline.templates import TEMPLATES, build_schedule, greedy
+from trainer.sweep.plan import SweepConfig
+
+MARKED = re.compile(r"(<!-- generated: (\w+)(?: ([\w.]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+CONFIGS = ROOT / "configs"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> str:
+    """A Markdown table; `right` are the columns of numbers."""
+    head, right = list(head), set(right)
+    rule = ["---:" if column in right else "---" for column in range(len(head))]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, rule, *map(list, rows)))
+
+
+def metrics() -> str:
+    """The keys of metrics.jsonl."""
+    lines = {name: "evaluation" if name == "eval_loss" else "both" if name in EVALUATION else "step" for name in METRICS}
+    return table(("key", "lines", "meaning"), ([f"`{name}`", lines[name], meaning] for name, meaning in METRICS.items()))
+
+
+def settings(section: str) -> str:
+    """The settings of one section of the schema, `sweep` included."""
+    schema = (SweepConfig(), "sweep") if section == "sweep" else (None, "")
+    found = [one for one in typed.settings(*schema) if f"{one.path}.".startswith(f"{section}.")]
+    assert found, f"there is no section {section}"
+    return _described(found)
+
+
+PARTS = {"source": (SourceConfig, "data.sources.NAME"), "policy": (TypePolicy, "precision.types.ROLE")}
+"""Dataclasses inside open mappings, which `--help` does not unfold."""
+
+
+def part(name: str) -> str:
+    """The fields of what an open mapping holds."""
+    schema, path = PARTS[name]
+    return _described(typed.Setting(typed.join(path, field.name), typed.plain(field.default), **field.metadata)
+                      for field in dataclasses.fields(schema))
+
+
+def _described(found: Iterable[typed.Setting]) -> str:
+    rows = []
+    for one in found:
+        legal = [f"one of {', '.join(f'`{choice}`' for choice in one.choices)}"] if one.choices else []
+        ranges = [f"in {RANGES[one.path]}"] if one.path in RANGES else []
+        unit = [f"in {one.unit}"] if one.unit else []
+        rows.append([f"`{one.path}`", f"`{json.dumps(one.default)}`", "; ".join([one.doc.replace("*", "\\*"), *unit, *legal, *ranges])])
+    return table(("setting", "default", "meaning"), rows)
+
+
+def sections() -> str:
+    """Links to the sections of the reference."""
+    names = list(dict.fromkeys(one.path.split(".")[0] for one in typed.settings()))
+    return ", ".join(f"[{name}](#{name})" for name in [*names, "sweep"])
+
+
+def groups() -> str:
+    """Every group with its options; what an option is for is the first line of its file."""
+    rows = [[f"`{folder.name}={path.stem}`", _purpose(path)] for folder in sorted(CONFIGS.iterdir()) if folder.is_dir()
+            and folder.name not in ("config", "model") for path in sorted(folder.glob("*.yaml"))]
+    return table(("override", "what it sets"), rows)
+
+
+def recipes() -> str:
+    """The shipped recipes."""
+    return table(("override", "what it is"), ([f"`+config={path.stem}`", _purpose(path)] for path in sorted((CONFIGS / "config").glob("*.yaml"))))
+
+
+def _purpose(path: Path) -> str:
+    """The comment at the head of a YAML file; its settings where it has none."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("# @package")]
+    comment = [line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines)]
+    return " ".join(comment) or "; ".join(f"`{line}`" for line in lines if line)
+
+
+def models() -> str:
+    """The shipped models."""
+    names = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
+    specs = {name: to_config(*gather([f"model={name}"])).model for name in names}
+    rows = [[f"`model={name}`", spec.family, _count(parameter_counts(spec)["total"]), str(spec.depth), str(spec.width)]
+            for name, spec in specs.items()]
+    return table(("override", "family", "parameters", "layers", "width"), rows, right=(2, 3, 4))
+
+
+def _count(number: float) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
+
+
+SCHEDULES = {
+    "gpipe": "all forwards, then all backwards",
+    "1f1b": "the default: backwards as soon as they can run",
+    "interleaved": "`parallel.pipeline.chunks` stages on each rank; more transfers",
+    "zb_h1": "weight gradients fill the gaps",
+    "zb_h2": "no gap between a rank's first and last action, for more memory",
+    "zb_v": "embedding and head on one rank",
+    "v_half": "less memory, more bubble",
+    "v_min": "least memory",
+    "dualpipe_v": "its order, without the overlap of communication that it was made for",
+    "greedy": "planned for the costs of these layers, within `parallel.pipeline.memory_cap`",
+}
+
+
+def schedules() -> str:
+    """Every schedule, simulated on 4 ranks where F, I and W of a micro-batch take equally long."""
+    assert set(SCHEDULES) == {*TEMPLATES, "greedy"}, "docs/generate.py describes each schedule"
+    rows = []
+    for name, words in SCHEDULES.items():
+        chunks = TEMPLATES[name].chunks if name in TEMPLATES else None
+        found = [_simulated(name, chunks[0] if chunks else 2 if name in TEMPLATES else 1, count) for count in (8, 16)]
+        stages = ", ".join(map(str, chunks)) if chunks else "2 or more" if name in TEMPLATES else "`chunks`, 1"
+        memory = ", ".join(dict.fromkeys(f"{max(one.memory):g}" for one in found)) if name in TEMPLATES else "`memory_cap`"
+        rows.append([f"`{name}`", stages, *(f"{one.bubble:.1%}" for one in found), memory, words])
+    return table(("schedule", "stages a rank", "bubble, 8 micro-batches", "16", "activations", ""), rows, right=(1, 2, 3, 4))
+
+
+def _simulated(name: str, chunks: int, microbatches: int, ranks: int = 4) -> Simulation:
+    """A step whose activations count in micro-batches of a rank's share of the model."""
+    costs = StageCosts.uniform(ranks * chunks, f=1 / chunks, i=1 / chunks, w=1 / chunks, activation=1 / chunks, kept=1.0)
+    if name == "greedy":
+        schedule = greedy(costs, tuple(range(ranks)), microbatches, cap=ranks)
+    else:
+        schedule = build_schedule(name, ranks, microbatches, chunks)
+    return simulate(schedule, costs)
+
+
+def deepspeed() -> str:
+    """The keys that `parallel.zero.deepspeed` takes."""
+    return table(("key", "value", "needs"), _keys(OWN, ""))
+
+
+def _keys(key: Key, path: str) -> Iterator[list[str]]:
+    for name, inner in key.value.items():
+        inner_path = f"{path}.{name}" if path else name
+        if isinstance(inner.value, dict):
+            yield from ([cell, value, "; ".join(filter(None, [*(f"`{need}`" for need in inner.needs), needs]))]
+                        for cell, value, needs in _keys(inner, inner_path))
+        else:
+            yield [f"`{inner_path}`", inner.value, "; ".join(f"`{need}`" for need in inner.needs)]
+
+
+TABLES: dict[str, Callable[..., str]] = {function.__name__: function for function in (
+    metrics, settings, part, sections, groups, recipes, models, schedules, deepspeed)}
+
+
+def rendered(text: str) -> str:
+    """A page with its tables as the code has them now."""
+    def replace(match: re.Match[str]) -> str:
+        head, name, argument, end = match.groups()
+        return f"{head}{TABLES[name](*([argument] if argument else []))}\n{end}"
+
+    return MARKED.sub(replace, text)
+
+
+def pages() -> list[Path]:
+    """The pages that have generated tables."""
+    return [path for path in sorted((ROOT / "docs").glob("*.md")) if MARKED.search(path.read_text())]
+
+
+def main(arguments: list[str]) -> int:
+    changed = [path for path in pages() if rendered(path.read_text()) != path.read_text()]
+    for path in changed:
+        print(path.relative_to(ROOT))
+        if "--check" not in arguments:
+            path.write_text(rendered(path.read_text()))
+    return int("--check" in arguments and bool(changed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
