@@ -6,8 +6,10 @@
 A page marks the place of a table with `<!-- generated: NAME [ARGUMENT] -->` and `<!-- end -->`. What stands between is the result
 of the function of that name in `TABLES`. tests/test_documents.py holds the pages to it.
 """
+
 from __future__ import annotations
 
+import ast
 import dataclasses
 import itertools
 import json
@@ -16,22 +18,20 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from trainer import typed
-from trainer.checks import RANGES
-from trainer.cli import gather, to_config
-from trainer.config import SourceConfig, TypePolicy
-from trainer.model.cost import parameter_counts
+from trainer.config import SourceConfig, TypePolicy, typed
+from trainer.config.compose import gather, to_config
 from trainer.observe.metrics import EVALUATION, METRICS
-from trainer.parallel.deepspeed_config import OWN, Key
-from trainer.parallel.pipeline.cost import StageCosts
-from trainer.parallel.pipeline.simulate import Simulation, simulate
-from trainer.parallel.pipeline.templates import TEMPLATES, build_schedule, greedy
+from trainer.planning.checks import RANGES
+from trainer.planning.cost.flops import parameter_counts
+from trainer.planning.cost.stages import StageCosts
+from trainer.planning.deepspeed import OWN, Key
+from trainer.planning.schedules.simulate import Simulation, simulate
+from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy
 from trainer.sweep.plan import SweepConfig
+from trainer.util import exit_codes as codes
 
 MARKED = re.compile(r"(<!-- generated: (\w+)(?: ([\w.]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 
 
@@ -39,13 +39,30 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[in
     """A Markdown table; `right` are the columns of numbers."""
     head, right = list(head), set(right)
     rule = ["---:" if column in right else "---" for column in range(len(head))]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, rule, *map(list, rows)))
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, rule, *map(list, rows))
+    )
 
 
 def metrics() -> str:
     """The keys of metrics.jsonl."""
-    lines = {name: "evaluation" if name == "eval_loss" else "both" if name in EVALUATION else "step" for name in METRICS}
-    return table(("key", "lines", "meaning"), ([f"`{name}`", lines[name], meaning] for name, meaning in METRICS.items()))
+    lines = {
+        name: "evaluation" if name == "eval_loss" else "both" if name in EVALUATION else "step" for name in METRICS
+    }
+    return table(
+        ("key", "lines", "meaning"), ([f"`{name}`", lines[name], meaning] for name, meaning in METRICS.items())
+    )
+
+
+def exit_codes() -> str:
+    """The exit codes of all commands, with what stands below each in their file."""
+    body = ast.parse(Path(codes.__file__).read_text()).body
+    rows = []
+    for node, below in itertools.pairwise(body):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            said = below.value.value if isinstance(below, ast.Expr) else f"{node.targets[0].id.capitalize()}."
+            rows.append([str(node.value.value), said])
+    return table(("code", "meaning"), rows, right=(0,))
 
 
 def settings(section: str) -> str:
@@ -63,8 +80,10 @@ PARTS = {"source": (SourceConfig, "data.sources.NAME"), "policy": (TypePolicy, "
 def part(name: str) -> str:
     """The fields of what an open mapping holds."""
     schema, path = PARTS[name]
-    return _described(typed.Setting(typed.join(path, field.name), typed.plain(field.default), **field.metadata)
-                      for field in dataclasses.fields(schema))
+    return _described(
+        typed.Setting(typed.join(path, field.name), typed.plain(field.default), **field.metadata)
+        for field in dataclasses.fields(schema)
+    )
 
 
 def _described(found: Iterable[typed.Setting]) -> str:
@@ -73,7 +92,13 @@ def _described(found: Iterable[typed.Setting]) -> str:
         legal = [f"one of {', '.join(f'`{choice}`' for choice in one.choices)}"] if one.choices else []
         ranges = [f"in {RANGES[one.path]}"] if one.path in RANGES else []
         unit = [f"in {one.unit}"] if one.unit else []
-        rows.append([f"`{one.path}`", f"`{json.dumps(one.default)}`", "; ".join([one.doc.replace("*", "\\*"), *unit, *legal, *ranges])])
+        rows.append(
+            [
+                f"`{one.path}`",
+                f"`{json.dumps(one.default)}`",
+                "; ".join([one.doc.replace("*", "\\*"), *unit, *legal, *ranges]),
+            ]
+        )
     return table(("setting", "default", "meaning"), rows)
 
 
@@ -85,14 +110,21 @@ def sections() -> str:
 
 def groups() -> str:
     """Every group with its options; what an option is for is the first line of its file."""
-    rows = [[f"`{folder.name}={path.stem}`", _purpose(path)] for folder in sorted(CONFIGS.iterdir()) if folder.is_dir()
-            and folder.name not in ("config", "model") for path in sorted(folder.glob("*.yaml"))]
+    rows = [
+        [f"`{folder.name}={path.stem}`", _purpose(path)]
+        for folder in sorted(CONFIGS.iterdir())
+        if folder.is_dir() and folder.name not in ("config", "model")
+        for path in sorted(folder.glob("*.yaml"))
+    ]
     return table(("override", "what it sets"), rows)
 
 
 def recipes() -> str:
     """The shipped recipes."""
-    return table(("override", "what it is"), ([f"`+config={path.stem}`", _purpose(path)] for path in sorted((CONFIGS / "config").glob("*.yaml"))))
+    return table(
+        ("override", "what it is"),
+        ([f"`+config={path.stem}`", _purpose(path)] for path in sorted((CONFIGS / "config").glob("*.yaml"))),
+    )
 
 
 def _purpose(path: Path) -> str:
@@ -106,8 +138,10 @@ def models() -> str:
     """The shipped models."""
     names = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
     specs = {name: to_config(*gather([f"model={name}"])).model for name in names}
-    rows = [[f"`model={name}`", spec.family, _count(parameter_counts(spec)["total"]), str(spec.depth), str(spec.width)]
-            for name, spec in specs.items()]
+    rows = [
+        [f"`model={name}`", spec.family, _count(parameter_counts(spec)["total"]), str(spec.depth), str(spec.width)]
+        for name, spec in specs.items()
+    ]
     return table(("override", "family", "parameters", "layers", "width"), rows, right=(2, 3, 4))
 
 
@@ -137,14 +171,20 @@ def schedules() -> str:
         chunks = TEMPLATES[name].chunks if name in TEMPLATES else None
         found = [_simulated(name, chunks[0] if chunks else 2 if name in TEMPLATES else 1, count) for count in (8, 16)]
         stages = ", ".join(map(str, chunks)) if chunks else "2 or more" if name in TEMPLATES else "`chunks`, 1"
-        memory = ", ".join(dict.fromkeys(f"{max(one.memory):g}" for one in found)) if name in TEMPLATES else "`memory_cap`"
+        memory = (
+            ", ".join(dict.fromkeys(f"{max(one.memory):g}" for one in found)) if name in TEMPLATES else "`memory_cap`"
+        )
         rows.append([f"`{name}`", stages, *(f"{one.bubble:.1%}" for one in found), memory, words])
-    return table(("schedule", "stages a rank", "bubble, 8 micro-batches", "16", "activations", ""), rows, right=(1, 2, 3, 4))
+    return table(
+        ("schedule", "stages a rank", "bubble, 8 micro-batches", "16", "activations", ""), rows, right=(1, 2, 3, 4)
+    )
 
 
 def _simulated(name: str, chunks: int, microbatches: int, ranks: int = 4) -> Simulation:
     """A step whose activations count in micro-batches of a rank's share of the model."""
-    costs = StageCosts.uniform(ranks * chunks, f=1 / chunks, i=1 / chunks, w=1 / chunks, activation=1 / chunks, kept=1.0)
+    costs = StageCosts.uniform(
+        ranks * chunks, f=1 / chunks, i=1 / chunks, w=1 / chunks, activation=1 / chunks, kept=1.0
+    )
     if name == "greedy":
         schedule = greedy(costs, tuple(range(ranks)), microbatches, cap=ranks)
     else:
@@ -161,18 +201,23 @@ def _keys(key: Key, path: str) -> Iterator[list[str]]:
     for name, inner in key.value.items():
         inner_path = f"{path}.{name}" if path else name
         if isinstance(inner.value, dict):
-            yield from ([cell, value, "; ".join(filter(None, [*(f"`{need}`" for need in inner.needs), needs]))]
-                        for cell, value, needs in _keys(inner, inner_path))
+            yield from (
+                [cell, value, "; ".join(filter(None, [*(f"`{need}`" for need in inner.needs), needs]))]
+                for cell, value, needs in _keys(inner, inner_path)
+            )
         else:
             yield [f"`{inner_path}`", inner.value, "; ".join(f"`{need}`" for need in inner.needs)]
 
 
-TABLES: dict[str, Callable[..., str]] = {function.__name__: function for function in (
-    metrics, settings, part, sections, groups, recipes, models, schedules, deepspeed)}
+TABLES: dict[str, Callable[..., str]] = {
+    function.__name__: function
+    for function in (metrics, exit_codes, settings, part, sections, groups, recipes, models, schedules, deepspeed)
+}
 
 
 def rendered(text: str) -> str:
     """A page with its tables as the code has them now."""
+
     def replace(match: re.Match[str]) -> str:
         head, name, argument, end = match.groups()
         return f"{head}{TABLES[name](*([argument] if argument else []))}\n{end}"
