@@ -1,0 +1,476 @@
+"""The documents: every command that they name can work, what they show is what is printed, every link leads somewhere.
+
+A command is a line of a fenced block (`bash`, `console`), an override list in a table with a column "overrides", or inline code that
+begins with a program. Commands that train are composed and checked for as many processes as they name; the first run of the README,
+the examples in Python and the refusals are run. What cannot be run is named in `NOT_RUN`, with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from test_architecture import ROOMS
+
+import trainer
+from trainer import cli, export, plot, sample
+from trainer.cluster.options import PreflightOptions
+from trainer.config import Config, ConfigError, options, typed
+from trainer.config.compose import CONFIGS
+from trainer.observe import metrics
+from trainer.parity import cli as parity
+from trainer.sweep import plan as sweep
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "bench" / "README.md"])
+pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # captured streams have no descriptor
+
+NOT_RUN = {
+    "source": "changes the shell that it is typed in",
+    "pre-commit": "writes into .git",
+    "ruff": "launch/test.sh runs it",
+    "mypy": "launch/test.sh runs it",
+    "hf": "downloads from a hub",
+}
+"""Programs whose commands are read, and not looked into."""
+
+PROGRAM = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?(?:python3?|torchrun|pytest)|bash|sbatch|(?:launch|bench)/\S+\.sh|"
+    + "|".join(NOT_RUN)
+    + r") \S"
+)
+"""How inline code begins that is a command."""
+
+
+class Command(NamedTuple):
+    text: str
+    output: str | None = None
+    """What the page shows below it, in a `console` block."""
+
+
+class Page(NamedTuple):
+    """A document as text without its fenced blocks, and those blocks as (language, content)."""
+
+    text: str
+    blocks: list[tuple[str, str]]
+
+
+def read(path: Path) -> Page:
+    blocks: list[tuple[str, str]] = []
+
+    def take(match: re.Match[str]) -> str:
+        indent, language, body = match.groups()
+        blocks.append((language, re.sub(f"^{indent}", "", body, flags=re.MULTILINE)))
+        return ""
+
+    return Page(re.sub(r"^( *)```(\w*)\n(.*?)^ *```$", take, path.read_text(), flags=re.MULTILINE | re.DOTALL), blocks)
+
+
+# What the commands of a page are
+
+
+def commands(page: Page) -> Iterator[Command]:
+    for language, body in page.blocks:
+        assert language in ("", "bash", "console", "python", "yaml"), (
+            f"a block of a language that nobody tests: {language}"
+        )
+        if language == "bash":
+            yield from map(Command, shell_lines(body))
+        elif body.startswith("$ "):
+            for entry in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
+                text, _, output = entry.partition("\n")
+                yield Command(text, output if language == "console" else None)
+        else:
+            assert language not in ("console",) and not PROGRAM.match(body), (
+                f"a command outside of a bash block: {body}"
+            )
+    for span in re.findall(r"`([^`]+)`", page.text):
+        if PROGRAM.match(span):
+            yield Command(span)
+    yield from map(Command, table_commands(page.text))
+
+
+def shell_lines(body: str) -> Iterator[str]:
+    """The commands of a block: continued lines joined, comments gone, variables of the block put in."""
+    variables = {}
+    for line in body.replace("\\\n", " ").splitlines():
+        if assigned := re.fullmatch(r"(\w+)=\"(.*)\"", line):
+            variables[assigned[1]] = assigned[2]
+        elif words := shlex.split(line, comments=True):
+            del words
+            yield re.sub(r"\$(\w+)", lambda match: variables[match[1]], line)
+
+
+def table_commands(text: str) -> Iterator[str]:
+    """Each override list of a table behind the last command that is named before the table."""
+    base, head = "", []
+    for line in re.sub(r"`[^`]+`", lambda match: match[0].replace("\n", " "), text).splitlines():
+        if not line.startswith("|"):
+            base, head = ([*re.findall(r"`((?:torchrun|python) [^`]+)`", line), base][0]), []
+            continue
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if not head:
+            head = cells
+        elif "overrides" in head and not set(cells[0]) <= set("-: "):
+            start = (
+                base.replace("-per-node N", f"-per-node {cells[head.index('processes')]}")
+                if "processes" in head
+                else base
+            )
+            yield from (
+                f"{start} {overrides}" for overrides in re.findall(r"`([^`]+)`", cells[head.index("overrides")])
+            )
+
+
+# What is done with a command
+
+
+def check(command: Command, capsys: pytest.CaptureFixture) -> None:
+    """Raises where a command cannot work, is of no known program, or prints something else than the page shows."""
+    words = shlex.split(command.text, comments=True)
+    environment = {}
+    while "=" in words[0]:
+        name, _, environment[name] = words.pop(0).partition("=")
+    program = words[0].removeprefix(".venv/bin/")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        if program == "torchrun":
+            torchrun(words[1:], patch)
+        elif program == "python" and words[1] == "-m":
+            module(words[2], words[3:], int(environment.get("WORLD_SIZE", 1)), command.output, capsys)
+        elif program in ("python", "bash") or "/" in program:
+            script(words[program in ("python", "bash") :], environment)
+        elif program == "sbatch":
+            slurm(words[1:], patch)
+        elif program == "pytest":
+            missing = [word for word in words[1:] if not word.startswith("-") and not (ROOT / word).exists()]
+            assert not missing, f"there is no {missing}"
+        else:
+            assert program in NOT_RUN, (
+                f"{program} is a program that nobody tests: add it here, or to NOT_RUN with the reason"
+            )
+
+
+def torchrun(words: list[str], patch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.run import get_args_parser
+
+    if not words or "-m" not in words and not any(word.endswith(".py") for word in words):
+        return module("torch.distributed.run", [], 1)  # the program as such is spoken of
+    words = [
+        "0" if word == "N" and before == "--node-rank" else "4" if word == "N" else word
+        for before, word in zip(["", *words], words, strict=False)
+    ]
+    given = get_args_parser().parse_args(words)
+    node = int(given.nproc_per_node)
+    patch.setenv("LOCAL_WORLD_SIZE", str(node))
+    if given.module:
+        module(given.training_script, given.training_script_args, int(given.nnodes.split(":")[-1]) * node)
+    else:
+        script([given.training_script, *given.training_script_args], {})
+
+
+def module(
+    name: str, words: list[str], world: int, output: str | None = None, capsys: pytest.CaptureFixture | None = None
+) -> None:
+    """`python -m NAME WORDS`, or the same in `world` processes."""
+    small = {
+        "trainer.sample": sample.SampleOptions,
+        "trainer.export": export.ExportOptions,
+        "trainer.preflight": PreflightOptions,
+    }
+    if not words and name != "trainer":
+        assert importlib.util.find_spec(name), f"there is no module {name}"
+    elif name == "trainer" and output is not None:
+        capsys.readouterr()
+        code = cli.main(words)
+        shown = capsys.readouterr()
+        assert (shown.out + shown.err).strip() == output.strip() and code == 2 * output.startswith(
+            "configuration error"
+        )
+    elif name == "trainer":
+        train(words, world)
+    elif name in small and "--help" in words:
+        assert options.usage(small[name], name)
+    elif name in small:
+        options.parse(small[name], words)
+    elif name == "trainer.plot":
+        given = plot.command_line().parse_args(words)
+        if given.schedule:
+            from trainer.plots.runs import schedule_of
+
+            assert [schedule_of(one, given.ranks, given.microbatches, given.chunks) for one in given.schedule]
+    elif name == "trainer.parity":
+        overrides, plans, _, _, config_dir = parity.parse(words)
+        composed(tuple(overrides), world, config_dir)
+        for text in plans or []:
+            chosen = [word if "=" in word else f"parallel={word}" for word in shlex.split(text)]
+            parity.compose([*overrides, *chosen], config_dir)
+    else:
+        raise AssertionError(f"{name} is a module that nobody tests")
+
+
+def train(words: list[str], world: int) -> None:
+    given = cli._parse(words)
+    if given.help is not None:
+        assert cli.help_text("run" if given.help == "SECTION" else given.help)
+    elif given.multirun:
+        sweep.make_trials(*sweep.expand(given.overrides, given.config_dir), given.config_dir, gpus=0)
+    else:
+        composed(tuple(given.overrides), world, given.config_dir)
+
+
+seen: dict[tuple, Config] = {}
+
+
+def composed(overrides: tuple[str, ...], world: int, config_dir: str | None = None) -> Config:
+    key = (overrides, world, config_dir, os.environ.get("LOCAL_WORLD_SIZE"))
+    if key not in seen:
+        seen[key] = trainer.compose(overrides, config_dir, world)
+    return seen[key]
+
+
+def script(words: list[str], environment: dict[str, str]) -> None:
+    """A file of the checkout: it can be read by its interpreter, and takes what is given."""
+    path, arguments = ROOT / words[0], words[1:]
+    assert path.is_file(), f"there is no {words[0]}"
+    if path.suffix == ".py":
+        compile(path.read_text(), path, "exec")
+    else:
+        assert subprocess.run(["bash", "-n", path]).returncode == 0
+    overrides = [argument for argument in arguments if "=" in argument]
+    if words[0] in ("launch/demo.sh", "launch/elastic.sh"):
+        for nodes in environment.get("NODES", "1").split(":"):
+            composed(tuple(overrides), 8 * int(nodes))
+    elif words[0].startswith("bench/"):  # cases and options of its own stand in its text
+        names = {
+            name
+            for argument in arguments
+            for name in re.split("[=,]", argument.removeprefix("--"))[: 1 + ("only" in argument)]
+        }
+        unknown = [
+            name
+            for name in names
+            if re.fullmatch("[a-z_]+", name)
+            and name not in path.read_text() + (ROOT / "bench/slow_network.py").read_text()
+        ]
+        assert not unknown, f"{words[0]} knows no {unknown}"
+    else:
+        assert words[0] in ("launch/test.sh", "launch/setup.sh", "docs/generate.py"), (
+            f"{words[0]} is a script that nobody tests"
+        )
+
+
+def slurm(words: list[str], patch: pytest.MonkeyPatch) -> None:
+    """sbatch: options for the allocation, then launch/slurm/train.sbatch and its overrides."""
+    place = words.index("launch/slurm/train.sbatch")
+    assert subprocess.run(["bash", "-n", ROOT / words[place]]).returncode == 0
+    given = dict(zip(words[:place:2], words[1:place:2], strict=True))
+    assert set(given) <= {"--nodes", "--gpus-per-node", "--time", "--array"}
+    overrides = [word.replace("{task}", "1") for word in words[place + 1 :] if not word.startswith("@")]
+    node = int(given.get("--gpus-per-node", 8))
+    patch.setenv("LOCAL_WORLD_SIZE", str(node))
+    composed(tuple(overrides), int(given.get("--nodes", 1)) * node)
+
+
+# Tests
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the pages tell their readers to write."""
+    folder = tmp_path_factory.mktemp("documents")
+    blocks = [body for path in PAGES for _, body in read(path).blocks]
+    for name, begins in {
+        "mine/model/small.yaml": "name: small",
+        "mine/config/try.yaml": "# @package",
+        "mine.csv": "0F0,0F1",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(next(body for body in blocks if body.startswith(begins)))
+    return folder
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_commands(path: Path, place: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(place)
+    problems = []
+    for command in dict.fromkeys(commands(read(path))):
+        try:
+            check(command, capsys)
+        except (ConfigError, AssertionError, SystemExit, KeyError, ValueError, IndexError) as error:
+            problems.append(f"{command.text}\n    {type(error).__name__}: {error}")
+    assert not problems, "\n".join([f"{path.name}:", *problems])
+
+
+def test_what_is_not_run_is_in_a_page():
+    found = {shlex.split(command.text, comments=True)[0] for path in PAGES for command in commands(read(path))}
+    assert set(NOT_RUN) <= found
+
+
+def test_first_run(place: Path, monkeypatch: pytest.MonkeyPatch):
+    """The README's first run has the losses that the README and the table of plans show."""
+    monkeypatch.chdir(place)
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert cli.main(["+config=debug"]) == 0
+    losses = {line["step"]: line["loss"] for line in metrics.read(place / "runs/debug")}
+    shown = next(body for _, body in read(ROOT / "README.md").blocks if body.startswith("step 1/5"))
+    for step, loss in re.findall(r"step (\d)/5  loss  ([\d.]+)", shown):
+        assert f"{losses[int(step)]:.4f}" == loss
+    rows = re.findall(r"^\| \d \|.*(?:\| [\d.]{8} ){5}\|$", (ROOT / "docs/plans.md").read_text(), re.MULTILINE)
+    assert len(rows) == 7
+    for row in rows:
+        assert [float(cell) for cell in row.split("|")[-6:-1]] == pytest.approx(list(losses.values()), abs=2e-6)
+
+
+def test_sweep(place: Path, monkeypatch: pytest.MonkeyPatch):
+    """The sweep that is shown has these trials, and refuses these."""
+    monkeypatch.chdir(place)
+    page = read(ROOT / "docs/sweeps.md")
+    body = next(body for _, body in page.blocks if body.startswith("$ "))
+    words = shlex.split(next(commands(page)).text)[3:]
+    given = cli._parse(words)
+    trials = sweep.make_trials(*sweep.expand(given.overrides), None, gpus=0)
+    assert f"{len(trials)} trials, {sum(bool(trial.refusal) for trial in trials)} refused" in body
+    for trial in trials:
+        row = next(
+            line for line in body.splitlines() if re.match(rf"{re.escape(trial.name)} +{trial.processes} ", line)
+        )
+        assert row.endswith("; ".join(trial.refusal)) and ("refused" in row) == bool(trial.refusal)
+
+
+def test_commands_in_scripts(place: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """What launch/ says that one can type: in comments, and at the end of the demo."""
+    monkeypatch.chdir(place)
+    found = [
+        line for path in (ROOT / "launch").glob("**/*[!py]") if path.is_file() for line in path.read_text().splitlines()
+    ]
+    found = [line[2:].strip() for line in found if re.match(r"(#   |  )(\.venv/bin/|sbatch|NODES=)", line)]
+    assert len(found) >= 8
+    for line in found:
+        words = shlex.split(line.split("  ")[0], comments=True)
+        if "run.steps=200" not in words:
+            check(Command(shlex.join(words)), capsys)
+
+
+def test_python(place: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(place)
+    examples = list(
+        dict.fromkeys(
+            body for path in PAGES for language, body in read(path).blocks if language == "python" and "trainer" in body
+        )
+    )
+    assert len(examples) == 2
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for example in examples:
+            exec(compile(example.replace("run.steps=20", "run.steps=3"), "example", "exec"), {})
+    assert "runs/debug 0 5.4" in printed.getvalue() and "parallel.tp=3 does not divide" in printed.getvalue()
+
+
+def test_generated_tables():
+    """The pages hold what the code says now; otherwise `python docs/generate.py` rewrites them."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import generate
+    finally:
+        del sys.path[0]
+    assert len(generate.pages()) >= 6
+    for page in generate.pages():
+        assert generate.rendered(page.read_text()) == page.read_text(), (
+            f"run python docs/generate.py: {page.name} differs from the code"
+        )
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_links(path: Path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", read(path).text):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        page = (path.parent / name).resolve() if name else path
+        assert page.exists(), f"{path.name}: {target} leads nowhere"
+        headings = re.findall(r"^#+ (.*)$", read(page).text, re.MULTILINE) if page.suffix == ".md" else []
+        assert not anchor or anchor in map(slug, headings), f"{path.name}: {target}: there is no such heading"
+
+
+WRITTEN = {"launch/slurm/site.sh", "flight/", "traces/", "tokenizer/", "schedule/"}
+"""Files and folders that users or runs write: in no checkout."""
+
+
+MISSPELT = {"parallel.tpp"}
+"""What a page names as a mistake."""
+
+
+@pytest.fixture(scope="module")
+def known() -> tuple[set[str], set[str], dict[str, set[str]]]:
+    """Names of files and folders, of settings and options of commands (also without their sections), and options by group."""
+    tree = [path for path in ROOT.glob("[!.]*/**/*") if "__pycache__" not in path.parts]
+    files = {
+        "/".join(parts[place:]) + "/" * path.is_dir()
+        for path in [*ROOT.glob("*"), *tree]
+        for parts in [path.relative_to(ROOT).parts]
+        for place in range(len(parts))
+    }
+    settings = [*typed.settings(), *typed.settings(sweep.SweepConfig(), "sweep")]
+    tails = {setting.path.split(".", place)[-1] for setting in settings for place in range(setting.path.count(".") + 1)}
+    small = (sample.SampleOptions, export.ExportOptions, PreflightOptions)
+    own = {name for schema in small for name in vars(schema())} | {"plans", "steps", "json", "only"}
+    groups = {
+        folder.name: {file.stem for file in folder.glob("*.yaml")} for folder in CONFIGS.iterdir() if folder.is_dir()
+    }
+    return files | WRITTEN, tails | own, groups
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_named_files_and_settings(path: Path, known: tuple[set[str], set[str], dict[str, set[str]]]):
+    """Files, rooms, settings and options of groups that a page names in inline code exist."""
+    files, settings, groups = known
+    problems = []
+    for span in re.findall(r"`([^`\n]+)`", read(path).text):
+        if re.search(r"[A-Z]{2}", span) or PROGRAM.match(span):  # a placeholder; a command, which has been checked
+            continue
+        if (
+            re.fullmatch(r"[\w./]+(?:\.(?:py|sh|sbatch)|/)", span)
+            and not span.startswith("runs/")
+            and span not in files
+        ):
+            problems.append(f"`{span}`: there is no such file or folder")
+        for word in span.split():
+            key, equals, value = word.strip("'").lstrip("+~").partition("=")
+            if not equals or not re.fullmatch(r"[a-z][\w.]*", key):
+                continue
+            if key not in MISSPELT and not (
+                key in groups or key in settings or typed.is_setting(key) or typed.is_entry(key)
+            ):
+                problems.append(f"`{span}`: there is no setting {key}")
+            if re.fullmatch(r"[a-z]\w*", value) and value not in groups.get(key, {value}) and key not in settings:
+                problems.append(f"`{span}`: {key} has no option {value}")
+    assert not problems, "\n".join([f"{path.name}:", *problems])
+
+
+def test_drawing_of_the_floors():
+    """From the bottom up, from left to right, the rooms stand in the order of the import rules; the commands are on top."""
+    drawing = next(body for _, body in read(ROOT / "docs/architecture.md").blocks if "config/ kernels/" in body)
+    rooms = [name for line in reversed(drawing.splitlines()) for name in re.findall(r"(\w+)/", line)]
+    assert rooms == list(ROOMS)
+    commands = {path.stem for path in (ROOT / "trainer").glob("*.py")} - {"__init__"}
+    assert commands == set(drawing.splitlines()[0].split()[1:])
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
