@@ -450,6 +450,10 @@ def test_named_files_and_settings(path: Path, known: tuple[set[str], set[str], d
             and span not in files
         ):
             problems.append(f"`{span}`: there is no such file or folder")
+        section, dot, _ = span.partition(".")
+        if re.fullmatch(r"[a-z_.\d]+", span) and dot and typed.is_setting(section) and span not in files:
+            if not (typed.is_setting(span) or typed.is_entry(span) or span in settings):
+                problems.append(f"`{span}`: there is no such setting")
         for word in span.split():
             key, equals, value = word.strip("'").lstrip("+~").partition("=")
             if not equals or not re.fullmatch(r"[a-z][\w.]*", key):
