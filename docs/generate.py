@@ -3,8 +3,8 @@
     python docs/generate.py           rewrites the pages of docs/
     python docs/generate.py --check   names the pages that differ from the code, and ends with 1 if there are any
 
-A page marks the place of a table with `<!-- generated: NAME [ARGUMENT] -->` and `<!-- end -->`. What stands between is the result
-of the function of that name in `TABLES`. tests/docs/test_documents.py holds the pages to it.
+A page marks the place of a table with `<!-- generated: NAME [ARGUMENT] -->` and `<!-- end -->`. What stands between is
+the result of the function of that name in `TABLES`. tests/docs/test_documents.py holds the pages to it.
 """
 
 from __future__ import annotations
