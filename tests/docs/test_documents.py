@@ -364,6 +364,16 @@ def test_commands_in_scripts(place: Path, capsys: pytest.CaptureFixture, monkeyp
             check(Command(shlex.join(words)), capsys)
 
 
+def test_continued_run(place: Path, monkeypatch: pytest.MonkeyPatch):
+    """The undisturbed run has the losses that the page shows for one that changed its plan."""
+    monkeypatch.chdir(place)
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert cli.main(["+config=debug", "run.name=undisturbed", "run.steps=10"]) == 0
+    losses = [line["loss"] for line in metrics.read(place / "runs/undisturbed")]
+    assert f"`loss {losses[0]:.3f} -> {losses[-1]:.3f}`" in (ROOT / "docs/plans.md").read_text()
+    assert f"undisturbed run, {losses[-1]:.3f} " in (ROOT / "README.md").read_text()
+
+
 def test_python(place: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(place)
     examples = list(
