@@ -25,7 +25,6 @@ from omegaconf import OmegaConf
 from trainer.config import SourceConfig, TypePolicy, typed
 from trainer.config.model import ModelSpec
 from trainer.observe.metrics import EVALUATION, METRICS
-from trainer.planning.checks import RANGES
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.stages import StageCosts
 from trainer.planning.deepspeed import OWN, Key
@@ -93,16 +92,11 @@ def part(name: str) -> str:
 def _described(found: Iterable[typed.Setting]) -> str:
     rows = []
     for one in found:
-        legal = [f"one of {', '.join(f'`{choice}`' for choice in one.choices)}"] if one.choices else []
-        ranges = [f"in {RANGES[one.path]}"] if one.path in RANGES else []
         unit = [f"in {one.unit}"] if one.unit else []
-        rows.append(
-            [
-                f"`{one.path}`",
-                f"`{json.dumps(one.default)}`",
-                "; ".join([one.doc.replace("*", "\\*"), *unit, *legal, *ranges]),
-            ]
-        )
+        legal = [f"one of {', '.join(f'`{choice}`' for choice in one.choices)}"] if one.choices else []
+        ranges = [f"range {interval}"] if (interval := getattr(one, "range", None)) else []
+        meaning = "; ".join([one.doc.replace("*", "\\*"), *unit, *legal, *ranges])
+        rows.append([f"`{one.path}`", f"`{json.dumps(one.default)}`", meaning])
     return table(("setting", "default", "meaning"), rows)
 
 

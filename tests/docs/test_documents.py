@@ -423,7 +423,16 @@ WRITTEN = {"launch/slurm/site.sh", "flight/", "traces/", "tokenizer/", "schedule
 """Files and folders that users or runs write: in no checkout."""
 
 
-COMING = {"trainer.py", "ledger.py", "adapt.py", "training/ledger.py", "model/stage.py", "parallel/engine.py"}
+COMING = {
+    "trainer.py",
+    "ledger.py",
+    "saving.py",
+    "adapt.py",
+    "training/ledger.py",
+    "model/stage.py",
+    "parallel/engine.py",
+    "precision/products.py",
+}
 """Files that the architecture page names and that are being written; this set goes with the last of them."""
 
 MISSPELT = {"parallel.tpp"}
