@@ -245,7 +245,7 @@ def test_a_bad_file_found_by_a_worker_is_named(tmp_path, small_shards):
 
 KILLED = """
 import os, signal, sys
-from data_help import config, SourceConfig
+from support.corpora import config, SourceConfig
 from trainer.data import shards
 from trainer.data.corpus import open_corpus
 shards.SHARD_BYTES = 500
@@ -310,7 +310,7 @@ def test_a_killed_worker_is_noticed_and_its_shards_are_made_later(tmp_path, smal
 
 TWO = """
 import sys, pathlib
-from data_help import config, SourceConfig
+from support.corpora import config, SourceConfig
 from trainer.data.corpus import open_corpus
 settings = config(pathlib.Path(sys.argv[1]), tokenizer="bpe", corpus=SourceConfig("jsonl", sys.argv[1] + "/a.jsonl"))
 settings.data.vocab_size = 300
