@@ -33,7 +33,7 @@ from trainer.precision.dtypes import DTYPES
 from trainer.precision.scaler import GradScaler
 
 if TYPE_CHECKING:
-    from trainer.parallel.deepspeed.engine.base import Scaler, Zero
+    from trainer.parallel.deepspeed.base import Scaler, Zero
 
 COPY = " (copy)"
 """Ends the name of the last stage's copy of a tied embedding where its rank also holds the first stage's."""

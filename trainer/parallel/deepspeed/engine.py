@@ -41,7 +41,7 @@ from trainer.model.layers import Layer
 from trainer.model.transformer import Transformer
 from trainer.optim.groups import Policy
 from trainer.parallel.deepspeed.config import generate
-from trainer.parallel.deepspeed.engine.base import Unsharded, Zero, prepare
+from trainer.parallel.deepspeed.base import Unsharded, Zero, prepare
 from trainer.parallel.gradients import SharedParameters
 from trainer.parallel.tensor import is_split
 from trainer.precision.dtypes import DTYPES
