@@ -15,7 +15,8 @@ from trainer.config.compose import gather
 from trainer.config.fields import divisors
 from trainer.config.model import ModelSpec
 from trainer.config.typed import flat
-from trainer.parallel.parallelize import check_compiler, check_engine, check_model
+from trainer.parallel.engine import check_engine
+from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.planning.batch import BatchPlan, resolve_batch
 from trainer.planning.checks import check
 from trainer.planning.gradient_comm import asked, describe

@@ -39,7 +39,8 @@ from trainer.observe.sinks import Logger, reason_of, write_status
 from trainer.observe.stragglers import Stragglers, slowest
 from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE, STEP, Watchdog
 from trainer.parallel.compress.trial import Trial
-from trainer.parallel.parallelize import check_compiler, check_engine, check_model
+from trainer.parallel.engine import check_engine
+from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.parallel.pipeline.timing import StepTimes
 from trainer.planning.batch import BatchPlan, resolve_batch
 from trainer.planning.cost.memory import fullest_rank
@@ -193,7 +194,7 @@ class Training:
         position = 0
         if resume:
             load(resume, self.state.tensors())
-            self.state.loaded()
+            self.state.after_load()
             self.state.step, self.tokens, self.skipped = manifest["step"], manifest["tokens"], manifest["skipped"]
             self.state.scaler.load_state_dict(manifest["scaler"])
             position = manifest["samples"] if config.checkpoint.data == "continue" else 0
@@ -219,8 +220,8 @@ class Training:
             plan,
             pipeline,
             batch,
-            bool(compression and compression.once),
-            max(world.gather(compression.feedback_bytes if compression else 0)),
+            compression.once,
+            max(world.gather(compression.feedback_bytes)),
         )
         if world.rank == 0:
             if config.logging.console != "none":
@@ -236,21 +237,17 @@ class Training:
     def load_errors(self, path: Path, manifest: dict[str, Any]) -> list[str]:
         """Goes on with what quantisation had left out and with what codec=auto had chosen, where settings and plan are
         those of the checkpoint; under others it is measured again. Returns what is to be said."""
-        compression, saved = self.state.compression, manifest.get("compression")
-        if compression is not None and saved is not None:
-            compression.choose(set(saved["chosen"]) & compression.left_open)
-            if compression.identity() == saved:
-                compression.decided = True
-                self.state.follow(self.state.pipeline.schedule)
-                load(path, compression.tensors())
-                return []
-            compression.choose(set())
+        compression = self.state.compression
+        if compression.resume(manifest.get("compression")):
+            self.state.use_schedule(self.state.pipeline.schedule)
+            load(path, compression.tensors())
+            return []
         return [DROPPED] * any(name.startswith("compression.") for name in manifest["tensors"])
 
     def codec_trial(self) -> Trial | None:
         """The measurement for codec=auto, unless the run has made it before."""
         compression = self.state.compression
-        return None if compression is None or compression.decided else Trial(compression, self.state.step)
+        return None if compression.decided else Trial(compression, self.state.step)
 
     def load_from(self, position: int) -> Loader:
         """The training data from sample `position` on."""
@@ -354,7 +351,7 @@ class Training:
         with self.trace():
             scalars = train_step(state, batches, self.stop_wanted)
         self.tokens += self.batch.tokens
-        sent = state.compression.sent if state.compression else {}
+        sent = state.compression.sent
         most = {"memory_gib": peak_memory_gib(self.world.device)} | {
             f"comm/bytes_{kind}": count for kind, count in sent.items()
         }
@@ -466,7 +463,7 @@ class Training:
             before.schedule.placement,
             self.batch.accumulation,
         ):
-            self.state.follow(choice.schedule)
+            self.state.use_schedule(choice.schedule)
         elif not self.rebuild(after, choice):
             return
         self.predicted = choice.predicted, self.state.step + 2
@@ -476,7 +473,7 @@ class Training:
         """Goes on to the next candidate for codec=auto, or to the best."""
         self.read_back(everything=True)
         decided = self.trial.advance(self.state.step)
-        self.state.follow(self.state.pipeline.schedule)
+        self.state.use_schedule(self.state.pipeline.schedule)
         if decided is not None:
             self.trial = None
             self.log.event(decided)
@@ -489,15 +486,12 @@ class Training:
             )
             return False
         old, position = self.state, self.loader.position
-        if old.compression is not None and old.compression.feedback_bytes:
+        if old.compression.feedback_bytes:
             self.log.event(DROPPED)
         self.loader.close()
-        old.close()
         self.batch = dataclasses.replace(self.batch, micro_size=choice.micro_size, accumulation=choice.microbatches)
-        self.state = None
-        old.stages.clear(), old.optimizer.state.clear(), old.optimizer.parameters.clear()
         gc.unfreeze()
-        gc.collect()
+        old.free()
         self.state = TrainState.build(self.config, self.spec, old.plan, pipeline, self.world)
         saved = step_folder(self.folder / "checkpoints", old.step)
         load(saved, self.state.tensors())
@@ -506,7 +500,7 @@ class Training:
         ):  # a run that is to leave no checkpoint
             dist.barrier()
             self.checkpointer.forget(saved)
-        self.state.loaded()
+        self.state.after_load()
         self.state.step = old.step
         self.state.scaler.load_state_dict(old.scaler.state_dict())
         self.loader = self.load_from(position)
@@ -540,12 +534,12 @@ class Training:
         self.read_back(everything=True)
         self.watchdog.enter(SAVING, self.state.step)
         plan = self.state.plan.to_dict()
-        compression = self.state.compression if self.state.compression and self.state.compression.decided else None
+        compression = self.state.compression
         self.checkpointer.save(
             self.state.step,
-            self.state.tensors() | (compression.tensors() if compression else {}),
+            self.state.tensors() | (compression.tensors() if compression.decided else {}),
             {
-                "compression": compression.identity() if compression else None,
+                "compression": compression.identity() if compression.decided else None,
                 "spec": self.spec.to_dict(),
                 "plan": plan,
                 "batch": dataclasses.asdict(self.batch),

@@ -23,9 +23,10 @@ from trainer.model.initial import name_seed
 from trainer.optim.groups import Policy
 from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, pack, unpack
 from trainer.parallel.compress.links import Link
-from trainer.parallel.fsdp_internals import fsdp_units, parameter_group
-from trainer.planning.gradient_comm import BLOCK, Route, routes
+from trainer.parallel.fsdp_internals import fsdp_units, sharded_sizes
+from trainer.planning.gradient_comm import BLOCK, Route, asked, routes
 from trainer.planning.plan import Plan, node_size
+from trainer.precision.scaler import LossScale
 
 
 @dataclass
@@ -218,13 +219,46 @@ class Message:
         return (word ^ word >> 24) & 0x7FFFFFFF
 
 
+def compression_of(settings: GradCommConfig, plan: Plan, world: World) -> Compression | Uncompressed:
+    """What happens to gradients on their way under `parallel.grad_comm`. All ranks call it together."""
+    return Compression(settings, plan, world) if asked(settings) else Uncompressed()
+
+
+class Uncompressed:
+    """Stands for `Compression` where no hop has a codec: gradients travel as the engine sends them."""
+
+    adds_replicas = once = False
+    decided, left_open = True, frozenset[str]()
+    feedback_bytes, last = 0, True
+
+    @property
+    def sent(self) -> dict[str, int]:
+        return {}
+
+    def attach(self, model: nn.Module, policies: dict[str, Policy]) -> None: ...
+    def begin_step(self, step: int, scaler: LossScale) -> None: ...
+    def end_step(self, found_inf: Tensor) -> None: ...
+    def identity(self) -> None: ...
+
+    def resume(self, saved: dict[str, Any] | None) -> bool:
+        return False
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def close(self) -> None: ...
+
+
 class Compression:
     """The quantised hops of a plan: their links, and the messages of this rank's stages. All ranks construct it
     together.
 
-    What a step needs is set before it: `unit` (the loss scale, which gradients are multiples of), `last` (whether the
-    reduction that comes is the last of the step).
+    `last` is set before every reduction: whether it is the stage's last in the step. `unit` is the step's loss scale,
+    which gradients are multiples of.
     """
+
+    adds_replicas = True
+    """It also adds up replicas, so FSDP is to reduce within the shard group alone."""
 
     def __init__(self, settings: GradCommConfig, plan: Plan, world: World):
         self.settings, self.device, self.rank = settings, world.device, world.rank
@@ -272,11 +306,8 @@ class Compression:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for unit in fsdp_units(model):
             pieces = {
-                (name := names[id(parameter.sharded_param)]): (
-                    parameter.padded_sharded_param_size.numel(),
-                    policies[name].quantise,
-                )
-                for parameter in parameter_group(unit).fsdp_params
+                (name := names[id(parameter)]): (size, policies[name].quantise)
+                for parameter, size in sharded_sizes(unit)
             }
             message = Message(self, len(self.messages), pieces)
             message.route()
@@ -286,13 +317,13 @@ class Compression:
             if self.reduce_links:
                 unit.set_all_reduce_hook(message.reduce)
 
-    def begin(self, step: int, unit: Tensor) -> None:
+    def begin_step(self, step: int, scaler: LossScale) -> None:
         """Before optimizer step `step`, with its loss scale."""
-        self.step, self.unit = step, unit
+        self.step, self.unit = step, scaler.value
         for link in self._all_links():
             link.sent = 0
 
-    def settle(self, found_inf: Tensor) -> None:
+    def end_step(self, found_inf: Tensor) -> None:
         """After the step, whose update was skipped where `found_inf` (a scalar) is one."""
         for message in self.messages:
             for errors in message.errors:
@@ -328,6 +359,19 @@ class Compression:
                 }
             )
         )
+
+    def resume(self, saved: dict[str, Any] | None) -> bool:
+        """Takes over what codec=auto had chosen in a checkpoint (its `identity`; None where it has none), if settings
+        and plan are the same. Returns whether they are, and `tensors` can be filled from the checkpoint; if not,
+        choices are open again. All ranks call it together."""
+        if saved is None:
+            return False
+        self.choose(set(saved["chosen"]) & self.left_open)
+        if self.identity() != saved:
+            self.choose(set())
+            return False
+        self.decided = True
+        return True
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds: the errors that this rank has kept."""
