@@ -1,15 +1,17 @@
-"""What surrounds a training run: torch's global switches, its folder, its watchdog, and the launch that it is a part
-of."""
+"""What surrounds a training run: torch's global switches, its folder, its watchdog, signals and profiles, and the
+launch that it is a part of."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -116,6 +118,37 @@ def watching(config: Config, world: World) -> Iterator[Watchdog]:
         yield watchdog
     finally:
         watchdog.close()
+
+
+@contextlib.contextmanager
+def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and SIGUSR1 (a scheduler's warning) call `stop` meanwhile."""
+    if threading.current_thread() is not threading.main_thread():  # a notebook's worker: signals are not ours
+        yield
+        return
+    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def profiled(config: Config, step: int, world: World) -> Iterator[None]:
+    """Profiles `step` if logging.trace names it, on rank 0, into a file for chrome://tracing or Perfetto."""
+    if world.rank != 0 or step not in config.logging.trace:
+        yield
+        return
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if world.device.type == "cuda" else []
+    with torch.profiler.profile(activities=activities) as profiler:
+        yield
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+    path = Path(config.run.dir) / "traces" / f"step-{step:08d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))
 
 
 def launchers(world: World) -> list[str]:
