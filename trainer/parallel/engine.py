@@ -32,8 +32,10 @@ class EngineOptimizer(Protocol):
     `gradients` to the end of `step`. updates: steps that were not skipped, a scalar.
     """
 
-    parameters: Mapping[str, nn.Parameter | Fragment]
     updates: Tensor
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter | Fragment]: ...
 
     def gradients(self) -> list[Tensor]:
         """What this rank holds of every gradient, reduced, in the order of the model's parameters."""
@@ -44,7 +46,7 @@ class EngineOptimizer(Protocol):
 
     def zero_grad(self) -> None: ...
 
-    def tensors(self) -> dict[str, Tensor | Fragment]:
+    def tensors(self) -> Mapping[str, Tensor | Fragment]:
         """What a checkpoint holds of the optimizer, by plan-independent name."""
 
     def after_load(self, copies: list[tuple[str, str]]) -> None:
@@ -62,15 +64,17 @@ class Engine(Protocol):
     else the engine hands them out in the optimizer's `gradients`.
     """
 
-    modules: Mapping[int, nn.Module]
-    compression: Compression | Uncompressed
+    modules: dict[int, nn.Module]
     keeps_gradients: bool
-
-    def __init__(self, config: Config, plan: Plan, world: World): ...
 
     @staticmethod
     def check(config: Config, device: torch.device) -> None:
         """What it needs of the machine and the settings, before any process group. Raises `ConfigError`."""
+
+    def __init__(self, config: Config, plan: Plan, world: World): ...
+
+    @property
+    def compression(self) -> Compression | Uncompressed: ...
 
     def shard(self, model: Transformer) -> None:
         """Prepares a stage on the meta device, already cut over the tensor-parallel ranks."""

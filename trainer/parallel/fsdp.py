@@ -46,14 +46,14 @@ class FSDP:
 
     keeps_gradients = True
 
-    def __init__(self, config: Config, plan: Plan, world: World):
-        self.config, self.plan, self.world = config, plan, world
-        self.compression = compression_of(config.parallel.grad_comm, plan, world)
-        self.modules: dict[int, Transformer] = {}
-
     @staticmethod
     def check(config: Config, device: torch.device) -> None:
         """torch brings all that it needs."""
+
+    def __init__(self, config: Config, plan: Plan, world: World):
+        self.config, self.plan, self.world = config, plan, world
+        self.compression = compression_of(config.parallel.grad_comm, plan, world)
+        self.modules: dict[int, nn.Module] = {}
 
     def shard(self, model: Transformer) -> None:
         """Wraps each layer and then the stage itself, with embedding, final norm and head, as one unit of gathering and
@@ -94,7 +94,7 @@ class FSDP:
         shared: SharedParameters,
         weights: Weights,
     ) -> tuple[Optimizer, GradScaler]:
-        self.modules = stages
+        self.modules.update(stages)
         for model in stages.values():
             fill(model, weights)
             self.compression.attach(model, policies)
@@ -113,7 +113,7 @@ class FSDPSharding:
     """
 
     def __init__(
-        self, stages: dict[int, FSDPModule], plan: Plan, reductions: int, compression: Compression | Uncompressed
+        self, stages: dict[int, nn.Module], plan: Plan, reductions: int, compression: Compression | Uncompressed
     ):
         self.stages, self.gather_again = stages, plan.stage == 3
         # FSDP may keep those of a unit's reductions until the last.

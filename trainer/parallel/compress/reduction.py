@@ -1,9 +1,9 @@
 """Reductions of gradients over the data-parallel ranks with quantised hops, in the places where FSDP reduces.
 
 FSDP hands over one flat buffer for each layer (and one for embedding, final norm and head): a row for each rank of the
-shard group, in it a piece of each parameter. `Message` says how it travels: a reduce-scatter within the shard group,
-then an all-reduce over replicas, each over one link or, where its group spans nodes, over two (Wang et al., arXiv
-2306.10209: an all-to-all over the ranks of all nodes would cross the network once for every rank of a node)."""
+shard group, in it a piece of each parameter. `UnitMessage` says how it travels: a reduce-scatter within the shard
+group, then an all-reduce over replicas, each over one link or, where its group spans nodes, over two (Wang et al.,
+arXiv 2306.10209: an all-to-all over the ranks of all nodes would cross the network once for every rank of a node)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer.precision.scaler import LossScale
 
 
 @dataclass
-class Step:
+class LinkUse:
     """One use of a link: the blocks to send, where what arrives goes, and what earlier steps left out."""
 
     link: Link
@@ -39,7 +39,7 @@ class Step:
     errors: ErrorFeedback | None
 
 
-class Path:
+class CodedPath:
     """The quantised parameters of a message on their way through `links`, first to last, and back again for an
     all-reduce.
 
@@ -60,7 +60,7 @@ class Path:
         start = [Blocks(segments, size, rows, device, grain) for size in block]
         length = start[0].length
         self.length, self.device = length, device
-        self.there: list[Step] = []
+        self.there: list[LinkUse] = []
         left = rows
         for index, link in enumerate(links):
             blocks = start[0] if index == 0 else Blocks.dense(left, length, block[index], device)
@@ -71,8 +71,8 @@ class Path:
                 if last_of_scatter
                 else Blocks.dense(left, length, block[index], device)
             )
-            self.there.append(Step(link, blocks, places, _errors(link, feedback, blocks)))
-        self.back: list[Step] = []
+            self.there.append(LinkUse(link, blocks, places, _errors(link, feedback, blocks)))
+        self.back: list[LinkUse] = []
         if parts is None:
             # What one link's codec has encoded stays so on the links after it: every rank decodes the same bytes.
             encoder = next(index for index in reversed(range(len(links))) if links[index].codec is not None)
@@ -80,7 +80,7 @@ class Path:
                 blocks = Blocks.dense(left, length, block[encoder], device)
                 left *= links[index].size
                 self.back.append(
-                    Step(
+                    LinkUse(
                         links[index],
                         blocks,
                         Blocks(segments, block[encoder], rows, device, grain),
@@ -119,7 +119,7 @@ def _errors(link: Link, feedback: dict[str, str], blocks: Blocks) -> ErrorFeedba
     return ErrorFeedback(kind, blocks) if link.codec is not None and kind != "none" else None
 
 
-class Message:
+class UnitMessage:
     """The gradients of one FSDP unit. FSDP's reduce-scatter (`set_custom_reduce_scatter`) and its hook after it
     (`set_all_reduce_hook`)."""
 
@@ -141,9 +141,13 @@ class Message:
             local = owner.scatter_links[0].size
             order = [place * local + first for first in range(local) for place in range(ranks // local)]
             segments = [(row * self.chunk + offset, length) for row in order for offset, length in self.coded]
-            self.scatter_path = Path(owner.scatter_links, segments, ranks, self.coded, owner.feedback, owner.device)
+            self.scatter_path = CodedPath(
+                owner.scatter_links, segments, ranks, self.coded, owner.feedback, owner.device
+            )
         if owner.coded(owner.reduce_links) and self._large(self.chunk):
-            self.reduce_path = Path(owner.reduce_links, self.coded, owner.replicas, None, owner.feedback, owner.device)
+            self.reduce_path = CodedPath(
+                owner.reduce_links, self.coded, owner.replicas, None, owner.feedback, owner.device
+            )
 
     def _large(self, elements: int) -> bool:
         return bool(self.coded) and 4 * elements >= self.owner.settings.min_size
@@ -264,7 +268,7 @@ class Compression:
         self.settings, self.device, self.rank = settings, world.device, world.rank
         self.plan, self.shards, self.replicas = plan, plan.shard, plan.replicate
         self.feedback = {kind: getattr(settings, kind).error_feedback for kind in ("inner", "outer")}
-        self.messages: list[Message] = []
+        self.messages: list[UnitMessage] = []
         self.unit, self.last, self.step = torch.ones((), device=world.device), True, 0
         scattered, reduced = routes(plan, node_size(world.size))
         self.scatter_links = _links(scattered, world, "shard")
@@ -309,7 +313,7 @@ class Compression:
                 (name := names[id(parameter)]): (size, policies[name].quantise)
                 for parameter, size in sharded_sizes(unit)
             }
-            message = Message(self, len(self.messages), pieces)
+            message = UnitMessage(self, len(self.messages), pieces)
             message.route()
             self.messages.append(message)
             if self.scatter_links:
@@ -327,7 +331,7 @@ class Compression:
         """After the step, whose update was skipped where `found_inf` (a scalar) is one."""
         for message in self.messages:
             for errors in message.errors:
-                errors.settle(found_inf, self.step + 1)
+                errors.end_step(found_inf, self.step + 1)
 
     @property
     def sent(self) -> dict[str, int]:

@@ -50,7 +50,7 @@ from trainer.planning.plan import Plan
 from trainer.precision.dtypes import DTYPES
 
 
-def check(config: Config, device: torch.device) -> None:
+def check_deepspeed(config: Config, device: torch.device) -> None:
     """Whether DeepSpeed takes the configuration, and finds what it needs on the machine. Raises `ConfigError`."""
     zero, problems = config.parallel.zero, []
     if config.precision.compute == "fp16" and not get_accelerator().is_fp16_supported():
@@ -103,7 +103,10 @@ class DeepSpeed:
     """The engine. See `trainer.parallel.engine.Engine`."""
 
     keeps_gradients = False
-    check = staticmethod(check)
+
+    @staticmethod
+    def check(config: Config, device: torch.device) -> None:
+        check_deepspeed(config, device)
 
     def __init__(self, config: Config, plan: Plan, world: World):
         self.config, self.world, self.stage = config, world, plan.stage
