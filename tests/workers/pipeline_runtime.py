@@ -172,14 +172,14 @@ class Reduced:
     def accumulate(self, stage: int) -> None:
         assert stage in self.gathered
 
-    def reducing(self, stage: int) -> None:
+    def begin_reducing_backward(self, stage: int) -> None:
         self.reductions += 1
         self.waiting[stage] = {name for name, _ in self.stages[stage].named_parameters()}
 
-    def reduced(self, stage: int) -> None:
+    def end_reducing_backward(self, stage: int) -> None:
         assert not self.waiting[stage]
 
-    def reduce(self, stage: int) -> None:
+    def reduce_now(self, stage: int) -> None:
         self.reductions += 1
         for name, parameter in self.stages[stage].named_parameters():
             if parameter.grad is not None:

@@ -81,7 +81,7 @@ def differences(codec: Codec, feedback: str, dtype: torch.dtype, layout: int, de
             same = payloads[0] == payloads[1].cpu()
             wrong += [f"{told}: {(~same).sum()} of {same.numel()} packed bytes"] * (not same.all())
         for kept in filter(None, errors):
-            kept.settle(torch.tensor(float(step == 1), device=kept.kept[0].device), step + 1)
+            kept.end_step(torch.tensor(float(step == 1), device=kept.kept[0].device), step + 1)
         if feedback != "none":
             wrong += [
                 f"{told}: errors"

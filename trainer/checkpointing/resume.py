@@ -15,7 +15,7 @@ from trainer.planning.batch import BatchPlan
 
 def find_start(setting: CheckpointConfig, folder: Path, launchers: list[str]) -> tuple[Path | None, list[str]]:
     """The checkpoint to start from, if any, with warnings. folder: the run's checkpoints; launchers:
-    `surroundings.launchers`.
+    `session.launchers`.
 
     What torchrun starts again goes on from what the same launch has saved, wherever that began: checkpoint.resume says
     where a launch begins."""

@@ -43,9 +43,9 @@ class Embedding(Declared):
 class Head(Declared):
     """Final norm's output -> logits, or the summed loss where targets are given. weight: [vocab, width]."""
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, loss: LossSettings):
         super().__init__()
-        self.soft_cap, self.z_loss, self.chunk, self.compiled = spec.logit_soft_cap, 0.0, 0, False
+        self.loss = loss
         self.declare("weight", (spec.vocab_size, spec.width), ("vocab", "embed"), "head")
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
@@ -54,11 +54,9 @@ class Head(Declared):
         weight = self.local("weight")
         if targets is None:
             (logits,) = columns(x, [weight], [None], self.group)
-            return cap_score(logits, cap=self.soft_cap) if self.soft_cap else logits
+            return cap_score(logits, cap=self.loss.soft_cap) if self.loss.soft_cap else logits
         start = 0 if self.group is None else part_start(self.declared["weight"].shape[0], self.group)
-        return LinearCrossEntropy.apply(
-            x, weight, targets, LossSettings(self.soft_cap, self.z_loss, self.chunk, self.compiled), self.group, start
-        )
+        return LinearCrossEntropy.apply(x, weight, targets, self.loss, self.group, start)
 
 
 def part_start(size: int, group: TensorGroup) -> int:
@@ -68,12 +66,13 @@ def part_start(size: int, group: TensorGroup) -> int:
 
 
 class Transformer(nn.Module):
-    """Layers `layers` of the model that `spec` describes; the first stage holds the embedding, the last the head.
+    """Layers `layers` of the model that `spec` describes; the first stage holds the embedding, the last the head, which
+    computes the loss as `loss` says (plain cross-entropy of the spec's logits if None).
 
     Parameters carry global names (`layers.17.attention.q.weight`), so a checkpoint never depends on the cut.
     """
 
-    def __init__(self, spec: ModelSpec, layers: range | None = None):
+    def __init__(self, spec: ModelSpec, layers: range | None = None, loss: LossSettings | None = None):
         super().__init__()
         layers = range(spec.depth) if layers is None else layers
         self.spec, self.first, self.last = spec, layers.start == 0, layers.stop == spec.depth
@@ -101,7 +100,7 @@ class Transformer(nn.Module):
         self.rotaries = nn.ModuleList(rotaries.values())
         if self.last:
             self.norm = Norm(spec.width, spec.norm)
-            self.head = Head(spec)
+            self.head = Head(spec, loss or LossSettings(spec.logit_soft_cap))
         self.tie()
 
     def tie(self) -> None:

@@ -76,7 +76,7 @@ class Watch:
         self.norms.append(scalars["grad_norm"].item())
 
     def sum(self) -> None:
-        for name, parameter in self.state.shared.parameters.items() if self.state.plan.engine == "torch" else ():
+        for name, parameter in self.state.shared.parameters.items() if self.state.engine.keeps_gradients else ():
             if parameter.grad is None:
                 self.problems.append(
                     f"step {len(self.losses) + 1}: {name} has no gradient on rank {self.state.world.rank}"

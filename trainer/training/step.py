@@ -10,7 +10,6 @@ from torch import Tensor
 
 from trainer.model.loss import IGNORE
 from trainer.optim.lr_schedule import learning_rate
-from trainer.parallel.fsdp_internals import drop_gathered
 from trainer.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -37,8 +36,7 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
     valid, stopping = world.sum_all(counts).unbind()
     valid = valid.clamp(min=1)  # a step without any target has loss and gradients of zero
 
-    if state.compression is not None:
-        state.compression.begin(state.step, scaler.value)
+    state.compression.begin_step(state.step, scaler)
     losses = state.runtime.train(batches, scaler.scale(1 / valid.float()))
     state.shared.sum()
     total, squares = sum_over_ranks(state, losses.sum(), state.shared.squares(optimizer.gradients()))
@@ -52,8 +50,7 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
     target = optimizer.updates.device
     found_inf = optimizer.step(rate, (scale / coefficient).float().to(target), found_inf.to(target)).to(world.device)
     optimizer.zero_grad()
-    if state.compression is not None:
-        state.compression.settle(found_inf)
+    state.compression.end_step(found_inf)
     result = {
         "loss": loss,
         "grad_norm": norm,
@@ -93,7 +90,7 @@ def evaluate(state: TrainState, batches: Iterable[Batch]) -> Tensor:
     batches = list(batches)
     valid = sum((batch.targets != IGNORE).sum() for batch in batches) * state.world.speaks_for_data
     losses = state.runtime.evaluate(batches).sum() * (state.world.place("tp") == 0)
-    for model in state.stages.values():
-        drop_gathered(model)
+    for stage in state.stages:
+        state.runtime.sharding.reshard(stage)
     total, valid = state.world.sum_all(torch.stack([losses.double(), valid.double()])).unbind()
     return total / valid

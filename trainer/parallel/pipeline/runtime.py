@@ -54,13 +54,13 @@ class Sharding(Protocol):
     def accumulate(self, stage: int) -> None:
         """Weight gradients were computed outside of a backward pass (W)."""
 
-    def reducing(self, stage: int) -> None:
-        """The next backward pass (B) reduces the stage's gradients itself, overlapped; no `reduce` follows."""
+    def begin_reducing_backward(self, stage: int) -> None:
+        """The next backward pass (B) reduces the stage's gradients itself, overlapped; no `reduce_now` follows."""
 
-    def reduced(self, stage: int) -> None:
+    def end_reducing_backward(self, stage: int) -> None:
         """That backward pass has run."""
 
-    def reduce(self, stage: int) -> None:
+    def reduce_now(self, stage: int) -> None:
         """Reduces the gradients accumulated on the stage."""
 
     def end(self, stage: int) -> None:
@@ -250,7 +250,7 @@ class Runtime:
             case "RESHARD":
                 self.sharding.reshard(stage)
             case "REDUCE_GRAD":
-                self.sharding.reduce(stage)
+                self.sharding.reduce_now(stage)
             case kind:
                 raise ValueError(f"no rank can perform {kind}")
 
@@ -280,7 +280,7 @@ class Runtime:
         gradient = _arrived(flight.output_gradients.pop(key))
         hidden, output = flight.graphs.pop(key)
         if reduces:
-            self.sharding.reducing(stage)
+            self.sharding.begin_reducing_backward(stage)
         with flight.timed(action):
             self.deferred.active = action.kind == "I"
             if output is not None:  # nothing to do below the first stage that has something to train
@@ -289,7 +289,7 @@ class Runtime:
             if action.kind == "I":
                 flight.weights[key] = self.deferred.take()
         if reduces:
-            self.sharding.reduced(stage)
+            self.sharding.end_reducing_backward(stage)
         if hidden is None:
             return
         gradient = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
