@@ -593,7 +593,7 @@ def test_forward_only_has_no_gaps(ranks, chunks, style, wait):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_no_ranks_wait_for_each_other_in_a_circle(name):
-    """Not even where every action waits for all that its rank has started, as anything may that waits for a whole GPU."""
+    """Not even where every action waits for all that its rank has started, as what waits for a whole GPU does."""
     for ranks in (1, 2, 3, 4, 7):
         for microbatches in (1, 2, 3, ranks, ranks + 1, 3 * ranks):
             for chunks in (1, 2, 3) if name == "interleaved" else (None,):
@@ -727,8 +727,8 @@ def test_replay_finds_crossed_transfers_and_blocking_sends():
 
 
 def finish(programs: tuple[tuple[Action, ...], ...], placement: tuple[int, ...], costs: StageCosts) -> float:
-    """When the last action ends on GPUs, where a transfer starts once its sender has computed and its receiver has done what
-    stands before the RECV."""
+    """When the last action ends on GPUs, where a transfer starts once its sender has computed and its receiver has done
+    what stands before the RECV."""
     clocks, places, posted, ends = [0.0] * len(programs), [0] * len(programs), {}, {}
     seconds = {"F": costs.f, "I": costs.i, "W": costs.w, "B": costs.b}
     while any(place < len(program) for place, program in zip(places, programs)):

@@ -253,7 +253,8 @@ def cases(processes: int, compiled: bool) -> list[Case]:
 
 
 def deepspeed(processes: int) -> list[Case]:
-    """What DeepSpeed's engine does otherwise on GPUs, where it has streams; by numbers and keys: tests/workers/deepspeed_engine.py."""
+    """What DeepSpeed's engine does otherwise on GPUs, where it has streams; all of it, on CPUs:
+    tests/workers/deepspeed_engine.py."""
     base = PLAIN | {"engine": "deepspeed", "dp": processes}
     chosen = [base | {"stage": stage} for stage in (1, 2, 3)]
     chosen += [base | {"stage": stage, "offload": True, "precision": "bf16"} for stage in (2, 3)]
@@ -268,8 +269,7 @@ def deepspeed(processes: int) -> list[Case]:
 
 
 def parts(chosen: list[Case], count: int) -> list[list[Case]]:
-    """The cases dealt to `count` launches of about equal length. Those that compile the same attention stay together, as does what
-    their references share."""
+    """The cases dealt to `count` launches of about equal length. Those that compile the same attention stay together."""
     kinds: dict[Any, list[Case]] = {}
     for number, case in enumerate(chosen):
         compiles = case["attention"] != "causal" or case.get("compile")

@@ -2,7 +2,8 @@
 
     plans.py OUT [PART PARTS | deepspeed]
 
-PART: of so many parts that launches beside each other do, from 0; deepspeed: what runs on its engine instead of the matrix.
+PART: of so many parts that launches beside each other do, from 0; deepspeed: what runs on its engine instead of the
+matrix.
 """
 
 from __future__ import annotations

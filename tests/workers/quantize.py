@@ -29,8 +29,8 @@ LAYOUTS = [  # segments, rows, grain of 256
 
 
 def cases(real: bool) -> Iterator[tuple[Codec, str, torch.dtype, int]]:
-    """Codec, error feedback, type of the gradients, layout. Blocks and types take turns, since Triton compiles all anew for each; in
-    the interpreter, which is slow, layouts do too."""
+    """Codec, error feedback, type of the gradients, layout. Blocks and types take turns, since Triton compiles all anew
+    for each; in the interpreter, which is slow, layouts do too."""
     kinds = ("int8", "int4", "fp8", "bf16") if real else ("int8", "int4")
     forms = (
         [(32, torch.float32), (256, torch.bfloat16), (64, torch.float16), (4096, torch.float32)]

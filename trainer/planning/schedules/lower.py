@@ -1,4 +1,4 @@
-"""From a schedule to what one rank executes: communication and work on parameters, derived from the order of computation.
+"""From a schedule to what one rank executes: communication and work on parameters, from the order of computation.
 
 All ranks' computations and transfers are put in one order, a transfer being one event of both its ranks; the program of
 a rank is what is its own in this order. So no ranks wait for each other in a circle, whatever waits for whatever: the
@@ -19,14 +19,11 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 from trainer.planning.schedules.ir import COMPUTE, Action, Schedule, flat
-
-Edge = tuple[int, int]
-"""Sending rank and receiving rank."""
 
 SECONDS = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
 """How long actions take, for their order among ranks: a receive is posted before the action during which its data
@@ -116,7 +113,7 @@ class _Order:
             heapq.heappush(self.events, (start + SECONDS[action.kind], self._turn(action), rank))
 
     def _turn(self, action: Action) -> int:
-        """Of actions that end together, one that sends to another comes first: its receive is then posted before that one."""
+        """Of actions that end together, one that sends to another comes first, and its receive before the other."""
         return {"F": 1 + action.stage, "W": 1 + len(self.placement)}.get(
             action.kind, len(self.placement) - action.stage
         )
