@@ -68,7 +68,7 @@ def training(name: str, steps: int, restarts: int = 0) -> subprocess.Popen:
 
 
 def steps() -> int:
-    """Steps that take `TRAINED`, of a short run with its checkpoints; kept in OUT for cases that are started by themselves."""
+    """Steps that take `TRAINED`, of a short run with its checkpoints; kept in OUT for cases that are started later."""
     kept = OUT / "steps"
     if not kept.exists():
         launcher = training("pace", 60)

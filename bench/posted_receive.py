@@ -1,14 +1,14 @@
-"""Why a receive must not be posted before its rank has launched what the data depend on: two GPUs, NCCL, nothing of the trainer.
+"""Why a receive must not be posted before its rank has launched what the data depend on: two GPUs and NCCL alone.
 
-Rank 0 sends a tensor to rank 1, which sends back what it makes of it. Rank 0 posts the receive of the answer either first
-("early") or after its send ("late"), and in between does one thing that programs do for the first time in the middle of a
-step. What makes the device wait for all its kernels waits for the receive too, which is a running kernel, and so for the
-answer to what has not been sent.
+Rank 0 sends a tensor to rank 1, which sends back what it makes of it. Rank 0 posts the receive of the answer either
+first ("early") or after its send ("late"), and in between does one thing that programs do for the first time in the
+middle of a step. What makes the device wait for all its kernels waits for the receive too, which is a running kernel,
+and so for the answer to what has not been sent.
 
     python bench/posted_receive.py [CASE...]
 
-Prints a line for each case and order: that it ended, or that it hung and where. Each runs in processes of its own, since
-what matters is what they do first.
+Prints a line for each case and order: that it ended, or that it hung and where. Each runs in processes of its own,
+since what matters is what they do first.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-PATIENCE = 25
+PATIENCE = 20
 """Seconds in which a pair of processes has to end; to start takes most of them."""
-AT_ONCE = 6
+AT_ONCE = 14
 
 
 def wait_for_device() -> None:

@@ -104,7 +104,7 @@ def test_a_vanished_peer_is_named(ranks):
 
 
 def test_ranks_that_wait_for_every_transfer_finish(tmp_path):
-    """As on GPUs, where whatever waits for the whole device waits for what was posted too; numbers are compared in the worker."""
+    """As on GPUs, where whatever waits for the whole device waits for what was posted too. It compares numbers."""
     launch("pipeline_runtime.py", RANKS, "synchronous", tmp_path / "out.json")
     cases = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(RANKS)]
     assert len(cases[0]) > 25 and len({len(some) for some in cases}) == 1

@@ -269,7 +269,7 @@ def deepspeed(processes: int) -> list[Case]:
 
 
 def parts(chosen: list[Case], count: int) -> list[list[Case]]:
-    """The cases dealt to `count` launches of about equal length. Those that compile the same attention stay together."""
+    """The cases dealt to `count` launches of about equal length; what compiles the same attention stays together."""
     kinds: dict[Any, list[Case]] = {}
     for number, case in enumerate(chosen):
         compiles = case["attention"] != "causal" or case.get("compile")
