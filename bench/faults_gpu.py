@@ -16,7 +16,7 @@ from trainer.checkpointing.retention import find_newest
 from trainer.observe import metrics
 
 OUT = Path(sys.argv[1])
-TRAINED = float(os.environ.get("TRAINED", 15))
+TRAINED = float(os.environ.get("TRAINED", 10))
 """Seconds for which an undisturbed run trains; the number of steps, which all runs have, is found out first."""
 LIMIT = 120
 """Seconds within which a run has to come as far as it is waited for."""

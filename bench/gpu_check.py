@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,19 +23,20 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SECONDS = float(os.environ.get("GPU_CHECK_SECONDS", 460))
 """In which all ends."""
-AT_ONCE = 5
+AT_ONCE = 6
 REPORT = 20
 """Seconds between reports of what runs."""
 
 
 @dataclass
 class Case:
-    """command: run in the repository's root; limit: seconds; gpus: the least that it needs."""
+    """command: run in the repository's root; limit: seconds; gpus: the least it needs; alone: before the others."""
 
     name: str
     command: list[str]
     limit: float
     gpus: int = 1
+    alone: bool = False
 
 
 def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
@@ -54,7 +56,8 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         worker = ["tests/workers/pipeline_runtime.py", mode, str(logs / f"{name}.json")]
         return Case(name, [*torchrun, str(count), *worker], limit, count)
 
-    parts = 4 if processes > 1 else 2
+    parts = 5 if processes > 1 else 2
+    faults = ["bash", "bench/faults_gpu.sh", str(scratch / "faults")]
     tests = [
         "tests/observe/test_observe.py",
         "tests/data/test_batches.py",
@@ -75,7 +78,9 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         *("model.attention.window=64", "precision=bf16"),
     ]
     return [
-        Case("faults", ["bash", "bench/faults_gpu.sh", str(scratch / "faults")], 420, 2),
+        # GPUs that others use are refused.
+        Case("preflight", [*faults, "preflight"], 60, 2, alone=True),
+        Case("faults", [*faults, "calm", "killed", "stopped1", "stopped0"], 420, 2),
         *(plans(f"plans_{part}", part, parts, limit=420) for part in range(parts)),
         runtime("circles", "synchronous", 2, 120),
         plans("deepspeed", "deepspeed", limit=180),
@@ -158,21 +163,22 @@ class Check:
 
     def report(self) -> None:
         for name, start in list(self.running.items()):
-            self.say(f"... {name} ({self.seconds() - start:.0f} s): {'; '.join(tail(self.log(name), 1))[:150]}")
+            self.say(f"... {name} ({self.seconds() - start:.0f} s): {last_word(self.log(name))[:150]}")
 
 
-def tail(log: Path, lines: int) -> list[str]:
-    text = log.read_text(errors="replace") if log.exists() else ""
-    return [line[:400] for line in text.splitlines() if line.strip()][-lines:]
+def last_word(log: Path) -> str:
+    """The last line that a case itself has printed."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return next((line for line in reversed(lines) if line.strip() and not re.match(r"\[rank|W\d{4}| ", line)), "")
 
 
 def evidence(log: Path) -> list[str]:
-    """Of a process that was told to dump its stacks, or found that it hung, where that was; else the end of the log."""
-    lines = tail(log, 10**6)
-    told = next(
-        (number for number, line in enumerate(lines) if line.startswith(("Fatal Python error", "Timeout ("))), None
-    )
-    return lines[-25:] if told is None else lines[told : told + 40]
+    """Where the main threads were of processes that were told to dump their stacks; else the end of the log."""
+    text = log.read_text(errors="replace")
+    stacks = re.split(r"^(?=(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE)[1:]
+    stacks = [stack for stack in stacks if "in <module>" in stack and "distributed/run.py" not in stack]
+    lines = [line for stack in stacks[:2] for line in stack.splitlines()[:24]] or text.splitlines()[-25:]
+    return [line[:400] for line in lines]
 
 
 def tree(process: int) -> list[int]:
@@ -187,16 +193,25 @@ def tree(process: int) -> list[int]:
     return [*found, process]
 
 
+def dumps(process: int) -> bool:
+    """Whether the stacks of a process tell anything: those of the compiler's own processes do not."""
+    try:
+        return b"compile_worker" not in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 def stop(process: subprocess.Popen) -> None:
-    """Has the case dump its stacks, workers first, and ends it."""
+    """Has the case dump its stacks, workers first and one after the other, and ends it."""
     everyone = tree(process.pid)
-    for kind, pause in ((signal.SIGABRT, 3.0), (signal.SIGKILL, 0.0)):
-        for one in everyone:
+    for kind, some in ((signal.SIGABRT, [one for one in everyone if dumps(one)][:12]), (signal.SIGKILL, everyone)):
+        for one in some:
             try:
                 os.kill(one, kind)
             except ProcessLookupError:
                 continue
-        time.sleep(pause)
+            if kind == signal.SIGABRT:
+                time.sleep(0.5)
     process.wait()
 
 
@@ -206,14 +221,13 @@ def summary(logs: Path, name: str) -> dict:
     if not name.startswith(("plans", "deepspeed")) or not file.exists():
         return {}
     results = json.loads(file.read_text())["cases"]
-    failed = [result["plan"] for result in results if result["verdict"] != "PASS"]
-    worst = {
-        compute: {error: max(result[error] for result in some) for error in ("loss", "norm", "gradient", "parameters")}
-        for compute in ("fp32", "bf16", "fp16")
-        if (some := [result for result in results if result["compute"] == compute])
-    }
-    numbers = {"plans": len(results), "failed": failed, "worst": worst}
-    gradients = ", ".join(f"{compute} {errors['gradient']:.1e}" for compute, errors in worst.items())
+    failed = [f"{result['plan']}: {result['reasons'][0]}" for result in results if result["verdict"] != "PASS"]
+    worst: dict[str, float] = {}  # of gradients, by numeric type
+    for result in results:
+        for _, _, gradient, _ in result["errors"]["steps"]:
+            worst[result["kind"]] = max(gradient, worst.get(result["kind"], 0.0))
+    numbers = {"plans": len(results), "failed": failed, "worst_gradient": worst}
+    gradients = ", ".join(f"{kind} {error:.1e}" for kind, error in worst.items())
     told = {"numbers": numbers, "text": f": {len(results)} plans; worst gradient: {gradients}"}
     return told | ({"why": "; ".join(failed)} if failed else {})
 
@@ -238,8 +252,11 @@ def main(out: Path, wanted: list[str]) -> int:
             check.report()
 
     threading.Thread(target=reports, daemon=True).start()
+    for case in chosen:
+        if case.alone:
+            check.run(case)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for done in [pool.submit(check.run, case) for case in chosen]:
+        for done in [pool.submit(check.run, case) for case in chosen if not case.alone]:
             done.result()
     ended.set()
     failed = [name for name, result in check.results.items() if not result["ok"]]

@@ -249,6 +249,7 @@ def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
 
 def main(out: str, *which: str) -> None:
     device, worlds = local_device(Config().run), Worlds()
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2000  # of all plans
     processes = int(os.environ.get("WORLD_SIZE", 1))
     worlds.of(resolve_plan(Config().parallel, processes), device)
     if which == ("deepspeed",):
