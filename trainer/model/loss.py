@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.collectives import TensorGroup
+from trainer.model.compiled import compiled
 
 IGNORE = -100
 
@@ -53,7 +54,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         size = settings.chunk or max(1, logits.shape[0])
         chunks = [slice(begin, begin + size) for begin in range(0, logits.shape[0], size)]
         statistics, gradient = (
-            (compiled(loss_statistics), compiled(loss_gradient))
+            (compiled_once(loss_statistics), compiled_once(loss_gradient))
             if settings.compiled
             else (loss_statistics, loss_gradient)
         )
@@ -121,5 +122,5 @@ def loss_gradient(
 
 
 @cache
-def compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=False)
+def compiled_once(function: Callable) -> Callable:
+    return compiled(function)

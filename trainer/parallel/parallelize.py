@@ -14,6 +14,7 @@ from trainer.checkpointing.activation import apply_recompute, check_recompute
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.distributed.world import World
+from trainer.model.compiled import compiled
 from trainer.model.layers import Linear
 from trainer.model.linear import DeferredGrads
 from trainer.model.loss import LossSettings
@@ -73,16 +74,12 @@ def compile_layers(model: Transformer, wanted: bool, deferring: bool) -> None:
     """Compiles each layer, where that is wanted. deferring: whether weight gradients may be put off."""
     if not wanted:
         return
-    # Layers of one kind share a graph. Kinds differ by mask, window and recompute, and again in evaluation; running out
-    # of graphs would leave layers uncompiled without a word.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
     # What is put off lives on in tensors that the compiler thinks are done with: it must not write over them.
     inductor.allow_buffer_reuse = inductor.inplace_buffers = functorch.donated_buffer = not deferring
     # Selective recompute is experimental there.
     logging.getLogger("torch._dynamo.variables.higher_order_ops").setLevel(logging.ERROR)
     for layer in model.layers.values():
-        layer.run = torch.compile(layer.run, dynamic=False)
+        layer.run = compiled(layer.run)  # layers of one kind share a graph
 
 
 def keep_buffers(model: Transformer, device: torch.device) -> None:
