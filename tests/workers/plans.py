@@ -43,7 +43,7 @@ from trainer.training.state import TrainState
 from trainer.training.step import train_step
 
 STEPS, LENGTH = 2, 16
-PATIENCE = 150
+PATIENCE = 150 if torch.cuda.is_available() else 500
 """Seconds that a plan may take, with what is compiled for it; then all ranks say where they are, and end."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -110,7 +110,7 @@ def config_of(case: Case, folder: Path) -> Config:
     if schedule == "interleaved3":
         config.parallel.pipeline.schedule, config.parallel.pipeline.chunks = "interleaved", 3
     elif schedule == "csv":  # with full and split backwards side by side
-        path = folder / f"{case['pp']}x{case['micro_batches']}-{dist.get_rank()}.csv"
+        path = folder / f"{case['pp']}x{case['micro_batches']}-{os.getpid()}.csv"
         path.write_text(ir.dumps(ir.merge_backward(build_schedule("zb_v", case["pp"], case["micro_batches"]))))
         config.parallel.pipeline.schedule = str(path)
     elif schedule != "none":
