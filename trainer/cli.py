@@ -70,6 +70,7 @@ def help_text(section: str, config_dir: str | os.PathLike | None = None) -> str:
 def _described(setting: typed.Setting) -> str:
     extra = [f"in {setting.unit}"] if setting.unit else []
     extra += ["one of " + ", ".join(map(str, setting.choices))] if setting.choices else []
+    extra += [f"range {setting.range}"] if setting.range else []
     return f"{setting.path}={json.dumps(setting.default)}\n    {'; '.join([setting.doc, *extra])}"
 
 
