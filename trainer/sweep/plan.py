@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -12,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -99,8 +99,8 @@ class Trial:
 def expand(
     arguments: Sequence[str], config_dir: str | os.PathLike | None = None
 ) -> tuple[SweepConfig, list[str], list[list[str]]]:
-    """The settings of the sweep, the overrides that all trials have, and those of each trial, in the order of Hydra's
-    own sweeper.
+    """The settings of the sweep, the overrides that all trials have, and those of each trial: the last override's
+    values change fastest, as with Hydra's own sweeper.
 
     Raises `ConfigError` with everything that is wrong about the sweep itself; the rest is for the composition to find.
     """
@@ -132,7 +132,15 @@ def expand(
                     override if override.is_sweep_override() else text
                 )
         problems |= _problems_of_values(swept)
-        trials = [] if problems else BasicSweeper.split_arguments(swept, None)[0]
+        values = (
+            []
+            if problems
+            else [
+                [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+                for override in swept
+            ]
+        )
+        trials = [list(trial) for trial in itertools.product(*values)]
     sweep = typed.build(OmegaConf.to_container(own).get("sweep", {}), problems, SweepConfig, "sweep")
     problems |= {text: text for text in typed.out_of_range(sweep, "sweep")}
     if sweep.launcher == "submitit" and sweep.time_minutes:
