@@ -3,9 +3,7 @@
 Hydra composes plain values; here they meet the dataclasses: names, types and legal values of every setting, at any
 depth. A structured config inside Hydra would stop at the first mistake and let `+parallel.tpp=3` pass.
 
-pydantic was tried in its place (docs/architecture.md has the numbers): hardly less code, since the messages, the values
-that take the place of wrong ones and the partial mappings remain; three times the time to import the schema; and whole
-numbers that accept `true` and `5.0`.
+Why not pydantic: docs/architecture.md.
 """
 
 from __future__ import annotations
