@@ -93,7 +93,7 @@ def join(path: str, name: object) -> str:
 
 def plain(value: Any) -> Any:
     """Dataclasses inside `value` as mappings."""
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
@@ -149,7 +149,7 @@ def _convert(
         hint = arguments[0]
     if value == "???":
         raise Invalid(f"{path} has no value; set {path}=VALUE")
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _section(hint, value, path, problems, partial)
     if origin in (dict, list):
         if not isinstance(value, origin):
