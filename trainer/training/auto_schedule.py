@@ -32,6 +32,7 @@ from trainer.planning.schedules import ir
 from trainer.planning.schedules.partition import Split, from_sizes
 from trainer.planning.schedules.search import Choice, Space, reorder, search
 from trainer.planning.schedules.simulate import Span, simulate
+from trainer.planning.schedules.timeline import write_timeline
 from trainer.planning.schedules.validate import validate
 from trainer.precision.dtypes import DTYPES
 from trainer.training.state import TrainState
@@ -236,8 +237,6 @@ def memory_limit(device: torch.device) -> float | None:
 def write_schedule(run: Path, state: TrainState, batch: BatchPlan, measured: list[tuple[Span, ...]]) -> None:
     """Writes the schedule of a run and two timelines: of the step as measured by pipeline rank, and as simulated from
     the layers' operations, on the scale of what was measured."""
-    from trainer.plots.schedule import write_timeline
-
     folder, schedule, split = run / "schedule", state.pipeline.schedule, state.pipeline.split
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "schedule.csv").write_text(ir.dumps(schedule))
