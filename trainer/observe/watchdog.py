@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.config import GuardConfig
+from trainer.distributed.c10d_internals import default_store
 from trainer.observe import flight
 from trainer.observe.sinks import write_status
 from trainer.util.exit_codes import STALLED
@@ -111,7 +112,7 @@ class Watchdog:
             self.place.parent.mkdir(exist_ok=True)  # for NCCL's own dump
         if size > 1:
             # A connection of its own: on a shared one, whoever waits for a key holds up the others.
-            self.store = dist.PrefixStore(f"watchdog/{start}", dist.distributed_c10d._get_default_store().clone())
+            self.store = dist.PrefixStore(f"watchdog/{start}", default_store().clone())
             threading.Thread(target=self._talk, name="watchdog's store", daemon=True).start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 

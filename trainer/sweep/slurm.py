@@ -18,17 +18,16 @@ from trainer.sweep import results
 from trainer.sweep.local import Ended, command, stop_signals
 from trainer.sweep.plan import SlurmConfig, SweepConfig, Trial
 from trainer.util.exit_codes import STOPPED
+from trainer.util.extras import needs
 
 # What submitit asks Slurm to send when the time limit is near: to all processes of a job, of which workers know this
 # one.
 SIGNAL = "USR1"
 os.environ["SUBMITIT_PREEMPT_SIGNAL"] = SIGNAL
 
-try:
+with needs("slurm", "sweep.launcher=submitit"):
     import submitit
     from submitit.core.utils import JobPaths
-except ImportError:
-    raise ConfigError("sweep.launcher=submitit needs submitit: pip install 'submitit>=1.5.2,<2'") from None
 
 POLL = 2.0
 """Seconds between looks at the queue."""

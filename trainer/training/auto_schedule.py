@@ -32,6 +32,7 @@ from trainer.planning.schedules import ir
 from trainer.planning.schedules.partition import Split, from_sizes
 from trainer.planning.schedules.search import Choice, Space, reorder, search
 from trainer.planning.schedules.simulate import Span, simulate
+from trainer.planning.schedules.timeline import write_timeline
 from trainer.planning.schedules.validate import validate
 from trainer.precision.dtypes import DTYPES
 from trainer.training.state import TrainState
@@ -239,8 +240,6 @@ def write_schedule(run: Path, state: TrainState, batch: BatchPlan) -> None:
     everyone: list[tuple[Span, ...]] = state.world.gather(state.runtime.timeline)
     if state.world.rank != 0:
         return
-    from trainer.plots.schedule import write_timeline
-
     measured = [everyone[rank] for rank in state.world.pipeline]
     folder, schedule, split = run / "schedule", state.pipeline.schedule, state.pipeline.split
     folder.mkdir(parents=True, exist_ok=True)

@@ -209,7 +209,8 @@ class Block:
         for number, (hop, turn) in enumerate(zip(self.hops, (*self.turns(ranks), 0))):
             times.append(start + hop * (rank if number % 2 == 0 else ranks - 1 - rank))
             start += hop * (ranks - 1) + 1 + turn
-        return tuple(times)
+        first, second, third, fourth = times
+        return first, second, third, fourth
 
 
 BLOCKS = (
@@ -313,7 +314,7 @@ def _overlap(forward: Action, backward: Action) -> Action:
 
 def _within(action: Action, microbatches: int) -> tuple[Action, ...]:
     """The action if its micro-batches exist; the part that does of a pair."""
-    kept = tuple(part for part in flat([action]) if part.microbatch < microbatches)
+    kept = tuple(part for part in flat([action]) if part.microbatch in range(microbatches))
     return (action,) if action.parts and kept == action.parts else kept
 
 
