@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trainer.config import ActivationConfig, ConfigError
 from trainer.distributed.collectives import TensorGroup
-from trainer.model.transformer import Transformer
+from trainer.model.stage import Stage
 
 # No layer draws random numbers, so there is no generator state to keep for the second forward.
 recompute_all = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -34,7 +34,7 @@ ALIASES = {
 }
 
 
-def apply_recompute(model: Transformer, config: ActivationConfig, backend: type[TensorGroup] = TensorGroup) -> None:
+def apply_recompute(model: Stage, config: ActivationConfig, backend: type[TensorGroup] = TensorGroup) -> None:
     """Sets the recompute of every layer of a model or of a stage of it; settings are taken as checked. backend: what
     tensor-parallel ranks communicate by, whose reductions selective recompute keeps too."""
     functorch.activation_memory_budget = config.budget if config.mode == "budget" else 1.0
@@ -54,7 +54,7 @@ def apply_recompute(model: Transformer, config: ActivationConfig, backend: type[
         layer.recompute = policy
 
 
-def check_recompute(model: Transformer, config: ActivationConfig) -> None:
+def check_recompute(model: Stage, config: ActivationConfig) -> None:
     """Raises `ConfigError` for names that match nothing in the whole model."""
     if config.mode != "selective":
         return
@@ -69,7 +69,7 @@ def check_recompute(model: Transformer, config: ActivationConfig) -> None:
         )
 
 
-def submodules(model: Transformer, layers: list[nn.Module]) -> dict[str, nn.Module]:
+def submodules(model: Stage, layers: list[nn.Module]) -> dict[str, nn.Module]:
     """What is inside of `layers`, by global name."""
     names = {module: name for name, module in model.named_modules()}
     return {names[module]: module for layer in layers for module in layer.modules() if module is not layer}

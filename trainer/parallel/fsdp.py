@@ -18,10 +18,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from trainer.distributed.world import World
+from trainer.model.stage import Stage
 from trainer.parallel.fsdp_internals import drop_gathered, fill_missing, parameter_groups
 from trainer.planning.cost.memory import sums_on_device
 from trainer.planning.plan import Plan
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from trainer.parallel.compress.reduction import Compression
 
 
-def shard(
-    model: nn.Module, plan: Plan, world: World, compute: torch.dtype, reduce: torch.dtype, hsdp: bool = True
-) -> None:
+def shard(model: Stage, plan: Plan, world: World, compute: torch.dtype, reduce: torch.dtype, hsdp: bool = True) -> None:
     """Wraps each layer and then the model (or pipeline stage) itself, with embedding, final norm and head, as one unit
     of gathering and reduction.
 

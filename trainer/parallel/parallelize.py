@@ -15,8 +15,8 @@ from trainer.checkpointing.activation import apply_recompute, check_recompute
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.distributed.world import World
-from trainer.model.layers import Linear
 from trainer.model.linear import DeferredGrads
+from trainer.model.stage import Make, Stage
 from trainer.model.transformer import Transformer
 from trainer.parallel import tensor
 from trainer.parallel.deepspeed import load
@@ -24,7 +24,7 @@ from trainer.parallel.fsdp import shard
 from trainer.planning.plan import Plan
 from trainer.precision.dtypes import DTYPES
 
-Stages = dict[int, Transformer]
+Stages = dict[int, Stage]
 """Number of a pipeline stage -> its part of the model."""
 
 
@@ -59,26 +59,28 @@ def build_stages(
     world: World,
     deferred: DeferredGrads | None = None,
     hsdp: bool = True,
+    make: Make = Transformer,
 ) -> Stages:
     """The stages of this rank, in storage; their weights are undefined.
 
     layers: stage -> the layers it holds; deferred: where linear layers leave weight gradients, if the schedule splits
-    backward; hsdp: whether FSDP also adds up replicas. The order is: modules on the meta device, recompute,
-    compilation, tensor parallelism, sharding, storage."""
+    backward; hsdp: whether FSDP also adds up replicas; make: whose modules they are. The order is: modules on the meta
+    device, recompute, compilation, tensor parallelism, sharding, storage."""
     return {
-        stage: place(lay_out(config, spec, part, deferred), config, plan, world, hsdp) for stage, part in layers.items()
+        stage: place(lay_out(config, spec, part, deferred, make), config, plan, world, hsdp)
+        for stage, part in layers.items()
     }
 
 
-def lay_out(config: Config, spec: ModelSpec, layers: range, deferred: DeferredGrads | None) -> Transformer:
+def lay_out(
+    config: Config, spec: ModelSpec, layers: range, deferred: DeferredGrads | None, make: Make = Transformer
+) -> Stage:
     """Modules of one stage on the meta device, with recompute and compilation."""
     with torch.device("meta"):
-        model = Transformer(spec, layers)
-    if model.last:
-        model.head.z_loss, model.head.chunk, model.head.compiled = config.loss.z_loss, config.loss.chunk, config.compile
-    for module in model.modules():
-        if isinstance(module, Linear) and deferred is not None:
-            module.defer(deferred)
+        model = make(spec, layers)
+    model.set_loss(config.loss.z_loss, config.loss.chunk, config.compile)
+    if deferred is not None:
+        model.defer(deferred)
     apply_recompute(model, config.activation)
     if config.compile:
         # Layers of one kind share a graph. Kinds differ by mask, window and recompute, and again in evaluation; running
@@ -95,7 +97,7 @@ def lay_out(config: Config, spec: ModelSpec, layers: range, deferred: DeferredGr
     return model
 
 
-def place(model: Transformer, config: Config, plan: Plan, world: World, hsdp: bool = True) -> Transformer:
+def place(model: Stage, config: Config, plan: Plan, world: World, hsdp: bool = True) -> Stage:
     """Cuts and shards a stage over the mesh and gives it storage."""
     compute = DTYPES[config.precision.compute]
     if plan.engine == "deepspeed":

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Shard
 from trainer.distributed.collectives import TensorGroup
 from trainer.model.axes import Declared
 from trainer.model.layers import Linear
-from trainer.model.transformer import Transformer
+from trainer.model.stage import Stage
 
 
-def split(model: Transformer, mesh: DeviceMesh, backend: type[TensorGroup] = TensorGroup) -> None:
+def split(model: Stage, mesh: DeviceMesh, backend: type[TensorGroup] = TensorGroup) -> None:
     """Cuts a model on the meta device over the ranks of `mesh` (one dimension), which communicate by `backend`."""
     if mesh.size() == 1:
         return

@@ -16,6 +16,8 @@ from trainer.distributed.world import World
 from trainer.model.axes import parameter_infos
 from trainer.model.initial import Weights, initial_weights, initialize, reset_buffers
 from trainer.model.linear import DeferredGrads
+from trainer.model.stage import Make
+from trainer.model.transformer import Transformer
 from trainer.optim.groups import parameter_policies
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.compress.reduction import Compression
@@ -24,7 +26,6 @@ from trainer.parallel.fsdp import Sharding
 from trainer.parallel.gradients import SharedParameters
 from trainer.parallel.parallelize import Stages, build_stages
 from trainer.parallel.pipeline.runtime import Runtime
-from trainer.planning.cost.parameters import declarations
 from trainer.planning.gradient_comm import asked
 from trainer.planning.pipeline import Pipeline
 from trainer.planning.plan import Plan
@@ -43,7 +44,8 @@ COPY = " (copy)"
 class TrainState:
     """All that a checkpoint has to hold besides the position in the data, and the machinery around it.
 
-    names: every parameter of the whole model, in the order in which their gradient norms are kept.
+    names: every parameter of the whole model, in the order in which their gradient norms are kept. reports: by name,
+    how many values the whole model's layers report of a step.
     """
 
     config: Config
@@ -60,6 +62,7 @@ class TrainState:
     scaler: GradScaler | Scaler
     runtime: Runtime
     names: list[str]
+    reports: dict[str, int]
     step: int = 0
 
     @classmethod
@@ -71,6 +74,7 @@ class TrainState:
         pipeline: Pipeline,
         world: World,
         weights: Weights | None = None,
+        make: Make = Transformer,
     ) -> TrainState:
         """Builds the parallel model on every rank, with `weights` or freshly drawn ones. All ranks call it together."""
         deferred = DeferredGrads()
@@ -83,7 +87,10 @@ class TrainState:
             world,
             deferred if pipeline.splits_backward else None,
             hsdp=compression is None,
+            make=make,
         )
+        with torch.device("meta"):
+            whole = make(spec, None)
         parameters, infos, copies = {}, {}, []
         for model in stages.values():
             if plan.engine == "deepspeed":
@@ -145,7 +152,8 @@ class TrainState:
             optimizer,
             scaler,
             None,
-            list(declarations(spec)),
+            list(parameter_infos(whole)),
+            whole.reports,
         )
         state.follow(pipeline.schedule)
         return state

@@ -36,8 +36,7 @@ from torch.distributed.tensor import DTensor
 from trainer.config import Config, ConfigError
 from trainer.distributed.tensors import local
 from trainer.distributed.world import World
-from trainer.model.layers import Layer
-from trainer.model.transformer import Transformer
+from trainer.model.stage import Stage
 from trainer.optim.groups import Policy
 from trainer.parallel.deepspeed.base import Unsharded, Zero, prepare
 from trainer.parallel.deepspeed.config import generate
@@ -96,7 +95,7 @@ def check(config: Config, device: torch.device) -> None:
         raise ConfigError(problems)
 
 
-def materialize(model: Transformer, config: Config, world: World) -> None:
+def materialize(model: Stage, config: Config, world: World) -> None:
     """Gives a stage of the model that is still on the meta device storage in the compute type; in stage 3 to one layer
     after another, of each of which the rank keeps its part."""
     if config.parallel.zero.stage < 3:
@@ -120,7 +119,7 @@ class FlatZero(Zero):
 
     def __init__(
         self,
-        stages: dict[int, Transformer],
+        stages: dict[int, Stage],
         parameters: dict[str, nn.Parameter],
         infos: dict[str, ParameterInfo],
         policies: dict[str, Policy],
@@ -290,7 +289,7 @@ class PartitionedZero(Zero):
 
     def __init__(
         self,
-        stages: dict[int, Transformer],
+        stages: dict[int, Stage],
         parameters: dict[str, nn.Parameter],
         infos: dict[str, ParameterInfo],
         policies: dict[str, Policy],
@@ -300,7 +299,8 @@ class PartitionedZero(Zero):
     ):
         super().__init__(parameters, infos, policies, shared, config, world)
         ((number, model),) = stages.items()
-        set_z3_leaf_modules(model, [Layer])  # gathered as one, as its parts are not called one by one
+        # Gathered as one, as their parts are not called one by one.
+        set_z3_leaf_modules(model, list({type(layer) for layer in model.layers.values()}))
         groups: dict[Policy, list[Tensor]] = {}
         for name, policy in self.policies.items():
             groups.setdefault(policy, []).append(parameters[name])
