@@ -14,7 +14,7 @@ from trainer.distributed.tensors import Fragment
 from trainer.distributed.world import World
 from trainer.model.axes import ParameterInfo
 from trainer.model.initial import Weights
-from trainer.model.transformer import Transformer
+from trainer.model.stage import Stage
 from trainer.optim.groups import Policy
 from trainer.parallel import deepspeed
 from trainer.parallel.compress.reduction import Compression, Uncompressed
@@ -76,15 +76,15 @@ class Engine(Protocol):
     @property
     def compression(self) -> Compression | Uncompressed: ...
 
-    def shard(self, model: Transformer) -> None:
+    def shard(self, model: Stage) -> None:
         """Prepares a stage on the meta device, already cut over the tensor-parallel ranks."""
 
-    def materialize(self, model: Transformer) -> None:
+    def materialize(self, model: Stage) -> None:
         """Gives that stage storage; its weights are undefined."""
 
     def build_optimizer(
         self,
-        stages: dict[int, Transformer],
+        stages: dict[int, Stage],
         parameters: dict[str, nn.Parameter],
         infos: dict[str, ParameterInfo],
         policies: dict[str, Policy],

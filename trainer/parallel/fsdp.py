@@ -23,7 +23,7 @@ from trainer.config import Config
 from trainer.distributed.world import World
 from trainer.model.axes import ParameterInfo
 from trainer.model.initial import Weights, fill
-from trainer.model.transformer import Transformer
+from trainer.model.stage import Stage
 from trainer.optim.groups import Policy
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.compress.reduction import Compression, Uncompressed, compression_of
@@ -55,7 +55,7 @@ class FSDP:
         self.compression = compression_of(config.parallel.grad_comm, plan, world)
         self.modules: dict[int, nn.Module] = {}
 
-    def shard(self, model: Transformer) -> None:
+    def shard(self, model: Stage) -> None:
         """Wraps each layer and then the stage itself, with embedding, final norm and head, as one unit of gathering and
         reduction.
 
@@ -82,12 +82,12 @@ class FSDP:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
-    def materialize(self, model: Transformer) -> None:
+    def materialize(self, model: Stage) -> None:
         model.to_empty(device="cpu" if self.plan.offload else self.world.device)
 
     def build_optimizer(
         self,
-        stages: dict[int, Transformer],
+        stages: dict[int, Stage],
         parameters: dict[str, nn.Parameter],
         infos: dict[str, ParameterInfo],
         policies: dict[str, Policy],

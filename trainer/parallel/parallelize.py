@@ -15,9 +15,8 @@ from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.distributed.world import World
 from trainer.model.compiled import compiled
-from trainer.model.layers import Linear
 from trainer.model.linear import DeferredGrads
-from trainer.model.loss import LossSettings
+from trainer.model.stage import Make, Stage
 from trainer.model.transformer import Transformer
 from trainer.parallel import tensor
 from trainer.parallel.engine import Engine
@@ -40,15 +39,27 @@ def check_model(config: Config, spec: ModelSpec) -> None:
 
 
 def parallelize(
-    config: Config, spec: ModelSpec, layers: range, world: World, engine: Engine, deferred: DeferredGrads | None = None
-) -> Transformer:
+    config: Config,
+    spec: ModelSpec,
+    layers: range,
+    world: World,
+    engine: Engine,
+    deferred: DeferredGrads | None = None,
+    make: Make = Transformer,
+) -> Stage:
     """The pipeline stage that holds `layers`, cut over the ranks and in storage; its weights are undefined.
 
-    deferred: where linear layers leave weight gradients, if the schedule computes them apart."""
-    model = build_modules(config, spec, layers)
-    defer_weight_gradients(model, deferred)
+    deferred: where linear layers leave weight gradients, if the schedule computes them apart. make: whose modules they
+    are.
+    """
+    with torch.device("meta"):
+        model = make(spec, layers)
+    model.set_loss(config.loss.z_loss, config.loss.chunk, config.compile)
+    if deferred is not None:
+        model.defer(deferred)
     apply_recompute(model, config.activation)
-    compile_layers(model, config.compile, deferred is not None)
+    if config.compile:
+        compile_layers(model, deferred is not None)
     tensor.split(model, world.mesh["tp"])
     engine.shard(model)
     engine.materialize(model)
@@ -56,24 +67,8 @@ def parallelize(
     return model
 
 
-def build_modules(config: Config, spec: ModelSpec, layers: range) -> Transformer:
-    """The modules of a stage on the meta device."""
-    loss = LossSettings(spec.logit_soft_cap, config.loss.z_loss, config.loss.chunk, config.compile)
-    with torch.device("meta"):
-        return Transformer(spec, layers, loss)
-
-
-def defer_weight_gradients(model: Transformer, deferred: DeferredGrads | None) -> None:
-    """Lets linear layers leave the work of their weight gradients in `deferred`."""
-    for module in model.modules():
-        if isinstance(module, Linear) and deferred is not None:
-            module.defer(deferred)
-
-
-def compile_layers(model: Transformer, wanted: bool, deferring: bool) -> None:
-    """Compiles each layer, where that is wanted. deferring: whether weight gradients may be put off."""
-    if not wanted:
-        return
+def compile_layers(model: Stage, deferring: bool) -> None:
+    """Compiles each layer. deferring: whether weight gradients may be put off."""
     # What is put off lives on in tensors that the compiler thinks are done with: it must not write over them.
     inductor.allow_buffer_reuse = inductor.inplace_buffers = functorch.donated_buffer = not deferring
     # Selective recompute is experimental there.
@@ -82,7 +77,7 @@ def compile_layers(model: Transformer, wanted: bool, deferring: bool) -> None:
         layer.run = compiled(layer.run)  # layers of one kind share a graph
 
 
-def keep_buffers(model: Transformer, device: torch.device) -> None:
+def keep_buffers(model: Stage, device: torch.device) -> None:
     """Buffers stay with the computation when parameters are offloaded, and in fp32."""
     for rotary in model.rotaries:
         rotary.to(device, torch.float32)

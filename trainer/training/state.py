@@ -16,6 +16,7 @@ from trainer.distributed.world import World
 from trainer.model.axes import ParameterInfo, parameter_infos
 from trainer.model.initial import Weights, initial_weights
 from trainer.model.linear import DeferredGrads
+from trainer.model.stage import Make, Stage
 from trainer.model.transformer import Transformer
 from trainer.optim.groups import parameter_policies
 from trainer.parallel.compress.reduction import Compression, Uncompressed
@@ -23,7 +24,6 @@ from trainer.parallel.engine import Engine, EngineOptimizer, load_engine
 from trainer.parallel.gradients import SharedParameters
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline.runtime import Runtime
-from trainer.planning.cost.parameters import declarations
 from trainer.planning.pipeline import Pipeline
 from trainer.planning.plan import Plan
 from trainer.planning.schedules.ir import Schedule
@@ -39,7 +39,8 @@ class TrainState:
     """All that a checkpoint has to hold besides the position in the data, and the machinery around it.
 
     stages: number of a pipeline stage -> this rank's part of the model. names: every parameter of the whole model, in
-    the order in which their gradient norms are kept. step: optimizer steps taken, skipped ones included.
+    the order in which their gradient norms are kept. reports: by name, how many values the whole model's layers report
+    of a step. step: optimizer steps taken, skipped ones included.
     """
 
     config: Config
@@ -48,13 +49,14 @@ class TrainState:
     pipeline: Pipeline
     world: World
     engine: Engine
-    stages: dict[int, Transformer]
+    stages: dict[int, Stage]
     deferred: DeferredGrads
     channels: Channels | None
     shared: SharedParameters
     optimizer: EngineOptimizer
     scaler: LossScale
     names: list[str]
+    reports: dict[str, int]
     step: int = 0
     runtime: Runtime = field(init=False)
 
@@ -70,14 +72,19 @@ class TrainState:
         pipeline: Pipeline,
         world: World,
         weights: Weights | None = None,
+        make: Make = Transformer,
     ) -> TrainState:
         """Builds the parallel model on every rank, with `weights` or freshly drawn ones. All ranks call it together."""
         engine = load_engine(plan.engine, world.device)(config, plan, world)
         deferred = DeferredGrads()
         stages = {
-            stage: parallelize(config, spec, layers, world, engine, deferred if pipeline.splits_backward else None)
+            stage: parallelize(
+                config, spec, layers, world, engine, deferred if pipeline.splits_backward else None, make
+            )
             for stage, layers in pipeline.stages(world.place("pp")).items()
         }
+        with torch.device("meta"):
+            whole = make(spec, None)
         parameters, infos, copies = named_parameters(stages)
         types = {name.removesuffix(COPY): info for name, info in infos.items()}
         policies = parameter_policies(types, config.precision.types, config.optimizer)
@@ -103,7 +110,8 @@ class TrainState:
             shared,
             optimizer,
             scaler,
-            list(declarations(spec)),
+            list(parameter_infos(whole)),
+            whole.reports,
         )
 
     def use_schedule(self, schedule: Schedule) -> None:
@@ -159,7 +167,7 @@ class TrainState:
 
 
 def named_parameters(
-    stages: dict[int, Transformer],
+    stages: dict[int, Stage],
 ) -> tuple[dict[str, nn.Parameter], dict[str, ParameterInfo], list[tuple[str, str]]]:
     """This rank's parameters and their declarations by global name, and (name, name of its copy) where two stages on it
     hold the same one."""

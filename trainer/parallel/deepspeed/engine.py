@@ -37,8 +37,7 @@ from trainer.config import Config, ConfigError
 from trainer.distributed.tensors import local
 from trainer.distributed.world import World
 from trainer.model.initial import Weights, reset_buffers
-from trainer.model.layers import Layer
-from trainer.model.transformer import Transformer
+from trainer.model.stage import Stage
 from trainer.optim.groups import Policy
 from trainer.parallel.compress.reduction import Uncompressed
 from trainer.parallel.deepspeed.base import Scaler, Unsharded, Zero, prepare
@@ -113,11 +112,11 @@ class DeepSpeed:
         self.compression = Uncompressed()
         self.modules: dict[int, nn.Module] = {}
 
-    def shard(self, model: Transformer) -> None:
+    def shard(self, model: Stage) -> None:
         """Parameters are in the compute type; the fp32 masters are DeepSpeed's. What it shares out it cuts later."""
         model.to(DTYPES[self.config.precision.compute])
 
-    def materialize(self, model: Transformer) -> None:
+    def materialize(self, model: Stage) -> None:
         """Gives a stage storage; in ZeRO stage 3 one layer after another, of each of which the rank keeps its part."""
         if self.stage < 3:
             model.to_empty(device=self.world.device)
@@ -136,7 +135,7 @@ class DeepSpeed:
 
     def build_optimizer(
         self,
-        stages: dict[int, Transformer],
+        stages: dict[int, Stage],
         parameters: dict[str, nn.Parameter],
         infos: dict[str, ParameterInfo],
         policies: dict[str, Policy],
@@ -160,7 +159,7 @@ class FlatZero(Zero):
 
     def __init__(
         self,
-        stages: dict[int, Transformer],
+        stages: dict[int, Stage],
         parameters: dict[str, nn.Parameter],
         infos: dict[str, ParameterInfo],
         policies: dict[str, Policy],
@@ -330,7 +329,7 @@ class PartitionedZero(Zero):
 
     def __init__(
         self,
-        stages: dict[int, Transformer],
+        stages: dict[int, Stage],
         parameters: dict[str, nn.Parameter],
         infos: dict[str, ParameterInfo],
         policies: dict[str, Policy],
@@ -340,7 +339,8 @@ class PartitionedZero(Zero):
     ):
         super().__init__(parameters, infos, policies, shared, config, world)
         ((number, model),) = stages.items()
-        set_z3_leaf_modules(model, [Layer])  # gathered as one, as its parts are not called one by one
+        # Gathered as one, as their parts are not called one by one.
+        set_z3_leaf_modules(model, list({type(layer) for layer in model.layers.values()}))
         groups: dict[Policy, list[Tensor]] = {}
         for name, policy in self.policies.items():
             groups.setdefault(policy, []).append(parameters[name])
