@@ -119,11 +119,6 @@ def open_corpus(config: Config) -> Corpus:
     return Corpus(tokenizer, train, held, _key(parts))
 
 
-def open_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of `config.data`; `bpe` is trained on the sources unless the cache has it. Raises `ConfigError`."""
-    return _tokenizer(config, _sources(config) if config.data.tokenizer == "bpe" else [])
-
-
 def _sources(config: Config) -> list[Source]:
     """The sources with a weight, by name: their order in the configuration means nothing."""
     named = [(name, source) for name, source in sorted(config.data.sources.items()) if source.weight > 0]

@@ -10,7 +10,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from trainer.config import ConfigError
 
@@ -153,19 +153,3 @@ def loads(text: str, placement: tuple[int, ...] | None = None, name: str = "csv"
 def dumps(schedule: Schedule) -> str:
     """The schedule as CSV that `loads` and torch read: a line a rank, compute actions only."""
     return "".join(",".join(map(str, order)) + "\n" for order in schedule.orders)
-
-
-def merge_backward(schedule: Schedule) -> Schedule:
-    """Each I directly followed by its W becomes a B: one pass over the graph instead of two, at the price that the
-    previous stage waits for the weight gradient too."""
-
-    def merged(order: tuple[Action, ...]) -> tuple[Action, ...]:
-        out: list[Action] = []
-        for action in order:
-            if action.kind == "W" and out and out[-1] == replace(action, kind="I"):
-                out[-1] = replace(action, kind="B")
-            else:
-                out.append(action)
-        return tuple(out)
-
-    return replace(schedule, orders=tuple(map(merged, schedule.orders)))

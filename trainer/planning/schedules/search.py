@@ -119,12 +119,8 @@ class Choice:
             "batch.micro_size": self.micro_size,
         }
 
-    def overrides(self, csv: str | None = None) -> list[str]:
-        """The same as override strings of the command line."""
-        return [f"{name}={str(value).replace(' ', '')}" for name, value in self.settings(csv).items()]
-
     def to_yaml(self, csv: str | None = None) -> str:
-        """The same as nested YAML, headed by a comment with the predicted numbers."""
+        """The settings as nested YAML, headed by a comment with the predicted numbers."""
         nested: dict[str, Any] = {}
         for name, value in self.settings(csv).items():
             *blocks, last = name.split(".")

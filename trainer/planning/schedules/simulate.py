@@ -58,20 +58,6 @@ class Simulation:
             for actions, ends in zip(self.actions, self.ends)
         )
 
-    @cached_property
-    def memory_curve(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """By rank, (time, held activations from then on): they grow when a forward action starts, change when a
-        backward one ends."""
-        train = any(action.kind != "F" for order in self.actions for action in order)
-        curves = []
-        for spans in self.spans:
-            held, curve = 0.0, [(0.0, 0.0)]
-            for action, start, end in spans:
-                held += held_change(action, self.costs, train)
-                curve.append((start if action.kind == "F" else end, held))
-            curves.append(tuple(curve))
-        return tuple(curves)
-
 
 def held_change(action: Action, costs: StageCosts, train: bool) -> float:
     """By how much an action changes what its rank holds; without backward passes nothing is held for them."""
