@@ -30,9 +30,9 @@ from trainer.data.tokens import (
     file_digest,
     hold_out_tail,
     open_token_file,
-    replacing,
     token_dtype,
 )
+from trainer.util.files import replacing
 
 FORMAT = 1
 """Part of every key of the cache; raised when the same input would be prepared differently."""

@@ -24,7 +24,8 @@ from trainer.config import ConfigError
 from trainer.data.documents import Document, Table, TextFiles, digest
 from trainer.data.progress import progress
 from trainer.data.tokenizer import Tokenizer
-from trainer.data.tokens import Piece, TokenWriter, replacing
+from trainer.data.tokens import Piece, TokenWriter
+from trainer.util.files import write_atomic
 
 SPLITS = ("train", "eval")
 SHARD_BYTES = 8 << 20
@@ -77,8 +78,7 @@ def tokenise(job: Job, name: str, workers: int) -> None:
 
 def write_manifest(folder: Path, dtype: str, files: dict[str, list[dict]]) -> None:
     """Marks the folder as complete."""
-    with replacing(folder / "manifest.json") as part:
-        Path(part).write_text(json.dumps({"dtype": dtype, "files": files}))
+    write_atomic(folder / "manifest.json", json.dumps({"dtype": dtype, "files": files}))
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, list[Piece]], list[str]]:
@@ -107,8 +107,7 @@ def write_shard(job: Job, number: int) -> None:
             for (_, held, mark), ids in zip(texts, job.tokenizer.encode_batch([text for text, _, _ in texts])):
                 writers[held].append([*ids, job.tokenizer.end_id] if mark else ids)
         written = {split: writers[held].finish() for held, split in enumerate(SPLITS) if writers[held].count}
-        with replacing(job.description(number)) as part:
-            Path(part).write_text(json.dumps(written))
+        write_atomic(job.description(number), json.dumps(written))
     finally:
         for writer in writers.values():
             writer.discard()

@@ -21,7 +21,8 @@ import numpy as np
 
 from trainer.data.documents import Stream, digest
 from trainer.data.tokenizer import Tokenizer
-from trainer.data.tokens import DataError, TokenWriter, number_documents, replacing
+from trainer.data.tokens import DataError, TokenWriter, number_documents
+from trainer.util.files import write_atomic
 
 GROUP = 64
 """Documents tokenised together."""
@@ -88,8 +89,8 @@ class StreamedSequences:
     def _note(self) -> None:
         self._noted = self._next
         self.notes.mkdir(parents=True, exist_ok=True)
-        with replacing(self.notes / f"{self._next:012d}.json") as part:
-            Path(part).write_text(json.dumps({"state": self._dataset.state_dict(), "tokens": self._buffer.tolist()}))
+        note = {"state": self._dataset.state_dict(), "tokens": self._buffer.tolist()}
+        write_atomic(self.notes / f"{self._next:012d}.json", json.dumps(note))
 
 
 def hold_out(documents: Stream, tokenizer: Tokenizer, threshold: int, tokens: int, writer: TokenWriter) -> None:

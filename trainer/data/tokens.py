@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from trainer.config import ConfigError, SourceConfig
+from trainer.util.files import temporary_name
 
 SCAN = 1 << 20
 """Tokens looked at together in search of an end mark."""
@@ -172,7 +171,7 @@ class TokenWriter:
 
     def __init__(self, path: str, dtype: str):
         self.path, self.dtype, self.count, self._digest = path, dtype, 0, hashlib.blake2b(digest_size=16)
-        self._part = part_name(path)
+        self._part = temporary_name(path)
         self._handle = open(self._part, "wb")
 
     def append(self, ids: list[int]) -> None:
@@ -194,20 +193,3 @@ class TokenWriter:
         self._handle.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._part)
-
-
-def part_name(path: str | os.PathLike) -> str:
-    """A temporary name beside `path` that no other thread, process or machine uses."""
-    return f"{path}.{secrets.token_hex(4)}.part"
-
-
-@contextlib.contextmanager
-def replacing(path: str | os.PathLike) -> Iterator[str]:
-    """A temporary path beside `path` that takes its place when the block ends well, and vanishes when not."""
-    part = part_name(path)
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(part)

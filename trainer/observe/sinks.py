@@ -29,6 +29,7 @@ from rich.text import Text
 from trainer.config import ConfigError, LoggingConfig, RunConfig, WandbConfig
 from trainer.observe import metrics
 from trainer.util.exit_codes import DONE, STOPPED
+from trainer.util.files import write_atomic
 from trainer.util.tables import count, duration, percent, size
 
 Record = dict[str, Any]
@@ -144,12 +145,7 @@ class JsonLines:
             if resume_step and record is not None and record["step"] <= resume_step:
                 kept += text + b"\n"
         if kept != before:
-            beside = self.path.with_suffix(".jsonl.new")
-            with open(beside, "wb") as file:
-                file.write(kept)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, self.path)
+            write_atomic(self.path, kept, sync=True)
 
     def write(self, record: Record) -> None:
         data = json.dumps(record, allow_nan=False).encode() + b"\n"
@@ -187,11 +183,8 @@ class Status:
 
 def write_status(folder: Path, status: str, step: int, total: int, reason: str | None = None) -> None:
     """Writes a run's status.json, whole or not at all."""
-    beside = folder / "status.json.new"
-    beside.write_text(
-        json.dumps({"status": status, "step": step, "steps": total} | ({"reason": reason} if reason else {})) + "\n"
-    )
-    os.replace(beside, folder / "status.json")
+    content = {"status": status, "step": step, "steps": total} | ({"reason": reason} if reason else {})
+    write_atomic(folder / "status.json", json.dumps(content) + "\n")
 
 
 def _summary(record: Record) -> list[str]:

@@ -27,6 +27,7 @@ from trainer.config import GuardConfig
 from trainer.observe import flight
 from trainer.observe.sinks import write_status
 from trainer.util.exit_codes import STALLED
+from trainer.util.files import write_atomic
 
 STARTING, DATA, STEP, SCHEDULE, EVALUATING, SAVING, ENDING = (
     "starting",
@@ -229,16 +230,15 @@ class Watchdog:
         self.place.mkdir(parents=True, exist_ok=True)
         with open(self.place / f"rank-{self.rank}.stack.txt", "w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        self._write(
-            f"rank-{self.rank}.json", json.dumps(asdict(Record(self.beat(), flight.main_thread(), self._recorded())))
-        )
+        record = Record(self.beat(), flight.main_thread(), self._recorded())
+        write_atomic(self.place / f"rank-{self.rank}.json", json.dumps(asdict(record)))
         if self._speaks():
             lines = describe(self._records(answering), beats, self.size)
             report = "\n  ".join(
                 [f"training stalled: {self.reason}", *lines, f"stacks of all threads: {self.place}/rank-N.stack.txt"]
             )
             print(report, file=sys.stderr, flush=True)
-            self._write("report.txt", report + "\n")
+            write_atomic(self.place / "report.txt", report + "\n")
             write_status(self.folder, "failed", self.step, self.total, f"{self.reason}; {lines[0]}")
         else:
             end = time.monotonic() + 2 * self.patience
@@ -292,11 +292,6 @@ class Watchdog:
                     records[rank] = Record(Beat(**content["beat"]), content["at"], content["groups"])
             time.sleep(0.1)
         return records
-
-    def _write(self, name: str, text: str) -> None:
-        beside = self.place / f"{name}.new"
-        beside.write_text(text)
-        os.replace(beside, self.place / name)
 
 
 def describe(records: dict[int, Record], beats: dict[int, Beat], size: int) -> list[str]:

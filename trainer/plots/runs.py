@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from trainer.planning.schedules.simulate import simulate
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule
 from trainer.planning.schedules.validate import validate
 from trainer.plots.schedule import Timeline, chrome_trace, draw_schedule, read_timeline
+from trainer.util.files import replacing
 from trainer.util.tables import count
 
 # Okabe and Ito's palette, told apart under every common colour blindness, without its yellow; then other dashes.
@@ -184,9 +184,8 @@ def save(figure: Figure, path: Path) -> None:
         raise ConfigError(f"--out {path}: unknown format; legal: {', '.join('.' + name for name in sorted(formats))}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{os.getpid()}-{path.name}")
-        figure.savefig(beside)
-        os.replace(beside, path)
+        with replacing(path) as part:
+            figure.savefig(part, format=path.suffix[1:])
     except OSError as error:
         raise ConfigError(f"--out {path}: cannot write ({error.strerror})") from None
     finally:

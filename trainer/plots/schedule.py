@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from matplotlib.ticker import FuncFormatter
 from trainer.config import ConfigError
 from trainer.planning.schedules.ir import COMPUTE, Action, parse
 from trainer.planning.schedules.simulate import Span
+from trainer.util.files import write_atomic
 from trainer.util.tables import duration, percent
 
 Timeline = Sequence[Sequence[Span]]
@@ -367,9 +367,7 @@ def _span(entry: Any, where: str) -> Span:
 
 
 def _write(path: Path, text: str) -> None:
-    """Puts the file there in one piece, its folder too, so that a reader never meets half of it."""
+    """Writes the file whole or not at all, after its folder."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{os.getpid()}-{path.name}")
-    beside.write_text(text)
-    os.replace(beside, path)
+    write_atomic(path, text)

@@ -16,7 +16,7 @@ from trainer.sweep import local
 from trainer.sweep.plan import Trial, expand, make_trials
 from trainer.sweep.results import FINISHED, Results, changes, read_start, show
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
-from trainer.util.files import claim
+from trainer.util.files import lock_folder
 from trainer.util.tables import count
 
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
     gpus = local.visible_gpus() if sweep.launcher == "local" else []
     trials = make_trials(sweep, common, swept, config_dir, len(gpus))
     folder = Path(sweep.dir)
-    descriptor = claim("sweep.dir", folder, "sweep", "sweep.name")
+    descriptor = lock_folder("sweep.dir", folder, "sweep", "sweep.name")
     try:
         results = Results(folder)
         waiting = _waiting(trials, results, sweep.launcher == "submitit")

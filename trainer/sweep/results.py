@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -21,6 +20,7 @@ from trainer.observe import metrics
 from trainer.sweep.plan import Trial
 from trainer.training.out_of_memory import lacks_memory, said
 from trainer.util.exit_codes import STOPPED
+from trainer.util.files import write_atomic
 from trainer.util.tables import console_for, count, duration, percent, print_table, size
 
 Result = dict[str, Any]
@@ -191,9 +191,7 @@ class Results:
             "folder": str(trial.folder),
         }
         self.lines[trial.name] = line
-        beside = self.path.with_suffix(".jsonl.new")
-        beside.write_text("".join(json.dumps(line) + "\n" for line in self.lines.values()))
-        os.replace(beside, self.path)
+        write_atomic(self.path, "".join(json.dumps(line) + "\n" for line in self.lines.values()))
         return line
 
 
