@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from trainer.config import GradCommConfig, PrecisionConfig
 from trainer.parity.reference import Trajectory
-from trainer.util.tables import console_for, print_table
+from trainer.util.tables import console_for, print_table, titled_table
 
 
 class Limits(NamedTuple):
@@ -198,14 +197,7 @@ COLOURS = {"PASS": "green", "FAIL": "bold red", "REFUSED": "yellow"}
 def show(expected: Trajectory, results: Sequence[Result], plain: dict[str, Comparison]) -> None:
     """Prints one table with a row a step: the reference, the limits, the plans; then why plans did not pass."""
     console, frame = console_for(None)
-    table = Table(
-        box=frame,
-        title="parity with one process",
-        title_justify="left",
-        title_style="bold cyan",
-        header_style="dim",
-        pad_edge=frame is not None,
-    )
+    table = titled_table("parity with one process", frame)
     for name, side in COLUMNS.items():
         table.add_column(name, justify=side, overflow="fold")
 
