@@ -1,8 +1,8 @@
 """Pictures, traces and files of pipeline timelines: what every rank computed and when, planned or measured.
 
-A timeline holds one sequence of spans a rank, in seconds from the start of the step. Its makespan is the end of its
-last span unless the step is said to last longer (gradients may still be reduced then); a rank's bubble is the share of
-the makespan in which the rank does not compute."""
+A timeline holds one sequence of spans for each rank, in seconds from the start of the step. Its makespan is the end of
+its last span, or a given later time, since gradients may still be reduced after the last span. A rank's bubble is the
+share of the makespan in which the rank does not compute."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ Timeline = Sequence[Sequence[Span]]
 
 
 class Look(NamedTuple):
-    """How a kind of action appears: its name, the colour of the rank's first chunk, how far that of the last chunk is
-    from it towards white, the colour of numbers on both, and the colour in traces."""
+    """How a kind of action is drawn.
+
+    colour: of the rank's first chunk. lighter: how much lighter the last chunk is, 0 to 1. ink: the colour of numbers.
+    trace: the name of the colour in traces."""
 
     name: str
     colour: str
@@ -40,8 +42,8 @@ class Look(NamedTuple):
     trace: str
 
 
-# Hues told apart under the common colour blindnesses, and steps of lightness that also tell them apart in grey print.
-# The colours of traces are those that catapult's viewer knows by name.
+# The hues differ under the common colour blindnesses, and in lightness, so that grey print shows them too. Traces use
+# the colours that catapult's viewer has by name.
 LOOKS = {
     "F": Look("forward", "#173f86", 0.25, "white", "rail_response"),
     "B": Look("full backward", "#c24a12", 0.25, "white", "terrible"),
@@ -70,15 +72,16 @@ def idle(spans: Iterable[Span], makespan: float) -> list[tuple[float, float]]:
     gaps, done = [], 0.0
     computed = [(start, end) for action, start, end in spans if action.parts or action.kind in COMPUTE]
     for start, end in [*sorted(computed), (makespan, makespan)]:
-        if start - done > 1e-9 * makespan:  # not what rounding leaves between two actions
+        if start - done > 1e-9 * makespan:  # more than rounding leaves between two actions
             gaps.append((done, start - done))
         done = max(done, end)
     return gaps
 
 
 def measure(ranks: Timeline, makespan: float | None = None) -> tuple[float, float, tuple[float, ...]]:
-    """A timeline's makespan in seconds, at least `makespan`, its bubble (the mean over ranks) and that of each rank, 0
-    to 1."""
+    """A timeline's makespan in seconds (at least `makespan`), its bubble (the mean over ranks), and each rank's bubble.
+
+    Bubbles are shares of the makespan, 0 to 1."""
     makespan = max([makespan or 0.0, *(span.end for spans in ranks for span in spans)])
     bubbles = tuple(
         sum(length for _, length in idle(spans, makespan)) / makespan if makespan else 0.0 for spans in ranks
@@ -92,17 +95,18 @@ def draw_schedule(
     seconds: bool = True,
     makespans: dict[str, float] | None = None,
 ) -> Figure:
-    """Each timeline as a panel under its name, all on one time axis: a row a rank, a bar an action, bubbles hatched.
+    """Draws each timeline as a panel under its name, all on one time axis: a row a rank, a bar an action, bubbles
+    hatched.
 
-    A bar's colour is the action's kind, its shade the rank's chunk, its number the micro-batch, left out where it does
-    not fit. An overlapped forward and backward share a row, one above the other. The row's end tells the rank's bubble,
-    the panel's title makespan and bubble. With `seconds` false times are plain numbers without a unit. `makespans` are
-    those of timelines, by name, whose step lasts longer than their last span."""
+    A bar's colour is the action's kind, its shade the rank's chunk, its number the micro-batch; numbers that do not fit
+    are left out. An overlapped forward and backward share a row, one above the other. At the end of a row stands the
+    rank's bubble; the panel's title has makespan and bubble. seconds: False where times are numbers without a unit.
+    makespans: by name, of timelines whose step lasts longer than their last span."""
     measures = {name: measure(ranks, (makespans or {}).get(name)) for name, ranks in timelines.items()}
     makespan = max(total for total, _, _ in measures.values()) or 1.0
     lengths = _lengths(timelines)
     width = min(max(9.0, 0.15 * makespan / min(lengths.values(), default=makespan)), 18.0)
-    point = makespan / (72 * (width - MARGINS))  # time that one point of the axis stands for
+    point = makespan / (72 * (width - MARGINS))  # the time that one point of the axis stands for
     row = min(max(0.22, 1.6 / max(map(len, timelines.values()))), 0.34)  # inches
     heights = [0.3 + row * len(ranks) for ranks in timelines.values()]
     with matplotlib.rc_context(STYLE):
@@ -132,8 +136,9 @@ def draw_schedule(
 
 
 def _parts(ranks: Timeline) -> Iterator[tuple[int, Span, Action, float, float]]:
-    """What is drawn: rank, span, action, and from where and how high on the rank's row, rows being 1 apart. The two
-    actions of an overlap are half a bar each."""
+    """What is drawn: rank, span, action, and the bar's lower edge and height, on rows that are 1 apart.
+
+    The two actions of an overlap are half a bar each."""
     for rank, spans in enumerate(ranks):
         for span in spans:
             actions = span.action.parts or (span.action,)
@@ -142,7 +147,7 @@ def _parts(ranks: Timeline) -> Iterator[tuple[int, Span, Action, float, float]]:
 
 
 def _lengths(timelines: dict[str, Timeline]) -> dict[str, float]:
-    """By kind, the duration that most of its actions reach: the lower quartile."""
+    """By kind of action, the lower quartile of its durations: three quarters of its bars are at least this long."""
     lengths: dict[str, list[float]] = {}
     for ranks in timelines.values():
         for _, span, action, _, _ in _parts(ranks):
@@ -154,8 +159,10 @@ def _lengths(timelines: dict[str, Timeline]) -> dict[str, float]:
 def _number_sizes(
     timelines: dict[str, Timeline], lengths: dict[str, float], point: float, row: float
 ) -> dict[str, float]:
-    """The font size, in points and the same for all, by kinds whose bars take a number. A kind has numbers when most of
-    its bars hold the longest one in a readable size, since the first ten alone would puzzle."""
+    """The font size in points, one for all, by the kinds whose bars have numbers.
+
+    A kind has numbers where most of its bars hold the longest number in a readable size: numbers on the first ten
+    micro-batches alone would puzzle."""
     lowest = min((height for ranks in timelines.values() for *_, height in _parts(ranks)), default=BAR)
     longest = max(
         (
@@ -172,7 +179,7 @@ def _number_sizes(
 
 
 def _bars(axes: Axes, ranks: Timeline, makespan: float, edge: float) -> dict[str, int]:
-    """Draws the bars, parted by a line of `edge` points, and the gaps; returns by kind how many chunks it has."""
+    """Draws the bars, separated by lines of `edge` points, and the bubbles. Returns the number of chunks by kind."""
     for rank, spans in enumerate(ranks):
         axes.broken_barh(
             idle(spans, makespan), (rank - BAR / 2, BAR), **BUBBLE, label="bubble", gid=f"rank{rank}-bubble"
@@ -200,7 +207,7 @@ def _bars(axes: Axes, ranks: Timeline, makespan: float, edge: float) -> dict[str
 
 
 def _numbers(axes: Axes, ranks: Timeline, sizes: dict[str, float], point: float) -> None:
-    """Writes the micro-batches into the bars that are wide enough, a point of the axis standing for `point` seconds."""
+    """Writes micro-batches into the bars that are wide enough. point: seconds that a point of the axis stands for."""
     for _, span, action, bottom, height in _parts(ranks):
         text, size = str(action.microbatch), sizes.get(action.kind)
         if size and span.end - span.start >= DIGIT * len(text) * size * point:
@@ -218,7 +225,7 @@ def _numbers(axes: Axes, ranks: Timeline, sizes: dict[str, float], point: float)
 
 
 def _chunks(ranks: Timeline) -> dict[tuple[int, int], int]:
-    """By rank and stage, the stage's place among those of the rank."""
+    """By rank and stage, the stage's index among the stages of the rank: its chunk."""
     held: list[set[int]] = [set() for _ in ranks]
     for rank, _, action, _, _ in _parts(ranks):
         held[rank].add(action.stage)
@@ -245,12 +252,12 @@ def _describe(axes: Axes, name: str, makespan: float, bubble: float, bubbles: Se
 
 
 def _unit(makespan: float) -> tuple[str, float]:
-    """The unit in which a time axis of that many seconds is read, and how many of them a second has."""
+    """The unit for a time axis of `makespan` seconds, and how many of that unit a second has."""
     return ("s", 1.0) if makespan >= 2 else ("ms", 1e3) if makespan >= 2e-3 else ("µs", 1e6)
 
 
 def _legend(figure: Figure, shown: dict[str, int]) -> None:
-    """Below the panels: each kind with the shades of its chunks, and the bubble."""
+    """Draws the legend below the panels: each kind with the shades of its chunks, and the bubble."""
     handles: list[Any] = []
     names = []
     for kind in (*LOOKS, "other"):
@@ -271,8 +278,9 @@ def _legend(figure: Figure, shown: dict[str, int]) -> None:
 
 
 def chrome_trace(timelines: dict[str, Timeline], path: Path) -> None:
-    """Writes the timelines for chrome://tracing or ui.perfetto.dev: a process each, a thread a rank, times in
-    microseconds.
+    """Writes the timelines as a trace for chrome://tracing or ui.perfetto.dev.
+
+    Each timeline is a process, each rank a thread; times are in microseconds.
 
     Raises `OSError` when the file cannot be written.
     """
