@@ -103,12 +103,12 @@ def test_sampling(tmp_path: Path) -> None:
     prompt = list(PROMPT.encode())
 
     def draw(**options) -> list[int]:
-        return list(sampling.continuation(model, prompt, 40, **options))
+        return list(sampling.generate_tokens(model, prompt, 40, **options))
 
     assert draw(temperature=1.0, seed=1) == draw(temperature=1.0, seed=1) != draw(temperature=1.0, seed=2)
     assert draw(temperature=2.0, top_k=1) == draw() and draw(temperature=1e-4) == draw()
     with torch.no_grad():  # beyond the longest sequence the context slides: every token is the best after its last 120
-        tokens = prompt + list(sampling.continuation(model, prompt, 80))
+        tokens = prompt + list(sampling.generate_tokens(model, prompt, 80))
         assert len(tokens) > model.spec.max_length
         best = [
             model(torch.tensor([tokens[max(0, i - 120) : i]]))[0, -1].argmax().item()
@@ -116,15 +116,15 @@ def test_sampling(tmp_path: Path) -> None:
         ]
     assert tokens[len(prompt) :] == best
     stop = best[3]
-    assert list(sampling.continuation(model, prompt, 80, stop=stop)) == best[: best.index(stop)]
+    assert list(sampling.generate_tokens(model, prompt, 80, stop=stop)) == best[: best.index(stop)]
 
 
 def test_top_k_and_temperature_shape_the_distribution() -> None:
     logits, generator = torch.tensor([0.0, 3.0, 1.0, 2.0]), torch.Generator().manual_seed(0)
-    drawn = torch.tensor([sampling.choose(logits, 2.0, 2, generator) for _ in range(2000)])
+    drawn = torch.tensor([sampling.sample_token(logits, 2.0, 2, generator) for _ in range(2000)])
     assert set(drawn.tolist()) == {1, 3}
     assert abs((drawn == 1).float().mean().item() - torch.sigmoid(torch.tensor(0.5)).item()) < 0.04
-    assert {sampling.choose(logits, 5.0, 0, generator) for _ in range(200)} == {0, 1, 2, 3}
+    assert {sampling.sample_token(logits, 5.0, 0, generator) for _ in range(200)} == {0, 1, 2, 3}
 
 
 def test_command_line(tmp_path: Path, capsys) -> None:

@@ -11,5 +11,5 @@ if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError):  # `--help | head`
         sys.stdout.flush()
     sys.stderr.flush()
-    # gloo's threads now and then abort the interpreter's tear-down after the work has succeeded.
+    # os._exit skips the interpreter's tear-down, which gloo's threads now and then abort after the work has succeeded.
     os._exit(code)

@@ -1,7 +1,7 @@
-"""The command line, and the composition of a configuration from YAML groups, recipes and overrides.
+"""The command line `python -m trainer`.
 
-Hydra composes plain values (`configs/`, the user's folder, its override grammar); `typed.py` gives them their types;
-`checks.py` refuses what cannot work. Nothing here imports torch before the configuration is known to be right.
+`planning.resolve.compose` turns groups, recipes and overrides into a checked configuration. Nothing here imports torch
+before the configuration is known to be right.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _shown(options: argparse.Namespace) -> str:
-    """The composed configuration as YAML. How many processes will run is not known: only settings are checked."""
+    """The composed configuration as YAML. Only settings are checked, since the number of processes is not known."""
     values, problems = gather(options.overrides, options.config_dir)
     config = to_config(values, problems, int(os.environ.get("WORLD_SIZE", 1)))
     if problems:

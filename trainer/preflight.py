@@ -1,12 +1,11 @@
-"""What is wrong with the machines of a cluster, by name, before a run is started on them.
+"""Finds what is wrong with the machines of a cluster before a run is started on them, and names the machines.
 
     python -m trainer.preflight check=node gpus=8 run_dir=runs/NAME         on each node, once
     torchrun ... -m trainer.preflight check=network                         on each node, a process a GPU
 
-`node` looks at the node alone: its GPUs as nvidia-smi sees them, its disks, and whether what it writes into run.dir is
-seen by the others. `network` times all-reduces within nodes and between pairs of nodes, and compares clocks. Exit code
-0, or 3 after saying what is wrong where, or 2 for wrong options. What is decided from what was measured is pure
-functions."""
+`node` checks the GPUs as nvidia-smi reports them, the disks, and whether all nodes see each other's files in run.dir.
+`network` times all-reduces within nodes and between pairs of nodes, and compares clocks. The exit code is 0, or 3 after
+printing what is wrong where, or 2 for wrong options."""
 
 from __future__ import annotations
 
@@ -21,15 +20,9 @@ from trainer.config import ConfigError
 from trainer.config.options import parse, usage
 from trainer.util.exit_codes import DONE, REFUSED, UNFIT
 
-# GPUs
-
-# Disks, and what nodes see of each other
-
-# The network
-
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a check, says what is wrong, and returns the exit code."""
+    """Runs a check, prints what is wrong, and returns the exit code."""
     if {"-h", "--help"} & set(arguments):
         print(usage(PreflightOptions, "trainer.preflight"))
         return 0
@@ -45,19 +38,19 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(f"trainer.preflight: {problem}" for problem in error.problems), file=sys.stderr)
         return REFUSED
     if options.check == "node":
-        problems, said = [f"{NODE}: {problem}" for problem in check_node(options)], ""
-        speaks = True
+        problems, measured = [f"{NODE}: {problem}" for problem in check_node(options)], ""
+        prints = True
     else:
-        problems, said = check_network(options)
-        speaks = os.environ["RANK"] == "0"
-    if speaks and problems:
+        problems, measured = check_network(options)
+        prints = os.environ["RANK"] == "0"
+    if prints and problems:
         print("\n".join(f"preflight: {problem}" for problem in problems), file=sys.stderr, flush=True)
-    elif speaks and said:
-        print(f"preflight: {said}", flush=True)
+    elif prints and measured:
+        print(f"preflight: {measured}", flush=True)
     return UNFIT if problems else DONE
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # past threads of an all-reduce that does not end
+    os._exit(code)  # without waiting for threads of an all-reduce that hangs

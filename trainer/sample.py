@@ -12,7 +12,7 @@ from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.config.options import run_command
 from trainer.data.tokenizer import load_tokenizer
-from trainer.generate.sampling import continuation, load_model
+from trainer.generate.sampling import generate_tokens, load_model
 
 
 @dataclass
@@ -46,7 +46,7 @@ def run(options: SampleOptions) -> None:
     tokenizer = load_tokenizer(saved.tokenizer)
     tokens = tokenizer.encode(options.prompt)
     device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
-    more = continuation(
+    more = generate_tokens(
         load_model(saved, device),
         tokens or [tokenizer.end_id],
         options.tokens,

@@ -1,9 +1,8 @@
-"""One node's torchrun, with its options: `python -m trainer.torchrun --nnodes 4 ... -m trainer ...`. It leaves stopping
-to its workers.
+"""torchrun for one node, whose workers stop by themselves: `python -m trainer.torchrun --nnodes 4 ... -m trainer ...`.
 
-Slurm, and a sweep, send a stop signal to the workers themselves. torchrun would die of SIGUSR1, and answer SIGTERM by a
-second one to its workers and, in torch 2.11, by SIGKILL after 30 seconds, within many a save. Here both signals pass it
-by, and it ends when its workers have."""
+It takes torchrun's options. Slurm and sweeps send stop signals to the workers themselves. On SIGUSR1 torchrun would
+die. On SIGTERM it would send its workers a second SIGTERM and, in torch 2.11, SIGKILL after 30 seconds, in which many a
+save does not end. This torchrun ignores both signals, and ends when its workers have ended."""
 
 from __future__ import annotations
 
@@ -15,27 +14,27 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from trainer.util.exit_codes import REFUSED, STALLED, STOPPED, UNFIT
 
-SAID = (REFUSED, UNFIT, STALLED, STOPPED)
-"""Exit codes of workers that have said all there is to say: settings refused, unfit machine, no progress, saved and
-stopped."""
+REPORTED = (REFUSED, UNFIT, STALLED, STOPPED)
+"""Exit codes of workers that have printed the reason themselves: settings refused, unfit machine, no progress, saved
+and stopped. torchrun's own report would add nothing."""
 
 CLOSING = 20.0
-"""Seconds: torchrun itself kills the workers that remain after a failure, but only 30 s later."""
+"""A worker killed within so many seconds of the first failure was not killed by torchrun, which waits 30 s for that."""
 
 
 def main(arguments: list[str]) -> int:
-    """Runs torchrun; returns the exit code of the worker that was the first to end otherwise than by 0, and 137 if one
-    was killed."""
+    """Runs torchrun. Returns the exit code of the first worker that failed, or 137 (128 + SIGKILL) if one was
+    killed."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        # A handler, where ignoring would do for us: workers would inherit that, and not the handler.
+        # A handler that does nothing, not SIG_IGN: workers would inherit SIG_IGN, and could not be stopped.
         signal.signal(number, lambda *_: None)
     try:
         run.main(["--signals-to-handle", "SIGINT", *arguments])
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
-        if first.exitcode not in SAID:
+        if first.exitcode not in REPORTED:
             print(failure, file=sys.stderr, flush=True)
-        # A killed process is missed later than its peers complain of it.
+        # The peers of a killed process may fail, and be noticed, before the killed process is.
         killed = any(
             other.exitcode == -signal.SIGKILL and other.timestamp - first.timestamp < CLOSING
             for other in failure.failures.values()

@@ -15,10 +15,10 @@ from support.launch import WORKERS, launch
 
 from trainer.checkpointing import checkpointer as state
 from trainer.checkpointing import manifest
-from trainer.checkpointing.checkpointer import Checkpointer, deal, load, read_tensors
+from trainer.checkpointing.checkpointer import Checkpointer, assign_writers, load, read_tensors
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest, step_folder, verify
 from trainer.checkpointing.resume import find_start
-from trainer.checkpointing.retention import find_newest, find_resume, kept
+from trainer.checkpointing.retention import find_newest, find_resume, steps_to_keep
 from trainer.config import CheckpointConfig, ConfigError
 
 sys.path.insert(0, str(WORKERS))
@@ -325,7 +325,7 @@ def test_checkpoints_that_do_not_say_when_they_were_saved_count_by_step_and_dama
 @given(st.data(), st.lists(st.integers(0, 200), min_size=1, unique=True), st.integers(0, 5), st.integers(0, 20))
 def test_retention_rule(data, steps, keep_last, keep_every):
     saved = data.draw(st.sampled_from(steps))
-    stay = kept(steps, saved, keep_last, keep_every)
+    stay = steps_to_keep(steps, saved, keep_last, keep_every)
     for age, step in enumerate(steps):
         milestone = keep_every > 0 and step % keep_every == 0
         assert (step in stay) == (age < keep_last or keep_last == 0 or milestone or step == saved)
@@ -337,7 +337,7 @@ def test_each_piece_is_written_once_and_by_a_holder(data, ranks):
     piece = st.tuples(st.integers(0, 1000), st.sets(st.integers(0, ranks - 1), min_size=1))
     held = data.draw(st.lists(piece, max_size=30), label="bytes and holders of each piece")
     layouts = [{piece: size for piece, (size, holders) in enumerate(held) if rank in holders} for rank in range(ranks)]
-    dealt = deal(layouts)
+    dealt = assign_writers(layouts)
     assert sorted(piece for pieces in dealt for piece in pieces) == list(range(len(held)))
     assert all(piece in layout for layout, pieces in zip(layouts, dealt) for piece in pieces)
     if all(len(holders) == ranks for _, holders in held):

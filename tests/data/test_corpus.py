@@ -15,7 +15,7 @@ from support.corpora import DyingFiles, config, stream, texts, write_jsonl, writ
 from trainer.config import Config, ConfigError, SourceConfig
 from trainer.data import documents, shards
 from trainer.data.corpus import open_corpus
-from trainer.data.documents import PIECE_BYTES, TextFiles
+from trainer.data.documents import CHUNK_BYTES, TextFiles
 
 
 def sides(corpus):
@@ -76,7 +76,7 @@ def test_a_long_file_is_cut_at_line_ends_and_joined_again(tmp_path):
     (tmp_path / "long.txt").write_text("".join(lines))
     files = TextFiles("corpus", [str(tmp_path / "long.txt")], strict=True)
     pieces = list(files.read(0, len(files)))
-    assert len(files) == len(pieces) == -(-files.bytes // PIECE_BYTES) > 3
+    assert len(files) == len(pieces) == -(-files.bytes // CHUNK_BYTES) > 3
     assert "".join(piece.text for piece in pieces) == "".join(lines)
     assert [piece.final for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert all(piece.text.endswith("\n") for piece in pieces)
@@ -95,7 +95,7 @@ def test_a_long_file_is_cut_at_line_ends_and_joined_again(tmp_path):
 
 
 def test_lines_longer_than_a_piece(tmp_path):
-    text = "a" * (3 * PIECE_BYTES + 5) + "\n" + "b" * PIECE_BYTES
+    text = "a" * (3 * CHUNK_BYTES + 5) + "\n" + "b" * CHUNK_BYTES
     (tmp_path / "long.txt").write_text(text)
     files = TextFiles("corpus", [str(tmp_path / "long.txt")], strict=True)
     pieces = list(files.read(0, len(files)))

@@ -11,8 +11,8 @@ from tokenizers import models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trainer.config import ConfigError, SourceConfig
-from trainer.data.corpus import open_corpus, open_tokenizer
-from trainer.data.tokenizer import END, Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
+from trainer.data.corpus import open_corpus
+from trainer.data.tokenizer import END, byte_tokenizer, load_tokenizer, train_tokenizer
 
 TEXT = "def f(x):\n    return 'äöü €', 12345 <|endoftext|>\n\t"
 BYTES = byte_tokenizer()
@@ -96,14 +96,3 @@ def test_a_tokenizer_larger_than_the_model(tmp_path):
     setup.data.vocab_size = 200
     with pytest.raises(ConfigError, match="data.vocab_size=200 must lie between 257"):
         open_corpus(setup)
-
-
-def test_opened_alone(tmp_path):
-    setup = config(
-        tmp_path, tokenizer="bpe", corpus=SourceConfig("text", str(write_texts(tmp_path / "files", texts(50))))
-    )
-    setup.data.vocab_size = 280
-    alone = open_tokenizer(setup)
-    assert isinstance(alone, Tokenizer) and alone.digest == open_corpus(setup).tokenizer.digest
-    setup.data.tokenizer, setup.data.sources = "bytes", {"gone": SourceConfig("text", str(tmp_path / "gone"))}
-    assert open_tokenizer(setup).vocab_size == 257, "a tokenizer that needs no corpus asks for none"

@@ -212,7 +212,7 @@ def module(
 
             assert [schedule_of(one, given.ranks, given.microbatches, given.chunks) for one in given.schedule]
     elif name == "trainer.parity":
-        overrides, plans, _, _, config_dir = parity.parse(words)
+        overrides, plans, _, _, config_dir = parity.parse_arguments(words)
         composed(tuple(overrides), world, config_dir)
         for text in plans or []:
             chosen = [word if "=" in word else f"parallel={word}" for word in shlex.split(text)]

@@ -22,8 +22,8 @@ from trainer.observe.watchdog import (
     SCHEDULE,
     STARTING,
     STEP,
-    Beat,
-    Record,
+    Heartbeat,
+    RankReport,
     Watchdog,
     describe,
 )
@@ -129,10 +129,10 @@ def test_a_collective_that_torch_calls_by_itself_is_told_by_its_caller():
 
 def test_the_report_begins_with_who_holds_up_the_others():
     beats = {
-        rank: Beat(rank, f"node{rank // 2}", count, phase, 8, 100.0, 110.0, 112.0)
+        rank: Heartbeat(rank, f"node{rank // 2}", count, phase, 8, 100.0, 110.0, 112.0)
         for rank, count, phase in ((0, 17, STEP), (1, 17, STEP), (2, 16, DATA), (3, 2, STARTING))
     }
-    records = {rank: Record(beats[rank], "step.py:32 train_step") for rank in (0, 1, 2)}
+    records = {rank: RankReport(beats[rank], "step.py:32 train_step") for rank in (0, 1, 2)}
     assert describe(records, beats, 4) == [
         "rank 3 does not answer: its process is stopped or stuck, or its machine is lost; last heard of: starting in "
         "step 8 for 12.0 s, "

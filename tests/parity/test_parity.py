@@ -14,7 +14,7 @@ from support.launch import launch
 
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
-from trainer.parity.cli import global_size, main, parse
+from trainer.parity.cli import global_size, main, parse_arguments
 from trainer.parity.compare import TOLERANCES, coarsest, compare, judge, limits
 from trainer.parity.plans import fit_batch, generated, key
 from trainer.parity.reference import Trajectory
@@ -152,7 +152,7 @@ def test_what_is_wrong_is_said(arguments, words, capsys):
 
 
 def test_arguments():
-    overrides, plans, steps, file, folder = parse(
+    overrides, plans, steps, file, folder = parse_arguments(
         [
             "+config=demo",
             'plans=[zero3, parallel.tp=2 parallel.pp=2, "activation.save=[a,b]"]',
@@ -165,7 +165,8 @@ def test_arguments():
     )
     assert overrides == ["+config=demo", "lr.peak=1"] and (steps, file, folder) == (7, "out.json", "mine")
     assert plans == ["zero3", "parallel.tp=2 parallel.pp=2", "activation.save=[a,b]"]
-    assert parse(["+config=demo"])[1:] == (None, 3, None, None) and parse(["plans=zero1"])[1] == ["zero1"]
+    assert parse_arguments(["+config=demo"])[1:] == (None, 3, None, None)
+    assert parse_arguments(["plans=zero1"])[1] == ["zero1"]
 
 
 @pytest.mark.parametrize("processes, depth, count", [(1, 4, 1), (4, 4, 18), (8, 8, None)])

@@ -412,19 +412,6 @@ def test_refusals_name_the_setting_and_a_legal_value(arguments, message):
         build_schedule(*arguments)
 
 
-def test_halves_of_a_backward_are_joined_where_nothing_lies_between():
-    assert (
-        dumps(ir.merge_backward(schedule("0F0 0I0 0W0 0F1 0I1 0F2 0W1", placement=(0,)))) == "0F0,0B0,0F1,0I1,0F2,0W1\n"
-    )
-    assert dumps(ir.merge_backward(schedule("0I0 0W1 0I1 1W1", placement=(0, 0)))) == "0I0,0W1,0I1,1W1\n"
-
-
-@settings(max_examples=40, deadline=None)
-@given(built(names=SPLITTING))
-def test_joining_backwards_keeps_a_schedule_valid(built):
-    assert validate(ir.merge_backward(built)) == []
-
-
 # Greedy
 
 

@@ -204,16 +204,11 @@ def test_full_backward_only():
 
 def test_a_choice_says_how_to_make_it_again():
     found = search(UNBALANCED.scaled, 2, 8, space=Space(schedules=("1f1b", "interleaved")))
-    again = explicit(
-        yaml.safe_load(next(text for text in found.overrides() if "split" in text).split("=")[1]),
-        8,
-        found.schedule.stages,
-    )
-    assert again == found.split
-    values = dict(text.split("=") for text in found.overrides())
-    assert int(values["batch.accumulation"]) * int(values["batch.micro_size"]) == 8
-    name, chunks = values["parallel.pipeline.schedule"], int(values["parallel.pipeline.chunks"])
-    count = int(values["batch.accumulation"])
+    values = found.settings()
+    assert explicit(values["parallel.pipeline.split"], 8, found.schedule.stages) == found.split
+    assert values["batch.accumulation"] * values["batch.micro_size"] == 8
+    name, chunks = values["parallel.pipeline.schedule"], values["parallel.pipeline.chunks"]
+    count = values["batch.accumulation"]
     assert build_schedule(name, 2, count, chunks) == found.schedule
     nested = yaml.safe_load(found.to_yaml())
     assert nested["parallel"]["pipeline"] == {
@@ -229,8 +224,8 @@ def test_a_greedy_choice_needs_a_file():
     found = search(UNBALANCED.scaled, 2, 4, space=Space(schedules=("greedy",)))
     assert found.name == "greedy" and validate(found.schedule) == []
     with pytest.raises(ValueError, match="file of its actions"):
-        found.overrides()
-    assert found.overrides("run/schedule.csv")[0] == "parallel.pipeline.schedule=run/schedule.csv"
+        found.settings()
+    assert found.settings("run/schedule.csv")["parallel.pipeline.schedule"] == "run/schedule.csv"
 
 
 @pytest.mark.parametrize("style, chunks", [("loop", 1), ("loop", 2), ("v", 2)])

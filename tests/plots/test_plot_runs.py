@@ -159,5 +159,5 @@ def test_no_run_given_exits_with_2(capsys):
 
 def test_loading_from_python_raises_one_error(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        runs.load([tmp_path / "a", tmp_path / "b"])
+        runs.read_runs([tmp_path / "a", tmp_path / "b"])
     assert len(caught.value.problems) == 2

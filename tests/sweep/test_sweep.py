@@ -233,7 +233,7 @@ def test_outcomes(tmp_path):
         and "SIGKILL" in outcome(killed, 137, kernel_killed=False)[1]
     )
     assert outcome(killed, 1) == ("failed", "Connection closed by peer")
-    assert outcome(killed, 143, asked="timeout")[0] == "timeout"
+    assert outcome(killed, 143, requested="timeout")[0] == "timeout"
     told = (
         "old\nconfiguration error: old\nconfiguration error, 2 problems:\n  - a=1 is wrong\n  - b=2 too\nW1121 "
         "torchrun says\n"
@@ -243,11 +243,11 @@ def test_outcomes(tmp_path):
     assert outcome(put(tmp_path / "e", {"status": "stopped"}), 1)[0] == "stopped"
     assert (
         outcome(put(tmp_path / "f", {"status": "done"}), None)[0]
-        == outcome(tmp_path / "f", 0, asked="stopped")[0]
+        == outcome(tmp_path / "f", 0, requested="stopped")[0]
         == "done"
     )
     late = put(tmp_path / "g", {"status": "failed", "reason": "OutOfMemoryError: CUDA out of memory"})
-    assert outcome(late, 1, asked="timeout")[0] == "out_of_memory"
+    assert outcome(late, 1, requested="timeout")[0] == "out_of_memory"
 
 
 def test_lack_of_memory_behind_another_error_and_advice():

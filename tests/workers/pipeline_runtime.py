@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.schedules import merge_backward
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +31,7 @@ from trainer.config import ConfigError
 from trainer.distributed.channels import Channels, Pending, PipelineError, edges
 from trainer.parallel.pipeline.runtime import Runtime
 from trainer.planning.cost.stages import StageCosts
-from trainer.planning.schedules.ir import Schedule, merge_backward
+from trainer.planning.schedules.ir import Schedule
 from trainer.planning.schedules.simulate import simulate
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy, place
 

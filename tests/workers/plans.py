@@ -24,6 +24,7 @@ import torch.distributed as dist
 from support.launch import CAN_COMPILE, fork, leave
 from support.matrix import PLAIN, SEQUENCES, Case, cases, deepspeed, depth, parts
 from support.reference import random_batch, rows, settings, tiny_spec
+from support.schedules import merge_backward
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
@@ -111,7 +112,7 @@ def config_of(case: Case, folder: Path) -> Config:
         config.parallel.pipeline.schedule, config.parallel.pipeline.chunks = "interleaved", 3
     elif schedule == "csv":  # with full and split backwards side by side
         path = folder / f"{case['pp']}x{case['micro_batches']}-{os.getpid()}.csv"
-        path.write_text(ir.dumps(ir.merge_backward(build_schedule("zb_v", case["pp"], case["micro_batches"]))))
+        path.write_text(ir.dumps(merge_backward(build_schedule("zb_v", case["pp"], case["micro_batches"]))))
         config.parallel.pipeline.schedule = str(path)
     elif schedule != "none":
         config.parallel.pipeline.schedule = schedule

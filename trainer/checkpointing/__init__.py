@@ -1,1 +1,1 @@
-"""What a run writes to disk to go on later, and what its backward pass recomputes instead of keeping."""
+"""Checkpoints on disk, from which a run resumes; and activation checkpointing: what backward recomputes."""

@@ -1,9 +1,9 @@
 """Saves and loads the tensors of a run: sharded over the ranks, written in the background, readable under any plan.
 
-A save goes: decide which rank writes what, copy that to host memory, let training go on; then, in a thread, write with
-torch.distributed.checkpoint into `step-N.tmp` while hashing, read back and compare, write the manifest, rename. Failure
-on any rank is a message to the user, never an exception in the training loop, and leaves the older checkpoints alone.
-"""
+A save has two halves. In the training thread each rank learns what it has to write and copies that to host memory; then
+training goes on. In a background thread it writes with torch.distributed.checkpoint into `step-N.tmp` while hashing,
+reads back and compares, writes the manifest, and renames the folder. A failure on any rank becomes a message to the
+user, never an exception in the training loop, and leaves older checkpoints untouched."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ from trainer.config import CheckpointConfig, ConfigError
 from trainer.distributed.tensors import Fragment, boxes
 from trainer.distributed.world import gather
 
-# One process without a process group is a normal run here.
+# A run of one process has no process group, which is nothing to warn of.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
-# Ranks may finish writing far apart on a slow shared file system; a dead rank is noticed at once all the same.
+# On a slow shared file system ranks may finish writing far apart. A dead rank does not take this long: its connections
+# break at once.
 WRITE_TIMEOUT = timedelta(hours=2)
 
 
@@ -59,9 +60,9 @@ class Checkpointer:
     """Writes the checkpoints of one run into `folder` and removes those that `config` does not keep.
 
     Every rank constructs it, after the process group exists, and makes the same calls in the same order. Background
-    work uses a gloo group of its own, so that it never meets the collectives of training. Attributes: `stall_seconds`,
-    how long the last `save` held up training; `saved_step`, the last step whose checkpoint is complete, or None.
-    """
+    work uses a gloo group of its own, so that its collectives never mix with those of training. Attributes:
+    `stall_seconds`, how long the last `save` held up training; `saved_step`, the last step whose checkpoint is
+    complete, or None."""
 
     def __init__(self, folder: Path, config: CheckpointConfig):
         self.folder, self.config = Path(folder), config
@@ -89,10 +90,10 @@ class Checkpointer:
     ) -> None:
         """Saves `tensors` by their global names, with rank 0's `manifest` (JSON data), as the checkpoint of `step`.
 
-        The tensors may change as soon as this returns. A rank may pass tensors that others do not have; what several
-        ranks hold (replicas) is taken to be equal and written once. With `wait`, or unless `checkpoint.asynchronous`,
-        it returns when the checkpoint is complete and needs no host memory for copies. Waits for a save that is still
-        running. Failure is reported by `poll`; `saved_step` tells whether it worked.
+        The tensors may change as soon as this returns. A rank may pass tensors that others do not have. What several
+        ranks hold (replicas) is taken to be equal and written once. With `wait`, or without `checkpoint.asynchronous`,
+        the call returns when the checkpoint is complete, and no copies are made in host memory. A save that is still
+        running is waited for first. A failure is reported by `poll`; `saved_step` says which step was saved last.
         """
         started = time.perf_counter()
         self.wait()
@@ -100,23 +101,23 @@ class Checkpointer:
         if clash:
             raise ValueError(f"the manifest's keys {sorted(clash)} belong to the checkpoint itself")
         manifest = json.loads(json.dumps({**manifest, "step": step}))  # a copy, and what JSON makes of it
-        pieces = self._own_pieces(tensors)
+        parts = self._own_parts(tensors)
         if wait or not self.config.asynchronous:
-            self._run(step, pieces, manifest, None)
+            self._run(step, parts, manifest, None)
         else:
             failure = None
             try:
-                pieces = self._copy_to_host(pieces)
+                parts = self._copy_to_host(parts)
             except RuntimeError as error:  # host memory is full; the other ranks must learn of it
                 failure = error
             self._thread = threading.Thread(
-                target=self._run, args=(step, pieces, manifest, failure), name="checkpoint", daemon=True
+                target=self._run, args=(step, parts, manifest, failure), name="checkpoint", daemon=True
             )
             self._thread.start()
         self.stall_seconds = time.perf_counter() - started
 
     def poll(self) -> list[str]:
-        """What became of saves since the last call, to be printed; always empty but on rank 0. Costs nothing."""
+        """Messages for the user about saves that ended since the last call; empty on all ranks but 0. Never waits."""
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def wait(self) -> None:
@@ -126,7 +127,8 @@ class Checkpointer:
             self._thread = None
 
     def forget(self, path: Path) -> None:
-        """Removes the newest checkpoint, which was only a means. All ranks call it, after they have read it."""
+        """Removes the newest checkpoint, which only served to rebuild the run. All ranks call it, after they have read
+        it."""
         self.saved_step = None
         if self._rank == 0:
             shutil.rmtree(path, ignore_errors=True)
@@ -139,35 +141,35 @@ class Checkpointer:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _own_pieces(self, tensors: dict[str, Tensor | Fragment]) -> dict[str, Piece]:
-        """The pieces that this rank has to write: dealt out again only when the layout has changed on some rank."""
-        pieces = {
-            name: piece
+    def _own_parts(self, tensors: dict[str, Tensor | Fragment]) -> dict[str, TensorPart]:
+        """The parts that this rank has to write: assigned again only when the layout has changed on some rank."""
+        parts = {
+            name: part
             for name, tensor in tensors.items()
-            if getattr(tensor, "counted", True) and (piece := Piece.of(tensor)) is not None
+            if getattr(tensor, "counted", True) and (part := TensorPart.of(tensor)) is not None
         }
-        layout = {(name, *piece.boxes): piece.local.nbytes for name, piece in pieces.items()}
+        layout = {(name, *part.boxes): part.local.nbytes for name, part in parts.items()}
         changed = torch.tensor(int(layout != self._layout))
         if self._group is not None:
             dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
         if changed:
-            self._layout, self._mine = layout, self._deal(layout)
-        return {name: piece for name, piece in pieces.items() if (name, *piece.boxes) in self._mine}
+            self._layout, self._mine = layout, self._assign_writers(layout)
+        return {name: part for name, part in parts.items() if (name, *part.boxes) in self._mine}
 
-    def _deal(self, layout: dict[Hashable, int]) -> set[Hashable]:
+    def _assign_writers(self, layout: dict[Hashable, int]) -> set[Hashable]:
         if self._group is None:
             return set(layout)
         layouts = [None] * dist.get_world_size() if self._rank == 0 else None
         dist.gather_object(layout, layouts, dst=0, group=self._group)
         mine: list[Any] = [None]
-        dist.scatter_object_list(mine, deal(layouts) if layouts else None, src=0, group=self._group)
+        dist.scatter_object_list(mine, assign_writers(layouts) if layouts else None, src=0, group=self._group)
         return mine[0]
 
-    def _copy_to_host(self, pieces: dict[str, Piece]) -> dict[str, Piece]:
-        """Copies of `pieces` in host memory that is kept for the next save (pinned where the original is on a GPU)."""
+    def _copy_to_host(self, parts: dict[str, TensorPart]) -> dict[str, TensorPart]:
+        """Copies of `parts` in host memory (pinned where the original is on a GPU), which is kept for the next save."""
         buffers, devices = {}, set()
-        for name, piece in pieces.items():
-            local, buffer = piece.local, self._buffers.pop(name, None)
+        for name, part in parts.items():
+            local, buffer = part.local, self._buffers.pop(name, None)
             if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
                 buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
             buffers[name] = buffer.copy_(local, non_blocking=True)
@@ -176,13 +178,15 @@ class Checkpointer:
         self._buffers = buffers
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
-        return {name: piece.copied(buffers[name]) for name, piece in pieces.items()}
+        return {name: part.copied(buffers[name]) for name, part in parts.items()}
 
-    def _run(self, step: int, pieces: dict[str, Piece], manifest: dict[str, Any], failure: Exception | None) -> None:
-        """One save from the pieces to the finished folder; all that goes wrong ends up in a message."""
+    def _run(
+        self, step: int, parts: dict[str, TensorPart], manifest: dict[str, Any], failure: Exception | None
+    ) -> None:
+        """One save, from the parts to the finished folder; every error becomes a message."""
         started, path = time.perf_counter(), step_folder(self.folder, step)
         try:
-            size = self._write(path, pieces, manifest, failure)
+            size = self._write(path, parts, manifest, failure)
         except (Exception, CheckpointException) as error:
             if self._rank == 0:
                 shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)
@@ -200,8 +204,10 @@ class Checkpointer:
             except OSError as error:
                 self._messages.append(f"an old checkpoint could not be removed: {error}")
 
-    def _write(self, path: Path, pieces: dict[str, Piece], manifest: dict[str, Any], failure: Exception | None) -> int:
-        """Writes beside `path`, verifies, and gives the folder its name; returns its bytes, on rank 0."""
+    def _write(
+        self, path: Path, parts: dict[str, TensorPart], manifest: dict[str, Any], failure: Exception | None
+    ) -> int:
+        """Writes beside `path`, verifies, and renames the folder to `path`. Returns its size in bytes, on rank 0."""
         written = path.with_suffix(".tmp")
 
         def prepare() -> None:
@@ -224,7 +230,7 @@ class Checkpointer:
                 for name, entry in sorted(metadata.state_dict_metadata.items())
             }
             write_manifest(written, {**manifest, "torch": torch.__version__, "files": files, "tensors": tensors})
-            verify(written, checksums=False)  # that this rank sees what the others wrote
+            verify(written, checksums=False)  # whether this rank sees what the others wrote
             sync_folder(written)
             publish(written, path)
             return sum(file["bytes"] for file in files.values())
@@ -232,13 +238,13 @@ class Checkpointer:
         self._together(prepare)
         writer = HashingWriter(written)
         metadata = dcp.save(
-            dict(pieces),
+            dict(parts),
             storage_writer=writer,
-            planner=PiecePlanner(),
+            planner=PartSavePlanner(),
             process_group=self._group,
             no_dist=self._group is None,
         )
-        files = {name: file for part in self._together(verify_own_files) for name, file in part.items()}
+        files = {name: file for written_by in self._together(verify_own_files) for name, file in written_by.items()}
         return self._together(commit)[0]
 
     def _together(self, action: Callable[[], Any]) -> list[Any]:
@@ -256,9 +262,11 @@ class Checkpointer:
         return [result for result, _ in outcomes]
 
 
-class Piece:
-    """This rank's part of a tensor of `shape`: its values (`local`), and the same by where in the whole they begin
-    (`boxes`)."""
+class TensorPart:
+    """This rank's part of a tensor of `shape`.
+
+    local: its values. boxes: the same values as rectangles of the whole tensor, by the offset at which each begins.
+    """
 
     def __init__(self, tensor: Tensor | Fragment, local: Tensor):
         self.tensor, self.local, self.shape = tensor, local, tensor.shape
@@ -266,18 +274,18 @@ class Piece:
         self.boxes = {offset: values if isinstance(tensor, Fragment) else local for offset, values in boxes(whole)}
 
     @classmethod
-    def of(cls, tensor: Tensor | Fragment) -> Piece | None:
-        """The piece of `tensor` that lies on this rank, not copied; None where nothing of it does."""
+    def of(cls, tensor: Tensor | Fragment) -> TensorPart | None:
+        """The part of `tensor` that this rank holds, not copied; None where it holds nothing of it."""
         if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
             return None
         local = (tensor.to_local() if isinstance(tensor, (DTensor, Fragment)) else tensor).detach()
         return cls(tensor, local) if local.numel() or not tensor.shape.numel() else None
 
-    def copied(self, local: Tensor) -> Piece:
-        """The same part with its values in another place."""
-        return Piece(self.tensor, local)
+    def copied(self, local: Tensor) -> TensorPart:
+        """The same part, with its values in the tensor `local`."""
+        return TensorPart(self.tensor, local)
 
-    # What torch's planners ask of tensor-like objects.
+    # torch's planners call these two methods of tensor-like objects.
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offset, values.shape) for offset, values in self.boxes.items()]
 
@@ -293,15 +301,15 @@ class Piece:
         ]
 
 
-class PiecePlanner(dcp.DefaultSavePlanner):
-    """torch's plan of a save, for a dictionary of pieces."""
+class PartSavePlanner(dcp.DefaultSavePlanner):
+    """torch's save planner for a state dict of `TensorPart`s."""
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].boxes[index.offset]
 
 
-class PieceLoader(dcp.DefaultLoadPlanner):
-    """torch's plan of a load, for a dictionary of pieces."""
+class PartLoadPlanner(dcp.DefaultLoadPlanner):
+    """torch's load planner for a state dict of `TensorPart`s."""
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
         self.state_dict = self.original_state_dict = state_dict
@@ -311,45 +319,46 @@ class PieceLoader(dcp.DefaultLoadPlanner):
         return self.state_dict[index.fqn].boxes[index.offset]
 
 
-def deal(layouts: list[dict[Hashable, int]]) -> list[set[Hashable]]:
-    """Deals pieces to the ranks that hold them: each to one, so that the bytes to write are even.
+def assign_writers(layouts: list[dict[Hashable, int]]) -> list[set[Hashable]]:
+    """Assigns each part to one of the ranks that hold it, so that all ranks write about the same number of bytes.
 
-    `layouts[rank]` maps the pieces that the rank holds to their bytes; equal keys are replicas. Pieces with a single
-    holder go first, then the largest to the least loaded holder.
+    `layouts[rank]` maps the parts that the rank holds to their bytes; equal keys are replicas. Parts that one rank
+    holds are assigned first; then each replicated one, the largest first, goes to the holder with the fewest bytes.
     """
     holders: dict[Hashable, list[int]] = {}
     for rank, layout in enumerate(layouts):
-        for piece in layout:
-            holders.setdefault(piece, []).append(rank)
+        for part in layout:
+            holders.setdefault(part, []).append(rank)
     load = [0] * len(layouts)
-    dealt: list[set[Hashable]] = [set() for _ in layouts]
-    for piece, ranks in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -layouts[item[1][0]][item[0]])):
+    assigned: list[set[Hashable]] = [set() for _ in layouts]
+    for part, ranks in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -layouts[item[1][0]][item[0]])):
         rank = min(ranks, key=lambda rank: load[rank])
-        load[rank] += layouts[rank][piece]
-        dealt[rank].add(piece)
-    return dealt
+        load[rank] += layouts[rank][part]
+        assigned[rank].add(part)
+    return assigned
 
 
 class HashingWriter(dcp.FileSystemWriter):
     """torch's writer of sharded files, one a rank, on a file system that hashes them."""
 
     def __init__(self, path: Path):
-        # Copies ahead would go through the current stream of a device that this thread does not own.
+        # Copying ahead would use the current stream of a device on which this thread has none.
         super().__init__(path, per_thread_copy_ahead=0, sync_files=False, overwrite=False)
         self.fs = HashingFileSystem()
 
     def written_files(self) -> dict[str, dict[str, Any]]:
-        """Size and SHA-256 of what was to be in each file. Raises the first error that a file had."""
+        """Size and SHA-256 of what was meant to be in each file. Raises the first error that writing one had."""
         if self.fs.error is not None:
             raise self.fs.error
         return self.fs.files
 
 
 class HashingFileSystem(FileSystem):
-    """Local files, hashed while they are written, synced to the disk; the first error is kept in `error`, not raised.
+    """Local files, hashed while they are written and synced to the disk. The first error is kept in `error`, not
+    raised.
 
-    Thrown through torch, "no space left on device" would come out as a broken assertion of its C++ archive writer, and
-    its way of telling the other ranks fails on Python 3.13 before torch 2.13, which leaves them waiting.
+    Raised inside torch, "no space left on device" would appear as a failed assertion of its C++ archive writer. Before
+    torch 2.13 on Python 3.13, torch would also fail to send the error to the other ranks, which would go on waiting.
     """
 
     def __init__(self) -> None:
@@ -373,7 +382,7 @@ class HashingFileSystem(FileSystem):
 
 
 class HashingStream:
-    """A new binary file; hashes what is meant to be in it, and keeps its first error."""
+    """A new binary file. It hashes what is meant to be written, and keeps its first error."""
 
     def __init__(self, path: str | os.PathLike):
         self.sha256, self.size = hashlib.sha256(), 0
@@ -398,12 +407,12 @@ class HashingStream:
         return self.size
 
     def flush(self) -> None:
-        """Left to `finish`: torch calls this after each tensor."""
+        """Does nothing, since torch calls it after each tensor; `finish` flushes."""
 
     close = flush
 
     def finish(self) -> None:
-        """Brings what was written to the disk, and closes the file."""
+        """Syncs the file to the disk and closes it."""
         try:
             with self.file or nullcontext():
                 if self.error is None:
@@ -416,8 +425,8 @@ class HashingStream:
 def load(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
     """Fills `tensors` in place from the checkpoint folder `path`, whatever plan saved it. All ranks call it together.
 
-    Ranks may name different tensors; what the checkpoint holds beyond them is ignored. Raises ConfigError on every rank
-    if a tensor is missing there or has another shape or dtype.
+    Ranks may name different tensors; other tensors of the checkpoint are ignored. Raises ConfigError on every rank if
+    the checkpoint lacks a tensor of any rank, or has it in another shape or dtype.
     """
     problems = _mismatches(path, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
     if dist.is_initialized():
@@ -429,7 +438,7 @@ def load(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
 
 
 def read_tensors(path: Path, names: list[str] | None = None) -> dict[str, Tensor]:
-    """Whole tensors of the checkpoint folder `path` on the CPU, all or those in `names`; one process is enough."""
+    """Whole tensors of the checkpoint folder `path` on the CPU: all, or those in `names`. Needs no other process."""
     held = read_manifest(path)["tensors"]
     missing = [name for name in names or () if name not in held]
     if missing:
@@ -443,10 +452,10 @@ def read_tensors(path: Path, names: list[str] | None = None) -> dict[str, Tensor
 
 
 def _read(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
-    """Every rank reads what it needs by itself: no collectives, so ranks may ask for different tensors."""
-    planner = PieceLoader(flatten_state_dict=False)
-    pieces = {name: piece for name, tensor in tensors.items() if (piece := Piece.of(tensor)) is not None}
-    dcp.load(pieces, storage_reader=dcp.FileSystemReader(path), planner=planner, no_dist=True)
+    """Reads without collectives, so that ranks may ask for different tensors."""
+    planner = PartLoadPlanner(flatten_state_dict=False)
+    parts = {name: part for name, tensor in tensors.items() if (part := TensorPart.of(tensor)) is not None}
+    dcp.load(parts, storage_reader=dcp.FileSystemReader(path), planner=planner, no_dist=True)
 
 
 def _mismatches(path: Path, wanted: dict[str, tuple[torch.Size, torch.dtype]]) -> list[str]:
@@ -474,7 +483,7 @@ def _first(names: list[str]) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """One line: what each rank says, without the tracebacks."""
+    """One line: the error of each rank, without tracebacks."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in list(error.failures.items())[:3])
     return str(error) or type(error).__name__

@@ -1,8 +1,8 @@
 """What a checkpoint is on disk: a folder `step-00000100` whose `manifest.json` vouches for every other file in it.
 
-torch's distributed checkpoint format has no checksums: a flipped byte loads silently wrong. The manifest therefore
-holds the size and SHA-256 of each file as it was meant to be written, and a checksum of itself. Folders named otherwise
-(`.tmp` while being written or deleted) are never taken for checkpoints.
+torch's distributed checkpoint format has no checksums: a flipped byte would load without an error. The manifest
+therefore holds the size and SHA-256 of each file as it was meant to be written, and a checksum of itself. Folders with
+other names (`.tmp` while being written or deleted) are never taken for checkpoints.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """Checkpoints in `folder` by step, whether whole or not, the one that was saved last first: a run that began anew
-    or went back to an early checkpoint may lie beside later steps of the run before it.
+    """Checkpoints in `folder` by step, whole or not, the one that was saved last first.
 
-    One that was set aside to be replaced counts until the new one stands in its place.
-    """
+    The time of saving counts, not the step: a run that began anew, or resumed an early checkpoint, may have later steps
+    of an earlier run beside it. A checkpoint that is being replaced (`.replaced`) counts until the new one has the
+    name."""
     found = {}
     for path in sorted(folder.glob("step-*"), reverse=True):  # step-00000100.replaced before step-00000100
         if match := re.fullmatch(r"step-(\d{8,})(\.replaced)?", path.name):
@@ -47,15 +47,16 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def saved_at(path: Path) -> float:
-    """When a checkpoint was written, in seconds since 1970: 0 where its manifest is one that does not say, the folder's
-    own time where it is none."""
+    """When a checkpoint was written, in seconds since 1970.
+
+    0 where the manifest has no time (an older version wrote it); the folder's own time where there is no manifest."""
     try:
         with open(path / MANIFEST, "rb") as file:
             head = file.read(200)
     except OSError:
         head = b""
-    if said := SAVED.search(head):
-        return float(said[1])
+    if saved := SAVED.search(head):
+        return float(saved[1])
     return 0.0 if b'"format"' in head else path.stat().st_mtime
 
 
@@ -112,7 +113,7 @@ def verify(path: Path, checksums: bool) -> dict[str, Any]:
 
 
 def verify_checksums(path: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Reads `files` of the folder `path` and compares SHA-256; several at a time, since hashing releases the GIL."""
+    """Reads `files` of the folder `path` and compares SHA-256; in threads, since hashing releases the GIL."""
 
     def digest(name: str) -> str:
         try:

@@ -1,4 +1,4 @@
-"""What a run goes on from, and what it asks of a checkpoint before it does. Runs on rank 0 alone."""
+"""Which checkpoint a run resumes from, and whether it fits the run's settings. Runs on rank 0 alone."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def find_start(setting: CheckpointConfig, folder: Path, launchers: list[str]) ->
     """The checkpoint to start from, if any, with warnings. folder: the run's checkpoints; launchers:
     `session.launchers`.
 
-    What torchrun starts again goes on from what the same launch has saved, wherever that began: checkpoint.resume says
-    where a launch begins."""
+    `checkpoint.resume` says where a launch begins. When torchrun restarts the processes of a launch, they resume from
+    the newest checkpoint that this launch has saved, whatever `checkpoint.resume` says."""
     if setting.resume != "auto" and launchers:
         newest, warnings = find_newest(folder, setting.verify)
         if newest is not None and set(launchers) & set(read_manifest(newest).get("launchers", ())):
@@ -27,7 +27,7 @@ def find_start(setting: CheckpointConfig, folder: Path, launchers: list[str]) ->
 
 
 def data_identity(fingerprint: str, seed: int, batch: BatchPlan) -> dict[str, Any]:
-    """What the position in the data depends on."""
+    """The settings and content without which a position in the data means nothing."""
     return {
         "corpus (as cut into sequences)": fingerprint,
         "run.seed": seed,
@@ -38,8 +38,10 @@ def data_identity(fingerprint: str, seed: int, batch: BatchPlan) -> dict[str, An
 def check_manifest(
     manifest: dict[str, Any], config: Config, spec: ModelSpec, batch: BatchPlan, data: dict[str, Any]
 ) -> dict[str, Any]:
-    """Refuses to resume another model, other data under the old position, or a global batch that follows from the
-    number of ranks and is another with theirs. data: `data_identity` of this run. Raises `ConfigError`."""
+    """The manifest itself, if the run may resume from its checkpoint; raises `ConfigError` if not.
+
+    Refused are another model, other data under the old position, and another global batch that no setting asks for but
+    that follows from another number of ranks. data: `data_identity` of this run."""
     problems = []
     saved, mine = flat(manifest["spec"]), flat(spec.to_dict())
     differing = [

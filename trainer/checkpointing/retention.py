@@ -1,8 +1,7 @@
 """Which checkpoints stay, and which one a run resumes from.
 
-Everything here runs on rank 0 alone. A checkpoint leaves by being renamed to `.tmp` first, so that a crash while
-deleting never leaves half a checkpoint that looks whole.
-"""
+Everything here runs on rank 0 alone. A checkpoint is renamed to `.tmp` before it is deleted, so that a crash never
+leaves half a checkpoint that looks whole."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from trainer.checkpointing.manifest import DamagedCheckpoint, list_checkpoints, 
 from trainer.config import CheckpointConfig, ConfigError
 
 
-def kept(steps: Sequence[int], saved: int, keep_last: int, keep_every: int) -> set[int]:
+def steps_to_keep(steps: Sequence[int], saved: int, keep_last: int, keep_every: int) -> set[int]:
     """Steps whose checkpoints stay: the `keep_last` newest (0: all) and multiples of `keep_every` (0: none).
 
-    steps: the one that was saved last first. `saved`, the one just written, stays whatever clocks say: it is known to
-    be valid."""
+    steps: newest first, by the time of saving. saved: the one just written; it stays even where clocks make it look
+    old, since it is known to be valid."""
     newest = steps[:keep_last] if keep_last else steps
     milestones = {step for step in steps if keep_every and step % keep_every == 0}
     return {saved, *newest} | milestones
@@ -30,7 +29,7 @@ def prune(folder: Path, saved: int, config: CheckpointConfig) -> None:
     if not config.keep_last:
         return
     checkpoints = list_checkpoints(folder)
-    for step in checkpoints.keys() - kept([*checkpoints], saved, config.keep_last, config.keep_every):
+    for step in checkpoints.keys() - steps_to_keep([*checkpoints], saved, config.keep_last, config.keep_every):
         leaving = checkpoints[step].with_suffix(".tmp")
         shutil.rmtree(leaving, ignore_errors=True)
         checkpoints[step].rename(leaving)
@@ -40,9 +39,8 @@ def prune(folder: Path, saved: int, config: CheckpointConfig) -> None:
 def publish(written: Path, path: Path) -> None:
     """Gives the complete folder `written` its final name `path`.
 
-    An older checkpoint of that name is set aside, where it still counts, until the new one stands: a crash between the
-    two renames loses neither.
-    """
+    An older checkpoint of that name is renamed to `.replaced`, which still counts as a checkpoint, and deleted after
+    the new one has the name. A crash between the two renames loses neither."""
     aside = path.with_suffix(".replaced")
     if path.exists():
         path.rename(aside)
@@ -59,7 +57,7 @@ def tidy(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes created and renamed entries of `folder` survive a power cut."""
+    """Syncs `folder`, so that files created or renamed in it survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -68,7 +66,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def find_newest(folder: Path, verify_files: bool) -> tuple[Path | None, list[str]]:
-    """Of the checkpoints in `folder` the one that was saved last and is whole, and a warning for each damaged one that
+    """The checkpoint in `folder` that was saved last of those that are whole, and a warning for each damaged one that
     was passed over."""
     warnings = []
     for path in list_checkpoints(folder).values():
@@ -83,9 +81,8 @@ def find_newest(folder: Path, verify_files: bool) -> tuple[Path | None, list[str
 def find_resume(setting: str, folder: Path, verify_files: bool) -> tuple[Path | None, list[str]]:
     """What `checkpoint.resume` means for a run whose checkpoints lie in `folder`, with warnings to print.
 
-    `auto`: the newest whole checkpoint, or None; `none`: None; else the path of a checkpoint or of a run's folder, and
-    ConfigError if there is no whole one.
-    """
+    `auto` gives the newest whole checkpoint, or None; `none` gives None. Anything else is the path of a checkpoint or
+    of a run's folder; ConfigError is raised where it holds no whole checkpoint."""
     if setting == "none":
         return None, []
     if setting == "auto":
@@ -100,7 +97,7 @@ def find_resume(setting: str, folder: Path, verify_files: bool) -> tuple[Path | 
             raise DamagedCheckpoint("there is no such folder")
         verify(path, verify_files)
     except DamagedCheckpoint as damage:
-        choices = (find_newest(place, verify_files)[0] for place in dict.fromkeys((path.parent, folder)))
+        choices = (find_newest(parent, verify_files)[0] for parent in dict.fromkeys((path.parent, folder)))
         newest = next(filter(None, choices), None)
         way_out = (
             f"the newest whole checkpoint is {newest}: set checkpoint.resume={newest}"

@@ -1,4 +1,4 @@
-"""The model in a checkpoint of a run, for what comes after training."""
+"""The model in a checkpoint of a run, for sampling and export."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.config.model import ModelSpec
 
 @dataclass(frozen=True)
 class SavedModel:
-    """path: the checkpoint's own folder; tokenizer: the run's tokenizer folder, if there is one."""
+    """A model on disk. path: the checkpoint's own folder; tokenizer: the run's tokenizer folder, if there is one."""
 
     path: Path
     spec: ModelSpec
@@ -29,9 +29,10 @@ class SavedModel:
 
 
 def open_saved(checkpoint: str) -> SavedModel:
-    """The model at `checkpoint`: a run's folder, whose newest whole checkpoint is taken, or one checkpoint's folder.
+    """The model at `checkpoint`: a run's folder, of which the newest whole checkpoint is taken, or a checkpoint's
+    folder.
 
-    Checksums are compared. Raises `ConfigError` naming the folder and what is wrong with it.
+    Checksums are verified. Raises `ConfigError` naming the folder and what is wrong with it.
     """
     folder = Path(checkpoint).expanduser()
     if (folder / MANIFEST).is_file():
@@ -43,8 +44,8 @@ def open_saved(checkpoint: str) -> SavedModel:
             ) from None
         path = folder
     else:
-        place = folder / "checkpoints" if list_checkpoints(folder / "checkpoints") else folder
-        path, warnings = find_resume("auto", place, True)
+        nested = folder / "checkpoints"
+        path, warnings = find_resume("auto", nested if list_checkpoints(nested) else folder, True)
         for warning in warnings:
             print(warning, file=sys.stderr)
         if path is None:

@@ -25,8 +25,8 @@ class Floors:
 
 
 FLOORS = {"nccl": Floors(20.0, 2.0, 0.6), "gloo": Floors(0.01, 0.002, 0.0)}
-"""Far below what NVLink, PCIe 4 and 100 Gbit/s give, and above what broken links leave: a cluster's own figures tell
-more."""
+"""These are far below what NVLink, PCIe 4 and 100 Gbit/s reach, and above what broken links leave. A cluster's own
+figures, given as options, find more."""
 
 ELEMENTS = {"nccl": 2**26, "gloo": 2**20}  # fp32
 
@@ -34,8 +34,9 @@ HUNG = 0.0  # GB/s of an all-reduce that failed or did not end
 
 
 def pairings(nodes: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs in which each node meets two others, where there are as many: a node that is slow with
-    both is slow itself, one that is slow with one of them is not."""
+    """Rounds of disjoint pairs of nodes, in which each node is paired with two others, where there are as many.
+
+    A node that is slow in both pairs is slow itself; one that is slow in only one of them is not."""
     even = [(first, first + 1) for first in range(0, nodes - 1, 2)]
     odd = [(first, first + 1) for first in range(1, nodes - 1, 2)]
     if nodes > 2 and nodes % 2 == 0:
@@ -69,7 +70,7 @@ def bandwidth_problems(within: dict[str, float], between: dict[tuple[str, str], 
 
 
 def _slow(speeds: dict[Any, float], floor: float, share: float) -> Iterator[tuple[Any, str]]:
-    """Who is below the floor, or the share of the median, and how that reads."""
+    """Those whose speed is below the floor, or below the share of the median, with a text that says so."""
     median = statistics.median(speeds.values()) if speeds else 0.0
     for who, speed in speeds.items():
         if speed == HUNG:
@@ -81,8 +82,10 @@ def _slow(speeds: dict[Any, float], floor: float, share: float) -> Iterator[tupl
 
 
 def clock_problems(rounds: Sequence[dict[str, float]], limit: float) -> list[str]:
-    """Whose clock differs from the median by more than `limit` seconds, from clocks that were read at the same moment,
-    give or take the time a message took: of several rounds the least difference counts."""
+    """The nodes whose clock differs from the median by more than `limit` seconds.
+
+    rounds: the nodes' clocks, read at one moment, but for the time that a message takes. Of several rounds a node's
+    smallest difference counts, since delays look like differences."""
     least: dict[str, float] = {}
     for clocks in rounds:
         median = statistics.median(clocks.values())
@@ -98,8 +101,9 @@ def clock_problems(rounds: Sequence[dict[str, float]], limit: float) -> list[str
 
 
 def check_network(options: PreflightOptions) -> tuple[list[str], str]:
-    """Everything that is wrong between the processes that torchrun started, the same on all of them; and what was
-    measured."""
+    """Everything that is wrong between the processes that torchrun started, and a summary of what was measured.
+
+    Both are the same on all processes."""
     import torch
     import torch.distributed as dist
 
@@ -120,9 +124,9 @@ def check_network(options: PreflightOptions) -> tuple[list[str], str]:
     members = [[other for other, name in enumerate(names) if name == node] for node in nodes]
 
     def measure(groups: list[list[int]]) -> list[float]:
-        """The bus bandwidth of each group, all at the same time: that of its slowest process."""
+        """The bus bandwidth of each group, measured at the same time: that of its slowest process."""
         made = [dist.new_group(group) for group in groups]
-        mine = next((place for place, group in enumerate(groups) if rank in group), None)
+        mine = next((index for index, group in enumerate(groups) if rank in group), None)
         speed = None
         if mine is not None:
             speed = all_reduce_speed(
@@ -141,7 +145,7 @@ def check_network(options: PreflightOptions) -> tuple[list[str], str]:
     between: dict[tuple[str, str], float] = {}
     for pairs in pairings(len(nodes)):
         if HUNG in [*within.values(), *between.values()]:
-            break  # the processes may be stuck in it
+            break  # processes may be stuck in that all-reduce
         speeds = measure([members[first] + members[second] for first, second in pairs])
         between |= {(nodes[first][1], nodes[second][1]): speed for (first, second), speed in zip(pairs, speeds)}
     given = {name: value for name in ("within", "between", "share") if (value := getattr(options, name)) != -1}
@@ -157,14 +161,15 @@ def check_network(options: PreflightOptions) -> tuple[list[str], str]:
 
 
 def all_reduce_speed(group: Any, size: int, tensor: Any, patience: float) -> float:
-    """Bus bandwidth of an all-reduce in GB/s: 2 (n - 1) / n of its bytes by its time, so that groups of all sizes
-    compare; `HUNG` where it fails, gives a wrong sum, or takes longer than `patience` seconds."""
+    """Bus bandwidth of an all-reduce in GB/s: 2 (n - 1) / n of its bytes by its time, comparable between group sizes.
+
+    `HUNG` where it fails, gives a wrong sum, or takes longer than `patience` seconds."""
     import torch
     import torch.distributed as dist
 
     seconds = []
     try:
-        for _ in range(5):  # the first connects, the best counts
+        for _ in range(5):  # the first one also connects; the best one counts
             tensor.fill_(1)
             if tensor.is_cuda:
                 torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What is wrong with one node: its GPUs as nvidia-smi sees them, its disks, and folders that others must see."""
+"""What is wrong with one node: its GPUs as nvidia-smi reports them, its disks, and folders that all nodes share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIELDS = (
     "clocks_event_reasons.active",
 )
 
-# The bits that mean a fault; the others are idleness, chosen clocks and the ordinary power cap.
+# The bits that mean a fault. The others mean idleness, chosen clocks and the ordinary power cap.
 SLOWED = {
     0x8: "hardware slowdown",
     0x20: "software thermal slowdown",
@@ -37,7 +37,7 @@ OCCUPIED_MIB = 2048  # more than an idle driver holds
 
 
 def nvidia_smi(run: Callable[..., Any] = subprocess.run) -> str:
-    """The output of nvidia-smi for `FIELDS`. Raises `ConfigError` that says what to do where it gives none."""
+    """The output of nvidia-smi for `FIELDS`. Raises `ConfigError`, with what to do, where there is none."""
     for last in (FIELDS[-1], "clocks_throttle_reasons.active"):
         query = ",".join([*FIELDS[:-1], last])
         try:
@@ -103,7 +103,7 @@ def _gpu_problems(row: dict[str, str]) -> Iterator[str]:
 
 
 def _number(text: str) -> float:
-    """A number of nvidia-smi; `[N/A]`, of what a GPU does not count, is 0."""
+    """A number of nvidia-smi; 0 for `[N/A]`, which stands for what a GPU does not count."""
     try:
         return float(text)
     except ValueError:
@@ -111,7 +111,7 @@ def _number(text: str) -> float:
 
 
 def disk_problems(name: str, folder: Path, wanted: float) -> list[str]:
-    """What is wrong with writing `wanted` GiB into `folder`, which is made; name: the setting to change."""
+    """What is wrong with writing `wanted` GiB into `folder`, which is created. name: the setting that names it."""
     probe = folder / f".preflight-{NODE}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def disk_problems(name: str, folder: Path, wanted: float) -> list[str]:
         try:
             probe.unlink(missing_ok=True)
         except OSError:
-            pass  # said already
+            pass  # the error is reported already
     free = shutil.disk_usage(folder).free / 2**30
     if free >= wanted:
         return []
@@ -133,22 +133,22 @@ def disk_problems(name: str, folder: Path, wanted: float) -> list[str]:
 
 
 def unseen(folder: Path, nodes: Iterable[str], patience: float) -> list[str]:
-    """Those of `nodes` whose mark does not appear in `folder` within `patience` seconds, after leaving this node's
-    own."""
+    """Leaves a file with this node's name in `folder`; returns those of `nodes` whose file does not appear there.
+
+    patience: seconds to wait for them."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / NODE).touch()
     end, missing = time.monotonic() + patience, sorted(nodes)
     while missing and time.monotonic() < end:
-        seen = set(
-            os.listdir(folder)
-        )  # a listing, since network file systems remember for a while that a name was not there
+        # The folder is listed, since network file systems cache for a while that a single name does not exist.
+        seen = set(os.listdir(folder))
         missing = [node for node in missing if node not in seen]
         time.sleep(0.2 if missing else 0)
     return missing
 
 
 def check_node(options: PreflightOptions) -> list[str]:
-    """Everything that is wrong with this node, or that it sees wrong with others."""
+    """Everything that is wrong with this node, and the nodes whose files it does not see."""
     problems, nodes = [], [name for name in options.nodes.split(",") if name]
     if options.gpus:
         try:

@@ -1,4 +1,4 @@
-"""Options of the preflight, and who and where its process is."""
+"""Options of the preflight, the variables that torchrun sets, and this node's name."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ class Batch:
     """One micro-batch.
 
     tokens, targets: int64 [micro, length]; a target is `IGNORE` where there is none. documents: int32 [micro, length],
-    the number within its sequence of each token's document, or None where attention is not to be masked. ids:
-    "source:index"."""
+    each token's document as a number within the sequence, or None where attention is not masked by documents. ids: of
+    each sequence, "source:index"."""
 
     tokens: Tensor
     targets: Tensor
@@ -46,10 +46,10 @@ class Batch:
 class Loader:
     """Iterates over optimizer steps: each item is this rank's list of `batch.accumulation` micro-batches, on `device`.
 
-    The step at position p consumes samples p to p + batch.global_size of the run, whatever the ranks and the
-    accumulation; `position` is all that has to be saved to go on, with any other number of ranks or global size.
+    The step at position p consumes samples p to p + batch.global_size of the run, whatever the number of ranks and the
+    accumulation. Only `position` has to be saved to resume, also with another number of ranks or global size.
     position: samples consumed by the steps handed out, over all ranks. wait_seconds: how long the last `next` blocked.
-    prefetch: steps that a thread prepares ahead. What goes wrong in it is raised by `next`, which may be tried again.
+    prefetch: steps that a thread prepares ahead. An error in that thread is raised by `next`; the call may be repeated.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Loader:
 
     @property
     def epoch(self) -> float | None:
-        """Epochs consumed; None with a stream, whose length nobody knows."""
+        """Epochs consumed; None with a stream, whose length is unknown."""
         return None if self.samples.endless else self.position / len(self.samples)
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -112,7 +112,7 @@ class Loader:
         self._ahead.clear()
 
     def _enter_thread(self) -> None:
-        if self.device.index is not None:  # pinning in a new thread would otherwise open a context on the first GPU
+        if self.device.index is not None:  # without it, pinning would open a CUDA context on the first GPU
             torch.cuda.set_device(self.device)
 
     def _step(self, position: int) -> list[Batch]:
@@ -133,9 +133,10 @@ def eval_batches(
     mask_documents: bool = False,
     device: torch.device | str = "cpu",
 ) -> Iterator[Batch]:
-    """The held-out batches of one rank: together the same `sequences`, spread evenly over all that are held out.
+    """One rank's batches of an evaluation.
 
-    Every rank gets as many batches; rows that are left over hold no valid target.
+    All ranks together evaluate `sequences` sequences, evenly spaced among those held out: the same ones for any number
+    of ranks. Every rank gets the same number of batches; rows beyond the last sequence are padding without targets.
     """
     count = min(sequences, len(samples))
     for start in range(0, count, micro_size * dp_size):

@@ -19,20 +19,20 @@ import numpy as np
 from trainer.config import Config, ConfigError
 from trainer.data.documents import Source, held_out_threshold
 from trainer.data.progress import say
-from trainer.data.shards import Job, read_manifest, tokenise, write_manifest
+from trainer.data.shards import TokeniseJob, read_manifest, tokenise, write_manifest
 from trainer.data.stream import StreamedSequences, hold_out
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
 from trainer.data.tokens import (
     Packed,
-    Piece,
     Sequences,
+    TokenRun,
     TokenWriter,
     file_digest,
     hold_out_tail,
     open_token_file,
-    replacing,
     token_dtype,
 )
+from trainer.util.files import replacing
 
 FORMAT = 1
 """Part of every key of the cache; raised when the same input would be prepared differently."""
@@ -44,7 +44,7 @@ TRAINING_BYTES = 100 << 20
 class Samples:
     """The sequences of one side of the split, over all sources.
 
-    `len` is an epoch: the sequences of all sources together, to which a stream, whose length nobody knows, adds none.
+    `len` is an epoch: the sequences of all sources together. A stream, whose length is unknown, adds none.
     """
 
     def __init__(self, sources: list[Sequences], weights: list[float]):
@@ -66,7 +66,7 @@ class Samples:
         return source, index - (int(self._ends[source - 1]) if source else 0)
 
     def get(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens (int64) and the number of each token's document (int32), [sequence_length + 1] each."""
+        """Two arrays [sequence_length + 1]: tokens (int64), and the number of each token's document (int32)."""
         if not 0 <= index < len(self):
             raise IndexError(f"{len(self)} sequences, not {index}")
         source, within = self.locate(index)
@@ -75,10 +75,10 @@ class Samples:
 
 @dataclass
 class Corpus:
-    """What a run trains and is evaluated on.
+    """What a run trains on and is evaluated on.
 
-    `fingerprint` changes with all that a sample's number stands for but the seed: tokens, sequence length, weights.
-    """
+    `fingerprint` identifies what sample numbers refer to: tokens, sequence length and weights. The seed is no part of
+    it."""
 
     tokenizer: Tokenizer
     train: Samples
@@ -117,11 +117,6 @@ def open_corpus(config: Config) -> Corpus:
         ),
     ]
     return Corpus(tokenizer, train, held, _key(parts))
-
-
-def open_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of `config.data`; `bpe` is trained on the sources unless the cache has it. Raises `ConfigError`."""
-    return _tokenizer(config, _sources(config) if config.data.tokenizer == "bpe" else [])
 
 
 def _sources(config: Config) -> list[Source]:
@@ -188,7 +183,7 @@ def _tokenizer(config: Config, sources: list[Source]) -> Tokenizer:
 def _open(config: Config, source: Source, tokenizer: Tokenizer) -> tuple[Sequences, Packed, Any]:
     """Training and held-out sequences of a source, and what identifies their content."""
     if source.config.kind == "tokens":
-        pieces, content = _token_files(config, source, tokenizer)
+        runs, content = _token_files(config, source, tokenizer)
     elif source.streams:
         return _open_stream(config, source, tokenizer)
     else:
@@ -197,18 +192,18 @@ def _open(config: Config, source: Source, tokenizer: Tokenizer) -> tuple[Sequenc
 
         def prepare() -> None:
             threshold = held_out_threshold(source.documents, config.data.eval_fraction)
-            job = Job(source.documents, tokenizer, token_dtype(tokenizer.vocab_size), threshold, folder)
+            job = TokeniseJob(source.documents, tokenizer, token_dtype(tokenizer.vocab_size), threshold, folder)
             tokenise(job, source.name, config.data.workers)
 
         _once(folder / "manifest.json", prepare, config)
-        pieces, content = read_manifest(folder)
-    return *(_packed(config, source, tokenizer, pieces[split]) for split in ("train", "eval")), content
+        runs, content = read_manifest(folder)
+    return *(_packed(config, source, tokenizer, runs[split]) for split in ("train", "eval")), content
 
 
 def _open_stream(config: Config, source: Source, tokenizer: Tokenizer) -> tuple[Sequences, Packed, Any]:
     threshold, length = held_out_threshold(source.documents, config.data.eval_fraction), config.batch.sequence_length
     content = [source.identity, tokenizer.digest, threshold]
-    source.documents.open()  # what is wrong with its name or its columns comes to light now
+    source.documents.open()  # errors in its name or columns are found now
     wanted = config.eval.sequences * length + 1 if config.eval.every else 0
     folder = _cache(config) / "tokens" / f"{source.name}-{_key([*content, wanted])}"
 
@@ -227,23 +222,23 @@ def _open_stream(config: Config, source: Source, tokenizer: Tokenizer) -> tuple[
     return train, _packed(config, source, tokenizer, read_manifest(folder)[0]["eval"]), content
 
 
-def _token_files(config: Config, source: Source, tokenizer: Tokenizer) -> tuple[dict[str, list[Piece]], Any]:
+def _token_files(config: Config, source: Source, tokenizer: Tokenizer) -> tuple[dict[str, list[TokenRun]], Any]:
     if source.config.limit:
         raise ConfigError(
             f"data.sources.{source.name}.limit={source.config.limit} counts documents, and token files "
             "are not read by documents; leave it at 0"
         )
     whole = [open_token_file(source.name, source.config, path, tokenizer.vocab_size) for path in source.paths]
-    parts = [hold_out_tail(piece, config.data.eval_fraction, tokenizer.end_id) for piece in whole]
+    parts = [hold_out_tail(run, config.data.eval_fraction, tokenizer.end_id) for run in whole]
     return (
         {split: [part[side] for part in parts] for side, split in enumerate(("train", "eval"))},
-        [[file_digest(piece), part[0].length] for piece, part in zip(whole, parts)],
+        [[file_digest(run), part[0].length] for run, part in zip(whole, parts)],
     )
 
 
-def _packed(config: Config, source: Source, tokenizer: Tokenizer, pieces: list[Piece]) -> Packed:
-    pieces = [piece for piece in pieces if piece.length]
-    return Packed(source.name, pieces, tokenizer.end_id, tokenizer.vocab_size, config.batch.sequence_length)
+def _packed(config: Config, source: Source, tokenizer: Tokenizer, runs: list[TokenRun]) -> Packed:
+    runs = [run for run in runs if run.length]
+    return Packed(source.name, runs, tokenizer.end_id, tokenizer.vocab_size, config.batch.sequence_length)
 
 
 def _check_sizes(config: Config, train: Samples, held: Samples) -> None:
@@ -283,7 +278,7 @@ def _key(parts: list[Any]) -> str:
 
 
 def _once(target: Path, make: Callable[[], None], config: Config) -> None:
-    """Has `target` made by the first process that asks for it; the others wait for its file lock."""
+    """Makes `target` in the first process that needs it; the others wait for that process's file lock."""
     if target.exists():
         return
     try:

@@ -19,11 +19,11 @@ from trainer.config.fields import nearest
 from trainer.data.progress import on_terminal
 from trainer.data.tokens import DataError
 
-PIECE_BYTES = 64 << 10
-"""Longer files are cut at line ends, so that a part of a single file can be held out and tokenised by itself."""
+CHUNK_BYTES = 64 << 10
+"""Longer files are cut at line ends into chunks, so that a part of a single file can be held out or be a shard."""
 
 COUNTED = 10_000
-"""Up to this many documents the held-out share is counted out; above, a threshold on the hash is close enough."""
+"""Up to this many documents exactly the held-out share is held out; above, a threshold on hashes is close enough."""
 
 SUFFIXES = {
     "text": None,
@@ -34,38 +34,38 @@ SUFFIXES = {
 """What a folder of each kind is searched for; None means every file."""
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-"""Folders beside or inside the standard library that are not it; some systems ship its tests and some do not."""
+"""Folders in the standard library's folder that are left out: other packages, and tests, which some systems lack."""
 
 
 class Document(NamedTuple):
-    """Text, and whether a document ends with it."""
+    """A text, and whether a document ends with it (long files come in several chunks)."""
 
     text: str
     final: bool = True
 
 
 class TextFiles:
-    """Text files, one document each; `len` and `read` count pieces of at most about `PIECE_BYTES`."""
+    """Text files, one document each; `len` and `read` count chunks of at most about `CHUNK_BYTES`."""
 
     def __init__(self, name: str, paths: list[str], strict: bool):
         self.name, self.paths, self.strict = name, paths, strict
         self.sizes = [os.path.getsize(path) for path in paths]
         self.bytes = sum(self.sizes)
-        self._ends = np.cumsum([max(1, math.ceil(size / PIECE_BYTES)) for size in self.sizes])
+        self._ends = np.cumsum([max(1, math.ceil(size / CHUNK_BYTES)) for size in self.sizes])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def read(self, first: int, last: int) -> Iterator[Document]:
-        for piece in range(first, last):
-            file = int(np.searchsorted(self._ends, piece, "right"))
-            document = self._piece(file, piece - (int(self._ends[file - 1]) if file else 0))
+        for chunk in range(first, last):
+            file = int(np.searchsorted(self._ends, chunk, "right"))
+            document = self._chunk(file, chunk - (int(self._ends[file - 1]) if file else 0))
             if document.text:
                 yield document
 
-    def _piece(self, file: int, number: int) -> Document:
-        """The lines that start within the piece's bytes: cuts never fall into a line, and so never into a character."""
-        path, start, end = self.paths[file], number * PIECE_BYTES, (number + 1) * PIECE_BYTES
+    def _chunk(self, file: int, number: int) -> Document:
+        """The lines that start within the chunk's bytes: cuts never fall into a line, and so never into a character."""
+        path, start, end = self.paths[file], number * CHUNK_BYTES, (number + 1) * CHUNK_BYTES
         try:
             with open(path, "rb") as handle:
                 if start:
@@ -150,7 +150,7 @@ class Source:
 
     @cached_property
     def identity(self) -> list[Any]:
-        """Changes with the content: names, sizes and times of files, or what the hub says of a data set."""
+        """Changes with the content: names, sizes and times of files, or the files that the hub lists for a data set."""
         config = self.config
         reading = [config.kind, config.field, config.limit]
         if config.kind == "hub":
@@ -183,7 +183,7 @@ class Source:
 
 
 def walk(root: str | Path, enter: Callable[[str], bool]) -> Iterator[str]:
-    """All files under a folder, but for folders by whose name `enter` says no."""
+    """All files under a folder, except in folders for whose name `enter` returns False."""
     for folder, folders, files in os.walk(root):
         folders[:] = filter(enter, folders)
         yield from (os.path.join(folder, file) for file in files)

@@ -1,8 +1,8 @@
 """The order of samples: a pure function of the seed and the sample's number in the run.
 
-Sample g of the run is sample n of one source; sources alternate in a fixed pattern that keeps to their weights, and
-within each epoch a source is read in an order of its own. Nothing has to be stored but g, and no number of ranks
-enters."""
+Sample g of the run is sample n of one source. Sources alternate in a fixed pattern that keeps to their weights, and
+each epoch of a source has a random order of its own. Only g has to be stored, and the order does not depend on the
+number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Order:
     """Maps sample numbers of the run to samples of the sources.
 
     lengths: sequences of each source, None for a stream, which is read in its own order. weights: shares before
-    normalisation. names: they key the sources' orders, so that these stay the same beside other sources.
+    normalisation. names: seed the order of each source, so that it is the same whatever other sources there are.
     """
 
     def __init__(self, names: list[str], lengths: list[int | None], weights: list[float], seed: int):
@@ -54,7 +54,7 @@ def shares(weights: list[float]) -> np.ndarray:
 
 
 def interleave(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The source of each slot of a period, evenly spread, and how many slots before it have the same source; int64."""
+    """By slot of a period, int64: its source (evenly spread), and how many slots before it have the same source."""
     source = np.repeat(np.arange(len(counts)), counts)
     rank = np.concatenate([np.arange(count) for count in counts])
     slots = np.argsort((rank + 0.5) / counts[source], kind="stable")

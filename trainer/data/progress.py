@@ -1,4 +1,4 @@
-"""How preparation shows itself: a bar on the terminal of a machine's first process, elsewhere a line now and then."""
+"""Progress of data preparation: a bar where a machine's first process has a terminal, elsewhere lines now and then."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ EVERY = 10.0
 
 
 def say(text: str) -> None:
+    """Prints a notice to stderr, at once."""
     print(text, file=sys.stderr, flush=True)
 
 
 def on_terminal() -> bool:
-    """Whether bars may be drawn: only one process of a machine may, and only for a person."""
+    """Whether to draw bars: only on a terminal, and only in one process of a machine."""
     return sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextlib.contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Gives a function that is told of each amount done, up to `total`."""
+    """Gives a function to call with each amount of work done; the amounts add up to `total`."""
     if on_terminal():
         from rich.console import Console
         from rich.progress import Progress

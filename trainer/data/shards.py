@@ -1,8 +1,10 @@
 """Tokenises the documents of a source in shards, by several processes; what a killed run has finished is kept.
 
-A folder holds, per shard, the training and the held-out tokens and a `.json` that is written last and describes them;
-`manifest.json` follows when every shard is there. Run as a module, this file is one worker: clean interpreters, unlike
-forked ones, are safe beside the threads of torch and `tokenizers`, and need no guard in the script that started them.
+For each shard a folder holds the training tokens, the held-out tokens, and a `.json` that describes them and is written
+last. `manifest.json` follows when every shard is there.
+
+Run as a module, this file is one worker process. Workers are new interpreters: forked ones would not be safe beside the
+threads of torch and `tokenizers`, and those of multiprocessing need a guard in the script that started them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from trainer.config import ConfigError
 from trainer.data.documents import Document, Table, TextFiles, digest
 from trainer.data.progress import progress
 from trainer.data.tokenizer import Tokenizer
-from trainer.data.tokens import Piece, TokenWriter, replacing
+from trainer.data.tokens import TokenRun, TokenWriter
+from trainer.util.files import write_atomic
 
 SPLITS = ("train", "eval")
 SHARD_BYTES = 8 << 20
@@ -35,11 +38,11 @@ BATCH = 1 << 20
 
 
 @dataclass
-class Job:
+class TokeniseJob:
     """What a shard's tokens depend on, and where they go.
 
-    `shards`: first and last document (not included) of each, a function of the documents alone, so that a resumed run
-    with other workers finds the same.
+    `shards`: first and last document (not included) of each. They follow from the documents alone, so that a resumed
+    run with another number of workers finds the same shards.
     """
 
     documents: TextFiles | Table
@@ -58,10 +61,10 @@ class Job:
         return self.folder / f"shard-{number:05d}.json"
 
 
-def tokenise(job: Job, name: str, workers: int) -> None:
+def tokenise(job: TokeniseJob, name: str, workers: int) -> None:
     """Writes the shards that are missing and the manifest. `workers`: processes; 0 means one a core."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    for part in job.folder.glob("*.part"):  # a killed run's
+    for part in job.folder.glob("*.part"):  # of a killed run
         part.unlink()
     missing = [number for number in range(len(job.shards)) if not job.description(number).exists()]
     workers = min(workers or len(os.sched_getaffinity(0)), len(missing))
@@ -77,28 +80,27 @@ def tokenise(job: Job, name: str, workers: int) -> None:
 
 def write_manifest(folder: Path, dtype: str, files: dict[str, list[dict]]) -> None:
     """Marks the folder as complete."""
-    with replacing(folder / "manifest.json") as part:
-        Path(part).write_text(json.dumps({"dtype": dtype, "files": files}))
+    write_atomic(folder / "manifest.json", json.dumps({"dtype": dtype, "files": files}))
 
 
-def read_manifest(folder: Path) -> tuple[dict[str, list[Piece]], list[str]]:
-    """The pieces of each split, and digests of their content. Raises `ConfigError` for missing or cut files."""
+def read_manifest(folder: Path) -> tuple[dict[str, list[TokenRun]], list[str]]:
+    """The token files of each split, and digests of their content. Raises `ConfigError` for missing or cut files."""
     manifest = json.loads((folder / "manifest.json").read_text())
     dtype, files = manifest["dtype"], manifest["files"]
-    pieces = {
-        split: [Piece(str(folder / file["file"]), dtype, 0, file["tokens"]) for file in files[split]]
+    runs = {
+        split: [TokenRun(str(folder / file["file"]), dtype, 0, file["tokens"]) for file in files[split]]
         for split in SPLITS
     }
-    for piece in itertools.chain(*pieces.values()):
-        size = piece.length * np.dtype(dtype).itemsize
-        if not os.path.exists(piece.path) or os.path.getsize(piece.path) != size:
+    for run in itertools.chain(*runs.values()):
+        size = run.length * np.dtype(dtype).itemsize
+        if not os.path.exists(run.path) or os.path.getsize(run.path) != size:
             raise ConfigError(
-                f"data.cache: {piece.path} is missing or damaged; delete the folder {folder} and it is made anew"
+                f"data.cache: {run.path} is missing or damaged; delete the folder {folder} and it is made anew"
             )
-    return pieces, [file["digest"] for split in SPLITS for file in files[split]]
+    return runs, [file["digest"] for split in SPLITS for file in files[split]]
 
 
-def write_shard(job: Job, number: int) -> None:
+def write_shard(job: TokeniseJob, number: int) -> None:
     """Tokenises one shard; its description appears when its files are complete."""
     stem = str(job.description(number).with_suffix(""))
     writers = {held: TokenWriter(f"{stem}.{split}.bin", job.dtype) for held, split in enumerate(SPLITS)}
@@ -107,17 +109,16 @@ def write_shard(job: Job, number: int) -> None:
             for (_, held, mark), ids in zip(texts, job.tokenizer.encode_batch([text for text, _, _ in texts])):
                 writers[held].append([*ids, job.tokenizer.end_id] if mark else ids)
         written = {split: writers[held].finish() for held, split in enumerate(SPLITS) if writers[held].count}
-        with replacing(job.description(number)) as part:
-            Path(part).write_text(json.dumps(written))
+        write_atomic(job.description(number), json.dumps(written))
     finally:
         for writer in writers.values():
             writer.discard()
 
 
 def _marked(documents: Iterable[Document], threshold: int) -> Iterator[tuple[str, bool, bool]]:
-    """Text, whether it is held out, and whether an end mark follows.
+    """Yields each text, whether it is held out, and whether an end mark follows it.
 
-    The pieces of a long document run on without a mark, unless the next one is on the other side of the split.
+    Between two chunks of one document there is no end mark, unless the split puts them on different sides.
     """
     waiting: tuple[str, bool, bool] | None = None
     for text, final in documents:
@@ -141,13 +142,13 @@ def _batches(texts: Iterable[tuple[str, bool, bool]]) -> Iterator[list[tuple[str
         yield batch
 
 
-def _in_turn(job: Job, numbers: list[int]) -> Iterator[int]:
+def _in_turn(job: TokeniseJob, numbers: list[int]) -> Iterator[int]:
     for number in numbers:
         write_shard(job, number)
         yield number
 
 
-def _in_processes(job: Job, numbers: list[int], workers: int) -> Iterator[int]:
+def _in_processes(job: TokeniseJob, numbers: list[int], workers: int) -> Iterator[int]:
     """Yields each number when its shard is done. Workers report to one pipe, a line of JSON at a time."""
     package = str(Path(__file__).parents[2])
     environment = {
@@ -190,7 +191,7 @@ def _in_processes(job: Job, numbers: list[int], workers: int) -> Iterator[int]:
 
 
 def work(plan: str, pipe: int, numbers: list[int]) -> None:
-    """One worker process. It ends by itself when the one that started it is gone: nobody reads its reports."""
+    """One worker process. Writing to the pipe fails, and ends it, when the process that started it is gone."""
     with open(plan, "rb") as handle, open(pipe, "w", buffering=1) as reports:
         try:
             for number in _in_turn(pickle.load(handle), numbers):

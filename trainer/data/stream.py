@@ -1,13 +1,13 @@
-"""A hub data set read while training: packed in the order in which its documents arrive.
+"""A data set of the Hugging Face hub, streamed while training and packed in the order in which its documents arrive.
 
-What holds: sequence i of a stream depends on the stream, the tokenizer and the sequence length alone, not on ranks; so
-the position in samples is enough to resume under any plan. What does not: there is no shuffling beyond the hub's own
-order, every rank reads and tokenises the whole stream, and an epoch has no known length; when the stream ends, it
-starts again.
+Sequence i of a stream depends on the stream, the tokenizer and the sequence length, not on ranks. The position in
+samples is therefore enough to resume under any plan. Unlike other sources, a stream is not shuffled beyond the hub's
+own order, every rank reads and tokenises all of it, and an epoch has no known length. When the stream ends, it starts
+again.
 
-Skipping to a position would mean to read up to it. Therefore the state of the reader is noted in the cache now and
-then, and a reader starts from the last note before its position; without notes (another machine) it reads from the
-start."""
+To reach a position, a reader has to read all that comes before. It therefore saves its state to the cache every
+`NOTE_EVERY` sequences, and starts from the last saved state before its position. Without saved states (on another
+machine) it reads from the start."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ import numpy as np
 
 from trainer.data.documents import Stream, digest
 from trainer.data.tokenizer import Tokenizer
-from trainer.data.tokens import DataError, TokenWriter, number_documents, replacing
+from trainer.data.tokens import DataError, TokenWriter, number_documents
+from trainer.util.files import write_atomic
 
 GROUP = 64
 """Documents tokenised together."""
 
 NOTE_EVERY = 1024
-"""Sequences between notes of the reader's state."""
+"""Sequences between two saved states of the reader."""
 
 
 class StreamedSequences:
-    """Sequences of a stream; quick in rising order, and otherwise a matter of starting again. See
-    `tokens.Sequences`."""
+    """Sequences of a stream, see `tokens.Sequences`. Rising order is fast; going back starts the stream again."""
 
     length = None
 
@@ -54,7 +54,7 @@ class StreamedSequences:
                 return tokens, number_documents(tokens, self.tokenizer.end_id)
 
     def _start(self, index: int) -> None:
-        """Goes to the last noted state at or before sequence `index`, else to the start."""
+        """Goes to the last saved state at or before sequence `index`, else to the start."""
         noted = [int(path.stem) for path in self.notes.glob("*.json") if int(path.stem) <= index]
         self._dataset, self._next, self._buffer, self._kept = self.documents.open(), 0, np.empty(0, np.int64), False
         if noted:
@@ -70,7 +70,7 @@ class StreamedSequences:
         try:
             rows = list(islice(self._rows, GROUP))
         except DataError:
-            self._rows = None  # a reader that failed looks like one at its end
+            self._rows = None  # otherwise the failed reader would look as if it were at its end
             raise
         texts = [text for text in self.documents.texts(rows) if digest(text) >= self.threshold]
         if texts:
@@ -88,12 +88,12 @@ class StreamedSequences:
     def _note(self) -> None:
         self._noted = self._next
         self.notes.mkdir(parents=True, exist_ok=True)
-        with replacing(self.notes / f"{self._next:012d}.json") as part:
-            Path(part).write_text(json.dumps({"state": self._dataset.state_dict(), "tokens": self._buffer.tolist()}))
+        note = {"state": self._dataset.state_dict(), "tokens": self._buffer.tolist()}
+        write_atomic(self.notes / f"{self._next:012d}.json", json.dumps(note))
 
 
 def hold_out(documents: Stream, tokenizer: Tokenizer, threshold: int, tokens: int, writer: TokenWriter) -> None:
-    """Writes at least `tokens` tokens of the stream's first held-out documents, or all there are."""
+    """Writes the stream's first held-out documents: at least `tokens` tokens, or all there are."""
     for text in documents.texts(documents.rows(documents.open())):
         if writer.count >= tokens:
             return

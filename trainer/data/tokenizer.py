@@ -14,19 +14,18 @@ from tokenizers import Tokenizer as Backend
 from trainer.config import ConfigError
 
 END = "<|endoftext|>"
-"""The end mark of tokenizers made here."""
+"""The end-of-text token (end mark) of tokenizers made here."""
 
 KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|endofdocument|>", "<|im_end|>", "[EOS]", "[SEP]")
 """Names under which a bare tokenizer.json, which has no field for it, may hold its end mark."""
 
 
 class Tokenizer:
-    """A `tokenizers` tokenizer with an end mark, which closes every document.
+    """A `tokenizers` tokenizer with an end-of-text token (EOS; here: the end mark), which closes every document.
 
-    `digest` identifies what it does to text. Text never makes special tokens: a document that spells out the end mark's
-    name keeps it as text.
-    `original` is the transformers tokenizer it came from, if it did; saving then keeps all of that one's settings.
-    """
+    `digest` identifies how it encodes text. Text never becomes special tokens: a document that spells out the end
+    mark's name keeps it as text. `original` is the transformers tokenizer that it was made from, or None; `save` keeps
+    all settings of an `original`."""
 
     def __init__(self, backend: Backend, end_id: int, original: Any = None):
         self.backend, self.end_id, self._original = backend, end_id, original
@@ -35,7 +34,7 @@ class Tokenizer:
         backend.no_padding()
         self.vocab_size = max(backend.get_vocab().values()) + 1
         state = json.loads(backend.to_str())
-        del state["post_processor"]  # it only adds marks
+        del state["post_processor"]  # it only adds special tokens
         self.digest = hashlib.blake2b(json.dumps([end_id, state], sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def __reduce__(self) -> tuple:
@@ -54,8 +53,10 @@ class Tokenizer:
         return self.backend.decode([int(token) for token in ids if token != self.end_id], skip_special_tokens=False)
 
     def save(self, folder: str | Path) -> None:
-        """Writes a folder that `transformers.AutoTokenizer.from_pretrained` opens. A tokenizer that is not from
-        transformers is written without it, since importing it takes every run's start a second."""
+        """Writes a folder that `transformers.AutoTokenizer.from_pretrained` opens.
+
+        A tokenizer without an `original` is written without importing transformers, which would cost every run's start
+        a second."""
         if self._original is not None:
             self._original.save_pretrained(str(folder))
             return

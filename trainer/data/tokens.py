@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from trainer.config import ConfigError, SourceConfig
+from trainer.util.files import temporary_name
 
 SCAN = 1 << 20
 """Tokens looked at together in search of an end mark."""
@@ -23,29 +22,29 @@ class DataError(RuntimeError):
 
 
 class Sequences(Protocol):
-    """Sequences of one source; `length` is None for a stream, whose end nobody knows."""
+    """Sequences of one source; `length` is None for a stream, whose end is unknown."""
 
     name: str
     length: int | None
 
     def get(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens (int64) and the number within the sequence of each one's document (int32), [sequence_length + 1]
-        each."""
+        """Two arrays [sequence_length + 1]: the tokens (int64), and for each token the number of its document within
+        the sequence (int32)."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A run of `length` tokens that starts `offset` bytes into a file; another document starts with it."""
+class TokenRun:
+    """`length` consecutive tokens of a file, from byte `offset` on; a document starts at the first."""
 
     path: str
     dtype: str
     offset: int
     length: int
 
-    def cut(self, at: int) -> tuple[Piece, Piece]:
+    def cut(self, at: int) -> tuple[TokenRun, TokenRun]:
         """The first `at` tokens, and the rest."""
         rest = self.offset + at * np.dtype(self.dtype).itemsize
-        return Piece(self.path, self.dtype, self.offset, at), Piece(self.path, self.dtype, rest, self.length - at)
+        return TokenRun(self.path, self.dtype, self.offset, at), TokenRun(self.path, self.dtype, rest, self.length - at)
 
     def map(self) -> np.ndarray:
         """The tokens, memory-mapped. Raises `DataError` if the file vanished or shrank."""
@@ -59,17 +58,17 @@ class Piece:
 
 
 class Packed:
-    """The tokens of several pieces one after the other, cut into sequences with random access.
+    """The tokens of several runs one after the other, cut into sequences with random access.
 
     Sequence i is tokens [i x length, (i + 1) x length], ends included: the last token, which only serves as a target,
     is the first of the next sequence."""
 
-    def __init__(self, name: str, pieces: list[Piece], end_id: int, vocab_size: int, sequence_length: int):
-        self.name, self.pieces, self.end_id = name, pieces, end_id
+    def __init__(self, name: str, runs: list[TokenRun], end_id: int, vocab_size: int, sequence_length: int):
+        self.name, self.runs, self.end_id = name, runs, end_id
         self.vocab_size, self.size = vocab_size, sequence_length
-        self._ends = np.cumsum([piece.length for piece in pieces], dtype=np.int64)
+        self._ends = np.cumsum([run.length for run in runs], dtype=np.int64)
         self._maps: dict[int, np.ndarray] = {}
-        self.tokens = sum(piece.length for piece in pieces)
+        self.tokens = sum(run.length for run in runs)
         self.length = max(0, self.tokens - 1) // sequence_length
 
     def get(self, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -79,14 +78,14 @@ class Packed:
         tokens, starts, filled = np.empty(self.size + 1, np.int64), np.zeros(self.size + 1, bool), 0
         number = int(np.searchsorted(self._ends, index * self.size, "right"))
         while filled <= self.size:
-            first = index * self.size + filled - int(self._ends[number]) + self.pieces[number].length
-            run = self._map(number)[first : first + self.size + 1 - filled]
+            first = index * self.size + filled - int(self._ends[number]) + self.runs[number].length
+            part = self._map(number)[first : first + self.size + 1 - filled]
             starts[filled] = True
-            tokens[filled : filled + len(run)] = run
-            filled, number = filled + len(run), number + 1
+            tokens[filled : filled + len(part)] = part
+            filled, number = filled + len(part), number + 1
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             raise DataError(
-                f"{self.name}:{index} in {self.pieces[number - 1].path} holds token {tokens.max()}, beyond the "
+                f"{self.name}:{index} in {self.runs[number - 1].path} holds token {tokens.max()}, beyond the "
                 f"tokenizer's {self.vocab_size}; data.tokenizer is not the one the file was made with, or "
                 f"data.sources.{self.name}.dtype is wrong"
             )
@@ -94,7 +93,7 @@ class Packed:
 
     def _map(self, number: int) -> np.ndarray:
         if number not in self._maps:
-            self._maps[number] = self.pieces[number].map()
+            self._maps[number] = self.runs[number].map()
         return self._maps[number]
 
 
@@ -114,8 +113,8 @@ def token_dtype(vocab_size: int) -> str:
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
-def open_token_file(name: str, source: SourceConfig, path: str, vocab_size: int) -> Piece:
-    """A ready-made file as one piece: raw little-endian (.bin), or .npy with integers. Raises `ConfigError`."""
+def open_token_file(name: str, source: SourceConfig, path: str, vocab_size: int) -> TokenRun:
+    """A ready-made file as one run: raw little-endian (.bin), or .npy with integers. Raises `ConfigError`."""
     named = f"data.sources.{name}.path: {path}"
     if path.endswith(".npy"):
         try:
@@ -126,43 +125,42 @@ def open_token_file(name: str, source: SourceConfig, path: str, vocab_size: int)
             raise ConfigError(
                 f"{named} holds {array.dtype} of shape {array.shape}; legal: one dimension of whole numbers"
             )
-        return Piece(path, array.dtype.str, array.offset, len(array))
+        return TokenRun(path, array.dtype.str, array.offset, len(array))
     dtype = np.dtype(token_dtype(vocab_size) if source.dtype == "auto" else source.dtype).newbyteorder("<")
     size = os.path.getsize(path)
     if size % dtype.itemsize:
         raise ConfigError(
             f"{named} has {size} bytes, no multiple of {dtype.name}'s {dtype.itemsize}; set data.sources.{name}.dtype"
         )
-    return Piece(path, dtype.str, 0, size // dtype.itemsize)
+    return TokenRun(path, dtype.str, 0, size // dtype.itemsize)
 
 
-def hold_out_tail(piece: Piece, fraction: float, end_id: int) -> tuple[Piece, Piece]:
-    """Training and held-out part of a ready-made file: cut at a document's start, next to the last `fraction` of
-    tokens.
+def hold_out_tail(run: TokenRun, fraction: float, end_id: int) -> tuple[TokenRun, TokenRun]:
+    """Splits a ready-made file into a training part and a held-out part.
 
-    A file that is all one document is trained on whole.
+    The held-out part is about the last `fraction` of the tokens; it begins where a document begins. A file that holds
+    one document is trained on whole.
     """
-    if not fraction or not piece.length:
-        return piece.cut(piece.length)
-    tokens, wish = piece.map(), piece.length - round(piece.length * fraction)
-    for start in range(max(0, wish - 1), piece.length, SCAN):
-        found = np.flatnonzero(tokens[start : min(start + SCAN, piece.length - 1)] == end_id)
+    if not fraction or not run.length:
+        return run.cut(run.length)
+    tokens, wish = run.map(), run.length - round(run.length * fraction)
+    for start in range(max(0, wish - 1), run.length, SCAN):
+        found = np.flatnonzero(tokens[start : min(start + SCAN, run.length - 1)] == end_id)
         if len(found):
-            return piece.cut(start + int(found[0]) + 1)
-    for stop in range(min(wish, piece.length - 1), 0, -SCAN):
+            return run.cut(start + int(found[0]) + 1)
+    for stop in range(min(wish, run.length - 1), 0, -SCAN):
         start = max(0, stop - SCAN)
         found = np.flatnonzero(tokens[start:stop] == end_id)
         if len(found):
-            return piece.cut(start + int(found[-1]) + 1)
-    return piece.cut(piece.length)
+            return run.cut(start + int(found[-1]) + 1)
+    return run.cut(run.length)
 
 
-def file_digest(piece: Piece) -> str:
-    """Identifies a ready-made file by its length and 64 samples of it, so that a terabyte costs no more than a
-    megabyte."""
-    tokens = piece.map() if piece.length else np.empty(0)
-    seen = hashlib.blake2b(str(piece.length).encode(), digest_size=16)
-    for start in np.linspace(0, max(0, piece.length - 4096), 64, dtype=np.int64):
+def file_digest(run: TokenRun) -> str:
+    """Identifies a ready-made file by its length and 64 samples, so that a terabyte costs no more than a megabyte."""
+    tokens = run.map() if run.length else np.empty(0)
+    seen = hashlib.blake2b(str(run.length).encode(), digest_size=16)
+    for start in np.linspace(0, max(0, run.length - 4096), 64, dtype=np.int64):
         seen.update(np.ascontiguousarray(tokens[start : start + 4096]).tobytes())
     return seen.hexdigest()
 
@@ -172,7 +170,7 @@ class TokenWriter:
 
     def __init__(self, path: str, dtype: str):
         self.path, self.dtype, self.count, self._digest = path, dtype, 0, hashlib.blake2b(digest_size=16)
-        self._part = part_name(path)
+        self._part = temporary_name(path)
         self._handle = open(self._part, "wb")
 
     def append(self, ids: list[int]) -> None:
@@ -194,20 +192,3 @@ class TokenWriter:
         self._handle.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._part)
-
-
-def part_name(path: str | os.PathLike) -> str:
-    """A temporary name beside `path` that no other thread, process or machine uses."""
-    return f"{path}.{secrets.token_hex(4)}.part"
-
-
-@contextlib.contextmanager
-def replacing(path: str | os.PathLike) -> Iterator[str]:
-    """A temporary path beside `path` that takes its place when the block ends well, and vanishes when not."""
-    part = part_name(path)
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(part)

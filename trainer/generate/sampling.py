@@ -1,4 +1,4 @@
-"""Text from a trained model, token by token."""
+"""Autoregressive generation from a trained model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAD = 64  # lengths are rounded up to a multiple, so that kernels are chosen and
 
 
 def load_model(saved: SavedModel, device: torch.device) -> Transformer:
-    """The model in fp32, read parameter by parameter."""
+    """The model in fp32 on `device`, read from its checkpoint one parameter at a time."""
     with torch.device("meta"):
         model = Transformer(saved.spec)
     model.to_empty(device=device)
@@ -24,7 +24,7 @@ def load_model(saved: SavedModel, device: torch.device) -> Transformer:
 
 
 @torch.inference_mode()
-def continuation(
+def generate_tokens(
     model: Transformer,
     tokens: list[int],
     count: int,
@@ -33,28 +33,27 @@ def continuation(
     seed: int = 0,
     stop: int | None = None,
 ) -> Iterator[int]:
-    """Up to `count` tokens that follow `tokens`, ending before `stop`.
+    """Generates up to `count` tokens after `tokens`, and ends before `stop`.
 
-    Beyond the model's longest sequence the oldest tokens are forgotten. Every token costs a pass over the whole
-    context: simple, and exact for any kind of attention.
-    """
+    The context is the last tokens, as many as the model's longest sequence has. There is no KV cache: every token costs
+    a forward pass over the whole context, which is simple, and exact for any kind of attention."""
     generator, longest = torch.Generator().manual_seed(seed), model.spec.max_length
     device = next(model.parameters()).device
     tokens = list(tokens)
     for _ in range(count):
         context = tokens[-longest:]
-        # What stands behind the last token is invisible to it.
+        # Attention is causal: the padding behind the last token does not change its logits.
         padded = context + [0] * (min(-(-len(context) // PAD) * PAD, longest) - len(context))
         logits = model(torch.tensor([padded], device=device))[0, len(context) - 1]
-        token = choose(logits.float().cpu(), temperature, top_k, generator)
+        token = sample_token(logits.float().cpu(), temperature, top_k, generator)
         if token == stop:
             return
         tokens.append(token)
         yield token
 
 
-def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """A token id drawn from logits [vocab]."""
+def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """A token id sampled from logits [vocab]; temperature 0 takes the most likely one."""
     if temperature == 0:
         return int(logits.argmax())
     values, ids = logits.topk(min(top_k or len(logits), len(logits)))

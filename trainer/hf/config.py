@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec, RopeSpec
+from trainer.config.typed import flat
 from trainer.hf.families import ACTIVATIONS, FAMILIES, Family
 
 ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
@@ -35,7 +36,7 @@ def spec_from_hf(folder: str | Path) -> ModelSpec:
         )
     try:
         raw = json.loads(path.read_text())
-        if raw.get("model_type") in FAMILIES:  # transformers fills what the file leaves to the defaults of its class
+        if raw.get("model_type") in FAMILIES:  # transformers fills in the defaults of its class
             from transformers import AutoConfig
 
             raw = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
@@ -112,7 +113,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
         config["sliding_window"] = max(windows) or None
     if family.windows == "layers":
         config["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
-    # The proof that nothing was lost is reading it back.
+    # Reading the result back shows whether it lost anything.
     difference = first_difference(spec, spec_from_config(config))
     if difference:
         raise ConfigError(
@@ -124,7 +125,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
 
 
 def first_difference(spec: ModelSpec, other: ModelSpec) -> str | None:
-    """`model.attention.window=16 (layer 3)`: the first field in which two specs describe different functions."""
+    """The first field in which two specs describe different functions: `model.attention.window=16 (layer 3)`."""
     for field in dataclasses.fields(ModelSpec):
         if field.name not in ("name", "init", "attention", "feed_forward", "pattern", "overrides"):
             if not same(getattr(spec, field.name), getattr(other, field.name)):
@@ -138,8 +139,8 @@ def first_difference(spec: ModelSpec, other: ModelSpec) -> str | None:
 
 
 def layer_facts(spec: ModelSpec, index: int) -> dict[str, Any]:
-    """Dotted field -> value of a resolved layer, without the fields that other fields switch off."""
-    facts = flatten(dataclasses.asdict(spec.layer(index)))
+    """Dotted field -> value of a resolved layer, without fields that have no effect beside the others."""
+    facts = flat(dataclasses.asdict(spec.layer(index)))
     rope = facts["attention.positions"] == "rope"
     scaling = (ROPE_FIELDS[key] for key in ROPE_SCALING_FIELDS[facts["attention.rope.scaling"]])
     used = ("theta", "fraction", "scaling", *scaling)
@@ -154,14 +155,6 @@ def same(a: Any, b: Any) -> bool:
     return math.isclose(a, b, rel_tol=1e-9) if isinstance(a, float) and isinstance(b, float) else a == b
 
 
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{'a': {'b': 1}} -> {'a.b': 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
-    return flat
-
-
 def assign(spec: ModelSpec, path: str, value: Any) -> None:
     """Sets the field at a dotted path."""
     *blocks, name = path.split(".")
@@ -169,10 +162,7 @@ def assign(spec: ModelSpec, path: str, value: Any) -> None:
 
 
 def decode(path: str, value: Any) -> Any:
-    """An option's value as the spec holds it; null means what 0 means here.
-
-    Raises `ValueError` listing what is supported.
-    """
+    """An option's value as the spec holds it; null becomes 0. Raises `ValueError` listing what is supported."""
     if path == "feed_forward.activation":
         if value not in ACTIVATIONS:
             raise ValueError(", ".join(ACTIVATIONS))
@@ -185,7 +175,7 @@ def decode(path: str, value: Any) -> Any:
 
 
 def encode(path: str, value: Any) -> Any:
-    """The inverse of `decode`."""
+    """A field's value as config.json holds it: the inverse of `decode`."""
     if path == "feed_forward.activation":
         return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == value)
     if path == "attention.scale":

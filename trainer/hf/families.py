@@ -12,8 +12,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """One module of a checkpoint and the modules of ours that it holds, in order, joined along the outputs.
+    """One module of a transformers checkpoint (`theirs`), and the modules of this project that it holds (`ours`).
 
+    Several modules are joined along their outputs, in order.
     per_head: the rows of the modules alternate head by head (GPT-NeoX) instead of following one another.
     transposed: weights are stored [inputs, outputs] (GPT-2's Conv1D).
     """
@@ -29,10 +30,10 @@ class Family:
     """One architecture of transformers.
 
     fields: option of config.json -> field (or fields) of the spec.
-    fixed: fields that the architecture does not leave open; a callable computes the value from the spec.
-    required: options of which only this value is supported; written on export.
+    fixed: fields whose value the architecture implies; a callable computes the value from the spec.
+    required: options with the only supported value, which is also written on export.
     written: options that do not change the function computed here, with the value to write on export.
-    windows: which layers can have a sliding window: none, all, or a choice of them ('layers').
+    windows: which layers can have a sliding window: 'none', 'all', or 'layers', those that layer_types names.
     """
 
     architecture: str

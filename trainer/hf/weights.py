@@ -29,9 +29,9 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a checkpoint and the parameters it holds.
+    """One tensor of a transformers checkpoint (`theirs`), and the parameters that it holds (`ours`).
 
-    groups: 1 where they follow one another, or the number of heads by which they alternate.
+    groups: 1 where the parameters follow one another; the number of heads where their rows alternate head by head.
     """
 
     theirs: str
@@ -58,7 +58,7 @@ class Entry:
 
 
 def entries(spec: ModelSpec, infos: Mapping[str, ParameterInfo]) -> list[Entry]:
-    """Every tensor of the model's checkpoint, in the order of the layers; a tied head is none of its own."""
+    """Every tensor of the model's checkpoint, in the order of the layers; a tied head has no tensor of its own."""
     family = FAMILIES[spec.family]
     rules = [(rule.theirs, rule.ours, rule) for rule in family.rules]
     rules += [
@@ -84,10 +84,10 @@ def entry(spec: ModelSpec, theirs: str, ours: tuple[str, ...], rule: Rule, kind:
 
 
 class HFWeights:
-    """The weights of a transformers folder, each read when it is asked for: `init.fill(model, HFWeights(...))`.
+    """The weights of a transformers folder, each read when it is needed: `initial.fill(model, HFWeights(...))`.
 
-    Files are memory-mapped. Construction checks that every tensor is there with its shape, and that no tensor is left
-    over, so that an error comes before any memory is taken. Raises `ConfigError` naming the file and the tensors.
+    Files are memory-mapped. Construction checks that every tensor is there with its shape, and that the files hold no
+    others; so errors come before any memory is allocated. Raises `ConfigError` naming the file and the tensors.
     """
 
     def __init__(self, folder: str | Path, spec: ModelSpec):
@@ -182,10 +182,9 @@ def export(
 ) -> None:
     """Writes a folder that `AutoModelForCausalLM.from_pretrained` opens: config, safetensors, tokenizer.
 
-    tensors: whole parameters by global name; asked for one at a time, so that no more than one file's worth of tensors
-    exists beside them. tokenizer: folder to copy. Raises `ConfigError` where the family cannot express the spec. The
-    folder is complete or absent: it is written beside and renamed.
-    """
+    tensors: whole parameters by global name, read one at a time, so that at most one file's tensors are in memory
+    besides. tokenizer: folder to copy. The folder is written under another name and then renamed, so that it is
+    complete or absent. Raises `ConfigError` where the family cannot express the spec."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from transformers import GenerationConfig
 
@@ -223,8 +222,9 @@ def export(
 
 
 def special_tokens(tokenizer: str | Path | None) -> dict[str, int | None]:
-    """Ids of the tokens that generation stops at and pads with; null without a tokenizer, since leaving one out would
-    mean the default of the architecture."""
+    """Ids of the tokens that generation stops at and pads with.
+
+    Without a tokenizer they are null: an id that is left out would take the architecture's default."""
     if tokenizer is None:
         return dict.fromkeys(SPECIAL)
     from transformers import AutoTokenizer

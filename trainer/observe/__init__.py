@@ -1,1 +1,1 @@
-"""What a run shows of itself: metric names, step bookkeeping, sinks, start-up tables."""
+"""What a run shows of itself: metrics and their sinks, the start-up table, the watchdog and its diagnosis of hangs."""

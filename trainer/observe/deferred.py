@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Ready = tuple[int, dict[str, float | numpy.ndarray], dict[str, Any]]
-"""Step, its numbers, what the host said of it."""
+"""Step, its numbers from the device, and the host's own data about it."""
 
 
 @dataclass
@@ -35,8 +35,7 @@ class _Pending:
 
 
 class Moment:
-    """A point in time on the device's own clock (an event in its queue of work), or on the host's where there is no
-    GPU."""
+    """A point in time: on a GPU an event in its stream, timed by the GPU; without a GPU the host's clock."""
 
     def __init__(self, device: torch.device):
         self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -53,15 +52,15 @@ class Moment:
 
 
 class DeferredScalars:
-    """A short queue of steps whose numbers are still on their way from the device.
+    """A short queue of steps whose scalars are still being copied from the device to the host.
 
-    On CUDA one asynchronous copy into pinned memory carries all of a step's numbers, and the step is handed out one
-    `push` later: by then the device has the next step's work queued, so waiting for the copy costs it nothing. How many
-    steps come out of a call depends on the calls alone, never on timing, so all ranks see a step at the same point and
-    may act on it together. On a CPU a step is handed out at once.
+    On CUDA one asynchronous copy into pinned memory carries all numbers of a step. The step is handed out after the
+    next `push`: by then the device has the next step's work queued, so that waiting for the copy does not make it idle.
+    How many steps a call hands out depends on the calls alone, never on timing. All ranks therefore see a step at the
+    same point, and may decide on it together. On a CPU a step is handed out at once.
 
-    Each step also carries its own duration as `seconds`: from `begin`, or from the end of the step before it where that
-    was still in the queue, to its end, on the device's clock.
+    Each step also has its duration, `seconds`, on the device's clock. It lasts from `begin` to its `push`, or from the
+    `push` of the step before, if that one was still in the queue at `begin`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,8 +74,7 @@ class DeferredScalars:
             self._last = Moment(self.device)
 
     def push(self, step: int, tensors: dict[str, Tensor], host: dict[str, Any] | None = None) -> None:
-        """Takes a step's tensors (0-d, or 1-D vectors, on the device, already reduced over ranks) and what the host
-        knows."""
+        """Adds a step: its tensors (0-d or 1-D, on the device, already reduced over ranks) and the host's data."""
         values = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors.values()])
         if values.is_cuda:
             pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -89,8 +87,8 @@ class DeferredScalars:
     def pop_ready(self, block: bool = False) -> list[Ready]:
         """Steps that can be read, oldest first, as (step, numbers, host): all but the newest on CUDA, all elsewhere.
 
-        `block` hands out the newest too: before a checkpoint, an evaluation, or the end. 0-d tensors come as float,
-        vectors as float64 arrays.
+        With `block` the newest is waited for and handed out too: before a checkpoint, an evaluation, or the end. 0-d
+        tensors become floats, 1-D tensors float64 arrays.
         """
         ready = []
         while self._pending and (block or len(self._pending) > 1 or self.device.type != "cuda"):

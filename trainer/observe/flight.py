@@ -1,8 +1,7 @@
-"""What a process knows of where it stands: torch's flight recorder, the line that its main thread is at, the stacks of
-all threads.
+"""Where a process stands: the collectives in torch's flight recorder, and the source line of its main thread.
 
-The recorder keeps the last collectives of a process with the source lines that called them. The little of it that tells
-who waits for whom is plain data, to be compared among ranks (`waits`)."""
+The flight recorder keeps the last collectives of a process with the source lines that called them. A summary of it as
+plain data is compared among ranks, and says which ranks wait for which (`waits`)."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from trainer.distributed.c10d_internals import group_members, recorders
 
 PROJECT = str(Path(__file__).parents[1]) + os.sep
 CALLERS = 3
-"""Source lines that are told of a call, from the inside out."""
+"""Source lines shown of a call's stack, the innermost first."""
 
 WRAPPERS = (
     "torch/distributed/distributed_c10d.py",
@@ -32,13 +31,15 @@ ENTRIES = 2000
 """Collectives that the recorder keeps."""
 
 Groups = dict[str, dict[str, Any]]
-"""By name of a process group: desc, ranks (of the whole run), entered (how many collectives this rank has entered), and
-of the first one that has not ended number, what (operation and tensors) and at (source lines), if there is one."""
+"""By name of a process group, a dictionary: `desc`; `ranks` (global); `entered`, how many collectives this rank has
+entered; and, if one has not ended, of the first such its `number`, `what` (operation and tensors), `at` (source
+lines)."""
 
 
 def enable(folder: Path) -> None:
-    """Switches the recorder on for process groups that are made from now on; NCCL's own timeout writes it to `folder`,
-    if that exists by then, as well. What the environment says already stays."""
+    """Switches the flight recorder on for process groups that are created from now on.
+
+    NCCL's own timeout also dumps it to `folder`, if that exists by then. Variables that are set already stay."""
     for name, value in (
         ("TORCH_FR_BUFFER_SIZE", ENTRIES),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", 1),
@@ -48,34 +49,34 @@ def enable(folder: Path) -> None:
 
 
 def dumps(stacks: bool) -> dict[str, bytes]:
-    """What torch has recorded in this process, pickled, by name of the recorder: NCCL's, or that of other backends. The
-    first one with source lines takes a second of computing, for torch reads symbols then."""
+    """What torch has recorded in this process, pickled, by name of the recorder: NCCL's, or that of other backends.
+
+    The first dump with stacks takes a second, in which torch reads symbols."""
     return {name: dump(includeStackTraces=stacks) for name, dump in recorders().items()}
 
 
 def recorded(recorder: str, dump: bytes) -> Groups:
     """The summary of one of this process's own dumps."""
-    # Two recorders number the collectives of one group each for itself.
+    # Each recorder counts the collectives of a group by itself, so a group is named together with its recorder.
     return {f"{recorder} {name}": group for name, group in summary(pickle.loads(dump), group_members()).items()}
 
 
 def summary(dump: dict[str, Any], members: dict[str, list[int]]) -> Groups:
-    """A recorder's dump by process group. members: the ranks of groups that torch keeps by name, which gloo's recorder
-    leaves out."""
+    """A recorder's dump, summed up by process group. members: global ranks by group, which gloo's dumps leave out."""
     groups: Groups = {}
-    said = {
+    listed = {
         name: [int(rank) for rank in re.findall(r"\d+", group["ranks"])]
         for name, group in dump.get("pg_config", {}).items()
     }
     for entry in dump.get("entries", []):
         name, desc = entry["process_group"]
-        kind = "p2p" if entry["is_p2p"] else "collective"  # counted apart
+        kind = "p2p" if entry["is_p2p"] else "collective"  # torch counts the two kinds separately
         number = entry[f"{kind}_seq_id"]
         group = groups.setdefault(
-            f"{name} {kind}", {"desc": desc, "ranks": members.get(name) or said.get(name) or [], "entered": 0}
+            f"{name} {kind}", {"desc": desc, "ranks": members.get(name) or listed.get(name) or [], "entered": 0}
         )
         group["entered"] = max(group["entered"], number)
-        # gloo marks no work as completed, but retires it.
+        # gloo never marks work as completed; it retires it.
         if not entry["retired"] and entry["state"] != "completed" and number <= group.get("number", number):
             sizes = " ".join(
                 f"{dtype}{list(shape)}" for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"])
@@ -89,8 +90,9 @@ def summary(dump: dict[str, Any], members: dict[str, list[int]]) -> Groups:
 
 
 def lines(frames: Iterable[tuple[str, int, str]]) -> str:
-    """The project's own lines of a stack, the innermost first; of a stack without any, as of FSDP in autograd's thread,
-    the innermost that is none of torch's wrappers of collectives."""
+    """The project's own lines of a stack, the innermost first.
+
+    A stack without any, such as FSDP's in autograd's thread, gives its innermost line outside of `WRAPPERS`."""
     frames = list(frames)
     own = [(file.removeprefix(PROJECT), line, name) for file, line, name in frames if file.startswith(PROJECT)]
     callers = [frame for frame in frames if not frame[0].endswith(WRAPPERS)] or frames
@@ -99,7 +101,7 @@ def lines(frames: Iterable[tuple[str, int, str]]) -> str:
 
 
 def main_thread() -> str:
-    """Where the main thread of this process is, also while it waits in C++."""
+    """The source lines at which the main thread of this process stands, also while it waits in C++."""
     return lines(_frames(sys._current_frames().get(threading.main_thread().ident)))
 
 
@@ -110,8 +112,9 @@ def _frames(frame: Any) -> Iterator[tuple[str, int, str]]:
 
 
 def waits(everyone: dict[int, Groups]) -> list[str]:
-    """Which collectives ranks wait in, and which ranks have not entered them, a line each and the latter first; from
-    what ranks have recorded."""
+    """One line for each collective that ranks wait in, with the ranks that have not entered it.
+
+    everyone: what each rank has recorded. Collectives that some rank has not entered come first."""
     found: dict[tuple[str, int, str], list[int]] = {}
     for rank, groups in everyone.items():
         for name, group in groups.items():

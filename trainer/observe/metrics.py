@@ -1,4 +1,4 @@
-"""The names of all metrics, and the bookkeeping behind speed, utilisation and remaining time."""
+"""The names of all metrics, and the meter of speed, utilisation and remaining time."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Meter:
     def finished(self, step: int, seconds: float, data_seconds: float, tokens: int) -> None:
         """Counts one finished step: its number, its duration, its wait for data (within the duration), its tokens over
         all ranks."""
-        if self.step is not None:  # the first step compiles and allocates: its time says nothing about the rest
+        if self.step is not None:  # the first step compiles and allocates, so its time is no measure
             self.recent.append(seconds)
         self.step = step
         self.steps += 1
@@ -85,7 +85,7 @@ class Meter:
         self.tokens += tokens
 
     def read(self) -> dict[str, float | None]:
-        """The metrics of the steps since the last call, which are then forgotten. Call it after at least one step."""
+        """The metrics of the steps since the last call; counting then starts anew. Needs at least one finished step."""
         speed = self.tokens / self.seconds if self.seconds > 0 else None
         utilisation = {
             name: flops * speed / self.peak if self.peak and speed is not None else None
@@ -107,9 +107,9 @@ class Meter:
 
 
 def line(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """`values` as one line of the contract: every name of `names`, in order, absent or non-finite ones as None.
+    """`values` as one line of metrics: every name of `names`, in order; absent and non-finite values are None.
 
-    Raises `ValueError` for a name that the contract does not have, or without a step.
+    Raises `ValueError` for a name that is not in `names`, or without a step.
     """
     unknown = [name for name in values if name not in names]
     if unknown or values.get("step") is None:
@@ -128,8 +128,8 @@ def _plain(value: Any) -> int | float | None:
     return value if math.isfinite(value) else None
 
 
-def parse(text: str | bytes) -> dict[str, Any] | None:
-    """One line of metrics.jsonl, or None when it is torn or is no line of metrics."""
+def parse_line(text: str | bytes) -> dict[str, Any] | None:
+    """One line of metrics.jsonl as a dictionary; None when it is cut off or is no line of metrics."""
     try:
         record = json.loads(text)
     except ValueError:
@@ -142,15 +142,14 @@ def parse(text: str | bytes) -> dict[str, Any] | None:
 def read(run: str | Path) -> list[dict[str, Any]]:
     """All lines of a run, oldest first; `run` is a run folder or a metrics.jsonl.
 
-    A last line without its end, which is what a crash or a run in progress leaves, is passed over. Raises `ConfigError`
-    when there is no file, no line, or damage anywhere else.
-    """
+    A last line without a line end is skipped: a crash, or a run in progress, leaves one. Raises `ConfigError` when
+    there is no file, no line, or a damaged line elsewhere."""
     path = Path(run) / "metrics.jsonl" if Path(run).is_dir() else Path(run)
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:
         raise ConfigError(f"{run}: cannot read {path} ({error.strerror}); give a run folder like runs/NAME") from None
-    records = [parse(text) for text in lines]
+    records = [parse_line(text) for text in lines]
     if None in records:
         raise ConfigError(f"{path}, line {records.index(None) + 1}: not a line of metrics; the file is damaged")
     if not records:

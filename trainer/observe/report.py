@@ -1,4 +1,4 @@
-"""What a run says of itself at start, and the figures that its metrics are measured against."""
+"""The table that a run prints at its start, and the peaks that its metrics are measured against."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def print_start(
     corpus: Any,
     world: World,
 ) -> None:
-    """One table: model, plan, batch arithmetic, memory of the states on the fullest rank."""
+    """Prints one table: model, plan, batch arithmetic, and state memory of the rank that holds most."""
     counts = cost.parameter_counts(spec)
     gradients = describe(config.parallel.grad_comm, plan, node_size(world.size))
     activation = config.activation.mode + (

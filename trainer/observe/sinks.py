@@ -1,8 +1,7 @@
 """Where metrics go: the console, metrics.jsonl, TensorBoard, Weights & Biases.
 
-The first process owns all of them. A sink has `write(record)` for step and evaluation lines and `close(status)`; one
-that fails is named in a notice and dropped, and training goes on.
-"""
+The first process owns all of them. A sink has `write(record)` for step and evaluation lines, and `close(status)`. When
+a sink fails, a notice names it, the sink is dropped, and training goes on."""
 
 from __future__ import annotations
 
@@ -30,18 +29,19 @@ from trainer.config import ConfigError, LoggingConfig, RunConfig, WandbConfig
 from trainer.observe import metrics
 from trainer.util.exit_codes import DONE, STOPPED
 from trainer.util.extras import needs
+from trainer.util.files import write_atomic
 from trainer.util.tables import count, duration, percent, size
 
-Record = dict[str, Any]
+MetricsLine = dict[str, Any]
 Notify = Callable[[str], None]
 
 
 class Logger:
     """Hands each logged step, evaluation and notice of a run to its sinks.
 
-    `folder` is the run folder, `resume_step` the step that training continues after (0 for a new run), `config` the
-    resolved configuration for Weights & Biases, `enabled` true on the one rank that logs: on the others every method
-    returns at once. Raises `ConfigError` when the run folder cannot be written.
+    folder: the run folder. resume_step: the step that training continues after, 0 for a new run. config: the resolved
+    configuration, for Weights & Biases. enabled: True on the one rank that logs; on the others every method returns at
+    once. Raises `ConfigError` when the run folder cannot be written.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Logger:
             "status.json", lambda: Status(folder, resume_step, run.steps)
         )  # the last to open is the first to close
 
-    def step(self, record: Record) -> None:
+    def step(self, record: MetricsLine) -> None:
         """Logs a step: any of the names in `metrics.METRICS`, and `step`. Raises `ValueError` for another name."""
         self._write(record, metrics.STEP)
 
-    def evaluation(self, record: Record) -> None:
+    def evaluation(self, record: MetricsLine) -> None:
         """Logs an evaluation: `step`, `tokens`, `eval_loss`."""
         self._write(record, metrics.EVALUATION)
 
@@ -87,7 +87,7 @@ class Logger:
     def close(self, status: str = "done", reason: str | None = None) -> None:
         """Flushes and ends every sink. `status` is 'done', 'stopped' (saved, to be continued) or else a failure for
         `reason`."""
-        for sink in reversed(list(self._sinks)):  # the console last: the others may have something to say
+        for sink in reversed(list(self._sinks)):  # the console last: others may have notices for it
             self._try(sink, partial(sink.close, reason=reason) if isinstance(sink, Status) else sink.close, status)
         self._sinks, self._console = [], None
 
@@ -97,7 +97,7 @@ class Logger:
         except Exception as error:
             self.event(f"{name} is off: {reason_of(error)}")
 
-    def _write(self, record: Record, names: tuple[str, ...]) -> None:
+    def _write(self, record: MetricsLine, names: tuple[str, ...]) -> None:
         if self._sinks:
             record = metrics.line(record, names)
         for sink in list(self._sinks):
@@ -122,10 +122,9 @@ def reason_of(error: BaseException) -> str:
 class JsonLines:
     """metrics.jsonl: one JSON object a line, each written at once; NaN and infinities, which JSON lacks, are null.
 
-    A run that resumes after step s first drops, atomically, the lines beyond s that the lost part of the run had
-    written, and any torn line, so that the curve stays one curve; a new run (s = 0) starts an empty file. A full disk
-    does not stop the run: the line is lost, and the next one is tried again.
-    """
+    A run that resumes after step s first drops the lines beyond s, which the lost part of the run had written, and
+    lines that are cut off. So the curve stays one curve. A new run (s = 0) starts an empty file. On a full disk a line
+    is lost, the run goes on, and the next line is tried again."""
 
     def __init__(self, folder: Path, resume_step: int, notify: Notify):
         self.path, self.notify, self.failing = folder / "metrics.jsonl", notify, False
@@ -141,18 +140,13 @@ class JsonLines:
     def _keep(self, resume_step: int) -> None:
         before, kept = self.path.read_bytes(), b""
         for text in before.split(b"\n")[:-1]:
-            record = metrics.parse(text)
+            record = metrics.parse_line(text)
             if resume_step and record is not None and record["step"] <= resume_step:
                 kept += text + b"\n"
         if kept != before:
-            beside = self.path.with_suffix(".jsonl.new")
-            with open(beside, "wb") as file:
-                file.write(kept)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, self.path)
+            write_atomic(self.path, kept, sync=True)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsLine) -> None:
         data = json.dumps(record, allow_nan=False).encode() + b"\n"
         end = self.file.tell()
         try:
@@ -160,7 +154,7 @@ class JsonLines:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.failing = False
         except OSError as error:
-            self.file.truncate(end)  # half a line would spoil the next
+            self.file.truncate(end)  # half a line would damage the next one
             self.file.seek(end)
             if not self.failing:
                 self.notify(f"{self.path}: step {record['step']} not written ({error.strerror}); going on")
@@ -171,15 +165,17 @@ class JsonLines:
 
 
 class Status:
-    """status.json: what has become of a run, for scripts that start it again: 'running', 'done', 'stopped' (saved, to
-    be continued) or 'failed' (with the reason, where one is known), with the last logged step and the number of them.
-    What was killed stays 'running'."""
+    """status.json: what has become of a run, for scripts that restart it.
+
+    It holds the status, the last logged step and the number of steps. The status is 'running', 'done', 'stopped'
+    (saved, to be continued) or 'failed' (with the reason, where one is known). A run that was killed stays
+    'running'."""
 
     def __init__(self, folder: Path, resume_step: int, total: int):
         self.folder, self.step, self.total = folder, resume_step, total
         write_status(folder, "running", resume_step, total)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsLine) -> None:
         self.step = record["step"]
 
     def close(self, status: str, reason: str | None = None) -> None:
@@ -188,15 +184,12 @@ class Status:
 
 def write_status(folder: Path, status: str, step: int, total: int, reason: str | None = None) -> None:
     """Writes a run's status.json, whole or not at all."""
-    beside = folder / "status.json.new"
-    beside.write_text(
-        json.dumps({"status": status, "step": step, "steps": total} | ({"reason": reason} if reason else {})) + "\n"
-    )
-    os.replace(beside, folder / "status.json")
+    content = {"status": status, "step": step, "steps": total} | ({"reason": reason} if reason else {})
+    write_atomic(folder / "status.json", json.dumps(content) + "\n")
 
 
-def _summary(record: Record) -> list[str]:
-    """A step line for people, its parts padded so that lines align; what is unknown is left out."""
+def _summary(record: MetricsLine) -> list[str]:
+    """The parts of a step's line on the console, padded so that lines align; unknown values are left out."""
     parts = [
         f"loss {_number(record['loss'], '7.4f')}",
         f"{count(record['tokens_per_second']):>5} tokens/s" if record["tokens_per_second"] is not None else None,
@@ -215,7 +208,7 @@ def _number(value: float | None, form: str) -> str:
     return "not finite" if value is None else format(value, form)
 
 
-def _evaluation(record: Record, total: int) -> str:
+def _evaluation(record: MetricsLine, total: int) -> str:
     return f"{_progress(record['step'], total)}  evaluation loss {_number(record['eval_loss'], '.4f')}"
 
 
@@ -229,7 +222,7 @@ class PlainConsole:
     def __init__(self, total: int):
         self.total = total
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsLine) -> None:
         self.event(
             _evaluation(record, self.total)
             if "eval_loss" in record
@@ -273,7 +266,7 @@ class RichConsole:
         self.drawn = 0.0
         self.bar.start()
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsLine) -> None:
         if "eval_loss" in record:
             return self.event(_evaluation(record, self.total))
         self.bar.update(
@@ -304,7 +297,7 @@ class TensorBoard:
 
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step and resume_step + 1)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsLine) -> None:
         for name, value in record.items():
             if name != "step" and value is not None:
                 self.writer.add_scalar(name, value, record["step"])
@@ -314,31 +307,30 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases, spoken to by a thread, so that neither its start nor a slow network ever holds up a step.
+    """Weights & Biases, in a thread, so that neither its start nor a slow network delays a step.
 
-    Without a key (WANDB_API_KEY, or netrc) the run is kept in run_folder/wandb for `wandb sync`; so it is when the
-    server cannot be reached. WANDB_MODE decides when it is set. The run's id is kept in run_folder/wandb-id: a resumed
-    run continues the same curves (offline: once its parts are synced), and Weights & Biases ignores the steps that it
-    has seen already.
-    """
+    Without a key (WANDB_API_KEY, or netrc), and when the server cannot be reached, the run is kept in run_folder/wandb
+    for `wandb sync`. WANDB_MODE, where it is set, decides instead. The run's id is kept in run_folder/wandb-id, so that
+    a resumed run continues the same curves (offline: once its parts are synced). Weights & Biases ignores steps that it
+    has already."""
 
-    START, FINISH = 20, 30  # seconds to reach the server before going offline; to deliver the last lines in close()
+    START, FINISH = 20, 30  # seconds: to reach the server before going offline; to deliver the last lines in close()
     EXIT_CODES = {"done": DONE, "stopped": STOPPED}
 
     def __init__(
-        self, folder: Path, settings: WandbConfig, name: str, resume_step: int, config: Record, notify: Notify
+        self, folder: Path, settings: WandbConfig, name: str, resume_step: int, config: dict[str, Any], notify: Notify
     ):
         self.folder, self.settings, self.name, self.config, self.notify = folder, settings, name, config, notify
         kept = folder / "wandb-id"
         if not (resume_step and kept.exists()):
             kept.write_text(uuid.uuid4().hex[:8])
         self.id = kept.read_text().strip()
-        self.lines: queue.Queue[Record | str] = queue.Queue(maxsize=10_000)
+        self.lines: queue.Queue[MetricsLine | str] = queue.Queue(maxsize=10_000)
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self.thread.start()
 
-    def write(self, record: Record | str) -> None:
+    def write(self, record: MetricsLine | str) -> None:
         if self.error is not None:
             raise self.error
         try:

@@ -1,4 +1,4 @@
-"""Which rank is slower than those that do the same work, and since when."""
+"""Stragglers: which rank is slower than the ranks that do the same work, and for how many steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from trainer.config import GuardConfig
 
 
 def slowest(seconds: Sequence[float], roles: Sequence[int]) -> tuple[float | None, int | None]:
-    """The largest of the ranks' times as a multiple of the median in its rank's role, and that rank; None where no rank
-    has peers.
+    """The straggler's time as a multiple of the median of the ranks with its role, and its rank.
 
-    seconds, roles: by rank. Of an even number the lower median counts: of two ranks, the other one's.
-    """
+    seconds, roles: by rank. None where no rank shares its role with another. Of an even number of times the lower
+    median counts, so that of two ranks the slower one is compared with the other."""
     peers: dict[int, list[float]] = {}
     for time, role in zip(seconds, roles):
         peers.setdefault(role, []).append(time)
@@ -31,8 +30,8 @@ class Stragglers:
         self.guard, self.rank, self.count = guard, -1, 0
 
     def add(self, share: float | None, rank: int | None) -> bool:
-        """Takes what `slowest` found in a logged step; True when it has been the same for guard.straggler_lines of
-        them."""
+        """Takes what `slowest` found in a logged step; True when one rank has been slow for guard.straggler_lines
+        logged steps in a row."""
         slow = share is not None and share >= self.guard.straggler_factor
         self.count = (self.count + 1 if rank == self.rank else 1) if slow else 0
         self.rank = rank if slow else -1

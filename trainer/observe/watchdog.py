@@ -1,9 +1,9 @@
-"""Ends a run that makes no progress, after saying which rank stands where, so that it can be started again.
+"""Ends a run that hangs, so that it can be restarted, after reporting where each rank stands.
 
-Each rank has two threads besides its training. One tells the others through the store, every few seconds, in which
-phase of which step its rank is, and learns from there whether one of them has given up. The other goes by the clock
-alone, since the store may be what hangs: it lives in a process of rank 0, or in torchrun. What ranks write down at the
-end goes to the run's folder, for the same reason."""
+Each rank has two watchdog threads besides its training. The first sends heartbeats through torch's store: every few
+seconds, which phase of which step its rank is in. From the store it also learns that another rank has given up. The
+second uses the clock alone, since the store, which lives in rank 0 or in torchrun, may hang itself. For the same reason
+ranks write their last reports to the run's folder, not to the store."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from trainer.distributed.c10d_internals import default_store
 from trainer.observe import flight
 from trainer.observe.sinks import write_status
 from trainer.util.exit_codes import STALLED
+from trainer.util.files import write_atomic
 
 STARTING, DATA, STEP, SCHEDULE, EVALUATING, SAVING, ENDING = (
     "starting",
@@ -41,21 +42,22 @@ STARTING, DATA, STEP, SCHEDULE, EVALUATING, SAVING, ENDING = (
 """The phases of a run. A step is `DATA`, then `STEP`; every other phase may take guard.stall_allowance."""
 
 KNOWN = 3
-"""Steps whose times must be known before they limit the next ones: the first compile and allocate."""
+"""So many steps must be timed before their times limit the next ones: the first steps compile and allocate."""
 
 FIRST = 8
-"""Ranks that give up by themselves. The others do so only if nobody tells them to: all at once they would flood the
-store."""
+"""Only the ranks below this one give up when their time is over. The others wait to be told through the store, and give
+up by themselves later: all ranks at once would flood the store."""
 
 PATIENCE = 15.0
-"""At most so many seconds are left to ranks for writing down where they are, once one of them has given up."""
+"""Once a rank has given up, the others have at most so many seconds to write their reports."""
 
 
 @dataclass(frozen=True)
-class Beat:
-    """Where a rank is. count: phases entered so far, equal on all ranks at the same point of the run; since, until,
-    said: when the phase began, when it is to have ended, and when this was said, in seconds since 1970 by the node's
-    clock."""
+class Heartbeat:
+    """Where a rank is, as it sends it to the others.
+
+    count: phases entered so far, equal on all ranks at the same point of the run. Times are in seconds since 1970 by
+    the node's clock: `since`, when the phase began; `until`, its limit; `said`, when the heartbeat was sent."""
 
     rank: int
     node: str
@@ -71,22 +73,22 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Record:
-    """What a rank writes down at the end: where it is, at which lines, and what its flight recorder has."""
+class RankReport:
+    """What a rank writes before it ends: where it is, at which source lines, and what its flight recorder has."""
 
-    beat: Beat
+    beat: Heartbeat
     at: str
     groups: flight.Groups = field(default_factory=dict)
 
 
 class Watchdog:
-    """Watches over the progress of this rank from construction until `close`; the training thread calls `enter`.
+    """Watches the progress of this rank from construction until `close`; the training thread calls `enter`.
 
-    Every rank constructs it, with the same `start`, a name for this start of the run. guard.stall_factor=0 makes it do
+    Every rank constructs it, with the same `start`, a name for this start of the run. With guard.stall_factor=0 it does
     nothing."""
 
     def __init__(self, folder: Path, start: str, rank: int, size: int, settings: GuardConfig, steps: int):
-        self.folder, self.place, self.rank, self.size, self.settings, self.total = (
+        self.folder, self.reports, self.rank, self.size, self.settings, self.total = (
             folder,
             folder / "flight" / start,
             rank,
@@ -101,27 +103,27 @@ class Watchdog:
         self.node = socket.gethostname()
         self.count, self.phase, self.step, self.since, self.limit = 0, "", 0, 0.0, 0.0
         self.steps: deque[float] = deque(maxlen=50)
-        self.began: float | None = None  # the present step
-        self.beats: dict[int, Beat] = {}
-        self.reason = ""  # of the first rank to give up
+        self.began: float | None = None  # when the step in progress began
+        self.beats: dict[int, Heartbeat] = {}
+        self.reason = ""  # why the first rank gave up
         self.stalled, self.closed, self.hurry, self.asking, self.answered = (threading.Event() for _ in range(5))
         self.enter(STARTING, 0)
         if not settings.stall_factor:
             return
         if dist.is_nccl_available() and size > 1:
-            self.place.parent.mkdir(exist_ok=True)  # for NCCL's own dump
+            self.reports.parent.mkdir(exist_ok=True)  # for NCCL's own dump
         if size > 1:
-            # A connection of its own: on a shared one, whoever waits for a key holds up the others.
+            # It has its own connection: on a shared one, a thread that waits for a key blocks the others.
             self.store = dist.PrefixStore(f"watchdog/{start}", default_store().clone())
-            threading.Thread(target=self._talk, name="watchdog's store", daemon=True).start()
+            threading.Thread(target=self._exchange, name="watchdog's store", daemon=True).start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def enter(self, phase: str, step: int) -> None:
-        """Notes that this rank has come to a phase of a step, which is progress."""
+        """Notes that this rank has entered a phase of a step. This is what counts as progress."""
         now = time.monotonic()
         if self.began is not None and phase != STEP:
             self.steps.append(now - self.began)
-        if phase == SCHEDULE:  # steps will take another time
+        if phase == SCHEDULE:  # the new schedule will have other step times
             self.steps.clear()
         self.began = now if phase == DATA else self.began if phase == STEP else None
         known, limit = len(self.steps) >= KNOWN, self.settings.stall_allowance
@@ -137,9 +139,9 @@ class Watchdog:
         if self.settings.stall_factor and self.size > 1:
             faulthandler.cancel_dump_traceback_later()
 
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         now, since = time.time(), time.time() - (time.monotonic() - self.since)
-        return Beat(self.rank, self.node, self.count, self.phase, self.step, since, since + self.limit, now)
+        return Heartbeat(self.rank, self.node, self.count, self.phase, self.step, since, since + self.limit, now)
 
     def _watch(self) -> None:
         before = time.monotonic()
@@ -149,25 +151,25 @@ class Watchdog:
                 self.since += now - before
             before = now
             if self.size > 1:
-                # Should a library hold Python's lock for ever, neither thread runs again. A third one, of C, then ends
-                # the process, when the other ranks have reported.
+                # If a library never releases the GIL, neither thread runs again. Then faulthandler's thread, which
+                # needs no GIL, ends the process, after the other ranks have reported.
                 faulthandler.dump_traceback_later(2 * self.limit + 2 * self.patience, exit=True)
             limit = self.limit + (0 if self.rank < FIRST else 2 * self.patience)
             if self.stalled.is_set() or now > self.since + limit and not self._excused():
-                self._give_up()
+                self._end_process()
 
     def _excused(self) -> bool:
-        """Whether a rank that is behind this one is alive, and in a phase that may take longer."""
+        """Whether this rank waits for one that is behind it, alive, and in a phase whose limit is not over."""
         now = time.time()
         return any(
             beat.count < self.count and now < beat.until and self._alive(beat) for beat in self._others().values()
         )
 
-    def _alive(self, beat: Beat) -> bool:
+    def _alive(self, beat: Heartbeat) -> bool:
         return time.time() - beat.said < 5 * self.period + 1
 
-    def _others(self) -> dict[int, Beat]:
-        """What all ranks have said last, as far as the store answers."""
+    def _others(self) -> dict[int, Heartbeat]:
+        """The last heartbeat of all ranks, as far as the store answers."""
         if self.size > 1:
             self.answered.clear()
             self.asking.set()
@@ -175,9 +177,9 @@ class Watchdog:
             self.answered.wait(self.patience / 5)
         return self.beats
 
-    def _talk(self) -> None:
+    def _exchange(self) -> None:
         keys = list(map(str, range(self.size)))
-        # Without the store, which goes with rank 0 or torchrun, the clock decides.
+        # When the store is gone, with rank 0 or torchrun, the other thread goes on by the clock.
         with contextlib.suppress(RuntimeError):
             while not self.closed.is_set():
                 self.store.set(str(self.rank), json.dumps(asdict(self.beat())))
@@ -189,7 +191,7 @@ class Watchdog:
                 if self.asking.is_set():
                     present = keys if self.store.check(keys) else [key for key in keys if self.store.check([key])]
                     self.beats = {
-                        int(key): Beat(**json.loads(value))
+                        int(key): Heartbeat(**json.loads(value))
                         for key, value in zip(present, self.store.multi_get(present))
                     }
                     self.asking.clear()
@@ -197,13 +199,12 @@ class Watchdog:
                 self.hurry.wait(self.period)
                 self.hurry.clear()
 
-    def _give_up(self) -> None:
-        """Writes down where this rank is; one rank also says where all are. Then ends this process."""
-        # A file system or torch may hold this thread up.
+    def _end_process(self) -> None:
+        """Writes this rank's report; one rank also prints a report on all. Then ends this process."""
+        # If a file system or torch blocks this thread, faulthandler's ends the process.
         faulthandler.dump_traceback_later(4 * self.patience, exit=True)
-        error_file = os.environ.pop(
-            "TORCHELASTIC_ERROR_FILE", ""
-        )  # what the training thread may still want to write is no news
+        # The training thread is not to write an error of its own to torchrun's file any more.
+        error_file = os.environ.pop("TORCHELASTIC_ERROR_FILE", "")
         self.reason = self.reason or (
             f"no progress for {time.monotonic() - self.since:.1f} s in {self.phase}, step {self.step} (limit "
             f"{self.limit:.4g} s: {self._rule()})"
@@ -214,36 +215,35 @@ class Watchdog:
         except OSError as error:
             print(
                 f"training stalled: {self.reason}; rank {self.rank}, at {flight.main_thread()}, cannot write to "
-                f"{self.place}: {error}",
+                f"{self.reports}: {error}",
                 file=sys.stderr,
                 flush=True,
             )
         with contextlib.suppress(OSError):
             try:
                 json.loads(Path(error_file).read_text())
-            except ValueError:  # it has just begun to: torchrun dies of half a file, and restarts nothing
+            except ValueError:  # it has written half of one: torchrun would crash on it, and restart nothing
                 os.remove(error_file)
         os._exit(STALLED)
 
-    def _write_down(self, beats: dict[int, Beat]) -> None:
+    def _write_down(self, beats: dict[int, Heartbeat]) -> None:
         answering = {rank for rank in range(self.size) if rank not in beats or self._alive(beats[rank])}
-        self.place.mkdir(parents=True, exist_ok=True)
-        with open(self.place / f"rank-{self.rank}.stack.txt", "w") as file:
+        self.reports.mkdir(parents=True, exist_ok=True)
+        with open(self.reports / f"rank-{self.rank}.stack.txt", "w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        self._write(
-            f"rank-{self.rank}.json", json.dumps(asdict(Record(self.beat(), flight.main_thread(), self._recorded())))
-        )
-        if self._speaks():
-            lines = describe(self._records(answering), beats, self.size)
+        record = RankReport(self.beat(), flight.main_thread(), self._recorded())
+        write_atomic(self.reports / f"rank-{self.rank}.json", json.dumps(asdict(record)))
+        if self._reports_for_all():
+            lines = describe(self._reports_of_ranks(answering), beats, self.size)
             report = "\n  ".join(
-                [f"training stalled: {self.reason}", *lines, f"stacks of all threads: {self.place}/rank-N.stack.txt"]
+                [f"training stalled: {self.reason}", *lines, f"stacks of all threads: {self.reports}/rank-N.stack.txt"]
             )
             print(report, file=sys.stderr, flush=True)
-            self._write("report.txt", report + "\n")
+            write_atomic(self.reports / "report.txt", report + "\n")
             write_status(self.folder, "failed", self.step, self.total, f"{self.reason}; {lines[0]}")
         else:
             end = time.monotonic() + 2 * self.patience
-            while not (self.place / "report.txt").stat().st_size and time.monotonic() < end:
+            while not (self.reports / "report.txt").stat().st_size and time.monotonic() < end:
                 time.sleep(0.1)
 
     def _rule(self) -> str:
@@ -257,31 +257,33 @@ class Watchdog:
         )
 
     def _recorded(self) -> flight.Groups:
-        """What the flight recorder has, kept in full beside. In a thread, for what is stuck in torch may hold its
-        locks; first without source lines, which may take long."""
+        """A summary of the flight recorder, whose full dump goes to a file.
+
+        It is read in a thread, since a call stuck in torch may hold the recorder's locks. Stacks are read in a second
+        pass, since they may take long."""
         found: flight.Groups = {}
 
         def read() -> None:
             for stacks in (False, True):
                 for name, dump in flight.dumps(stacks).items():
                     found.update(flight.recorded(name, dump))
-                    (self.place / f"{name}_rank_{self.rank}").write_bytes(dump)
+                    (self.reports / f"{name}_rank_{self.rank}").write_bytes(dump)
 
         reader = threading.Thread(target=read, name="flight recorder", daemon=True)
         reader.start()
         reader.join(self.patience / 2)
         return dict(found)
 
-    def _speaks(self) -> bool:
-        """Whether this rank, as the first to ask, reports for all."""
+    def _reports_for_all(self) -> bool:
+        """Whether this rank reports for all: the first one that creates report.txt."""
         try:
-            os.close(os.open(self.place / "report.txt", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            os.close(os.open(self.reports / "report.txt", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
             return True
         except FileExistsError:
             return False
 
-    def _records(self, answering: set[int]) -> dict[int, Record]:
-        """What ranks write down, waiting for all of them, and longer for those that were heard of just before."""
+    def _reports_of_ranks(self, answering: set[int]) -> dict[int, RankReport]:
+        """The reports of all ranks. Waits for each rank, and longest while a rank in `answering` has not reported."""
         everyone, records = set(range(self.size)), {}
         start = time.monotonic()
         while (waited := time.monotonic() - start) < self.patience and (missing := everyone - set(records)):
@@ -289,25 +291,22 @@ class Watchdog:
                 break
             for rank in missing:
                 with contextlib.suppress(FileNotFoundError):
-                    content = json.loads((self.place / f"rank-{rank}.json").read_text())
-                    records[rank] = Record(Beat(**content["beat"]), content["at"], content["groups"])
+                    content = json.loads((self.reports / f"rank-{rank}.json").read_text())
+                    records[rank] = RankReport(Heartbeat(**content["beat"]), content["at"], content["groups"])
             time.sleep(0.1)
         return records
 
-    def _write(self, name: str, text: str) -> None:
-        beside = self.place / f"{name}.new"
-        beside.write_text(text)
-        os.replace(beside, self.place / name)
 
+def describe(records: dict[int, RankReport], beats: dict[int, Heartbeat], size: int) -> list[str]:
+    """Where the ranks are, one line each; those that hold up the others come first.
 
-def describe(records: dict[int, Record], beats: dict[int, Beat], size: int) -> list[str]:
-    """Where the ranks are, those first that hold up the others: the ones that wrote nothing down, then those that are
-    behind, then collectives that not all ranks have entered. `beats`: what ranks said last before."""
+    First come ranks without a report, then the other ranks, those that are behind before the rest, then collectives
+    that not all ranks have entered. beats: the last heartbeats."""
     texts = []
     for rank in sorted(set(range(size)) - set(records)):
         last = f"; last heard of: {beats[rank].describe()}, on {beats[rank].node}" if rank in beats else ""
         texts.append(f"rank {rank} does not answer: its process is stopped or stuck, or its machine is lost{last}")
-    alike: dict[tuple[Any, ...], list[Record]] = {}
+    alike: dict[tuple[Any, ...], list[RankReport]] = {}
     for record in records.values():
         alike.setdefault((record.beat.count, record.beat.phase, record.beat.step, record.at), []).append(record)
     counts = {count for count, *_ in alike}

@@ -1,4 +1,4 @@
-"""Numeric types, and the parameter-type map: which optimizer settings each parameter gets, by its role and name."""
+"""Parameter groups: which optimizer settings each parameter gets, by its role and name (`precision.types`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.precision.dtypes import DTYPES
 
 @dataclass(frozen=True)
 class Policy:
-    """Resolved settings of one parameter; parameters with equal policies form an optimizer group."""
+    """Optimizer settings of one parameter; parameters with equal policies form a parameter group."""
 
     optimizer: str
     state_dtype: torch.dtype
@@ -27,7 +27,7 @@ class Policy:
 def parameter_policies(
     infos: dict[str, ParameterInfo], types: ParameterTypes, optimizer: OptimizerConfig
 ) -> dict[str, Policy]:
-    """Global name -> policy: the role's, then every rule whose pattern matches, in order."""
+    """Global name -> policy: the settings of its role, changed by every rule whose pattern matches, in order."""
     policies = {}
     for name, info in infos.items():
         chosen = dataclasses.asdict(getattr(types, info.role))

@@ -1,5 +1,6 @@
-"""Learning-rate schedules as functions of the number of updates, on the device: a skipped step does not advance them
-and nothing has to be read back."""
+"""Learning-rate schedules, computed on the device from the number of updates.
+
+A skipped step does not advance them, and no step waits for the device."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from trainer.config import LearningRateConfig
 
 
 def learning_rate(config: LearningRateConfig, steps: int, updates: Tensor) -> Tensor:
-    """The rate of the update that follows `updates` finished ones (a scalar tensor), over a run of `steps`.
+    """The learning rate of the update that follows `updates` finished ones (a scalar tensor), in a run of `steps`.
 
     Linear warm-up over `warmup` updates, then: cosine to final x peak (arXiv 1608.03983); linear to it; constant; or
     wsd, constant and then linear to it over the last `decay` updates (arXiv 2404.06395)."""

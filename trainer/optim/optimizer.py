@@ -1,7 +1,7 @@
-"""The optimizer: updates local shards in place, one group per policy of the parameter-type map.
+"""The optimizer: updates local shards in place, one parameter group per policy.
 
-Unscaling, clipping and the decision to skip arrive as device scalars, so that a step needs no host synchronisation.
-State is kept by global parameter name and saved as tensors with the parameters' own layout."""
+The factor that unscales and clips, and the decision to skip, are scalars on the device, so that a step needs no host
+synchronisation. State is kept by global parameter name, and saved as tensors in the layout of the parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("mo
 class Optimizer:
     """AdamW (arXiv 1711.05101, torch's fused kernel), Lion (arXiv 2302.06675) and SGD with momentum, by group.
 
-    parameters: global name -> parameter (sharded or not), gradients in `.grad`.
+    parameters: global name -> parameter (sharded or not), with its gradient in `.grad`.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], policies: dict[str, Policy], config: OptimizerConfig):
@@ -37,20 +37,21 @@ class Optimizer:
         }
 
     def gradients(self) -> list[Tensor]:
-        """What this rank holds of every gradient, in the order of the parameters."""
+        """This rank's part of every gradient, in the order of the parameters."""
         return [local(parameter.grad) for parameter in self.parameters.values()]
 
     @torch.no_grad()
     def step(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> Tensor:
-        """One update with gradients divided by `grad_scale`; nothing changes where `found_inf` is one. All scalars on
-        the device of the parameters. Returns `found_inf`."""
+        """One update, with gradients divided by `grad_scale`; skipped where `found_inf` is one.
+
+        All arguments are scalars on the parameters' device. Returns `found_inf`."""
         self.update(rate, grad_scale, found_inf)
         self.updates += 1 - found_inf
         return found_inf
 
     @torch.no_grad()
     def update(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """`step` without counting it."""
+        """`step` without counting the update."""
         for policy, names in self.groups.items():
             names = [name for name in names if local(self.parameters[name]).numel()]
             if names:
@@ -63,9 +64,8 @@ class Optimizer:
         weights = [local(self.parameters[name]) for name in names]
         gradients = [local(self.parameters[name].grad) for name in names]
         groups = [(weights, gradients, first, second)]
-        if (
-            policy.state_dtype is not torch.float32
-        ):  # the kernel wants one type: widen the moments of one parameter at a time
+        # The kernel takes one type: moments in another are widened, one parameter at a time.
+        if policy.state_dtype is not torch.float32:
             groups = [([w], [g], [m.float()], [v.float()]) for w, g, m, v in zip(weights, gradients, first, second)]
         for index, (w, g, m, v) in enumerate(groups):
             torch._fused_adamw_(
@@ -115,8 +115,7 @@ class Optimizer:
             parameter.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the optimizer: the moments in the layout of their parameters, and the update
-        count."""
+        """What a checkpoint holds of the optimizer: moments in the layout of their parameters, and the update count."""
         named: dict[str, Tensor] = {"optimizer.updates": self.updates}
         for (name, moment), value in self.state.items():
             parameter = self.parameters[name]

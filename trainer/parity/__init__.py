@@ -1,5 +1,6 @@
-"""Whether plans give the numbers of one process: `torchrun --nproc-per-node N -m trainer.parity +config=NAME
-'plans=[...]'`.
+"""Checks that plans give the numbers of one process.
 
-Every plan trains on the same global batches as the reference, and what is compared is each parameter's gradient,
-besides losses, norms and updated weights: loss alone proves little."""
+    torchrun --nproc-per-node N -m trainer.parity +config=NAME 'plans=[...]'
+
+Every plan trains on the same global batches as a reference of one process. Losses, gradient norms, each parameter's
+gradient and the updated weights are compared: the loss alone proves little."""

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,10 +18,11 @@ from trainer.config import BatchConfig, Config, ConfigError, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.data.batches import Batch, Loader
 from trainer.data.corpus import Samples, open_corpus
+from trainer.data.progress import say
 from trainer.distributed.world import World, join, local_device
 from trainer.model.initial import Weights, initial_value
 from trainer.optim.groups import parameter_policies
-from trainer.parity.compare import Comparison, Result, coarsest, compare, judge, show
+from trainer.parity.compare import Comparison, PlanResult, coarsest, compare, judge, show
 from trainer.parity.plans import compose, generated, make_case
 from trainer.parity.reference import Trajectory, reference
 from trainer.parity.watch import train
@@ -51,7 +51,7 @@ The global batch is the recipe's under every plan (N x micro-batches if it names
 the plan unless the plan names their size or number. Exit code: 0 all pass, 1 one fails, 2 nothing could be run."""
 
 
-def loaded(
+def first_steps(
     samples: Samples, config: Config, batch: BatchPlan, rank: int, ranks: int, steps: int, device: torch.device
 ) -> Iterator[list[Batch]]:
     """The first steps of a run's data, as a data-parallel rank sees them."""
@@ -73,7 +73,7 @@ def loaded(
 
 
 def check_reference(config: Config, spec: ModelSpec, steps: int) -> None:
-    """Refuses what the reference cannot do."""
+    """Raises `ConfigError` for settings that the reference does not have."""
     policies = parameter_policies(declarations(spec), config.precision.types, config.optimizer).values()
     problems = [
         f"optimizer.name={name}: the reference is torch's AdamW; set optimizer=adamw"
@@ -91,8 +91,8 @@ def check_reference(config: Config, spec: ModelSpec, steps: int) -> None:
 def run(
     overrides: Sequence[str], plans: list[str] | None, steps: int, json_path: str | None, config_dir: str | None
 ) -> int:
-    """Runs all plans and prints the table. Raises `ConfigError`, also where all plans are refused; returns the exit
-    code."""
+    """Runs all plans and prints the table. Returns the exit code; raises `ConfigError`, also where all plans are
+    refused."""
     processes, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
     base = compose(overrides, config_dir, processes)
     spec, weights = starting_point(base)
@@ -104,7 +104,7 @@ def run(
         make_case(text, base, spec, overrides, config_dir, size, processes, device)
         for text in plans or generated(spec, processes)
     ]
-    legal = [(place, case) for place, case in enumerate(cases) if not case.reasons]
+    legal = [(index, case) for index, case in enumerate(cases) if not case.reasons]
     if not legal:
         common = [reason for reason in cases[0].reasons if all(reason in case.reasons for case in cases)]
         raise ConfigError(
@@ -116,7 +116,7 @@ def run(
         say(f"reference: one process, fp32, {steps} steps")
         whole = resolve_batch(BatchConfig(base.batch.sequence_length, size), 1)
         with numeric_mode(dataclasses.replace(base, precision=PrecisionConfig())):
-            expected = reference(base, spec, loaded(samples, base, whole, 0, 1, steps, device), device, weights)
+            expected = reference(base, spec, first_steps(samples, base, whole, 0, 1, steps, device), device, weights)
         for kind in dict.fromkeys(coarsest(case.config.precision, case.config.parallel.grad_comm) for _, case in legal):
             with numeric_mode(
                 dataclasses.replace(base, precision=PrecisionConfig(matmul="high" if kind == "tf32" else "highest"))
@@ -124,15 +124,15 @@ def run(
                 again = reference(
                     base,
                     spec,
-                    halved(loaded(samples, base, whole, 0, 1, steps, device)),
+                    halved(first_steps(samples, base, whole, 0, 1, steps, device)),
                     device,
                     nudged(weights or partial(initial_value, spec, base.run.seed, device=device)),
                     DTYPES.get(kind, torch.float32),
                 )
             plain[kind] = compare(again, expected)
     worlds: dict[tuple[int, ...], World] = {}
-    results = [Result(case.text, "REFUSED", case.reasons) for case in cases]
-    for number, (place, case) in enumerate(legal, start=1):
+    results = [PlanResult(case.text, "REFUSED", case.reasons) for case in cases]
+    for number, (index, case) in enumerate(legal, start=1):
         plan, batch, pipeline = case.layout.plan, case.layout.batch, case.layout.pipeline
         mesh = tuple(plan.mesh.values())
         if mesh not in worlds:
@@ -140,23 +140,25 @@ def run(
         world = worlds[mesh]
         if rank == 0:
             say(f"plan {number} of {len(legal)}: {'; '.join(case.describe())}")
-        data = loaded(samples, case.config, batch, world.data.get_local_rank(), plan.dp, steps, device)
+        data = first_steps(samples, case.config, batch, world.data.get_local_rank(), plan.dp, steps, device)
         seen = train(case.config, spec, plan, pipeline, world, data, weights)
         kind = coarsest(case.config.precision, case.config.parallel.grad_comm)
-        results[place] = world.agree(lambda: judge(case.text, case.describe(), kind, seen, expected, plain[kind]))
-    world.agree(lambda: report(expected, results, plain, json_path))  # torchrun ends all ranks when one has ended
+        results[index] = world.agree(lambda: judge(case.text, case.describe(), kind, seen, expected, plain[kind]))
+    world.agree(
+        lambda: report(expected, results, plain, json_path)
+    )  # all ranks wait for the report: when one ends, torchrun ends the others
     return int(any(result.verdict == "FAIL" for result in results))
 
 
 def global_size(batch: BatchConfig, processes: int) -> int:
-    """Sequences in an optimizer step, of every plan."""
+    """Sequences in an optimizer step, the same under every plan."""
     if batch.global_size or batch.global_tokens:
         return resolve_batch(dataclasses.replace(batch, micro_size=None, accumulation=None), 1).global_size
     return resolve_batch(batch, processes).global_size
 
 
 def halved(steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
-    """The same sequences in other micro-batches, last first, so that sums are taken in another order."""
+    """The same sequences in micro-batches of half the size, last first, so that sums are taken in another order."""
     for batches in steps:
         yield [
             Batch(
@@ -173,11 +175,14 @@ def halved(steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
 
 
 def nudged(weights: Weights) -> Weights:
-    """The same weights with another last bit."""
+    """The same weights, each rounded up to the next number of its type."""
     return lambda name, info: torch.nextafter(value := weights(name, info), torch.full_like(value, math.inf))
 
 
-def report(expected: Trajectory, results: list[Result], plain: dict[str, Comparison], json_path: str | None) -> None:
+def report(
+    expected: Trajectory, results: list[PlanResult], plain: dict[str, Comparison], json_path: str | None
+) -> None:
+    """Prints the table, and writes the results to `json_path` if it is given."""
     show(expected, results, plain)
     if json_path:
         Path(json_path).write_text(
@@ -192,12 +197,8 @@ def report(expected: Trajectory, results: list[Result], plain: dict[str, Compari
         )
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def parse(arguments: Sequence[str]) -> tuple[list[str], list[str] | None, int, str | None, str | None]:
-    """Overrides, plans, steps, JSON file, configuration folder. Raises `ConfigError`."""
+def parse_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str] | None, int, str | None, str | None]:
+    """Splits a command line into overrides, plans, steps, JSON file and configuration folder. Raises `ConfigError`."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--config-dir", "-cd")
@@ -235,6 +236,6 @@ def main(arguments: Sequence[str]) -> int:
         print(USAGE)
         return 0
     try:
-        return run(*parse(arguments))
+        return run(*parse_arguments(arguments))
     except ConfigError as error:
         return refuse(error)

@@ -1,4 +1,4 @@
-"""A plan's numbers beside the reference's: errors, tolerances, verdicts, and the table of them."""
+"""Compares a plan with the reference: errors, tolerances, verdicts, and the table of them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from trainer.config import GradCommConfig, PrecisionConfig
 from trainer.parity.reference import Trajectory
-from trainer.util.tables import console_for, print_table
+from trainer.util.tables import console_for, print_table, titled_table
 
 
 class Limits(NamedTuple):
@@ -35,13 +34,15 @@ TOLERANCES = {
     "fp8": Limits(2e-3, 3e-2, 0.15, 0.12),
     "int4": Limits(1e-2, 8e-2, 0.4, 0.3),
 }
-"""By the coarsest type that forward, backward and reduction use, or in which gradients travel. fp32 leaves room for
-sums taken in another order only."""
+"""By the coarsest type in which forward, backward or reduction compute, or gradients are sent. Those of fp32 allow only
+for sums in another order."""
 
 SLACK = {"fp32": 10, "tf32": 3, "fp16": 3, "bf16": 3, "int8": 3, "fp8": 3, "int4": 3}
-"""How many times as much as one plain process in the same type a plan may be off, where that is more. In fp32 that
-process starts with another last bit of each weight and takes its sums in another order: Adam turns the rounding of a
-tiny gradient into a step of any direction, so that from the second step on the table alone would be too tight."""
+"""A plan's error may also be so many times the error of one plain process in the same type, if that is the wider limit.
+
+In fp32 the plain process starts with weights that differ in the last bit, and takes its sums in another order. Adam
+turns the rounding error of a tiny gradient into a step in any direction, so that from the second step on `TOLERANCES`
+alone would be too tight."""
 
 
 def coarsest(precision: PrecisionConfig, grad_comm: GradCommConfig | None = None) -> str:
@@ -56,7 +57,7 @@ def coarsest(precision: PrecisionConfig, grad_comm: GradCommConfig | None = None
 
 
 class Errors(NamedTuple):
-    """How far a step is off. gradient: that of the parameter `where`, which is off most."""
+    """The relative errors of a step. gradient: of the parameter `where`, whose error is the largest."""
 
     loss: float
     norm: float
@@ -66,7 +67,7 @@ class Errors(NamedTuple):
 
 @dataclass
 class Comparison:
-    """Errors of each step, and of the weights after the last one: those of the parameter `where` most."""
+    """The errors of each step. weights: the error after the last step of the parameter `where`, the largest."""
 
     steps: list[Errors]
     weights: float
@@ -86,7 +87,9 @@ def compare(seen: Trajectory, expected: Trajectory) -> Comparison:
 
 
 def worst(seen: dict[str, Tensor], expected: dict[str, Tensor], skip: Iterable[str] = ()) -> tuple[float, str]:
-    """The largest error of a tensor, relative to its own norm (or a hundredth of the global one), and whose it is."""
+    """The largest relative error of a tensor, and its name.
+
+    Errors are relative to the tensor's norm, or to a hundredth of the global norm if that is larger."""
     norms = {name: value.norm(dtype=torch.float64) for name, value in expected.items()}
     floor = 1e-2 * torch.stack([*norms.values()]).norm()
     errors = {
@@ -99,8 +102,9 @@ def worst(seen: dict[str, Tensor], expected: dict[str, Tensor], skip: Iterable[s
 
 
 def vanishing(expected: Trajectory) -> set[str]:
-    """Parameters whose gradient is zero but for rounding, so that Adam moves them anywhere: the bias of the keys, where
-    attention does not depend on positions."""
+    """Parameters whose gradient is zero but for rounding, so that Adam moves them in any direction.
+
+    The bias of the keys is one, where attention does not depend on positions."""
     return {
         name
         for gradients, norm in zip(expected.gradients, expected.norms)
@@ -114,8 +118,9 @@ def relative(value: float, expected: float) -> float:
 
 
 def limits(kind: str, plain: Comparison | None = None) -> list[Limits]:
-    """The limits of each step in a numeric type, or of all if there is one. plain: the errors of one plain process in
-    it."""
+    """The limits of each step in a numeric type; one element for all steps without `plain`.
+
+    plain: the errors of one plain process in that type."""
     table = TOLERANCES[kind]
     if plain is None:
         return [table]
@@ -131,9 +136,11 @@ def limits(kind: str, plain: Comparison | None = None) -> list[Limits]:
 
 
 @dataclass
-class Result:
-    """What came of a plan. description: what it comes to, in short lines; kind: of its limits; reasons: why it failed
-    or was refused; overflows: steps that the loss scaler skipped."""
+class PlanResult:
+    """The outcome of a plan.
+
+    description: the resolved plan, in short lines. kind: the key of its `TOLERANCES`. reasons: why it failed or was
+    refused. overflows: how many steps the loss scaler skipped."""
 
     plan: str
     verdict: str
@@ -153,8 +160,8 @@ def judge(
     seen: Trajectory,
     expected: Trajectory,
     plain: Comparison | None = None,
-) -> Result:
-    """The verdict on a plan."""
+) -> PlanResult:
+    """The verdict on a plan, from what was `seen` under it."""
     reasons = list(seen.problems)
     different = [
         name
@@ -170,13 +177,13 @@ def judge(
         reasons += exceeded(f"{prefix} gradient norm is off", step.norm, limit.norm)
         reasons += exceeded(f"{prefix} gradient of {step.where} is off", step.gradient, limit.gradient)
     reasons += exceeded(f"after the last step {errors.where} is off", errors.weights, allowed[-1].weights)
-    return Result(
+    return PlanResult(
         plan, "FAIL" if reasons else "PASS", reasons, description, kind, seen.losses, seen.norms, errors, seen.overflows
     )
 
 
 def exceeded(text: str, error: float, limit: float) -> list[str]:
-    """Says by how much, if it is too much."""
+    """A reason to fail where the error is above the limit."""
     return [] if error <= limit else [f"{text} by {error:.1e}, the limit is {limit:.1e}"]
 
 
@@ -195,17 +202,10 @@ COLUMNS = {
 COLOURS = {"PASS": "green", "FAIL": "bold red", "REFUSED": "yellow"}
 
 
-def show(expected: Trajectory, results: Sequence[Result], plain: dict[str, Comparison]) -> None:
+def show(expected: Trajectory, results: Sequence[PlanResult], plain: dict[str, Comparison]) -> None:
     """Prints one table with a row a step: the reference, the limits, the plans; then why plans did not pass."""
     console, frame = console_for(None)
-    table = Table(
-        box=frame,
-        title="parity with one process",
-        title_justify="left",
-        title_style="bold cyan",
-        header_style="dim",
-        pad_edge=frame is not None,
-    )
+    table = titled_table("parity with one process", frame)
     for name, side in COLUMNS.items():
         table.add_column(name, justify=side, overflow="fold")
 

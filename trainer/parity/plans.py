@@ -1,4 +1,4 @@
-"""The plans that are compared: from text to a configuration with micro-batches that fit, refused or not."""
+"""The plans that are compared: each a text, resolved to a configuration whose micro-batches fit, or refused."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ FREE = (
     "loss.chunk",
     "compile",
 )
-"""Settings that leave the mathematics of training alone, and which plans may therefore choose."""
+"""Settings that do not change the mathematics of training, which plans may therefore choose."""
 
 SCHEDULES = ("1f1b", "zb_h1", "interleaved", "zb_v")
-"""What a matrix of plans runs on each pipeline, where the model has enough layers."""
+"""The schedules that `generated` runs on each pipeline, where the model has enough layers."""
 
 
 @dataclass
 class Case:
-    """A plan that was asked for, and what it takes to run it, unless there are reasons not to."""
+    """A requested plan, with its configuration and layout, or with the reasons why it is refused."""
 
     text: str
     reasons: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Case:
     layout: Layout | None = None
 
     def describe(self) -> list[str]:
-        """What it comes to, in short lines."""
+        """The resolved plan, in short lines."""
         precision, activation = self.config.precision, self.config.activation
         plan, batch = self.layout.plan, self.layout.batch
         types = precision.compute + (f", {precision.reduce} reduction" if precision.reduce != "fp32" else "")
@@ -65,7 +65,7 @@ class Case:
 
 
 def compose(overrides: Sequence[str], config_dir: str | None, processes: int) -> Config:
-    """The typed configuration; what contradicts itself is for later. Raises `ConfigError`."""
+    """The typed configuration, before contradictions between settings are checked. Raises `ConfigError`."""
     values, problems = gather(overrides, config_dir)
     config = to_config(values, problems, processes)
     if problems:
@@ -124,8 +124,10 @@ def make_case(
 
 
 def fit_batch(config: Config, plan: Plan, global_size: int, named: set[str]) -> None:
-    """Sets the global batch, and micro-batches for it where the plan names none: of the recipe's size where that
-    divides, else on a pipeline of two micro-batches a rank or more."""
+    """Sets the global batch, and the micro-batches where the plan names neither their size nor their number.
+
+    Their size is the recipe's, where it divides the batch. Otherwise a pipeline gets at least two micro-batches a
+    rank."""
     batch, share = config.batch, global_size // plan.dp
     batch.global_size, batch.global_tokens = global_size, None
     if "batch.micro_size" in named or "batch.accumulation" in named:

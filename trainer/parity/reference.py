@@ -1,5 +1,4 @@
-"""The reference that every plan is compared with: one process, plain modules, plain autograd, fp32, torch's own
-optimizer."""
+"""The reference that every plan is compared with: one process, plain modules and autograd, fp32, torch's optimizer."""
 
 from __future__ import annotations
 
@@ -23,17 +22,17 @@ from trainer.optim.groups import parameter_policies
 from trainer.optim.lr_schedule import learning_rate
 
 IGNORE = -100
-"""The target of a token that has none."""
+"""The target of a token that has no target."""
 
 LOSS_SCALE = 4096.0
-"""Of an fp16 run."""
+"""The constant loss scale of an fp16 reference."""
 
 
 @dataclass
 class Trajectory:
-    """What is compared, in whole fp32 tensors on the CPU by global name.
+    """What is compared: losses, norms, and whole fp32 tensors on the CPU by global name.
 
-    problems: what was wrong on the way, whatever the numbers; overflows: steps that the loss scaler skipped.
+    problems: faults on the way, whatever the numbers. overflows: how many steps the loss scaler skipped.
     """
 
     initial: dict[str, Tensor] = field(default_factory=dict)
@@ -55,9 +54,8 @@ def reference(
 ) -> Trajectory:
     """Trains in this process with none of the project's parallel, optimizer or loss code.
 
-    steps: the micro-batches of each optimizer step, which here may be cut in any way. compute: the type of forward and
-    backward; another one than fp32 shows what that type by itself costs in accuracy.
-    """
+    steps: the micro-batches of each optimizer step, of any size. compute: the type of forward and backward; a type
+    other than fp32 shows how much accuracy the type by itself costs."""
     model = Transformer(spec).to(device)
     initialize(model, spec, config.run.seed, device, weights)
     policies = parameter_policies(parameter_infos(model), config.precision.types, config.optimizer)

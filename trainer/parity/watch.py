@@ -1,4 +1,4 @@
-"""A plan under observation: what reaches its optimizer on every rank, put together to whole tensors."""
+"""Trains under a plan and records what reaches the optimizer on every rank, assembled to whole tensors."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from trainer.training.state import COPY, TrainState
 from trainer.training.step import train_step
 
 
-class Piece(NamedTuple):
-    """Which part of which tensor: the initial weights, the last ones, or the gradients of a step."""
+class TensorBox(NamedTuple):
+    """A rectangle of a recorded tensor. kind: "initial" or "parameters" (weights), or "gradient N" of step N."""
 
     kind: str
     name: str
@@ -37,22 +37,23 @@ class Piece(NamedTuple):
 
 
 class Watch:
-    """A training state under observation: what this rank holds of weights and gradients, and what is wrong with
-    them."""
+    """Records a training state: what this rank holds of weights and gradients, and what is wrong with them.
+
+    agreed: scalars that all ranks must have alike."""
 
     def __init__(self, state: TrainState):
         self.state, self.overflows = state, 0
-        self.pieces: list[tuple[Piece, Tensor]] = []
+        self.boxes_held: list[tuple[TensorBox, Tensor]] = []
         self.problems: list[str] = []
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self.told: list[str] = []
+        self.agreed: list[str] = []
         self._sum, self._update = state.shared.sum, state.optimizer.step
         state.shared.sum, state.optimizer.step = self.sum, self.update
-        self.keep("initial")
+        self.record("initial")
 
     def train(self, batches: list[Batch]) -> None:
-        """One optimizer step; a step that the loss scaler skips is repeated with the lower scale."""
+        """One optimizer step. A step that the loss scaler skips is repeated, with the lower scale."""
         state, number = self.state, len(self.losses) + 1
         while True:
             before = (
@@ -61,7 +62,7 @@ class Watch:
                 else []
             )
             scalars = train_step(state, batches, False)
-            self.told.append(f"{scalars['loss'].item()} {scalars['grad_norm'].item()}")
+            self.agreed.append(f"{scalars['loss'].item()} {scalars['grad_norm'].item()}")
             if not scalars["found_inf"] or not state.scaler.enabled or scalars["loss_scale"] <= 1:
                 break
             self.overflows += 1
@@ -76,6 +77,7 @@ class Watch:
         self.norms.append(scalars["grad_norm"].item())
 
     def sum(self) -> None:
+        """Stands in for the sum over replicas of shared parameters: reports gradients that are missing."""
         for name, parameter in self.state.shared.parameters.items() if self.state.engine.keeps_gradients else ():
             if parameter.grad is None:
                 self.problems.append(
@@ -85,36 +87,35 @@ class Watch:
         self._sum()
 
     def update(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> Tensor:
-        self.told.append(f"{found_inf.item()} {grad_scale.item()}")
+        """Stands in for the optimizer's step: records the gradients that it gets."""
+        self.agreed.append(f"{found_inf.item()} {grad_scale.item()}")
         if not found_inf:
-            self.keep(f"gradient {len(self.losses)}")
+            self.record(f"gradient {len(self.losses)}")
         return self._update(rate, grad_scale, found_inf)
 
-    def keep(self, kind: str) -> None:
-        """Copies what this rank holds: the weights, or the gradients without the loss scale."""
+    def record(self, kind: str) -> None:
+        """Copies what this rank holds to the CPU: the weights, or the gradients without the loss scale."""
         for name, parameter in self.state.optimizer.parameters.items():
             for offset, value in boxes(parameter.grad if kind.startswith("gradient") else parameter):
                 if value.numel():
                     value = value / self.state.scaler.value.item() if kind.startswith("gradient") else value
-                    self.pieces.append(
+                    self.boxes_held.append(
                         (
-                            Piece(kind, name.removesuffix(COPY), tuple(offset), tuple(value.shape)),
+                            TensorBox(kind, name.removesuffix(COPY), tuple(offset), tuple(value.shape)),
                             value.to("cpu", copy=True),
                         )
                     )
 
     def trajectory(self) -> Trajectory:
-        """What was seen by all ranks together; whole tensors on rank 0 only. All ranks call it together."""
-        self.keep("parameters")
+        """The records of all ranks together; whole tensors on rank 0 only. All ranks call it together."""
+        self.record("parameters")
         whole, differing = assemble(
-            self.pieces, {name: info.shape for name, info in declarations(self.state.spec).items()}
+            self.boxes_held, {name: info.shape for name, info in declarations(self.state.spec).items()}
         )
-        everyone = self.state.world.gather((self.told, self.problems))
-        problems = [
-            f"{piece.kind}: {piece.name} differs between ranks that hold the same part of it" for piece in differing
-        ]
+        everyone = self.state.world.gather((self.agreed, self.problems))
+        problems = [f"{box.kind}: {box.name} differs between ranks that hold the same part of it" for box in differing]
         problems += ["found_inf, clipping, loss or gradient norm differ between ranks"] * any(
-            told != everyone[0][0] for told, _ in everyone
+            agreed != everyone[0][0] for agreed, _ in everyone
         )
         problems += dict.fromkeys(problem for _, some in everyone for problem in some)
         gradients = [whole.get(f"gradient {number}", {}) for number in range(len(self.losses))]
@@ -130,26 +131,26 @@ class Watch:
 
 
 def assemble(
-    pieces: list[tuple[Piece, Tensor]], shapes: dict[str, tuple[int, ...]]
-) -> tuple[dict[str, dict[str, Tensor]], list[Piece]]:
-    """Whole tensors by kind and name on rank 0 (none elsewhere), and the pieces of which ranks hold different bits.
+    boxes_held: list[tuple[TensorBox, Tensor]], shapes: dict[str, tuple[int, ...]]
+) -> tuple[dict[str, dict[str, Tensor]], list[TensorBox]]:
+    """Whole tensors by kind and name on rank 0 (none elsewhere), and the boxes of which ranks hold different bits.
 
-    Of replicas one is sent, and a digest of each: gathering is over the host, piece by piece as ranks hold them, so
-    that meshes and uneven cuts are of no concern."""
-    mine = [(piece, hashlib.blake2b(value.contiguous().numpy(), digest_size=16).digest()) for piece, value in pieces]
+    All replicas send a digest, and one of them its values. Boxes are gathered over the host as the ranks hold them, so
+    that the mesh and uneven shards do not matter."""
+    mine = [(box, hashlib.blake2b(value.contiguous().numpy(), digest_size=16).digest()) for box, value in boxes_held]
     everyone = gather(mine)
-    owners: dict[Piece, tuple[int, bytes]] = {}
-    differing: list[Piece] = []
+    owners: dict[TensorBox, tuple[int, bytes]] = {}
+    differing: list[TensorBox] = []
     for rank, some in enumerate(everyone):
-        differing += [piece for piece, digest in some if owners.setdefault(piece, (rank, digest))[1] != digest]
+        differing += [box for box, digest in some if owners.setdefault(box, (rank, digest))[1] != digest]
     rank = dist.get_rank()
     collected: list[Any] | None = [None] * len(everyone) if rank == 0 else None
-    dist.gather_object({piece: value for piece, value in pieces if owners[piece][0] == rank}, collected)
+    dist.gather_object({box: value for box, value in boxes_held if owners[box][0] == rank}, collected)
     whole: dict[str, dict[str, Tensor]] = {}
     for some in collected or []:
-        for piece, value in some.items():
-            target = whole.setdefault(piece.kind, {}).setdefault(piece.name, torch.full(shapes[piece.name], math.nan))
-            target[tuple(slice(start, start + size) for start, size in zip(piece.offset, value.shape))] = value
+        for box, value in some.items():
+            target = whole.setdefault(box.kind, {}).setdefault(box.name, torch.full(shapes[box.name], math.nan))
+            target[tuple(slice(start, start + size) for start, size in zip(box.offset, value.shape))] = value
     return whole, differing
 
 
@@ -162,8 +163,7 @@ def train(
     steps: Iterable[list[Batch]],
     weights: Weights | None = None,
 ) -> Trajectory:
-    """Trains under a plan. `steps`: this rank's micro-batches. All ranks call it together; the tensors are on rank
-    0."""
+    """Trains under a plan. steps: this rank's micro-batches. All ranks call it together; rank 0 gets the tensors."""
     with numeric_mode(config):
         state = TrainState.build(config, spec, plan, pipeline, world, weights)
         watch = Watch(state)
@@ -172,5 +172,5 @@ def train(
         seen = watch.trajectory()
     state.close()
     del state, watch
-    gc.collect()  # FSDP's modules refer to each other; the next plan needs the room
+    gc.collect()  # FSDP's modules refer to each other in cycles, and the next plan needs their memory
     return seen

@@ -1,10 +1,9 @@
-"""Curves of runs and panels of schedules, from what runs leave in their folders and from templates."""
+"""Plots of runs and of pipeline schedules, from the folders of runs and from templates."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,9 +29,11 @@ from trainer.planning.schedules.templates import TEMPLATES, build_schedule
 from trainer.planning.schedules.timeline import Timeline, read_timeline
 from trainer.planning.schedules.validate import validate
 from trainer.plots.schedule import chrome_trace, draw_schedule
+from trainer.util.files import replacing
 from trainer.util.tables import count
 
-# Okabe and Ito's palette, told apart under every common colour blindness, without its yellow; then other dashes.
+# The palette of Okabe and Ito, distinct under every common colour blindness, without its yellow. More runs differ in
+# their dashes.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 DASHES = ("-", "--", ":", "-.")
 STYLE = {
@@ -63,20 +64,23 @@ SETTINGS = {
     "parallel.pp": "--ranks",
     "batch.accumulation": "--microbatches",
 }
-"""What the settings of a run are called on this command line."""
+"""Settings of a run -> the options of this command line that stand for them."""
 RUN_OPTIONS, SCHEDULE_OPTIONS = ("x", "smooth"), ("ranks", "microbatches", "chunks", "costs")
 
 
 def curve(records: Sequence[dict[str, Any]], x: str, y: str) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """The points of metric `y` over `x` ('step' or 'tokens'); lines without `x` or without the key `y` are passed over,
-    null becomes NaN, which is drawn as a gap."""
+    """The points of metric `y` over `x` ('step' or 'tokens').
+
+    Lines without `x`, or without the key `y`, are left out. A null becomes NaN, which is drawn as a gap."""
     points = [(record[x], record[y]) for record in records if y in record and record.get(x) is not None]
     return numpy.array([point[0] for point in points], float), numpy.array([point[1] for point in points], float)
 
 
 def smooth(values: numpy.ndarray, window: int) -> numpy.ndarray:
-    """Centred running mean over `window` points; NaN stays NaN and does not spread. The window is narrow at the start,
-    where curves are steep, and cut off at the end, where they are flat and a narrow one would show noise."""
+    """Centred running mean over `window` points; NaN stays NaN and does not spread.
+
+    At the start, where curves are steep, the window is narrowed on both sides. At the end, where curves are flat and a
+    narrow window would show noise, it is only cut off."""
     known = numpy.isfinite(values)
     sums = numpy.concatenate([[0.0], numpy.cumsum(numpy.where(known, values, 0.0))])
     counts = numpy.concatenate([[0], numpy.cumsum(known)])
@@ -87,7 +91,7 @@ def smooth(values: numpy.ndarray, window: int) -> numpy.ndarray:
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
-    """A short name for each run: as many trailing parts of its path as tell it from the others."""
+    """A short name for each run: the fewest trailing parts of the paths that make all names different."""
     parts = [(folder.parent if folder.is_file() else folder).resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts))):
         names = ["/".join(path[-length:]) for path in parts]
@@ -185,17 +189,16 @@ def save(figure: Figure, path: Path) -> None:
         raise ConfigError(f"--out {path}: unknown format; legal: {', '.join('.' + name for name in sorted(formats))}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{os.getpid()}-{path.name}")
-        figure.savefig(beside)
-        os.replace(beside, path)
+        with replacing(path) as part:
+            figure.savefig(part, format=path.suffix[1:])
     except OSError as error:
         raise ConfigError(f"--out {path}: cannot write ({error.strerror})") from None
     finally:
         pyplot.close(figure)
 
 
-def load(folders: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
-    """The lines of all runs by label. Raises one `ConfigError` that names every run which cannot be drawn."""
+def read_runs(folders: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
+    """The lines of all runs by label. Raises one `ConfigError` that names every run that cannot be read."""
     problems, runs = [], {}
     for name, folder in zip(labels(folders), folders):
         try:
@@ -208,7 +211,7 @@ def load(folders: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
 
 
 def schedule_of(given: str, ranks: int | None, microbatches: int | None, chunks: int | None) -> ir.Schedule:
-    """A template by its name, or what a CSV file holds. Raises `ConfigError`, in terms of the command line."""
+    """A template by its name, or the schedule in a CSV file. Raises `ConfigError` that names this command's options."""
     if given in TEMPLATES:
         if ranks is None or microbatches is None:
             raise ConfigError(
@@ -240,7 +243,8 @@ def _option_names(text: str) -> str:
 
 
 def simulated(schedule: ir.Schedule, costs: Sequence[float]) -> Timeline:
-    """The course of a schedule whose ranks take `costs` (F, I, W) for a micro-batch, in equal parts on their chunks."""
+    """The timeline of a schedule whose ranks need `costs` (F, I, W) for a micro-batch, shared equally by their
+    chunks."""
     return simulate(schedule, StageCosts.uniform(schedule.stages, *(cost / schedule.chunks for cost in costs))).spans
 
 
@@ -289,7 +293,7 @@ def draw_runs(given: argparse.Namespace) -> list[Path]:
             else f"--trace {given.trace}: give one run, not {len(given.runs)}"
         )
     out = given.out or (run if single else Path()) / "metrics.png"
-    save(draw_metrics(load(given.runs), given.x or "step", smooth), out)
+    save(draw_metrics(read_runs(given.runs), given.x or "step", smooth), out)
     if not read:
         return [out]
     timelines = {name: ranks for name, (ranks, _) in read.items()}

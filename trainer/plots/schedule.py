@@ -17,13 +17,16 @@ from matplotlib.ticker import FuncFormatter
 
 from trainer.planning.schedules.ir import Action
 from trainer.planning.schedules.simulate import Span
-from trainer.planning.schedules.timeline import Timeline, idle, measure, write_whole
+from trainer.planning.schedules.timeline import Timeline, idle, measure
+from trainer.util.files import write_atomic
 from trainer.util.tables import duration, percent
 
 
 class Look(NamedTuple):
-    """How a kind of action appears: its name, the colour of the rank's first chunk, how far that of the last chunk is
-    from it towards white, the colour of numbers on both, and the colour in traces."""
+    """How a kind of action is drawn.
+
+    colour: of the rank's first chunk. lighter: how much lighter the last chunk is, 0 to 1. ink: the colour of numbers.
+    trace: the name of the colour in traces."""
 
     name: str
     colour: str
@@ -32,8 +35,8 @@ class Look(NamedTuple):
     trace: str
 
 
-# Hues told apart under the common colour blindnesses, and steps of lightness that also tell them apart in grey print.
-# The colours of traces are those that catapult's viewer knows by name.
+# The hues differ under the common colour blindnesses, and in lightness, so that grey print shows them too. Traces use
+# the colours that catapult's viewer has by name.
 LOOKS = {
     "F": Look("forward", "#173f86", 0.25, "white", "rail_response"),
     "B": Look("full backward", "#c24a12", 0.25, "white", "terrible"),
@@ -63,17 +66,18 @@ def draw_schedule(
     seconds: bool = True,
     makespans: dict[str, float] | None = None,
 ) -> Figure:
-    """Each timeline as a panel under its name, all on one time axis: a row a rank, a bar an action, bubbles hatched.
+    """Draws each timeline as a panel under its name, all on one time axis: a row a rank, a bar an action, bubbles
+    hatched.
 
-    A bar's colour is the action's kind, its shade the rank's chunk, its number the micro-batch, left out where it does
-    not fit. An overlapped forward and backward share a row, one above the other. The row's end tells the rank's bubble,
-    the panel's title makespan and bubble. With `seconds` false times are plain numbers without a unit. `makespans` are
-    those of timelines, by name, whose step lasts longer than their last span."""
+    A bar's colour is the action's kind, its shade the rank's chunk, its number the micro-batch; numbers that do not fit
+    are left out. An overlapped forward and backward share a row, one above the other. At the end of a row stands the
+    rank's bubble; the panel's title has makespan and bubble. seconds: False where times are numbers without a unit.
+    makespans: by name, of timelines whose step lasts longer than their last span."""
     measures = {name: measure(ranks, (makespans or {}).get(name)) for name, ranks in timelines.items()}
     makespan = max(total for total, _, _ in measures.values()) or 1.0
     lengths = _lengths(timelines)
     width = min(max(9.0, 0.15 * makespan / min(lengths.values(), default=makespan)), 18.0)
-    point = makespan / (72 * (width - MARGINS))  # time that one point of the axis stands for
+    point = makespan / (72 * (width - MARGINS))  # the time that one point of the axis stands for
     row = min(max(0.22, 1.6 / max(map(len, timelines.values()))), 0.34)  # inches
     heights = [0.3 + row * len(ranks) for ranks in timelines.values()]
     with matplotlib.rc_context(STYLE):
@@ -103,8 +107,9 @@ def draw_schedule(
 
 
 def _parts(ranks: Timeline) -> Iterator[tuple[int, Span, Action, float, float]]:
-    """What is drawn: rank, span, action, and from where and how high on the rank's row, rows being 1 apart. The two
-    actions of an overlap are half a bar each."""
+    """What is drawn: rank, span, action, and the bar's lower edge and height, on rows that are 1 apart.
+
+    The two actions of an overlap are half a bar each."""
     for rank, spans in enumerate(ranks):
         for span in spans:
             actions = span.action.parts or (span.action,)
@@ -113,7 +118,7 @@ def _parts(ranks: Timeline) -> Iterator[tuple[int, Span, Action, float, float]]:
 
 
 def _lengths(timelines: dict[str, Timeline]) -> dict[str, float]:
-    """By kind, the duration that most of its actions reach: the lower quartile."""
+    """By kind of action, the lower quartile of its durations: three quarters of its bars are at least this long."""
     lengths: dict[str, list[float]] = {}
     for ranks in timelines.values():
         for _, span, action, _, _ in _parts(ranks):
@@ -125,8 +130,10 @@ def _lengths(timelines: dict[str, Timeline]) -> dict[str, float]:
 def _number_sizes(
     timelines: dict[str, Timeline], lengths: dict[str, float], point: float, row: float
 ) -> dict[str, float]:
-    """The font size, in points and the same for all, by kinds whose bars take a number. A kind has numbers when most of
-    its bars hold the longest one in a readable size, since the first ten alone would puzzle."""
+    """The font size in points, one for all, by the kinds whose bars have numbers.
+
+    A kind has numbers where most of its bars hold the longest number in a readable size: numbers on the first ten
+    micro-batches alone would puzzle."""
     lowest = min((height for ranks in timelines.values() for *_, height in _parts(ranks)), default=BAR)
     longest = max(
         (
@@ -143,7 +150,7 @@ def _number_sizes(
 
 
 def _bars(axes: Axes, ranks: Timeline, makespan: float, edge: float) -> dict[str, int]:
-    """Draws the bars, parted by a line of `edge` points, and the gaps; returns by kind how many chunks it has."""
+    """Draws the bars, separated by lines of `edge` points, and the bubbles. Returns the number of chunks by kind."""
     for rank, spans in enumerate(ranks):
         axes.broken_barh(
             idle(spans, makespan), (rank - BAR / 2, BAR), **BUBBLE, label="bubble", gid=f"rank{rank}-bubble"
@@ -171,7 +178,7 @@ def _bars(axes: Axes, ranks: Timeline, makespan: float, edge: float) -> dict[str
 
 
 def _numbers(axes: Axes, ranks: Timeline, sizes: dict[str, float], point: float) -> None:
-    """Writes the micro-batches into the bars that are wide enough, a point of the axis standing for `point` seconds."""
+    """Writes micro-batches into the bars that are wide enough. point: seconds that a point of the axis stands for."""
     for _, span, action, bottom, height in _parts(ranks):
         text, size = str(action.microbatch), sizes.get(action.kind)
         if size and span.end - span.start >= DIGIT * len(text) * size * point:
@@ -189,7 +196,7 @@ def _numbers(axes: Axes, ranks: Timeline, sizes: dict[str, float], point: float)
 
 
 def _chunks(ranks: Timeline) -> dict[tuple[int, int], int]:
-    """By rank and stage, the stage's place among those of the rank."""
+    """By rank and stage, the stage's index among the stages of the rank: its chunk."""
     held: list[set[int]] = [set() for _ in ranks]
     for rank, _, action, _, _ in _parts(ranks):
         held[rank].add(action.stage)
@@ -216,12 +223,12 @@ def _describe(axes: Axes, name: str, makespan: float, bubble: float, bubbles: Se
 
 
 def _unit(makespan: float) -> tuple[str, float]:
-    """The unit in which a time axis of that many seconds is read, and how many of them a second has."""
+    """The unit for a time axis of `makespan` seconds, and how many of that unit a second has."""
     return ("s", 1.0) if makespan >= 2 else ("ms", 1e3) if makespan >= 2e-3 else ("µs", 1e6)
 
 
 def _legend(figure: Figure, shown: dict[str, int]) -> None:
-    """Below the panels: each kind with the shades of its chunks, and the bubble."""
+    """Draws the legend below the panels: each kind with the shades of its chunks, and the bubble."""
     handles: list[Any] = []
     names = []
     for kind in (*LOOKS, "other"):
@@ -242,8 +249,9 @@ def _legend(figure: Figure, shown: dict[str, int]) -> None:
 
 
 def chrome_trace(timelines: dict[str, Timeline], path: Path) -> None:
-    """Writes the timelines for chrome://tracing or ui.perfetto.dev: a process each, a thread a rank, times in
-    microseconds.
+    """Writes the timelines as a trace for chrome://tracing or ui.perfetto.dev.
+
+    Each timeline is a process, each rank a thread; times are in microseconds.
 
     Raises `OSError` when the file cannot be written.
     """
@@ -266,7 +274,8 @@ def chrome_trace(timelines: dict[str, Timeline], path: Path) -> None:
                 }
                 for span in spans
             ]
-    write_whole(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False))
 
 
 def _label(what: str, name: str, order: int, process: int, thread: int) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
-"""`python -m trainer --multirun`: many runs, each in processes of its own, and one table of what became of them.
+"""`python -m trainer --multirun`: many runs (trials), each in processes of its own, and one table of their results.
 
-Every trial is composed and checked before the first starts. One that cannot run, or that finds no memory, is a result.
+Every trial is composed and checked before the first one starts. That a trial is refused, or runs out of memory, is a
+result too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from trainer.sweep import local
 from trainer.sweep.plan import Trial, expand, make_trials
 from trainer.sweep.results import FINISHED, Results, changes, read_start, show
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
-from trainer.util.files import claim
+from trainer.util.files import lock_folder
 from trainer.util.tables import count
 
 
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
     gpus = local.visible_gpus() if sweep.launcher == "local" else []
     trials = make_trials(sweep, common, swept, config_dir, len(gpus))
     folder = Path(sweep.dir)
-    descriptor = claim("sweep.dir", folder, "sweep", "sweep.name")
+    descriptor = lock_folder("sweep.dir", folder, "sweep", "sweep.name")
     try:
         results = Results(folder)
         waiting = _waiting(trials, results, sweep.launcher == "submitit")
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
 
         reached = set()
 
-        def ended(trial: Trial, status: str, reason: str | None) -> None:
+        def on_end(trial: Trial, status: str, reason: str | None) -> None:
             reached.add(trial.name)
             line = results.put(trial, status, reason)
             numbers = [f"loss {line['loss']:.4f}"] if line["loss"] is not None else []
@@ -55,9 +56,9 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
         if sweep.launcher == "submitit":
             from trainer.sweep import slurm
 
-            slurm.run(waiting, sweep, config_dir, ended, _say)
+            slurm.run(waiting, sweep, config_dir, on_end, _say)
         else:
-            local.run(waiting, sweep, config_dir, gpus, ended, _say)
+            local.run(waiting, sweep, config_dir, gpus, on_end, _say)
         for trial in waiting:
             if trial.name not in reached:
                 results.put(trial, "not_started" if trial.job is None else "submitted")
@@ -70,11 +71,10 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
 
 
 def _waiting(trials: list[Trial], results: Results, as_jobs: bool) -> list[Trial]:
-    """The trials that are to be run, as far as earlier starts of the sweep have not, with the jobs that they have;
-    those that cannot run are put down as refused.
+    """The trials that earlier starts of the sweep have not finished; `job` is set where a Slurm job of theirs may run.
 
-    Raises `ConfigError` where a folder holds the outcome of other settings, and where Slurm does not say which jobs are
-    under way."""
+    Trials that cannot run are recorded as refused. Raises `ConfigError` where a folder holds the results of other
+    settings, and where Slurm does not say which jobs are queued or running."""
     waiting, problems, queued = [], [], set()
     if as_jobs and any("job" in read_start(trial) for trial in trials):
         from trainer.sweep import slurm
@@ -94,10 +94,10 @@ def _waiting(trials: list[Trial], results: Results, as_jobs: bool) -> list[Trial
                 "remove it"
             )
         elif under_way or not (started and before.get("status") in FINISHED):
-            # Its job, unless that has ended and the line says how. If a start of the sweep died, the line may be of a
-            # job before.
+            # The trial's job counts, unless it has ended and its outcome is recorded. If an earlier start of the sweep
+            # died, the recorded outcome may be that of an earlier job.
             trial.job = job if under_way or before.get("status", "submitted") == "submitted" else None
-            if started:  # what it has saved is its own, whatever the recipe says; of other settings it starts anew
+            if started:  # it resumes what it has saved, whatever the recipe says, but not under other settings
                 trial.overrides.append(f"checkpoint.resume={'none' if changed else 'auto'}")
             waiting.append(trial)
     if problems:
@@ -118,5 +118,5 @@ def _counted(trials: list[Trial], results: Results, waiting: list[Trial]) -> str
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # a terminal that has gone ends no trial
+    with contextlib.suppress(OSError):  # a closed terminal must not end the trials
         print(text, flush=True)

@@ -1,4 +1,4 @@
-"""Trials as processes of this machine: each a torchrun of its own, on GPUs of its own."""
+"""Runs trials on this machine: each a torchrun of its own, on GPUs of its own."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trainer.sweep.plan import SweepConfig, Trial
 SAVING = 300.0
 """Seconds that a trial has to save after a stop signal, before it is killed."""
 
-Ended = Callable[[Trial, str, str | None], None]
-"""Takes a trial, its status, and the reason for it."""
+OnEnd = Callable[[Trial, str, str | None], None]
+"""Called with a trial that has ended, its status, and the reason for it."""
 
 
 def visible_gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES calls each GPU that is free for trials."""
+    """The GPUs for trials, by their names in CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
@@ -35,8 +35,9 @@ def visible_gpus() -> list[str]:
 
 
 def command(trial: Trial, *torchrun: str, config_dir: str | None, start: int = 0) -> list[str]:
-    """What starts a trial's processes on a node; `torchrun` says how they find each other. Errors of ranks go to
-    torchrun/START."""
+    """The command that starts a trial's processes on a node.
+
+    torchrun: its options, by which the processes find each other. Errors of ranks go to torchrun/START."""
     folder = ["--config-dir", config_dir] if config_dir else []
     return [
         sys.executable,
@@ -54,17 +55,19 @@ def command(trial: Trial, *torchrun: str, config_dir: str | None, start: int = 0
 
 @dataclass
 class Running:
-    """A trial under way. asked: the status that was asked for by a stop signal, `since` when; told: the workers that
-    got it."""
+    """A trial under way.
+
+    agent: its torchrun. deadline: by `time.monotonic`. kills: `results.oom_kills` at its start. requested: the status
+    that the sweep's stop signal will give it, and `since` when. signalled: the workers that got the signal."""
 
     trial: Trial
     agent: subprocess.Popen
     gpus: list[str]
     deadline: float
     kills: int | None
-    asked: str | None = None
+    requested: str | None = None
     since: float = 0.0
-    told: set[int] = field(default_factory=set)
+    signalled: set[int] = field(default_factory=set)
 
     def workers(self) -> list[int]:
         """The processes that the agent has started, each the head of a process group."""
@@ -74,12 +77,12 @@ class Running:
             return []
 
     def stop(self, status: str) -> None:
-        """Asks for an end after the present step, with a checkpoint. To be called again for workers that were not there
-        yet."""
-        if self.asked is None:
-            self.asked, self.since = status, time.monotonic()
-        for pid in set(self.workers()) - self.told:
-            self.told.add(pid)
+        """Signals the workers to save and end after the step in progress. Repeated calls signal workers started
+        since."""
+        if self.requested is None:
+            self.requested, self.since = status, time.monotonic()
+        for pid in set(self.workers()) - self.signalled:
+            self.signalled.add(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
@@ -94,11 +97,12 @@ def run(
     sweep: SweepConfig,
     config_dir: str | None,
     gpus: list[str],
-    ended: Ended,
+    on_end: OnEnd,
     say: Callable[[str], None],
 ) -> None:
-    """Runs the trials in order, `sweep.parallel` at a time. A stop signal ends those that run, and no other is started;
-    a second one kills them."""
+    """Runs the trials in order, `sweep.parallel` at a time.
+
+    After a stop signal, running trials save and end, and no others start; a second signal kills them."""
     waiting, running, free = list(trials), [], list(gpus)
     with stop_signals() as signals:
         try:
@@ -117,14 +121,16 @@ def run(
                         running.remove(one)
                         free += one.gpus
                         killed = None if one.kills is None else (results.oom_kills() or 0) > one.kills
-                        ended(one.trial, *results.outcome(one.trial.folder, one.agent.returncode, one.asked, killed))
-                    elif len(signals) > 1 or one.asked and time.monotonic() > one.since + SAVING:
+                        on_end(
+                            one.trial, *results.outcome(one.trial.folder, one.agent.returncode, one.requested, killed)
+                        )
+                    elif len(signals) > 1 or one.requested and time.monotonic() > one.since + SAVING:
                         one.kill()
                     elif signals or time.monotonic() > one.deadline:
                         one.stop("stopped" if signals else "timeout")
                 time.sleep(0.1)
         finally:
-            for one in running:  # an error of the sweep itself
+            for one in running:  # after an error of the sweep itself
                 one.kill()
 
 
@@ -147,13 +153,14 @@ def _start(trial: Trial, gpus: list[str], sweep: SweepConfig, config_dir: str | 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """The stop signals that have come so far; the trials, in sessions of their own, do not get a terminal's Ctrl-C."""
+    """Collects stop signals instead of dying of them. Trials, in sessions of their own, do not get a terminal's
+    Ctrl-C."""
     come: list[int] = []
     heeded = [
         number
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-        if signal.getsignal(number) != signal.SIG_IGN
-    ]  # as nohup has it
+        if signal.getsignal(number) != signal.SIG_IGN  # nohup ignores SIGHUP, which stays so
+    ]
     before = {number: signal.signal(number, lambda number, _: come.append(number)) for number in heeded}
     try:
         yield come

@@ -78,9 +78,11 @@ class SweepConfig:
 
 @dataclass
 class Trial:
-    """One run of a sweep. overrides: all it is started with; swept: those that make it this one of the trials;
-    settings: as the run will see them; refusal: why it cannot run, if so; job: its job of Slurm, where it has one that
-    nobody has asked after."""
+    """One run of a sweep.
+
+    overrides: all that it is started with. swept: those in which it differs from other trials. settings: as the run
+    will see them. refusal: why it cannot run, empty if it can. job: the number of its Slurm job, where one has not been
+    collected yet."""
 
     name: str
     folder: Path

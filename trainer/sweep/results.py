@@ -1,9 +1,8 @@
-"""What has become of each trial: read from its folder, kept in results.jsonl, shown as a table."""
+"""Results of trials: read from their folders, kept in results.jsonl, shown as a table."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -21,9 +20,10 @@ from trainer.observe import metrics
 from trainer.sweep.plan import Trial
 from trainer.training.out_of_memory import lacks_memory, said
 from trainer.util.exit_codes import STOPPED
+from trainer.util.files import write_atomic
 from trainer.util.tables import console_for, count, duration, percent, print_table, size
 
-Result = dict[str, Any]
+TrialResult = dict[str, Any]
 """A line of results.jsonl: trial, overrides, processes, status, the names of MEASURED, reason, folder."""
 
 MEASURED = ("loss", "eval_loss", "tokens_per_second", "mfu", "memory_gib", "step_seconds_p50")
@@ -33,21 +33,21 @@ STARTED = "trial.json"
 
 
 def clear(folder: Path) -> None:
-    """Makes a trial's folder ready for a start: what an earlier one has said of its end says nothing about this one."""
+    """Prepares a trial's folder for a start: removes the status and errors that an earlier start has left."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "status.json").unlink(missing_ok=True)
     shutil.rmtree(folder / "torchrun", ignore_errors=True)
 
 
 def note_start(trial: Trial, **more: Any) -> None:
-    """Keeps what a trial is started with, so that a later start can tell whether it is the same one."""
+    """Writes what a trial is started with, so that a later start can tell whether its settings are the same."""
     (trial.folder / STARTED).write_text(
         json.dumps({"processes": trial.processes, "settings": trial.settings, **more}) + "\n"
     )
 
 
 def read_start(trial: Trial) -> dict[str, Any]:
-    """What was kept of the trial's earlier start; empty if there was none."""
+    """What `note_start` wrote at the trial's last start; empty if there was none."""
     try:
         return json.loads((trial.folder / STARTED).read_text())
     except (OSError, ValueError):
@@ -55,7 +55,7 @@ def read_start(trial: Trial) -> dict[str, Any]:
 
 
 def changes(trial: Trial, started: dict[str, Any]) -> list[str]:
-    """In what a trial differs from the one that was started in its folder before."""
+    """The settings in which a trial differs from the one that was started in its folder before."""
     old, new = (
         {"sweep.processes": one["processes"], **flat(one["settings"])}
         for one in (started, {"processes": trial.processes, "settings": trial.settings})
@@ -68,7 +68,7 @@ def changes(trial: Trial, started: dict[str, Any]) -> list[str]:
 
 
 def oom_kills() -> int | None:
-    """How many processes the kernel has killed for lack of host memory since it started; None where it does not say."""
+    """How many processes the kernel has killed for lack of host memory since boot; None where /proc does not say."""
     try:
         return int(re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)[1])
     except (OSError, TypeError):
@@ -76,29 +76,28 @@ def oom_kills() -> int | None:
 
 
 def outcome(
-    folder: Path, code: int | None, asked: str | None = None, kernel_killed: bool | None = None
+    folder: Path, code: int | None, requested: str | None = None, kernel_killed: bool | None = None
 ) -> tuple[str, str | None]:
     """A trial's status and the reason for it, after its start has ended.
 
-    code: of the agent, None if it is not known; asked: the status that the sweep itself asked for by a stop signal;
-    kernel_killed: whether the kernel has meanwhile killed processes for lack of memory, None if that is not known.
-    """
+    code: the agent's exit code, None if unknown. requested: the status to give it if the sweep itself has stopped it by
+    a signal. kernel_killed: whether the kernel has killed processes for lack of memory meanwhile, None if unknown."""
     status = _read(folder / "status.json")
     if code == 0 or code is None and status.get("status") == "done":
         return "done", None
     errors = error_texts(folder) + ([status["reason"]] if "reason" in status else [])
     if short := next(filter(lacks_memory, errors), None):
         return "out_of_memory", said(short)
-    if asked is not None:
-        return asked, None
+    if requested is not None:
+        return requested, None
     if code == 128 + signal.SIGKILL and kernel_killed is not False:
         return "out_of_memory", "a process was killed, probably by the kernel for lack of host memory"
     text = "".join(_tail(path) for path in sorted(folder.glob("log*.txt")))  # of each node: rank 0 may be on any
     if code == 2:
-        told = re.findall(r"^configuration error[^:\n]*:(.*(?:\n  - .*)*)", text, re.MULTILINE)
+        refusals = re.findall(r"^configuration error[^:\n]*:(.*(?:\n  - .*)*)", text, re.MULTILINE)
         return "refused", "; ".join(
-            part.strip() for part in told[-1].split("\n  - ") if part.strip()
-        ) if told else "see log.txt"
+            part.strip() for part in refusals[-1].split("\n  - ") if part.strip()
+        ) if refusals else "see log.txt"
     if code == STOPPED or status.get("status") == "stopped":
         return "stopped", "by a signal from elsewhere, after saving"
     if code == 128 + signal.SIGKILL:
@@ -108,7 +107,7 @@ def outcome(
 
 
 def error_texts(folder: Path) -> list[str]:
-    """What the ranks of a trial's last start left for torchrun to report, the first to fail first."""
+    """The errors that the ranks of a trial's last start left for torchrun, the first one first."""
     starts = sorted((folder / "torchrun").glob("*/"), key=lambda path: int(path.name))
     found = []
     for path in starts[-1].glob("**/error.json") if starts else []:
@@ -119,7 +118,7 @@ def error_texts(folder: Path) -> list[str]:
 
 
 def measured(folder: Path) -> dict[str, float | None]:
-    """Last losses, highest memory, and speed: the median over the logged steps, without the first, which warms up."""
+    """Last losses, highest memory, and median speed of the logged steps without the first, which is a warm-up."""
     none = dict.fromkeys(MEASURED)
     try:
         lines = metrics.read(folder) if (folder / "status.json").exists() else []
@@ -162,7 +161,7 @@ def _tail(path: Path) -> str:
 
 
 class Results:
-    """results.jsonl of a sweep: one object a trial, those of earlier starts included; written anew, atomically, at each
+    """results.jsonl of a sweep: one object a trial, those of earlier starts included; rewritten whole at each
     change."""
 
     def __init__(self, folder: Path):
@@ -178,7 +177,8 @@ class Results:
                 f"{self.path} cannot be read as results of a sweep ({error}); set another sweep.name, or remove it"
             ) from None
 
-    def put(self, trial: Trial, status: str, reason: str | None = None) -> Result:
+    def put(self, trial: Trial, status: str, reason: str | None = None) -> TrialResult:
+        """Records a trial's status with what its folder says, and returns the line."""
         line = {
             "trial": trial.name,
             "overrides": trial.swept,
@@ -191,9 +191,7 @@ class Results:
             "folder": str(trial.folder),
         }
         self.lines[trial.name] = line
-        beside = self.path.with_suffix(".jsonl.new")
-        beside.write_text("".join(json.dumps(line) + "\n" for line in self.lines.values()))
-        os.replace(beside, self.path)
+        write_atomic(self.path, "".join(json.dumps(line) + "\n" for line in self.lines.values()))
         return line
 
 
@@ -207,8 +205,8 @@ COLUMNS = {
 }
 
 
-def show(results: Iterable[Result], sort: str) -> None:
-    """Prints the results as a table, the best first; what is not known of any trial has no column."""
+def show(results: Iterable[TrialResult], sort: str) -> None:
+    """Prints the results as a table, the best first. A value that no trial has gets no column."""
     sign = -1 if sort in ("tokens_per_second", "mfu") else 1
     rows = sorted(results, key=lambda line: (line["status"] != "done", line[sort] is None, sign * (line[sort] or 0)))
     console, frame = console_for(None)

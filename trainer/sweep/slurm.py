@@ -1,5 +1,4 @@
-"""Trials as jobs of Slurm, through submitit: one torchrun on each node; a job that is told to make room saves, and is
-requeued."""
+"""Runs trials as Slurm jobs, through submitit: one torchrun on each node. A preempted job saves, and is requeued."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ from pathlib import Path
 
 from trainer.config import ConfigError
 from trainer.sweep import results
-from trainer.sweep.local import Ended, command, stop_signals
+from trainer.sweep.local import OnEnd, command, stop_signals
 from trainer.sweep.plan import SlurmConfig, SweepConfig, Trial
 from trainer.util.exit_codes import STOPPED
 from trainer.util.extras import needs
 
-# What submitit asks Slurm to send when the time limit is near: to all processes of a job, of which workers know this
-# one.
+# The signal that submitit lets Slurm send to all processes of a job shortly before its time limit: one that workers
+# handle.
 SIGNAL = "USR1"
 os.environ["SUBMITIT_PREEMPT_SIGNAL"] = SIGNAL
 
@@ -33,10 +32,10 @@ POLL = 2.0
 """Seconds between looks at the queue."""
 
 REQUEUES = 1000
-"""How often a trial may reach its time limit; each time it has come on."""
+"""How often a trial may reach its time limit and be requeued. Each time it has made progress."""
 
-# Run by the job's script on its first node. A node's name need not resolve; a port that is free now is new at every
-# start.
+# The job's script runs this on its first node. The node's address is taken, since its name need not resolve. A free
+# port is chosen at every start.
 RENDEZVOUS = [
     f"export SUBMITIT_PREEMPT_SIGNAL={SIGNAL}",
     'nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))',
@@ -49,14 +48,14 @@ RENDEZVOUS = [
 
 @dataclass
 class Job:
-    """What submitit calls on every node of a trial's job. processes: of a node."""
+    """What submitit calls on every node of a trial's job. processes: how many each node has."""
 
     trial: Trial
     processes: int
     config_dir: str | None
 
     def __call__(self) -> int:
-        """The exit code of this node's agent."""
+        """Runs this node's torchrun, the agent, and returns its exit code."""
         node, restart = int(os.environ["SLURM_PROCID"]), int(os.environ.get("SLURM_RESTART_COUNT", 0))
         number = os.environ["SLURM_JOB_ID"]
         rendezvous = [
@@ -71,9 +70,8 @@ class Job:
             "--rdzv-id",
             f"{number}.{restart}",
         ]
-        again = (
-            ["checkpoint.resume=auto"] if restart else []
-        )  # what the first start has saved, whatever the recipe says
+        # After a requeue the trial resumes what it has saved, whatever the recipe says.
+        again = ["checkpoint.resume=auto"] if restart else []
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         with open(self.trial.folder / (f"log-{node}.txt" if node else "log.txt"), "ab") as log:
             self.agent = subprocess.Popen(
@@ -86,40 +84,44 @@ class Job:
         while not self.ended():
             time.sleep(0.5)
         code = self.agent.wait()
-        if code == STOPPED and node == 0 and _state(number) == "RUNNING":  # a preemption, which tells the workers alone
+        if code == STOPPED and node == 0 and _state(number) == "RUNNING":  # a preemption signals the workers alone
             subprocess.run(["scontrol", "requeue", number], check=True)
-            sys.exit(code)  # leaving no result
+            sys.exit(code)  # without a return value, submitit stores no result
         return code
 
     def ended(self) -> bool:
-        """Whether the agent has; without Popen's lock, since `checkpoint` may interrupt anything."""
+        """Whether the agent has ended. Popen's lock is not taken, since the handler `checkpoint` may interrupt any
+        line."""
         return os.waitid(os.P_PID, self.agent.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
-        """What to run after the requeue. submitit asks when the time limit is near; the workers know by themselves, and
-        save."""
+        """Waits for the workers to save, and returns what to run after the requeue.
+
+        submitit calls it when the time limit is near; the workers get the same signal from Slurm."""
         while not self.ended():
             time.sleep(0.5)
         return submitit.helpers.DelayedSubmission(Job(self.trial, self.processes, self.config_dir))
 
 
 def run(
-    trials: list[Trial], sweep: SweepConfig, config_dir: str | None, ended: Ended, say: Callable[[str], None]
+    trials: list[Trial], sweep: SweepConfig, config_dir: str | None, on_end: OnEnd, say: Callable[[str], None]
 ) -> None:
-    """Submits the trials that have no job yet, and waits for all unless told not to. A signal ends that, not the jobs;
-    what has been submitted by then is a result already, so that no later start submits it again."""
+    """Submits the trials that have no job yet, and with `sweep.wait` waits for all.
+
+    A stop signal ends the waiting, not the jobs. A trial is recorded as submitted at once, so that no later start
+    submits it again."""
     folder = Path(sweep.dir).absolute() / "submitit"
     with stop_signals() as signals:
         for trial in trials:
             if trial.job is None and not signals:
                 _submit(trial, sweep, config_dir, folder)
-                ended(trial, "submitted", f"job {trial.job}")
+                on_end(trial, "submitted", f"job {trial.job}")
         left = [trial for trial in trials if trial.job is not None]
         while left and not signals:
             now = queued()
             for trial in [trial for trial in left if now is not None and trial.job not in now]:
                 left.remove(trial)
-                ended(trial, *_outcome(trial, folder, sweep.slurm.nodes))
+                on_end(trial, *_outcome(trial, folder, sweep.slurm.nodes))
             if not sweep.wait:
                 break
             look = time.monotonic() + POLL
@@ -134,7 +136,7 @@ def run(
 
 
 def _submit(trial: Trial, sweep: SweepConfig, config_dir: str | None, folder: Path) -> None:
-    """Hands a trial to Slurm and keeps the job's number. Raises `ConfigError` with what Slurm says against it."""
+    """Submits a trial and records the job's number. Raises `ConfigError` with Slurm's message where Slurm refuses."""
     wanted, nodes = sweep.slurm, sweep.slurm.nodes
     results.clear(trial.folder)
     try:
@@ -172,8 +174,9 @@ def _asked(wanted: SlurmConfig) -> dict[str, object]:
 
 
 def _outcome(trial: Trial, folder: Path, nodes: int) -> tuple[str, str | None]:
-    """What became of a job that has left the queue: by what its agents returned or, where Slurm ended them, by what
-    Slurm says."""
+    """The status of a job that has left the queue, and the reason.
+
+    They follow from the agents' exit codes or, where Slurm ended the agents, from Slurm's state of the job."""
     if all(JobPaths(folder, job_id=trial.job, task_id=task).result_pickle.exists() for task in range(nodes)):
         try:
             codes = submitit.SlurmJob(folder, trial.job, tasks=list(range(nodes))).results()
@@ -192,7 +195,7 @@ def _outcome(trial: Trial, folder: Path, nodes: int) -> tuple[str, str | None]:
 
 
 def queued() -> set[str] | None:
-    """The numbers of this user's jobs that wait or run; None where Slurm does not answer."""
+    """The numbers of this user's queued and running jobs; None where Slurm does not answer."""
     try:
         done = subprocess.run(["squeue", "--noheader", "--me", "--format=%A"], capture_output=True, text=True)
     except FileNotFoundError:
@@ -201,6 +204,6 @@ def queued() -> set[str] | None:
 
 
 def _state(job: str) -> str | None:
-    """A job's state, None once Slurm has forgotten it."""
+    """A job's state in Slurm; None once Slurm no longer knows the job."""
     shown = subprocess.run(["scontrol", "show", "job", "-o", job], capture_output=True, text=True).stdout
     return next((part.partition("=")[2] for part in shown.split() if part.startswith("JobState=")), None)

@@ -26,7 +26,7 @@ from trainer.planning.gradient_comm import asked
 from trainer.planning.plan import Plan, node_size
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules import ir
-from trainer.util.files import claim
+from trainer.util.files import lock_folder
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ def host_threads(plan: Plan, device: torch.device) -> Iterator[None]:
 def claimed(folder: Path, world: World) -> Iterator[None]:
     """Makes the run folder, and keeps other runs out of it meanwhile. Raises `ConfigError` on every rank."""
 
-    descriptor = world.agree(lambda: claim("run.dir", folder, "run", "run.name or run.dir"))
+    descriptor = world.agree(lambda: lock_folder("run.dir", folder, "run", "run.name or run.dir"))
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The exit codes of every command, and how a refusal is said."""
+"""The exit codes of every command, and how a refused configuration is reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.config.fields import ConfigError
 
 DONE = 0
 FAILED = 1
-"""A crash, or a run that cannot go on; what it says and, under torchrun, its error file tell which."""
+"""A crash, or a run that cannot go on; its messages and, under torchrun, its error file say which."""
 REFUSED = 2
 """The settings are wrong; nothing was started."""
 UNFIT = 3
@@ -23,18 +23,19 @@ STALLED = 70
 STOPPED = 75
 """A signal stopped the run, and its state is saved; started again, it resumes (sysexits.h: EX_TEMPFAIL)."""
 INTERRUPTED = 130
-"""Ctrl-C, as shells count it."""
+"""Ctrl-C, by the convention of shells."""
 
 
 def rank() -> int:
-    """This process's rank, as torchrun gives it; 0 without."""
+    """This process's rank, as torchrun sets it; 0 without torchrun."""
     return int(os.environ.get("RANK", 0))
 
 
 def refuse(error: ConfigError) -> int:
     """Prints what is wrong, once, and returns the exit code.
 
-    Rank 0 speaks; torchrun then ends the other ranks. One that lives on was refused something of its own, and says so.
+    Rank 0 prints at once, and torchrun then ends the other ranks. A rank that is still there after five seconds was
+    refused for a reason of its own, and prints too.
     """
     if rank() != 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,19 +1,23 @@
-"""Folders that belong to one process at a time."""
+"""Folders that one process locks, and files that appear whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.config import ConfigError
 
 
-def claim(setting: str, folder: Path, kind: str, ways: str) -> int:
-    """Makes the folder that `setting` names, and keeps others of its `kind` (run, sweep) out of it until what is
-    returned is closed.
+def lock_folder(setting: str, folder: Path, kind: str, ways: str) -> int:
+    """Creates the folder that `setting` names and locks it against other processes.
 
-    ways: settings by which another folder can be had. Raises `ConfigError`.
+    Returns a file descriptor; closing it releases the lock. For messages, `kind` is what uses the folder (run, sweep)
+    and `ways` the settings that name another one. Raises `ConfigError` where the folder cannot be made, written or
+    locked.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,5 +37,39 @@ def claim(setting: str, folder: Path, kind: str, ways: str) -> int:
             f"{setting}={folder} is in use by another {kind}; wait for it, or set another {ways}"
         ) from None
     except OSError:
-        pass  # a file system without locks: it goes on unguarded
+        pass  # the file system has no locks: the run goes on without one
     return descriptor
+
+
+def temporary_name(path: str | os.PathLike) -> str:
+    """A name beside `path` that no other thread, process or machine uses."""
+    return f"{path}.{secrets.token_hex(4)}.part"
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[str]:
+    """Gives a temporary name beside `path`; the file written there replaces `path` at the end of the block.
+
+    Where the block raises, the temporary file is removed and `path` stays as it was.
+    """
+    part = temporary_name(path)
+    try:
+        yield part
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+
+
+def write_atomic(path: str | os.PathLike, content: str | bytes, sync: bool = False) -> None:
+    """Writes a file so that readers, and a crash, meet the old content or the new one, never a part of it.
+
+    sync: the content is on the disk before it takes the name, so that it also survives a power cut.
+    """
+    with replacing(path) as part:
+        with open(part, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())

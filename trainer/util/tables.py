@@ -68,18 +68,30 @@ def _scaled(value: float | None, units: Sequence[str], base: int, space: str) ->
 
 
 def console_for(console: Console | None) -> tuple[Console, box.Box | None]:
-    """Where to print, and the frame: none outside a terminal, where lines are also never wrapped."""
+    """The console to print on, and a table's frame. Outside a terminal there is no frame, and lines are not wrapped."""
     console = console or Console(highlight=False)
     if console.is_terminal:
         return console, box.ROUNDED
     return Console(file=console.file, width=1000, highlight=False), None
 
 
+def titled_table(title: str, frame: box.Box | None) -> Table:
+    """A table with its title on the left, and a header."""
+    return Table(
+        box=frame,
+        title=title,
+        title_justify="left",
+        title_style="bold cyan",
+        header_style="dim",
+        pad_edge=frame is not None,
+    )
+
+
 def startup(model: Rows, plan: Rows, batch: Rows, memory: Rows, console: Console | None = None) -> None:
     """Prints what is about to run as one table of four sections, each a list of (label, value) rows.
 
-    Values are printed by `str`; format numbers with this module's functions. Framed on a terminal, aligned plain text
-    elsewhere.
+    Values are printed by `str`; numbers should be formatted by this module's functions. On a terminal the table has a
+    frame; elsewhere it is aligned plain text.
     """
     console, frame = console_for(console)
     table = Table(box=frame, show_header=False, pad_edge=frame is not None)
@@ -95,14 +107,7 @@ def startup(model: Rows, plan: Rows, batch: Rows, memory: Rows, console: Console
 def parameter_types(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
     """Prints the parameter-type map: one row a type, the keys of the first row as header, whole numbers abbreviated."""
     console, frame = console_for(console)
-    table = Table(
-        box=frame,
-        title="parameter types",
-        title_justify="left",
-        title_style="bold cyan",
-        header_style="dim",
-        pad_edge=frame is not None,
-    )
+    table = titled_table("parameter types", frame)
     names = list(rows[0]) if rows else []
     for name in names:
         table.add_column(name, justify="right" if isinstance(rows[0][name], (int, float)) else "left", no_wrap=True)
@@ -116,6 +121,7 @@ def _cell(value: Any) -> str:
 
 
 def print_table(console: Console, table: Table) -> None:
+    """Prints a table, without trailing spaces where it goes to a file."""
     if console.is_terminal:
         return console.print(table)
     with console.capture() as capture:

@@ -1,8 +1,8 @@
 """List scheduling: builds a schedule by letting every rank, whenever it is free, start the best action that is ready.
 
-Weight gradients (W) depend on nothing but their own input gradient (I) and nobody waits for them, so they fill the
-gaps, and run early only where a memory cap holds the next forward back. This alone turns an order of F and I into a
-zero-bubble schedule (Qi et al. 2024, arXiv 2401.10241, section 3)."""
+A weight gradient (W) needs only its own input gradient (I), and no action waits for it. So W fill the gaps, and run
+earlier only where the memory cap delays the next forward. This alone turns an order of F and I into a zero-bubble
+schedule (Qi et al. 2024, arXiv 2401.10241, section 3)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ Line = list[Action]
 
 
 def least_cap(costs: StageCosts, placement: tuple[int, ...], split: bool = True) -> float:
-    """The least activation that every rank must be able to hold: one micro-batch's, and what an I adds where it
-    recomputes."""
+    """The least cap that lets every rank run: the activation of one micro-batch, and what an I adds by recomputing."""
     return max(
         sum(activation for activation, owner in zip(costs.activation, placement) if owner == rank) + growth
         for rank, growth in enumerate(_growth(costs, placement, split))
@@ -37,8 +36,9 @@ def fits(lines: list[Line], costs: StageCosts, placement: tuple[int, ...], cap: 
 
 
 def _growth(costs: StageCosts, placement: tuple[int, ...], split: bool) -> list[float]:
-    """By rank, the most by which an I grows what is held: where it recomputes, it leaves more to its W than F left to
-    it."""
+    """By rank, the most by which an I increases what is held.
+
+    It does where it recomputes: then it leaves more for its W than its F has left for it."""
     share = max(0.0, costs.kept - 1) if split else 0.0
     return [
         max(share * activation for activation, owner in zip(costs.activation, placement) if owner == rank)
@@ -61,11 +61,11 @@ def list_schedule(
     """The schedule and the seconds it takes on `costs`.
 
     A free rank prefers a backward (the earliest micro-batch), then a forward (the latest stage), then the oldest W.
-    cap: the most activation a rank may hold, in the unit of `costs.activation`. Room for one whole micro-batch is kept,
-    so that no rank waits for ever; a cap below `least_cap` raises `ConfigError`. split: False for full backwards (B)
-    instead of I and W. patience: a W does not start if an F or I is due within this share of its duration. lines: by
-    rank, its F and I (or B) in the order to keep; only W are then placed. Must fit the cap without W pending. trains:
-    False for forwards only."""
+    cap: the most activation a rank may hold, in the unit of `costs.activation`. Room for one whole micro-batch is kept
+    free, so that no rank waits for ever; a cap below `least_cap` raises `ConfigError`. split: False for full backwards
+    (B) instead of I and W. patience: a W does not start if an F or I is due within this share of the W's duration.
+    lines: by rank, its F and I (or B) in the order to keep, so that only W are placed; they must fit the cap if every W
+    directly follows its I. trains: False for forwards only."""
     return _ListScheduler(costs, placement, microbatches, cap, split, patience, lines, trains).run(name)
 
 
@@ -104,8 +104,8 @@ class _ListScheduler:
         self.orders: list[list[Action]] = [[] for _ in range(ranks)]
 
     def run(self, name: str) -> tuple[Schedule, float]:
-        # A rank looks for work when its action ends and when an input arrives; what it could do changes at no other
-        # time.
+        # A rank looks for work when its action ends and when an input arrives: at no other time can it start anything
+        # new.
         self.events = [(0.0, rank) for rank in range(len(self.own))]
         while self.events:
             now, rank = heappop(self.events)
@@ -132,15 +132,13 @@ class _ListScheduler:
         if not self.weights_due[rank]:
             return None
         stage, microbatch = self.weights_due[rank][0]
-        # What has arrived and does not fit waits for the room that a W gives, so that there is nothing to be patient
-        # for.
+        # If an action has arrived and does not fit the cap, only a W makes room for it: waiting would not help.
         if not arrived and any(due < now + self.patience * self.costs.w[stage] for due, _ in options):
             return None
         return Action(stage, "W", microbatch)
 
     def _next(self, rank: int) -> list[tuple[float, Action]]:
-        """The F and I (or B) that may come next, of those whose input has arrived or is on its way, and when it is
-        there."""
+        """The next F and I (or B) whose input has arrived or is on its way, each with the time of arrival."""
         backward = "I" if self.split else "B"
         if self.lines is not None:
             if self.taken[rank] == len(self.lines[rank]):
@@ -162,9 +160,9 @@ class _ListScheduler:
     def _fits(self, action: Action, rank: int) -> bool:
         """Whether an F or I leaves room to finish all that has started.
 
-        Room for the growth in an I is always kept. A micro-batch that has not reached the rank's last stage still
-        claims room for its other stages there. Finished in order, each gives its room to the next; so the first of them
-        must fit beside what the later ones hold already."""
+        Room for the growth in an I is always kept free. A micro-batch that has not reached the rank's last stage still
+        needs room for its other stages there. Micro-batches are finished in order, and each frees its room for the
+        next. So it is enough if the first of them fits beside what the later ones hold already."""
         stage, activation = action.stage, self.costs.activation
         if self.cap is None or action.kind == "B":
             return True
@@ -181,7 +179,7 @@ class _ListScheduler:
         return first == self.microbatches or self.share[rank] + later <= room
 
     def _start(self, action: Action, rank: int, start: float) -> float:
-        """Enters an action into the rank's order and announces its result. Returns its duration."""
+        """Appends an action to the rank's order and announces its result to the next rank. Returns its duration."""
         self.orders[rank].append(action)
         stage, costs = action.stage, self.costs
         if action.kind == "W":

@@ -1,4 +1,4 @@
-"""A pipeline schedule as data: for each rank, the order of what it computes; for each stage, the rank that holds it.
+"""A pipeline schedule as data: for each rank the order of its computations, for each stage the rank that holds it.
 
 Actions, their notation (`2F0`: stage 2, forward, micro-batch 0) and the CSV format (one line a rank) are those of
 torch.distributed.pipelining, so that schedules can be exchanged with it.
@@ -10,16 +10,16 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from trainer.config import ConfigError
 
 COMPUTE = ("F", "I", "W", "B")
 """Forward; gradient of the stage's input; gradient of its weights; both gradients at once (a full backward)."""
 COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-"""A stage's output sent, its input received, its input's gradient sent, its output's gradient received."""
+"""Send a stage's output, receive its input, send its input's gradient, receive its output's gradient."""
 PARAMETERS = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
-"""On a stage's parameters, so without a micro-batch."""
+"""Actions on a stage's parameters, which have no micro-batch."""
 
 _SIMPLE = re.compile(rf"(\d+)(?:({'|'.join(COMPUTE + COMMUNICATION)})(\d+)|({'|'.join(PARAMETERS)}))")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
@@ -27,8 +27,10 @@ _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a rank does. `microbatch` is None for actions on a stage's parameters; `parts` are the (forward,
-    backward) actions of an OVERLAP_F_B, whose own stage is -1."""
+    """One thing that a rank does.
+
+    microbatch: None for actions on a stage's parameters. parts: the forward and the backward of an OVERLAP_F_B, whose
+    own stage is -1."""
 
     stage: int
     kind: str
@@ -103,10 +105,10 @@ def parse(text: str) -> Action:
 def loads(text: str, placement: tuple[int, ...] | None = None, name: str = "csv") -> Schedule:
     """Reads a schedule from CSV: a line a rank, a cell an action; empty cells (idle slots) are skipped.
 
-    Files that list communication too (torch's `compute_comms`) lose it here, since `lower` derives it. placement: taken
-    from the lines that hold the stages' actions unless given; without it a stage on two lines is an error. name: of the
-    schedule and, in messages, of the file. Raises `ConfigError` naming line and cell, both counted from 1. `validate`
-    says whether the schedule can run."""
+    Communication in the file (torch's `compute_comms`) is dropped, since `lower` derives it. placement: if None, each
+    stage lies on the rank whose line has its actions, and a stage on two lines is an error. name: of the schedule and,
+    in messages, of the file. Raises `ConfigError` naming line and cell, both counted from 1. `validate` says whether
+    the schedule can run."""
     orders: list[tuple[Action, ...]] = []
     held: dict[int, tuple[int, int]] = {}  # stage -> line and cell where it first stands
     problems: list[str] = []
@@ -155,19 +157,3 @@ def loads(text: str, placement: tuple[int, ...] | None = None, name: str = "csv"
 def dumps(schedule: Schedule) -> str:
     """The schedule as CSV that `loads` and torch read: a line a rank, compute actions only."""
     return "".join(",".join(map(str, order)) + "\n" for order in schedule.orders)
-
-
-def merge_backward(schedule: Schedule) -> Schedule:
-    """Each I directly followed by its W becomes a B: one pass over the graph instead of two, at the price that the
-    previous stage waits for the weight gradient too."""
-
-    def merged(order: tuple[Action, ...]) -> tuple[Action, ...]:
-        out: list[Action] = []
-        for action in order:
-            if action.kind == "W" and out and out[-1] == replace(action, kind="I"):
-                out[-1] = replace(action, kind="B")
-            else:
-                out.append(action)
-        return tuple(out)
-
-    return replace(schedule, orders=tuple(map(merged, schedule.orders)))

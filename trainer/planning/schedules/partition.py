@@ -1,6 +1,6 @@
-"""Which layers make a stage: a contiguous split of the model whose slowest stage is as fast as can be.
+"""Which layers make a stage: the contiguous split of the model whose slowest stage is fastest.
 
-The first stage also holds the embedding, the last the final norm, head and loss, and both are counted.
+Costs include the embedding on the first stage, and the final norm, head and loss on the last one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ ROUNDING = 1e-9  # sums of the same numbers in another order differ by less, rel
 
 
 def partition(layers: LayerCosts, stages: int, placement: Sequence[int] | None = None) -> Split:
-    """The split into stages of at least one layer each that minimises the largest stage cost (forward and full
-    backward).
+    """The split that minimises the largest stage cost: seconds of a stage's forward and full backward pass.
 
-    Among equals, the sum of squared stage costs is minimised. Exact, by dynamic programming in O(stages x layers^2).
-    With a placement (by stage, its rank) that gives a rank several stages, layers then move between stages while that
-    lowers the largest sum of costs on a rank, see `balance`. Raises `ConfigError` where there are fewer layers than
-    stages."""
+    Every stage gets at least one layer. Of equal splits, the one with the least sum of squared stage costs is taken.
+    The result is exact, by dynamic programming in O(stages x layers^2). placement: by stage, its rank. Where a rank has
+    several stages, layers are then moved between stages while that lowers the largest cost of a rank (`balance`).
+    Raises `ConfigError` where there are fewer layers than stages."""
     depth = layers.depth
     if stages > depth:
         raise ConfigError(
@@ -41,7 +40,9 @@ def partition(layers: LayerCosts, stages: int, placement: Sequence[int] | None =
 
 
 class StageSums:
-    """Sums of a quantity by unit over the layers `start` to `stop` of a stage, with what else its stage holds."""
+    """Sums of a quantity over a stage: its layers `start` to `stop`, with the embedding or the head where it has them.
+
+    units: the quantity of the embedding, of each layer, and of the head."""
 
     def __init__(self, units: Sequence[float], stages: int):
         self.sums, self.first, self.last, self.final = [0.0, *accumulate(units[1:-1])], units[0], units[-1], stages - 1
@@ -85,17 +86,18 @@ def solve(
 
 
 def even(depth: int, stages: int) -> Split:
-    """As many layers on every stage, or one more on the first ones."""
+    """As many layers on every stage; the first ones get one more where they do not divide."""
     return from_sizes([depth // stages + (stage < depth % stages) for stage in range(stages)])
 
 
 def from_sizes(sizes: Sequence[int]) -> Split:
+    """The split whose stages have so many layers each."""
     stops = list(accumulate(sizes))
     return tuple(range(stop - size, stop) for size, stop in zip(sizes, stops))
 
 
 def explicit(split: Sequence[int], depth: int, stages: int) -> Split:
-    """The split given as numbers of layers by stage. Raises `ConfigError` where it is none of this model and plan."""
+    """The split given as numbers of layers by stage. Raises `ConfigError` where it does not fit the model and plan."""
     shown = "parallel.pipeline.split=[" + ",".join(map(str, split)) + "]"
     sizes = list(split)
     legal = "[" + ",".join(str(len(part)) for part in even(depth, stages)) + "]" if stages <= depth else "fewer stages"
@@ -114,9 +116,9 @@ def explicit(split: Sequence[int], depth: int, stages: int) -> Split:
 
 
 def balance(layers: LayerCosts, split: Split, placement: Sequence[int]) -> Split:
-    """A split whose most expensive rank, all its stages together, costs less; `split` itself where none is found.
+    """A split that lowers the largest cost of a rank, all its stages together; `split` itself where none is found.
 
-    Each step takes a layer from one stage and gives one to another, which shifts the stages between by a layer.
+    Each step moves one layer from one stage to another, which shifts the stages between them by a layer.
     """
     total = StageSums(layers.total, len(split))
 

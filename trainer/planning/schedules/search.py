@@ -1,8 +1,9 @@
-"""The schedule, split and number of micro-batches that make a step shortest, found by simulating them.
+"""The schedule, split and number of micro-batches with the shortest step, found by simulation.
 
-The global batch is fixed, so makespans compare directly. Candidates are every template and the greedy scheduler under
-several memory caps, on every number of chunks, number of micro-batches and split; those above the memory limit are
-dropped. The search is deterministic: its length is limited by a count of actions, not by a clock."""
+The global batch is fixed, so that makespans can be compared directly. Candidates are every template, and the greedy
+scheduler under several memory caps, each with every number of chunks, number of micro-batches and split. Candidates
+above the memory limit are dropped. The search is deterministic: its length is limited by a count of actions, not by a
+clock."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ from trainer.planning.schedules.simulate import Simulation, simulate
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy, place
 
 ConstantBytes = Callable[[Split, tuple[int, ...]], Sequence[float]]
-"""Bytes by rank that no schedule changes (parameters, gradients, optimizer state) for a split and its placement."""
+"""From a split and its placement, bytes by rank that depend on no schedule: parameters, gradients, optimizer state."""
 
-SAME = 1e-6  # makespans that differ by less, relative, count as equal: the one with less memory wins
+SAME = 1e-6  # makespans whose relative difference is smaller count as equal: the one with less memory wins
 GREEDY_EFFORT = 25  # an action placed by the greedy scheduler takes about as long as simulating this many
-BUILD_EFFORT = 5  # the same for an action of a template
+BUILD_EFFORT = 5  # the same for an action placed by a template
 REFINED = 3  # best candidates whose split is refined on simulated makespans
 
 
@@ -35,8 +36,8 @@ class Space:
 
     schedules: names of templates, and `greedy`. splits: whether a stage's backward pass can be split into I and W.
     microbatches: numbers of micro-batches, None for all divisors of the samples. split: layers of each stage, None to
-    choose. caps: activations that the greedy scheduler may hold on a rank, as multiples of what 1F1B holds there at
-    most; patience: see `templates.greedy`. effort: about how many actions are simulated (a million are a second)."""
+    choose them. caps: activations that the greedy scheduler may hold on a rank, as multiples of the peak under 1F1B.
+    patience: see `templates.greedy`. effort: about how many actions to simulate (a million take a second)."""
 
     schedules: tuple[str, ...] = (*TEMPLATES, "greedy")
     chunks: tuple[int, ...] = (1, 2, 4)
@@ -57,7 +58,9 @@ class Space:
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything but the order: micro-batches, placement and split, with their costs."""
+    """A candidate without its order of actions: micro-batches, placement and split, with their costs.
+
+    constant: by rank, bytes that depend on no schedule."""
 
     microbatches: int
     micro_size: int
@@ -75,8 +78,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class Row:
-    """One simulated candidate. name: a template's, or the greedy scheduler with its cap and patience. memory: bytes of
-    the fullest rank, with what no schedule changes."""
+    """One simulated candidate.
+
+    name: of a template, or of the greedy scheduler with its cap and patience. memory: bytes of the rank that needs
+    most, with those that depend on no schedule."""
 
     name: str
     chunks: int
@@ -89,7 +94,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Choice:
-    """The best candidate and what it was chosen from.
+    """The best candidate, and the table that it was chosen from.
 
     name: the template, or `greedy`. memory: predicted bytes by rank. table: all candidates within the memory limit,
     best first."""
@@ -107,8 +112,8 @@ class Choice:
     def settings(self, csv: str | None = None) -> dict[str, Any]:
         """The settings that fix this choice, by dotted name.
 
-        csv: the file that `schedule` is saved in. Needed for a greedy schedule: built anew, it would depend on other
-        costs."""
+        csv: the file that `schedule` is saved in. A greedy schedule needs one: built again, from other measured costs,
+        it would be another schedule."""
         if csv is None and self.name == "greedy":
             raise ValueError("a greedy schedule is fixed by the file of its actions: save it and give its path")
         return {
@@ -119,12 +124,8 @@ class Choice:
             "batch.micro_size": self.micro_size,
         }
 
-    def overrides(self, csv: str | None = None) -> list[str]:
-        """The same as override strings of the command line."""
-        return [f"{name}={str(value).replace(' ', '')}" for name, value in self.settings(csv).items()]
-
     def to_yaml(self, csv: str | None = None) -> str:
-        """The same as nested YAML, headed by a comment with the predicted numbers."""
+        """The settings as nested YAML, headed by a comment with the predicted numbers."""
         nested: dict[str, Any] = {}
         for name, value in self.settings(csv).items():
             *blocks, last = name.split(".")
@@ -151,7 +152,7 @@ def search(
     ranks.
 
     layers_for: costs of the layers for a micro-batch of so many sequences.
-    Raises `ConfigError` where nothing is possible, or nothing fits.
+    Raises `ConfigError` where no candidate can be built, or none fits the memory limit.
     """
     counts = divisors(samples_per_rank) if space.microbatches is None else space.microbatches
     illegal = [count for count in counts if count < 1 or samples_per_rank % count]
@@ -199,7 +200,7 @@ def reorder(
     constant_bytes: Sequence[float] | None = None,
     space: Space = Space(),
 ) -> Choice:
-    """The best order where all else is fixed: what may change between two steps of a run.
+    """The best order of actions, with all else fixed: what can be changed between two steps of a run.
 
     layers: costs for the micro-batches of `micro_size` sequences that the run has.
     """
@@ -228,8 +229,9 @@ def constants(
 
 
 class Splits:
-    """Splits worth trying for a placement: balanced over stages, balanced over ranks, even. Partitions are computed
-    once for costs that differ by a factor."""
+    """Splits worth trying for a placement: balanced over stages, balanced over ranks, even.
+
+    They are computed once for all costs that differ by a factor only."""
 
     def __init__(self, fixed: Split | None):
         self.fixed = fixed
@@ -275,7 +277,7 @@ class Finder:
             variants = [
                 (cap, patience) for patience in self.space.patience for cap in sorted(self.space.caps, reverse=True)
             ]
-            for setup in setups:  # one variant of every setup, then all of those that did best
+            for setup in setups:  # one variant of every setup, then the other variants, the best setups first
                 self.greedy(setup, *variants[0], self.space.effort // 2)
             for setup in sorted(setups, key=self.best_of):
                 for variant in variants[1:]:
@@ -314,7 +316,7 @@ class Finder:
         return sorted(self.found, key=key)
 
     def templates(self, setup: Setup) -> Iterator[tuple[str, Schedule]]:
-        """Templates with the setup's placement; a schedule is built once for all splits."""
+        """Schedules of the templates with the setup's placement. Each is built once for all splits."""
         for name in self.space.schedules:
             if name == "greedy" or TEMPLATES[name].splits and not self.space.splits:
                 continue
@@ -400,9 +402,11 @@ class Finder:
 
 
 def bound(setup: Setup, splits: bool) -> float:
-    """A makespan that no order of the setup's actions is below: each rank's work behind the first micro-batch's way to
-    it (and, with full backward passes, before the last one's way back), and one micro-batch's way through all
-    stages."""
+    """A lower bound of the makespan, whatever the order of the setup's actions.
+
+    It is the larger of two. One micro-batch passes through all stages, forward and backward. Each rank does all its
+    work after the first micro-batch has reached it and, with full backward passes, before the last one has gone
+    back."""
     costs, placement, count = setup.costs, setup.placement, setup.microbatches
     stages = range(costs.stages)
     backward = [min(b, i + w) if splits else b for b, i, w in zip(costs.b, costs.i, costs.w)]

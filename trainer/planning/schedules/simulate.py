@@ -1,10 +1,9 @@
-"""How long a schedule takes and what it holds: an event simulation on the costs of stages.
+"""How long a schedule takes and how much memory it needs: an event simulation on the costs of stages.
 
 A rank computes its actions in order, each as soon as its input has arrived. Transfers between ranks overlap with
-computation and cost latency only. Parameters of a rank's stages are gathered one stage after the other from the step's
-start, in the order of their first use; gradients are reduced one stage after the other, each after the stage's last
-backward action; both overlap with computation.
-"""
+computation and cost latency only. Parameters are gathered from the step's start, one stage of a rank after the other,
+in the order of their first use. Gradients are reduced one stage after the other, each after the stage's last backward
+action. Both overlap with computation."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """The course of one step.
+    """The simulated course of one step.
 
     makespan: seconds from the first action to the end of the last action or reduction. busy: by rank, seconds of
-    computation. memory: by rank, the largest sum of held activations, in the unit of the costs. actions, ends: by rank,
-    what ran (the parts of an OVERLAP_F_B one after the other) and when it ended."""
+    computation. memory: by rank, the peak of activations held, in the unit of the costs. actions, ends: by rank, its
+    actions (the parts of an OVERLAP_F_B one after the other), and when each ended."""
 
     makespan: float
     busy: tuple[float, ...]
@@ -58,23 +57,9 @@ class Simulation:
             for actions, ends in zip(self.actions, self.ends)
         )
 
-    @cached_property
-    def memory_curve(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """By rank, (time, held activations from then on): they grow when a forward action starts, change when a
-        backward one ends."""
-        train = any(action.kind != "F" for order in self.actions for action in order)
-        curves = []
-        for spans in self.spans:
-            held, curve = 0.0, [(0.0, 0.0)]
-            for action, start, end in spans:
-                held += held_change(action, self.costs, train)
-                curve.append((start if action.kind == "F" else end, held))
-            curves.append(tuple(curve))
-        return tuple(curves)
-
 
 def held_change(action: Action, costs: StageCosts, train: bool) -> float:
-    """By how much an action changes what its rank holds; without backward passes nothing is held for them."""
+    """By how much an action changes the activations that its rank holds; 0 in schedules without backward passes."""
     if not train:
         return 0.0
     share = {"F": 1.0, "I": costs.kept - 1.0, "W": -costs.kept, "B": -1.0}[action.kind]
@@ -84,8 +69,8 @@ def held_change(action: Action, costs: StageCosts, train: bool) -> float:
 def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
     """Runs a schedule, with or without backward passes, in time linear in its actions.
 
-    Raises `ValueError` where costs are for another number of stages, and where the schedule cannot finish: it names
-    every rank that waits, its action and what that waits for.
+    Raises `ValueError` where `costs` have another number of stages, and for a deadlock, with every rank that waits, its
+    action, and what the action waits for.
     """
     if costs.stages != schedule.stages:
         raise ValueError(f"costs of {costs.stages} stages for schedule {schedule.name} of {schedule.stages}")
@@ -167,7 +152,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
 
 
 def gather_ends(orders: tuple[tuple[Action, ...], ...], costs: StageCosts) -> list[float]:
-    """By stage, when its parameters are there."""
+    """By stage, when its parameters are gathered."""
     ends = [0.0] * costs.stages
     if any(costs.unshard):
         for order in orders:

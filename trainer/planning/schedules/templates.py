@@ -1,7 +1,7 @@
 """The known pipeline schedules by name, built for any number of ranks and micro-batches.
 
-A template is an order of forwards and backwards for each rank. Zero-bubble templates order F and I only and state how
-many activations a rank may hold; `greedy.list_schedule` then places W, counting F, I and W as equally long."""
+A template gives each rank an order of forwards and backwards. Zero-bubble templates order F and I only, and state how
+many activations a rank may hold; `greedy.list_schedule` then places W, as if F, I and W took equally long."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from trainer.planning.schedules.ir import Action, Schedule, flat
 class Template:
     """A schedule that can be built for any number of ranks.
 
-    build: from ranks, micro-batches, chunks and group size (None for templates without groups).
+    build: makes the schedule from ranks, micro-batches, chunks and group size (None for templates without groups).
     placement: how stages lie on ranks, see `place`.
-    chunks: legal stages per rank, the default first; None for any number, 2 by default.
-    splits: whether it computes I and W apart, so that linear layers have to defer weight gradients.
+    chunks: legal numbers of stages per rank, the default first; None for any number, by default 2.
+    splits: whether I and W are separate actions, so that linear layers have to defer weight gradients.
     groups: whether it has a group size.
     """
 
@@ -36,8 +36,10 @@ class Template:
 
 
 def place(ranks: int, chunks: int, style: Literal["loop", "v"]) -> tuple[int, ...]:
-    """By stage, the rank that holds it: "loop" goes through the ranks again for each chunk, "v" turns at the ends, so
-    that the stages on both sides of a turn share a rank."""
+    """The placement: by stage, the rank that holds it.
+
+    "loop" goes through the ranks again for each chunk. "v" turns at the ends, so that the stages on both sides of a
+    turn share a rank."""
     return tuple(
         ranks - 1 - rank if style == "v" and chunk % 2 else rank for chunk in range(chunks) for rank in range(ranks)
     )
@@ -98,12 +100,12 @@ def greedy(
     split: bool = True,
     patience: float = 0.5,
 ) -> Schedule:
-    """The schedule that list scheduling finds for measured costs, under a memory cap.
+    """The fastest schedule that list scheduling finds for measured costs, under a memory cap.
 
-    Ranks take what is ready, or keep to an order of forwards and backwards that suits the placement; backwards are
-    split or full. Of these, where they fit the cap, the one that takes least time. cap: the most activation a rank may
-    hold, in the unit of `costs.activation`. Too little for one micro-batch raises `ConfigError`. split: False for full
-    backwards only. patience: a W does not start if an F or I is due within this share of its duration."""
+    It tries ranks that start whatever is ready, and ranks that keep to an order of forwards and backwards known to suit
+    the placement, each with split and with full backwards. cap: the most activation a rank may hold, in the unit of
+    `costs.activation`; a cap below one micro-batch raises `ConfigError`. split: False for full backwards only.
+    patience: a W does not start if an F or I is due within this share of the W's duration."""
     found = []
     for splits in (True, False) if split else (False,):
         if splits and cap is not None and cap < least_cap(costs, placement):
@@ -131,7 +133,8 @@ def _lines_for(placement: tuple[int, ...], microbatches: int, backward: str) -> 
 
 
 def _gpipe(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
-    """All forwards, then all backwards (Huang et al. 2018, arXiv 1811.06965). Holds every micro-batch's activations."""
+    """GPipe: all forwards, then all backwards (Huang et al. 2018, arXiv 1811.06965). Activations of all micro-batches
+    are held."""
     orders = tuple(tuple(Action(rank, kind, m) for kind in "FB" for m in range(microbatches)) for rank in range(ranks))
     return Schedule("gpipe", orders, place(ranks, 1, "loop"), microbatches)
 
@@ -146,9 +149,9 @@ def _interleaved(ranks: int, microbatches: int, chunks: int, group_size: int | N
     """Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2): the bubble of 1F1B divided by the
     chunks.
 
-    Micro-batches pass the ranks in groups: all of a group through one chunk, then through the next. Groups are as equal
-    as `group_size` or more micro-batches each allow, so that any number of micro-batches is legal. Larger groups hold
-    more activations and leave transfers more time."""
+    Micro-batches pass the ranks in groups: all of a group through one chunk, then all through the next. Groups have
+    `group_size` or more micro-batches and are as equal as possible, so that any number of micro-batches is legal.
+    Larger groups hold more activations, and leave more time for transfers."""
     lines = _interleave(ranks, microbatches, chunks, group_size or ranks, "B")
     return Schedule("interleaved", tuple(map(tuple, lines)), place(ranks, chunks, "loop"), microbatches)
 
@@ -156,11 +159,11 @@ def _interleaved(ranks: int, microbatches: int, chunks: int, group_size: int | N
 def _interleave(
     ranks: int, microbatches: int, chunks: int, group_size: int, backward: str, warmup: int | None = None
 ) -> list[Line]:
-    """Groups of micro-batches through the chunks; each rank first does the forwards that keep the last rank busy until
-    its first backward comes back, then a forward and a backward by turns.
+    """1F1B with groups of micro-batches passing through the chunks, as one line for each rank.
 
-    warmup: forwards done ahead for each rank that follows. 1 is enough for one chunk, and for several 2, since by then
-    each rank on the way does a backward between two forwards."""
+    Each rank first does the forwards that keep the last rank busy until its first backward comes back, then forwards
+    and backwards in turn. warmup: forwards done ahead for each rank that follows. 1 is enough for one chunk. Several
+    chunks need 2, since each rank on the way then does a backward between two forwards."""
     count = max(1, microbatches // group_size)
     # The largest groups come first: a rank can start the backwards of a group only if its warm-up reaches the last
     # chunk.
@@ -179,9 +182,10 @@ def _interleave(
 
 
 def _zero_bubble(name: str, warmup: int) -> Callable[[int, int, int, int | None], Schedule]:
-    """ZB-H1 and ZB-H2 (Qi et al. 2023, arXiv 2401.10241): 1F1B with W in the gaps. With one forward ahead for each rank
-    that follows the memory is that of 1F1B's first rank, on all ranks; with two no rank idles between its first and
-    last action."""
+    """ZB-H1 and ZB-H2 (Qi et al. 2023, arXiv 2401.10241): 1F1B with W in the gaps.
+
+    warmup: forwards ahead for each rank that follows. With 1, every rank holds as much as the first rank under 1F1B.
+    With 2, no rank idles between its first and last action."""
 
     def build(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
         lines = _interleave(ranks, microbatches, 1, 1, "I", warmup)
@@ -194,11 +198,12 @@ def _zero_bubble(name: str, warmup: int) -> Callable[[int, int, int, int | None]
 class Block:
     """The course of one micro-batch through a V of two chunks per rank, in slots of one F, I or W of one chunk.
 
-    Every rank spends six slots on a micro-batch, so the next one follows six slots later; no two passes may meet on a
-    rank, that is have equal times modulo six. hops: slots from one rank to the next: forward down (chunk 0) and up
-    (chunk 1), backward down (chunk 1) and up (chunk 0). turns: slots lost between these four passes, by the number of
-    ranks. The sum of the hops is the memory: activations live from the forward to the backward on each rank, so twelve
-    slots a rank fill ranks micro-batches' worth."""
+    Every rank spends six slots on a micro-batch, so the next micro-batch follows six slots later. No two passes may
+    meet on a rank, that is, have equal times modulo six. hops: slots from one rank to the next in the four passes:
+    forward down (chunk 0) and up (chunk 1), backward down (chunk 1) and up (chunk 0). turns: slots lost between these
+    passes, as a function of the number of ranks. The sum of the hops sets the memory, since activations live on each
+    rank from the forward to the backward: with a sum of twelve, a rank holds as many micro-batches as there are
+    ranks."""
 
     hops: tuple[int, int, int, int]
     turns: Callable[[int], tuple[int, int, int]]
@@ -258,7 +263,7 @@ def _dualpipe_v(ranks: int, microbatches: int, chunks: int, group_size: int | No
     """DualPipeV (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1, halved to a V): forwards paired with backwards of
     other micro-batches, for models whose two passes overlap; ranks without that run them one after the other.
 
-    Made for two micro-batches a rank or more; with fewer it is the same order without those that are missing.
+    It is made for two micro-batches a rank or more. With fewer, the missing ones are left out of the same order.
     """
     orders = []
     for rank in range(ranks):
@@ -270,8 +275,8 @@ def _dualpipe_v(ranks: int, microbatches: int, chunks: int, group_size: int | No
             order += steps.backward(1, split=True), steps.weight(), steps.forward(1)
         for number in range(max(microbatches, 2 * ranks) - 2 * ranks + rank + 1):
             pair = steps.forward(0), steps.backward(1)
-            # The last rank has the backward's forward just behind it: paired, its first two passes would only wait
-            # longer.
+            # On the last rank the forward of this backward's micro-batch has only just ended. Overlapped, both passes
+            # would wait for its gradient.
             order += pair if number == 0 and after == 0 else [_overlap(*pair)]
             order.append(_overlap(steps.forward(1), steps.backward(0)))
         for _ in range(after):
@@ -286,7 +291,7 @@ def _dualpipe_v(ranks: int, microbatches: int, chunks: int, group_size: int | No
 
 
 class _DualPipeSteps:
-    """The next action of each kind on the two stages of a rank."""
+    """Counts out the actions on the two stages of a rank: each call gives the next one of its kind."""
 
     def __init__(self, *stages: int):
         self.stages, self.next, self.weights = stages, Counter[tuple[str, int]](), deque[Action]()
@@ -313,7 +318,7 @@ def _overlap(forward: Action, backward: Action) -> Action:
 
 
 def _within(action: Action, microbatches: int) -> tuple[Action, ...]:
-    """The action if its micro-batches exist; the part that does of a pair."""
+    """The action, if its micro-batch exists; of an overlapped pair the parts whose micro-batch exists."""
     kept = tuple(part for part in flat([action]) if part.microbatch in range(microbatches))
     return (action,) if action.parts and kept == action.parts else kept
 

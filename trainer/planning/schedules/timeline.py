@@ -1,14 +1,13 @@
 """Timelines of pipelines, and their files: what every rank computed and when, planned or measured.
 
-A timeline holds one sequence of spans a rank, in seconds from the start of the step. Its makespan is the end of its
-last span unless the step is said to last longer (gradients may still be reduced then); a rank's bubble is the share of
-the makespan in which the rank does not compute."""
+A timeline holds one sequence of spans for each rank, in seconds from the start of the step. Its makespan is the end of
+its last span, or a given later time, since gradients may still be reduced after the last span. A rank's bubble is the
+share of the makespan in which the rank does not compute."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from trainer.config import ConfigError
 from trainer.planning.schedules.ir import COMPUTE, parse
 from trainer.planning.schedules.simulate import Span
+from trainer.util.files import write_atomic
 
 Timeline = Sequence[Sequence[Span]]
 
@@ -25,15 +25,17 @@ def idle(spans: Iterable[Span], makespan: float) -> list[tuple[float, float]]:
     gaps, done = [], 0.0
     computed = [(start, end) for action, start, end in spans if action.parts or action.kind in COMPUTE]
     for start, end in [*sorted(computed), (makespan, makespan)]:
-        if start - done > 1e-9 * makespan:  # not what rounding leaves between two actions
+        if start - done > 1e-9 * makespan:  # more than rounding leaves between two actions
             gaps.append((done, start - done))
         done = max(done, end)
     return gaps
 
 
 def measure(ranks: Timeline, makespan: float | None = None) -> tuple[float, float, tuple[float, ...]]:
-    """A timeline's makespan in seconds, at least `makespan`, its bubble (the mean over ranks) and that of each rank, 0
-    to 1."""
+    """A timeline's makespan in seconds (at least `makespan`), its bubble (the mean over ranks), and each rank's bubble.
+
+    Bubbles are shares of the makespan, 0 to 1.
+    """
     makespan = max([makespan or 0.0, *(span.end for spans in ranks for span in spans)])
     bubbles = tuple(
         sum(length for _, length in idle(spans, makespan)) / makespan if makespan else 0.0 for spans in ranks
@@ -54,7 +56,8 @@ def write_timeline(path: Path, ranks: Timeline, makespan: float | None = None) -
         for spans in ranks
     ]
     numbers = f'"makespan": {json.dumps(makespan)}, "bubble": {json.dumps(bubble)}'
-    write_whole(path, f'{{{numbers}, "ranks": [\n' + ",\n".join(rows) + "\n]}\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, f'{{{numbers}, "ranks": [\n' + ",\n".join(rows) + "\n]}\n")
 
 
 def read_timeline(path: Path) -> tuple[tuple[tuple[Span, ...], ...], float]:
@@ -93,12 +96,3 @@ def _span(entry: Any, where: str) -> Span:
             f"{where}: {span.action} from {span.start} to {span.end} is no time in a step; the file is damaged"
         )
     return span
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Puts the file there in one piece, its folder too, so that a reader never meets half of it."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{os.getpid()}-{path.name}")
-    beside.write_text(text)
-    os.replace(beside, path)

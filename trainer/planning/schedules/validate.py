@@ -1,4 +1,4 @@
-"""Whether a schedule computes everything once, in a possible order, within a cap of memory, and without deadlock."""
+"""Whether a schedule computes everything once, in a possible order, within a memory cap, and without deadlock."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from trainer.planning.schedules.lower import lower_all, replay
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
-    """By rank, the most activations held at once, kept from F until B or W, in micro-batches of the rank's whole share
-    of the model (a rank's k stages hold 1/k of it each)."""
+    """By rank, the peak of activations held, each from its F to its B or W.
+
+    The unit is the activations of one micro-batch in all k stages of the rank; those of one stage count 1/k."""
     return tuple(
         max(held, default=0) / max(1, schedule.placement.count(rank))
         for rank, order in enumerate(schedule.orders)
@@ -19,7 +20,7 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
 
 
 def _held(order: tuple[Action, ...]) -> Iterator[tuple[int, Action, int]]:
-    """After each action: its place in the order, the action, and the stage activations then held."""
+    """After each action: its index in the order, the action, and how many stage activations are then held."""
     count = 0
     for index, whole in enumerate(order):
         for action in flat([whole]):
@@ -30,11 +31,11 @@ def _held(order: tuple[Action, ...]) -> Iterator[tuple[int, Action, int]]:
 def validate(schedule: Schedule, cap: float | None = None, trains: bool = True) -> list[str]:
     """Everything that keeps the schedule from running, one sentence each; empty for a schedule that runs.
 
-    Checks that stages are placed on ranks, that each stage computes F, I and W (or B) of each micro-batch once, on its
-    rank and in this order, that no rank waits for ever (by replaying the lowered programs of all ranks), and that no
-    rank holds more than `cap` activations (in the unit of `peak_activations`). Positions in a rank's order are counted
-    from 1. trains: False for an evaluation, which has forwards only. It has to be said, since forwards without any
-    backward would otherwise pass as one and train nothing."""
+    A schedule runs if all stages are placed on ranks; if each stage computes F, I and W (or B) of each micro-batch
+    once, on its rank and in this order; if no rank waits for ever, which is tested by replaying the lowered programs of
+    all ranks; and if no rank holds more than `cap` activations (in the unit of `peak_activations`). Positions in a
+    rank's order are counted from 1. trains: False for an evaluation, which has forwards only. It is not inferred: a
+    training schedule without backwards would pass as an evaluation."""
     problems = [*_misplaced(schedule), *_miscounted(schedule, trains)]
     if not problems:
         problems = _stuck(schedule)
@@ -66,8 +67,8 @@ def _misplaced(schedule: Schedule) -> Iterator[str]:
 
 
 def _miscounted(schedule: Schedule, trains: bool) -> Iterator[str]:
-    """Actions that are no compute actions, out of range, on a rank that does not hold their stage, repeated, before
-    what they need of their own stage, or missing."""
+    """Actions that are no computation, out of range, on the wrong rank, repeated, too early for their stage, or
+    missing."""
     needs = {"F": (), "I": "F", "W": "I"}
     did: dict[tuple[str, int, int], tuple[int, Action]] = {}
     for rank, order in enumerate(schedule.orders):
@@ -106,9 +107,9 @@ def _miscounted(schedule: Schedule, trains: bool) -> Iterator[str]:
 def _stuck(schedule: Schedule) -> list[str]:
     programs = lower_all(schedule)
     problems = []
-    for rank, place in replay(programs, schedule.placement).items():
-        action = programs[rank][place]
-        done = sum(earlier.kind in COMPUTE for earlier in programs[rank][:place])
+    for rank, position in replay(programs, schedule.placement).items():
+        action = programs[rank][position]
+        done = sum(earlier.kind in COMPUTE for earlier in programs[rank][:position])
         whole = [(index, whole) for index, whole in enumerate(schedule.orders[rank]) for _ in flat([whole])][done]
         what = (
             f"the output of stage {action.stage - 1}"
