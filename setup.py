@@ -5,5 +5,5 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["trainer", "trainer.*"]), "trainer.configs"],
     package_dir={"trainer.configs": "configs"},
-    package_data={"trainer.configs": ["**/*.yaml"]},
+    package_data={"trainer": ["py.typed"], "trainer.configs": ["**/*.yaml"]},
 )

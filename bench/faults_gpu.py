@@ -16,12 +16,13 @@ from trainer.checkpointing.retention import find_newest
 from trainer.observe import metrics
 
 OUT = Path(sys.argv[1])
-STEPS = int(os.environ.get("STEPS", 1500))
+TRAINED = float(os.environ.get("TRAINED", 10))
+"""Seconds for which an undisturbed run trains; the number of steps, which all runs have, is found out first."""
+LIMIT = 120
+"""Seconds within which a run has to come as far as it is waited for."""
 RUN = [
     "+config=debug",
     "batch.global_size=4",
-    f"run.steps={STEPS}",
-    "checkpoint.every=25",
     "run.deterministic=true",
     "logging.console=plain",
     "guard.stall_seconds=6",
@@ -50,6 +51,37 @@ def torchrun(name: str, *arguments: str, restarts: int = 0) -> subprocess.Popen:
             stdout=log,
             stderr=log,
         )
+
+
+def training(name: str, steps: int, restarts: int = 0) -> subprocess.Popen:
+    """A run of so many steps, saved twenty times."""
+    folder = f"run.dir={OUT / name}"
+    return torchrun(
+        name,
+        "trainer",
+        *RUN,
+        f"run.steps={steps}",
+        f"checkpoint.every={max(2, steps // 20)}",
+        folder,
+        restarts=restarts,
+    )
+
+
+def steps() -> int:
+    """Steps that take `TRAINED`, of a short run with its checkpoints; kept in OUT for cases that are started later."""
+    kept = OUT / "steps"
+    if not kept.exists():
+        launcher = training("pace", 60)
+        try:
+            wait_for(lambda: last_step(OUT / "pace") >= 10, LIMIT, "step 10")
+            start, first = time.monotonic(), last_step(OUT / "pace")
+            wait_for(lambda: last_step(OUT / "pace") >= 58, LIMIT, "step 58")
+            pace = (time.monotonic() - start) / max(1, last_step(OUT / "pace") - first)
+            launcher.wait(LIMIT)
+        finally:
+            launcher.terminate()
+        kept.write_text(str(min(5000, max(100, int(TRAINED / max(pace, 1e-3))))))
+    return int(kept.read_text())
 
 
 def last_step(folder: Path) -> int:
@@ -86,15 +118,15 @@ def compared(folder: Path) -> dict[str, Any]:
     return {
         "steps": len(mine),
         "largest_loss_error": max(abs(a - b) / b for a, b in zip(mine, calm)),
-        "ok": len(mine) == len(calm) == STEPS,
+        "ok": len(mine) == len(calm) == steps(),
     }
 
 
 def calm() -> dict[str, Any]:
     start = time.monotonic()
-    launcher = torchrun("calm", "trainer", *RUN, f"run.dir={OUT / 'calm'}")
+    launcher = training("calm", steps())
     try:
-        code = launcher.wait(90)
+        code = launcher.wait(LIMIT)
     finally:
         launcher.terminate()
     return {"code": code, "seconds": time.monotonic() - start, "ok": code == 0}
@@ -102,14 +134,14 @@ def calm() -> dict[str, Any]:
 
 def killed() -> dict[str, Any]:
     folder = OUT / "killed"
-    launcher = torchrun("killed", "trainer", *RUN, f"run.dir={folder}", restarts=2)
+    launcher = training("killed", steps(), restarts=2)
     try:
-        wait_for(lambda: last_step(folder) > 50, 60, "step 50")
+        wait_for(lambda: last_step(folder) > steps() // 4, LIMIT, "quarter of the steps")
         saved = find_newest(folder / "checkpoints", True)[0]
         os.kill(rank(launcher, 1), signal.SIGKILL)
         log = OUT / "killed.log"
-        again = wait_for(lambda: "resumed from" in log.read_text(), 60, "second start")
-        code = launcher.wait(60)
+        again = wait_for(lambda: "resumed from" in log.read_text(), LIMIT, "second start")
+        code = launcher.wait(LIMIT)
     finally:
         launcher.terminate()
     result = compared(folder)
@@ -119,10 +151,10 @@ def killed() -> dict[str, Any]:
 def stopped(victim: int) -> dict[str, Any]:
     name = f"stopped{victim}"
     folder = OUT / name
-    launcher = torchrun(name, "trainer", *RUN, f"run.dir={folder}", restarts=2)
+    launcher = training(name, steps(), restarts=2)
     report: list[Path] = []
     try:
-        wait_for(lambda: last_step(folder) > 50, 60, "step 50")
+        wait_for(lambda: last_step(folder) > steps() // 4, LIMIT, "quarter of the steps")
         process = rank(launcher, victim)
         os.kill(process, signal.SIGSTOP)
         try:
@@ -139,8 +171,8 @@ def stopped(victim: int) -> dict[str, Any]:
             os.kill(process, signal.SIGKILL)  # torchrun would wait 30 s for it
         status = json.loads((folder / "status.json").read_text())
         log = OUT / f"{name}.log"
-        again = wait_for(lambda: "resumed from" in log.read_text(), 60, "second start")
-        code = launcher.wait(60)
+        again = wait_for(lambda: "resumed from" in log.read_text(), LIMIT, "second start")
+        code = launcher.wait(LIMIT)
     finally:
         launcher.terminate()
     text = report[0].read_text()
@@ -164,9 +196,9 @@ def preflight() -> dict[str, Any]:
         [sys.executable, "-m", "trainer.preflight", "check=node", "gpus=2", f"run_dir={OUT / 'calm'}", "free_gib=1"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
     )
-    code = torchrun("network", "trainer.preflight", "check=network").wait(90)
+    code = torchrun("network", "trainer.preflight", "check=network").wait(LIMIT)
     return {
         "node": node.returncode,
         "node_said": (node.stdout + node.stderr).splitlines(),

@@ -9,7 +9,6 @@ Everything after the first few keys is a setting of the configuration schema. Ne
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
@@ -170,15 +169,7 @@ def main() -> None:
 def rebuilt(state: TrainState, pipeline: Pipeline) -> TrainState:
     """The same run, freshly initialised, with another pipeline."""
     config, spec, plan, world = state.config, state.spec, state.plan, state.world
-    state.close()
-    (
-        state.stages.clear(),
-        state.optimizer.parameters.clear(),
-        state.optimizer.state.clear(),
-        state.shared.parameters.clear(),
-    )
-    del state
-    gc.collect()
+    state.free()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     return TrainState.build(config, spec, plan, pipeline, world)

@@ -11,5 +11,5 @@ stamp() { echo "$(.venv/bin/python --version) $(cksum < pyproject.toml)"; }
 [ -x .venv/bin/python ] || "$python" -m venv .venv 2>/dev/null || {
   "$python" -m venv --without-pip --clear .venv; "$python" -m pip --python .venv/bin/python install -q pip; }
 echo "Installing trainer into .venv (once; a few minutes) ..."
-.venv/bin/python -m pip install -q --disable-pip-version-check -e .
+.venv/bin/python -m pip install -q --disable-pip-version-check -e '.[all]'
 stamp > .venv/.installed

@@ -98,7 +98,7 @@ def test_pages(capsys, tmp_path):
     )
     code, page, _ = main(capsys, "--help", "lr")
     assert code == 0 and page.startswith("lr.schedule") and "one of cosine, wsd" in page
-    assert "lr.warmup=10\n    linear warm-up from zero; in steps" in page
+    assert "lr.warmup=10\n    linear warm-up from zero; in steps; range [0, inf)" in page
     assert main(capsys, "--help", "lrr")[0] == 2
     code, shown, _ = main(capsys, "--cfg", "job", "+config=debug")
     assert code == 0 and "dir: runs/${run.name}" in shown

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from trainer.config import Config, ConfigError, typed
 from trainer.config.compose import _groups, _options, gather, hydra_over, to_config
 from trainer.config.fields import nearest
+from trainer.config.json_schema import json_schema
 from trainer.planning.resolve import compose
 from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, rank, refuse
 
@@ -30,6 +31,7 @@ usage: torchrun --nproc-per-node N -m trainer +config=RECIPE [GROUP=OPTION ...] 
 
   --config-dir DIR   folder of your own groups and recipes (DIR/config/NAME.yaml); they win over the shipped ones
   --cfg job          print the composed configuration and stop; with --resolve, as the run will see it
+  --schema [SECTION] JSON schema of recipes, or of the files of a section's group (such as model), for editors
   --help [SECTION]   this page, or the settings of a section (such as lr, or model.attention) with their meaning
 
   +config=[a,b]      several recipes, the later wins; single settings win over every recipe
@@ -70,6 +72,7 @@ def help_text(section: str, config_dir: str | os.PathLike | None = None) -> str:
 def _described(setting: typed.Setting) -> str:
     extra = [f"in {setting.unit}"] if setting.unit else []
     extra += ["one of " + ", ".join(map(str, setting.choices))] if setting.choices else []
+    extra += [f"range {setting.range}"] if setting.range else []
     return f"{setting.path}={json.dumps(setting.default)}\n    {'; '.join([setting.doc, *extra])}"
 
 
@@ -85,6 +88,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--help", "-h", nargs="?", const="", metavar="SECTION")
+    parser.add_argument("--schema", nargs="?", const="", metavar="SECTION")
     parser.add_argument("--multirun", "-m", action="store_true")
     options = parser.parse_intermixed_args(arguments)
     if options.multirun and options.cfg:
@@ -101,6 +105,8 @@ def main(arguments: Sequence[str]) -> int:
         options = _parse(arguments)
         if options.help is not None:
             return _print(help_text(options.help, options.config_dir))
+        if options.schema is not None:
+            return _print(json.dumps(json_schema(options.schema), indent=1))
         if options.cfg:
             return _print(_shown(options))
         if options.multirun:

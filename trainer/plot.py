@@ -10,8 +10,12 @@ from pathlib import Path
 
 from trainer.config import ConfigError
 from trainer.planning.schedules.templates import TEMPLATES
-from trainer.plots.runs import RUN_OPTIONS, SCHEDULE_OPTIONS, X_LABELS, draw_runs, draw_templates
-from trainer.util.exit_codes import REFUSED
+from trainer.util.exit_codes import REFUSED, refuse
+
+try:
+    from trainer.plots.runs import RUN_OPTIONS, SCHEDULE_OPTIONS, X_LABELS, draw_runs, draw_templates
+except ConfigError as error:  # without matplotlib there is nothing that this command can do
+    sys.exit(refuse(error))
 
 
 def command_line() -> argparse.ArgumentParser:

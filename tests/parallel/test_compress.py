@@ -352,7 +352,7 @@ def test_classic_feedback_telescopes(kind, hadamard, stochastic):
             torch.equal(kept, old) for kept, old in zip(errors.kept, before)
         )  # not before it is known whether the step counts
         unpack(codec, payload.unsqueeze(0), blocks, result)
-        errors.settle(torch.tensor(float(skipped)), step + 1)
+        errors.end_step(torch.tensor(float(skipped)), step + 1)
         if skipped:
             assert not torch.isfinite(result).all()
             assert all(torch.equal(kept, old) for kept, old in zip(errors.kept, before))
@@ -386,7 +386,7 @@ def test_average8_keeps_a_moving_average_in_8_bits(kind, hadamard, stochastic):
         before = [kept.clone() for kept in errors.kept]
         held = errors.read()
         sent = decode(codec, pack(codec, gradient, blocks, errors, scale, seed=step).unsqueeze(0), 10)
-        errors.settle(torch.tensor(float(skipped)), step + 1)
+        errors.end_step(torch.tensor(float(skipped)), step + 1)
         if skipped:
             assert all(torch.equal(kept, old) for kept, old in zip(errors.kept, before))
             continue
@@ -397,7 +397,7 @@ def test_average8_keeps_a_moving_average_in_8_bits(kind, hadamard, stochastic):
         assert errors.kept[0].abs().max() <= 127
         sizes.append(errors.read().abs().max().item())
     assert 0 < max(sizes[30:]) < 1.5 * max(sizes[:30])
-    errors.settle(torch.zeros(()), ErrorFeedback.RESET)
+    errors.end_step(torch.zeros(()), ErrorFeedback.RESET)
     assert errors.read().abs().max() == 0
 
 
@@ -417,7 +417,7 @@ def test_feedback_makes_the_mean_gradient_arrive():
             unpack(codec, pack(codec, gradient, blocks, errors, torch.ones(())).unsqueeze(0), blocks, result)
             total += result
             if errors:
-                errors.settle(torch.zeros(()), step + 1)
+                errors.end_step(torch.zeros(()), step + 1)
         arrived[kind] = (total[1:].mean() / 1.0).item()
     assert (
         arrived["none"] == 0 and arrived["classic"] == pytest.approx(1.0, abs=0.1) and 0.6 < arrived["average8"] < 1.1

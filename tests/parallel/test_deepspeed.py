@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from workers.parallel_runs import run
 from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.parallel.deepspeed import load
 from trainer.parallel.deepspeed.config import generate
+from trainer.parallel.engine import ENGINES, Engine, load_engine
 from trainer.planning.deepspeed import check_settings
 from trainer.planning.plan import check_plan, resolve_plan
 from trainer.training.out_of_memory import advice
@@ -340,12 +342,12 @@ def test_deepspeed_checks_its_own_settings(tmp_path, monkeypatch):
         ({"nvme": str(tmp_path / "file")}, ["parallel.zero.nvme", "make it"]),
     ):
         with pytest.raises(ConfigError) as caught:
-            engine.check(Config(parallel=parallel(stage=3, **change)), torch.device("cpu"))
+            engine.DeepSpeed.check(Config(parallel=parallel(stage=3, **change)), torch.device("cpu"))
         assert all(word in str(caught.value) for word in words) and "http" not in str(caught.value)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match="no no-such-compiler here; install it"):
-        engine.check(Config(parallel=parallel(stage=3, nvme=str(tmp_path))), torch.device("cpu"))
-    engine.check(
+        engine.DeepSpeed.check(Config(parallel=parallel(stage=3, nvme=str(tmp_path))), torch.device("cpu"))
+    engine.DeepSpeed.check(
         Config(parallel=parallel(stage=3, offload=True, deepspeed=zero(sub_group_size=1e6))), torch.device("cpu")
     )
 
@@ -364,13 +366,22 @@ def test_what_is_given_is_added_to_what_follows():
     assert "DeepSpeed" in resolve_plan(config.parallel, 4).describe() and not check_plan(config.parallel, 4)
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_has_the_methods_of_the_protocol(name):
+    engine = load_engine(name, torch.device("cpu"))
+    asked = {name: member for name, member in vars(Engine).items() if inspect.isfunction(member) and name[0] != "_"}
+    assert {"shard", "materialize", "build_optimizer", "sharding"} <= asked.keys()
+    for method, member in asked.items():
+        assert list(inspect.signature(getattr(engine, method)).parameters) == list(inspect.signature(member).parameters)
+
+
 def test_imported_only_where_it_is_asked_for_and_for_the_device_of_the_run():
     subprocess.run(
         [
             sys.executable,
             "-c",
             "import sys, torch, trainer.training.run, trainer.parity.cli; assert 'deepspeed' not in sys.modules\n"
-            "torch.cuda.is_available = lambda: True\nfrom trainer.planning.deepspeed import load\n"
+            "torch.cuda.is_available = lambda: True\nfrom trainer.parallel.deepspeed import load\n"
             "assert load(torch.device('cpu')).get_accelerator().device_name() == 'cpu'",
         ],
         check=True,
@@ -403,7 +414,9 @@ def test_state_on_a_disk(tmp_path):
     """Where libaio is installed: masters, moments and parameters in files, and checkpoints to and from the torch
     engine."""
     try:
-        load(torch.device("cpu")).check(Config(parallel=parallel(stage=3, nvme=str(tmp_path))), torch.device("cpu"))
+        load(torch.device("cpu")).DeepSpeed.check(
+            Config(parallel=parallel(stage=3, nvme=str(tmp_path))), torch.device("cpu")
+        )
     except ConfigError as error:
         pytest.skip(f"not tested here, and takes two minutes to compile at the first time: {error}")
     (tmp_path / "corpus").mkdir()

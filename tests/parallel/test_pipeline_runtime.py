@@ -103,6 +103,13 @@ def test_a_vanished_peer_is_named(ranks):
         assert vanished["seconds"] < 20
 
 
+def test_ranks_that_wait_for_every_transfer_finish(tmp_path):
+    """As on GPUs, where whatever waits for the whole device waits for what was posted too. It compares numbers."""
+    launch("pipeline_runtime.py", RANKS, "synchronous", tmp_path / "out.json")
+    cases = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(RANKS)]
+    assert len(cases[0]) > 25 and len({len(some) for some in cases}) == 1
+
+
 def test_simulator_predicts_measured_times(tmp_path):
     launch("pipeline_runtime.py", RANKS, "bubbles", tmp_path / "out.json")
     cases = json.loads((tmp_path / "out.json").read_text())["cases"]

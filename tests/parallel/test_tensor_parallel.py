@@ -112,6 +112,20 @@ def test_weight_gradients_that_wait_are_gathered_for_one_product_ahead(ranks):
         assert overlap["both: W"] == ["gather", "gather", "wait", "product", "wait", "product", "product"], name
 
 
+def test_another_backend_multiplies_and_its_reductions_are_kept(ranks):
+    """Backward reduces the two inputs' gradients; where recompute does not know a backend's operators, it reduces the
+    outputs of both blocks again."""
+    for name, _, seen in each(ranks):
+        found = seen["other backend"]
+        assert found["worst"] < 1e-12, name
+        assert found["reductions"] == {
+            "TensorGroup keeping TensorGroup": 2,
+            "TensorGroup keeping Pieces": 4,
+            "Pieces keeping TensorGroup": 4,
+            "Pieces keeping Pieces": 2,
+        }, name
+
+
 def test_weight_gradients_are_the_same_later(ranks):
     for seen in ranks:
         for tp, found in seen.items():

@@ -18,7 +18,7 @@ from trainer.planning.cost.stages import StageCosts
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.greedy import fits, least_cap, list_schedule
 from trainer.planning.schedules.ir import Action, Schedule, dumps, flat, loads, parse
-from trainer.planning.schedules.lower import lower, lower_all, replay
+from trainer.planning.schedules.lower import input_of, lower, lower_all, replay
 from trainer.planning.schedules.simulate import simulate
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule, forward_only, greedy, place
 from trainer.planning.schedules.validate import peak_activations, validate
@@ -559,7 +559,7 @@ def test_forward_only_runs_on_any_placement(ranks, chunks, style, microbatches):
     plan = forward_only(place(ranks, chunks, style), microbatches)
     assert not plan.trains and validate(plan, trains=False) == []
     programs = lower_all(plan)
-    assert replay(programs, plan.placement) == replay(programs, plan.placement, rendezvous=True) == {}
+    assert replay(programs, plan.placement) == {}
     assert not any(
         action.kind in ("B", "I", "W", "REDUCE_GRAD", "SEND_B", "RECV_B") for program in programs for action in program
     )
@@ -578,22 +578,50 @@ def test_forward_only_has_no_gaps(ranks, chunks, style, wait):
 # Lowering
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_ranks_wait_for_each_other_in_a_circle(name):
+    """Not even where every action waits for all that its rank has started, as what waits for a whole GPU does."""
+    for ranks in (1, 2, 3, 4, 7):
+        for microbatches in (1, 2, 3, ranks, ranks + 1, 3 * ranks):
+            for chunks in (1, 2, 3) if name == "interleaved" else (None,):
+                plan = build_schedule(name, ranks, microbatches, chunks)
+                assert replay(lower_all(plan), plan.placement) == {}, (ranks, microbatches, chunks)
+
+
 @settings(max_examples=150, deadline=None)
 @given(built(most_ranks=6), st.integers(0, 3), st.sampled_from(("last", "every")), st.booleans())
 def test_lowered_programs_cannot_deadlock(built, ahead, reduce, unshard):
     programs = lower_all(built, reduce, unshard, ahead)
     assert replay(programs, built.placement) == {}
-    assert replay(programs, built.placement, rendezvous=True) == {}
     for rank, program in enumerate(programs):
         assert program == lower(built, rank, reduce, unshard, ahead)
         assert [action for action in program if action.kind in ir.COMPUTE] == list(flat(built.orders[rank]))
 
 
 @settings(max_examples=40, deadline=None)
-@given(uneven(most_ranks=4))
-def test_greedy_schedules_lower_without_deadlock(case):
+@given(uneven(most_ranks=4), st.integers(0, 3))
+def test_greedy_schedules_lower_without_deadlock(case, ahead):
     plan = greedy(*case)
-    assert replay(lower_all(plan), plan.placement, rendezvous=True) == {}
+    assert replay(lower_all(plan, ahead=ahead), plan.placement) == {}
+    csv = loads(dumps(ir.merge_backward(plan)), placement=plan.placement)
+    assert replay(lower_all(csv, ahead=ahead), plan.placement) == {}
+
+
+def test_a_receive_is_a_circle_before_what_it_waits_for():
+    """The work of the rank itself, or of two that each hold a receive and wait for the next work of the other."""
+    itself = [
+        [parse(text) for text in line.split()] for line in ("0RECV_B0 0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
+    ]
+    assert replay(itself, (0, 1)) == {0: 0, 1: 0}
+    start = "0F0 0SEND_F0", "1RECV_F0 1F0"
+    ends = {  # how rank 0 and rank 1 go on, and whether they can
+        ("0RECV_B0 0F1 0SEND_F1 0B0", "1RECV_F1 1B0 1SEND_B0 1F1"): False,
+        ("0F1 0SEND_F1 0RECV_B0 0B0", "1RECV_F1 1B0 1SEND_B0 1F1"): True,
+        ("0RECV_B0 0F1 0SEND_F1 0B0", "1B0 1SEND_B0 1RECV_F1 1F1"): True,
+    }
+    for lines, possible in ends.items():
+        programs = [[parse(text) for text in f"{first} {then}".split()] for first, then in zip(start, lines)]
+        assert replay(programs, (0, 1)) == ({} if possible else {0: 2, 1: 2})
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, "forward_only"])
@@ -619,17 +647,17 @@ def test_receives_are_posted_one_action_ahead_and_no_further():
     assert start("1f1b", 1) == "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2"
     # Not posted when needed, but before a send that would otherwise wait for rank 0 while rank 0 waits to send this.
     assert start("1f1b", 0) == "1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1"
-    assert receive_buffers(lower(build_schedule("gpipe", 2, 8), 1, ahead=3)) == 4
+    early = schedule("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3", microbatches=4)
+    assert [receive_buffers(lower(early, 1, ahead=ahead)) for ahead in (0, 1, 3, 6)] == [1, 1, 2, 3]
 
 
 def test_receives_ahead_keep_to_their_number_of_buffers():
-    """The next forward on rank 1 reads what rank 0 sends second, so that posting it ahead takes a buffer for the first
-    too."""
+    """What rank 1 reads next is what rank 0 sends second, so that posting it ahead takes a buffer for the first too."""
     plan = schedule("1F0 1F1 1B1 1B0", "0F0 0F1 2F1 2F0 2B1 2B0 0B1 0B0", placement=(1, 0, 1), microbatches=2)
     assert validate(plan) == []
-    one, two = (" ".join(map(str, lower(plan, 1, unshard=False, ahead=ahead))) for ahead in (1, 2))
-    assert one.startswith("0F0 0SEND_F0 0F1 0SEND_F1 2RECV_F0 2RECV_F1 2F1 ")
-    assert two.startswith("2RECV_F0 2RECV_F1 0F0 0SEND_F0 0F1 0SEND_F1 2F1 ")
+    for ahead in (0, 1, 2):
+        program = " ".join(map(str, lower(plan, 1, unshard=False, ahead=ahead)))
+        assert program.startswith("0F0 0SEND_F0 0F1 0SEND_F1 2RECV_F0 2RECV_F1 2F1 ")
 
 
 def test_work_on_parameters():
@@ -677,13 +705,46 @@ def test_replay_finds_crossed_transfers_and_blocking_sends():
     crossed = [
         [parse(text) for text in line.split()] for line in ("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 1F1")
     ]
-    assert replay(crossed, (0, 1)) == {1: 2}
+    assert replay(crossed, (0, 1)) == {0: 1, 1: 0}
     exchange = [
         [parse(text) for text in line.split()]
         for line in ("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1")
     ]
-    assert replay(exchange, (0, 1)) == {}
-    assert replay(exchange, (0, 1), rendezvous=True) == {0: 3, 1: 3}
+    assert replay(exchange, (0, 1)) == {0: 3, 1: 3}
+
+
+def finish(programs: tuple[tuple[Action, ...], ...], placement: tuple[int, ...], costs: StageCosts) -> float:
+    """When the last action ends on GPUs, where a transfer starts once its sender has computed and its receiver has done
+    what stands before the RECV."""
+    clocks, places, posted, ends = [0.0] * len(programs), [0] * len(programs), {}, {}
+    seconds = {"F": costs.f, "I": costs.i, "W": costs.w, "B": costs.b}
+    while any(place < len(program) for place, program in zip(places, programs)):
+        for rank, program in enumerate(programs):
+            for action in program[places[rank] :]:
+                if action.kind in ir.COMPUTE:
+                    source = input_of(action, len(placement))
+                    if source is not None and source not in ends:
+                        break
+                    ready = 0.0 if source is None else ends[source]
+                    if source is not None and placement[source.stage] != rank:
+                        ready = max(ready, posted[action.stage, action.kind == "F", action.microbatch]) + costs.transfer
+                    clocks[rank] = max(clocks[rank], ready) + seconds[action.kind][action.stage]
+                    ends[replace(action, kind="I") if action.kind == "B" else action] = clocks[rank]
+                elif action.kind.startswith("RECV"):
+                    posted[action.stage, action.kind == "RECV_F", action.microbatch] = clocks[rank]
+                places[rank] += 1
+    return max(clocks)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("backward", [(1.0, 1.0), (1.6, 0.6), (2.0, 1.0)], ids=["even", "attention", "recompute"])
+def test_transfers_overlap_with_computation(name, backward):
+    """Where a receive is posted costs next to nothing, against receives that are posted from the start."""
+    i, w = backward
+    for ranks, microbatches in ((2, 2), (2, 8), (4, 4), (4, 16), (8, 8), (8, 32)):
+        plan = build_schedule(name, ranks, microbatches)
+        costs = StageCosts.uniform(plan.stages, 1.0, i, w, i + w, transfer=0.05)
+        assert finish(lower_all(plan), plan.placement, costs) <= 1.02 * simulate(plan, costs).makespan
 
 
 def test_one_rank_communicates_with_nobody():

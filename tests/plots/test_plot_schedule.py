@@ -16,9 +16,10 @@ from trainer.planning.cost.stages import StageCosts
 from trainer.planning.schedules.ir import Action, dumps
 from trainer.planning.schedules.simulate import Span, simulate
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule
+from trainer.planning.schedules.timeline import idle, measure, read_timeline, write_timeline
 from trainer.plots import runs
 from trainer.plots import schedule as pictures
-from trainer.plots.schedule import chrome_trace, draw_schedule, idle, measure, read_timeline, write_timeline
+from trainer.plots.schedule import chrome_trace, draw_schedule
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

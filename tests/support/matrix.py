@@ -250,3 +250,41 @@ def cases(processes: int, compiled: bool) -> list[Case]:
     if processes == 4:
         chosen.append(PLAIN | {"dp": 2, "tp": 2, "stage": 1, "precision": "fp16", "overflow": True})
     return chosen + (CUBES if processes == 8 else [])
+
+
+def deepspeed(processes: int) -> list[Case]:
+    """What DeepSpeed's engine does otherwise on GPUs, where it has streams; all of it, on CPUs:
+    tests/workers/deepspeed_engine.py."""
+    base = PLAIN | {"engine": "deepspeed", "dp": processes}
+    chosen = [base | {"stage": stage} for stage in (1, 2, 3)]
+    chosen += [base | {"stage": stage, "offload": True, "precision": "bf16"} for stage in (2, 3)]
+    chosen += [base | {"stage": 2, "precision": "fp16"}, base | {"stage": 3, "precision": "bf16", "recompute": "full"}]
+    if processes > 1:
+        chosen.append(base | {"stage": 1, "dp": processes // 2, "tp": 2})
+        chosen += [
+            base | {"stage": 1, "dp": processes // 2, "pp": 2, "schedule": schedule, "tied": True}
+            for schedule in ("1f1b", "zb_v")
+        ]
+    return chosen
+
+
+def parts(chosen: list[Case], count: int) -> list[list[Case]]:
+    """The cases dealt to `count` launches of about equal length; what compiles the same attention stays together."""
+    kinds: dict[Any, list[Case]] = {}
+    for number, case in enumerate(chosen):
+        compiles = case["attention"] != "causal" or case.get("compile")
+        kinds.setdefault((case["attention"], case["kv_heads"], case["precision"]) if compiles else number, []).append(
+            case
+        )
+    dealt: list[list[Case]] = [[] for _ in range(count)]
+    length = [0] * count
+    for kind, some in sorted(kinds.items(), key=lambda kind: -weight(kind)):
+        place = length.index(min(length))
+        dealt[place] += some
+        length[place] += weight((kind, some))
+    return dealt
+
+
+def weight(kind: tuple[Any, list[Case]]) -> int:
+    """How long cases take, in those that compile nothing."""
+    return (8 if isinstance(kind[0], tuple) else 1) * len(kind[1])

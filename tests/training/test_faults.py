@@ -245,14 +245,14 @@ def stop_and_read(launch: Launch, rank: int) -> None:
     text, status = report.read_text(), json.loads((launch.folder / "status.json").read_text())
     assert "guard.stall_" in text and f"rank {rank} does not answer" in text.splitlines()[1]
     assert re.search(rf"rank {1 - rank} in \w+ .*, which rank {rank} may not have entered", text), text
-    assert re.search(r" at (parallel/|checkpointing/|train\.py:|step\.py:)", text), text
+    assert re.search(r" at (parallel/|distributed/|checkpointing/|training/)", text), text
     assert (
         status["status"] == "failed"
         and "no progress for" in status["reason"]
         and f"rank {rank} does not answer" in status["reason"]
     )
     stacks = (report.parent / f"rank-{1 - rank}.stack.txt").read_text()
-    assert "train.py" in stacks
+    assert "training/trainer.py" in stacks
 
 
 def test_a_lost_node_and_a_stopped_launcher(calm, folder):

@@ -27,8 +27,8 @@ from trainer import cli, export, plot
 from trainer.checkpointing.checkpointer import read_tensors
 from trainer.config import ConfigError
 from trainer.planning.schedules import ir
+from trainer.planning.schedules.timeline import read_timeline
 from trainer.planning.schedules.validate import validate
-from trainer.plots.schedule import read_timeline
 
 STEPS = FIRST + 5 * LEG
 

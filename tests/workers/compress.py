@@ -27,6 +27,7 @@ from workers.plans import LENGTH, Worlds, config_of, spec_of
 
 import trainer
 import trainer.training.run
+import trainer.training.trainer
 from trainer.checkpointing.checkpointer import read_tensors
 from trainer.config import Config
 from trainer.config.model import ModelSpec
@@ -44,7 +45,7 @@ from trainer.planning.cost.parameters import declarations
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import Plan, resolve_plan
 from trainer.precision.dtypes import DTYPES
-from trainer.training.run import numeric_mode
+from trainer.training.session import numeric_mode
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 
@@ -247,7 +248,7 @@ def run(folder: Path, steps: int, node: int = RANKS, stop_after: int | None = No
     os.environ["LOCAL_WORLD_SIZE"] = str(node)
     told: list[str] = []
     tell, Logger.event = Logger.event, lambda logger, text: told.append(text)
-    trainer.training.run.train_step = Watched(stop_after=stop_after)
+    trainer.training.trainer.train_step = Watched(stop_after=stop_after)
     began = time.perf_counter()
     try:
         result = trainer.run(
@@ -263,7 +264,7 @@ def run(folder: Path, steps: int, node: int = RANKS, stop_after: int | None = No
             )
         )
     finally:
-        Logger.event, trainer.training.run.train_step = tell, train_step
+        Logger.event, trainer.training.trainer.train_step = tell, train_step
     lines = [line for line in result.metrics if "loss" in line]
     return {"code": result.code, "told": told, "lines": lines, "seconds": time.perf_counter() - began}
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-import trainer.training.run
+import trainer.training.trainer
 from trainer.cli import main
 
 RANK, SLOW = int(os.environ.get("RANK", 0)), int(os.environ.get("SLOW_RANK", -1))
 BREAK, EVERY = Path(os.environ["BREAK"]), 5
-train_step = trainer.training.run.train_step
+train_step = trainer.training.trainer.train_step
 broken = 0
 
 
@@ -43,7 +43,7 @@ def faulty_step(state: Any, batches: Any, stop: bool) -> Any:
 
 
 if __name__ == "__main__":
-    trainer.training.run.train_step = faulty_step
+    trainer.training.trainer.train_step = faulty_step
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import trainer
 import trainer.training.auto_schedule
-import trainer.training.run
+import trainer.training.trainer
 from trainer import cli
 from trainer.config import Config
 from trainer.distributed.world import join
@@ -31,7 +31,7 @@ from trainer.planning.plan import resolve_plan
 from trainer.planning.schedules.search import Choice
 from trainer.planning.schedules.templates import build_schedule
 
-train_step = trainer.training.run.train_step
+train_step = trainer.training.trainer.train_step
 
 COMMON = {
     "model": "tiny",
@@ -167,11 +167,11 @@ def run(folder: Path, steps: int, watched: Watched | None = None, **changes: Any
     """A run to `steps`, resuming what the folder has: its exit code on this process, the samples, and the lines of
     metrics."""
     watched = watched or Watched()
-    trainer.training.run.train_step = watched
+    trainer.training.trainer.train_step = watched
     try:
         result = trainer.run(settings(folder, **{"run.steps": steps, **changes}))
     finally:
-        trainer.training.run.train_step = train_step
+        trainer.training.trainer.train_step = train_step
     lines = [line for line in result.metrics if "loss" in line]
     return {
         "code": result.code,

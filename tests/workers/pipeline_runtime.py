@@ -1,11 +1,12 @@
-"""The pipeline runtime on small stages: numbers, memory and failures ("numbers"), or times against the simulator
-("bubbles").
+"""The pipeline runtime on small stages: numbers, memory and failures ("numbers"), numbers where ranks wait for every
+transfer ("synchronous", on any number of processes), or times against the simulator ("bubbles").
 
 By hand on four GPUs, over NCCL: torchrun --nproc-per-node 4 tests/workers/pipeline_runtime.py numbers OUT
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import ConfigError
-from trainer.distributed.channels import Channels, PipelineError, edges
+from trainer.distributed.channels import Channels, Pending, PipelineError, edges
 from trainer.parallel.pipeline.runtime import Runtime
 from trainer.planning.cost.stages import StageCosts
 from trainer.planning.schedules.ir import Schedule
@@ -173,14 +174,14 @@ class Reduced:
     def accumulate(self, stage: int) -> None:
         assert stage in self.gathered
 
-    def reducing(self, stage: int) -> None:
+    def begin_reducing_backward(self, stage: int) -> None:
         self.reductions += 1
         self.waiting[stage] = {name for name, _ in self.stages[stage].named_parameters()}
 
-    def reduced(self, stage: int) -> None:
+    def end_reducing_backward(self, stage: int) -> None:
         assert not self.waiting[stage]
 
-    def reduce(self, stage: int) -> None:
+    def reduce_now(self, stage: int) -> None:
         self.reductions += 1
         for name, parameter in self.stages[stage].named_parameters():
             if parameter.grad is not None:
@@ -212,6 +213,30 @@ class Counting(Channels):
         self.buffers = [buffer for buffer in self.buffers if buffer() is not None] + [weakref.ref(pending._buffer)]
         self.peak, self.unread = max(self.peak, len(self.buffers)), max(self.unread, len(self._receiving))
         return pending
+
+
+class Arrived(Pending):
+    def wait(self) -> Tensor:
+        return self._buffer
+
+
+class Synchronous(Channels):
+    """Waits for every transfer before the rank does anything else, on a GPU for all of its work too, as a rank does
+    where everything makes the host wait for the whole device."""
+
+    def send(self, tensor: Tensor, destination: int) -> None:
+        super().send(tensor, destination)
+        self.flush()
+        self._settle()
+
+    def recv(self, shape: torch.Size, dtype: torch.dtype, source: int) -> Pending:
+        buffer = super().recv(shape, dtype, source).wait()
+        self._settle()
+        return Arrived(self, None, buffer, source)
+
+    def _settle(self) -> None:
+        if GPU:
+            torch.cuda.synchronize()
 
 
 def hidden_state(batch: Batch) -> tuple[torch.Size, torch.dtype]:
@@ -381,6 +406,21 @@ def numbers(out: Path) -> None:
     out.with_suffix(f".{rank}").write_text(json.dumps(results))
 
 
+def synchronous(out: Path) -> None:
+    """Every schedule, its evaluations too; a circle of ranks would wait until faulthandler says where."""
+    ranks, results = dist.get_world_size(), []
+    channels = Synchronous(range(ranks), edges(place(ranks, 2, "loop")), DEVICE)
+    for number, schedule in enumerate(schedules(ranks, (1, ranks, 2 * ranks + 1))):
+        faulthandler.dump_traceback_later(60, exit=True)
+        results.append(parity(schedule, channels, number))
+        if dist.get_rank() == 0:
+            print(results[-1]["case"], flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    errors = [max(case[value] for value in ("gradients", "losses", "evaluated", "reduced")) for case in results]
+    assert max(errors) < 1e-12 and not any(case["missing"] or case["late"] for case in results)
+    out.with_suffix(f".{dist.get_rank()}").write_text(json.dumps(results))
+
+
 def raising(error: Exception) -> Callable[[], None]:
     def fault() -> None:
         raise error
@@ -548,6 +588,6 @@ if __name__ == "__main__":
     if GPU:
         torch.cuda.set_device(DEVICE)
     dist.init_process_group("cpu:gloo,cuda:nccl" if GPU else "gloo", device_id=DEVICE if GPU else None)
-    {"numbers": numbers, "bubbles": bubbles}[sys.argv[1]](Path(sys.argv[2]))
+    {"numbers": numbers, "synchronous": synchronous, "bubbles": bubbles}[sys.argv[1]](Path(sys.argv[2]))
     sys.stdout.flush()
     os._exit(0)

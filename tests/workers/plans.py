@@ -1,8 +1,15 @@
-"""Every plan of the matrix against the one-process reference, many in one launch; and fp16 overflows on one rank."""
+"""Every plan of the matrix against the one-process reference, many in one launch; and fp16 overflows on one rank.
+
+    plans.py OUT [PART PARTS | deepspeed]
+
+PART: of so many parts that launches beside each other do, from 0; deepspeed: what runs on its engine instead of the
+matrix.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import hashlib
 import json
 import os
@@ -15,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.launch import CAN_COMPILE, fork, leave
-from support.matrix import PLAIN, SEQUENCES, Case, cases, depth
+from support.matrix import PLAIN, SEQUENCES, Case, cases, deepspeed, depth, parts
 from support.reference import random_batch, rows, settings, tiny_spec
 from support.schedules import merge_backward
 
@@ -37,6 +44,8 @@ from trainer.training.state import TrainState
 from trainer.training.step import train_step
 
 STEPS, LENGTH = 2, 16
+PATIENCE = 150 if torch.cuda.is_available() else 500
+"""Seconds that a plan may take, with what is compiled for it; then all ranks say where they are, and end."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -88,6 +97,7 @@ def config_of(case: Case, folder: Path) -> Config:
         parallel__shard=case.get("shard", -1),
         parallel__zero__offload=case.get("offload", False),
         parallel__zero__sum_on_host=case.get("sum_on_host", False),
+        parallel__zero__engine=case.get("engine", "torch"),
         precision__compute=case["precision"],
         precision__reduce=case.get("reduce", "fp32"),
         compile=case.get("compile", False),
@@ -101,7 +111,7 @@ def config_of(case: Case, folder: Path) -> Config:
     if schedule == "interleaved3":
         config.parallel.pipeline.schedule, config.parallel.pipeline.chunks = "interleaved", 3
     elif schedule == "csv":  # with full and split backwards side by side
-        path = folder / f"{case['pp']}x{case['micro_batches']}-{dist.get_rank()}.csv"
+        path = folder / f"{case['pp']}x{case['micro_batches']}-{os.getpid()}.csv"
         path.write_text(ir.dumps(merge_backward(build_schedule("zb_v", case["pp"], case["micro_batches"]))))
         config.parallel.pipeline.schedule = str(path)
     elif schedule != "none":
@@ -148,8 +158,11 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
     references: dict[str, Trajectory] = {}
     plain: dict[str, Comparison | None] = {}
     results = []
-    for case in chosen:
+    for number, case in enumerate(chosen, 1):
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)
         started, spec, config = time.perf_counter(), spec_of(case, device), config_of(case, folder)
+        if dist.get_rank() == 0:
+            print(f"{number} of {len(chosen)}: {describe(case)}", flush=True)
         plan = resolve_plan(config.parallel, dist.get_world_size(), spec)
         batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // case["micro_batches"], case["micro_batches"])
         pipeline, world = resolve_pipeline(config, spec, plan, batch), worlds.of(plan, device)
@@ -181,6 +194,7 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
                 dataclasses.asdict(result)
                 | {"case": case, "digest": digest(seen), "seconds": time.perf_counter() - started}
             )
+    faulthandler.cancel_dump_traceback_later()
     return results
 
 
@@ -234,13 +248,20 @@ def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
     return results
 
 
-def main(out: str) -> None:
+def main(out: str, *which: str) -> None:
     device, worlds = local_device(Config().run), Worlds()
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2000  # of all plans
     processes = int(os.environ.get("WORLD_SIZE", 1))
     worlds.of(resolve_plan(Config().parallel, processes), device)
+    if which == ("deepspeed",):
+        chosen = deepspeed(processes)
+    elif which:
+        chosen = parts(cases(processes, CAN_COMPILE), int(which[1]))[int(which[0])]
+    else:
+        chosen = cases(processes, CAN_COMPILE)
     results = {
-        "cases": measure(cases(processes, CAN_COMPILE), worlds, device, Path(out).parent),
-        "overflow": overflow(worlds, device) if processes == 4 else [],
+        "cases": measure(chosen, worlds, device, Path(out).parent),
+        "overflow": overflow(worlds, device) if processes == 4 and not which else [],
     }
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
@@ -248,5 +269,5 @@ def main(out: str) -> None:
 
 if __name__ == "__main__":
     fork()
-    main(sys.argv[1])
+    main(*sys.argv[1:])
     leave()

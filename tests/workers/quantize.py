@@ -6,10 +6,15 @@ with TRITON_INTERPRET=1, which rounds conversions to bf16 and fp8 toward zero, s
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import multiprocessing
+import os
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
@@ -24,23 +29,23 @@ LAYOUTS = [  # segments, rows, grain of 256
 
 
 def cases(real: bool) -> Iterator[tuple[Codec, str, torch.dtype, int]]:
-    """Codec, error feedback, type of the gradients, layout: two blocks and types for each, of which Triton compiles all
-    anew; in the interpreter, which is slow, one layout each."""
+    """Codec, error feedback, type of the gradients, layout. Blocks and types take turns, since Triton compiles all anew
+    for each; in the interpreter, which is slow, layouts do too."""
     kinds = ("int8", "int4", "fp8", "bf16") if real else ("int8", "int4")
     forms = (
         [(32, torch.float32), (256, torch.bfloat16), (64, torch.float16), (4096, torch.float32)]
         if real
-        else [(64, torch.float32)] * 2
+        else [(64, torch.float32)]
     )
     for number, (kind, hadamard, stochastic, feedback) in enumerate(
         itertools.product(kinds, (0, 16), (False, True), ("none", "classic", "average8"))
     ):
         if stochastic and kind in ("fp8", "bf16") or hadamard and kind == "bf16":
             continue
-        for which, layout in itertools.product(range(2 if real else 1), range(len(LAYOUTS))):
-            block, dtype = forms[(number + which) % len(forms)]
-            if real or layout == (number + number // 4) % 4:
-                yield Codec(kind, block, min(hadamard, block // 2), stochastic), feedback, dtype, layout
+        turn = number + number // 4
+        block, dtype = forms[turn % len(forms)]
+        for layout in range(len(LAYOUTS)) if real else [turn % 4]:
+            yield Codec(kind, block, min(hadamard, block // 2), stochastic), feedback, dtype, layout
 
 
 def differences(codec: Codec, feedback: str, dtype: torch.dtype, layout: int, device: torch.device) -> list[str]:
@@ -81,7 +86,7 @@ def differences(codec: Codec, feedback: str, dtype: torch.dtype, layout: int, de
             same = payloads[0] == payloads[1].cpu()
             wrong += [f"{told}: {(~same).sum()} of {same.numel()} packed bytes"] * (not same.all())
         for kept in filter(None, errors):
-            kept.settle(torch.tensor(float(step == 1), device=kept.kept[0].device), step + 1)
+            kept.end_step(torch.tensor(float(step == 1), device=kept.kept[0].device), step + 1)
         if feedback != "none":
             wrong += [
                 f"{told}: errors"
@@ -91,9 +96,24 @@ def differences(codec: Codec, feedback: str, dtype: torch.dtype, layout: int, de
     return wrong
 
 
+def check(case: tuple[Codec, str, torch.dtype, int], device: torch.device) -> tuple[str, list[str]]:
+    codec, feedback, dtype, layout = case
+    return f"{codec}, {feedback}, {dtype}, layout {layout}", differences(*case, device)
+
+
 def main(device: torch.device) -> int:
-    chosen = list(cases(device.type == "cuda"))
-    wrong = [text for case in chosen for text in differences(*case, device)]
+    chosen, start = list(cases(device.type == "cuda")), time.monotonic()
+    wrong: list[str] = []
+    with contextlib.ExitStack() as stack:
+        done = map(check, chosen, itertools.repeat(device))
+        if device.type == "cuda":  # compilation takes nearly all of the time, each for itself
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(ProcessPoolExecutor(min(8, os.cpu_count() or 1), context))
+            done = pool.map(check, chosen, itertools.repeat(device))
+        for number, (name, found) in enumerate(done, 1):
+            wrong += found
+            if device.type == "cuda":
+                print(f"{number} of {len(chosen)}, {time.monotonic() - start:.0f} s: {name}", flush=True)
     print(*wrong[:40], f"{len(chosen)} cases, {len(wrong)} differences", sep="\n")
     return bool(wrong)
 

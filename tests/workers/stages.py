@@ -90,7 +90,7 @@ def main(out: str) -> None:
             with Collectives() as collectives:
                 train_step(state, [rows(data, row, row + 1) for row in range(first, first + ACCUMULATION)], False)
             handle.remove()
-        once, feedback = (state.compression.once, state.compression.feedback_bytes) if state.compression else (False, 0)
+        once, feedback = state.compression.once, state.compression.feedback_bytes
         expected = fullest_rank(config, spec, plan, pipeline, batch, once, max(state.world.gather(feedback)))
         results.append(
             {

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.config import Config
+from trainer.checkpointing.activation import apply_recompute
+from trainer.config import ActivationConfig, Config
 from trainer.config.model import ModelSpec, assign
+from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.tensors import local
 from trainer.distributed.world import World, join
 from trainer.model.initial import initialize
@@ -30,6 +33,7 @@ from trainer.planning.batch import resolve_batch
 from trainer.planning.cost.layers import layer_costs
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import resolve_plan
+from trainer.precision.products import Role, matmul, matmul_sum
 from trainer.training.state import TrainState
 
 GROUPS = (1, 2, 4)
@@ -77,11 +81,13 @@ def enter(tp: int) -> World:
     return join(resolve_plan(settings(tp).parallel, 4).mesh, CPU)
 
 
-def model_of(spec: ModelSpec, world: World, dtype: torch.dtype = torch.float32) -> Transformer:
+def model_of(
+    spec: ModelSpec, world: World, dtype: torch.dtype = torch.float32, backend: type[TensorGroup] = TensorGroup
+) -> Transformer:
     """A model split over the tensor-parallel group, without data parallelism."""
     with torch.device("meta"):
         model = Transformer(spec)
-    split(model, world.mesh["tp"])
+    split(model, world.mesh["tp"], backend)
     model.to_empty(device=CPU)
     initialize(model, spec, 0, CPU)
     return model.to(dtype)
@@ -216,6 +222,57 @@ def measure_overlap(world: World) -> dict:
     return {name: steps.seen for name, steps in seen.items()}
 
 
+class Pieces(TensorGroup):
+    """Another backend: gathers in two pieces, and reduces by another operator."""
+
+    reductions = (torch.ops._c10d_functional.all_reduce.default,)
+
+    def gather_matmul(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        role: Role,
+        biases: Sequence[Tensor | None] | None = None,
+        keep: bool = False,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        pieces = [self.gather(piece) for piece in x.chunk(2, 1)]
+        whole = torch.cat([self.wait(piece) for piece in pieces], 1)
+        biases = biases or [None] * len(weights)
+        return [matmul(whole, *pair) for pair in zip(weights, repeat(role), biases)], whole if keep else None
+
+    def matmul_scatter_sum(self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role) -> Tensor:
+        return self.own(self.wait(self.sum(matmul_sum(operands, weights, role)))).contiguous()
+
+
+def other_backend(world: World) -> dict:
+    """A whole model's loss and gradients by another backend, with put-off weight gradients and recompute, against those
+    by the usual one; and the collectives of a layer that selective recompute repeats in backward."""
+    spec, selective = spec_of(**UNEVEN), ActivationConfig(mode="selective", save=["attention"])
+    generator = torch.Generator().manual_seed(3)
+    tokens, targets = (torch.randint(0, spec.vocab_size, (BATCH, LENGTH), generator=generator) for _ in range(2))
+    seen, repeated = [], {}
+    for backend in (TensorGroup, Pieces):
+        model, deferred = model_of(spec, world, torch.float64, backend), DeferredGrads()
+        model.defer(deferred)
+        apply_recompute(model, selective, backend)
+        objective, _ = model(tokens, targets)
+        deferred.active = True
+        objective.backward()
+        deferred.active = False
+        deferred.take()()
+        seen.append([objective.detach(), *(local(parameter.grad) for parameter in model.parameters())])
+        for keeps in (TensorGroup, Pieces):
+            layer, x = model_of(spec_of(**GPT2), world, backend=backend), random_part(world, TOKENS, spec.width)
+            apply_recompute(layer, selective, keeps)
+            y = layer.layers["0"](x, (BATCH, LENGTH), None, None)
+            with Watch() as backward:
+                y.sum().backward()
+            kinds = [kind for kind, _ in backward.collectives()]
+            repeated[f"{backend.__name__} keeping {keeps.__name__}"] = kinds.count("scatter") + kinds.count("sum")
+    worst = max(((one - other).norm() / one.norm()).item() for one, other in zip(*seen) if one.numel())
+    return {"worst": worst, "reductions": repeated}
+
+
 def defer(world: World) -> dict:
     """Gradients of a whole model from full backwards and from I, then W: the parameters whose gradient waits for W, and
     the worst difference."""
@@ -279,6 +336,7 @@ def main(out: str) -> None:
             "layers": {kind: measure_layer(changes, world) for kind, changes in KINDS.items()},
             "head": measure_head(world),
             "overlap": measure_overlap(world) if tp > 1 else {},
+            "other backend": other_backend(world) if tp > 1 else {},
             "deferred": defer(world),
             "layout": layout(world),
             "weights": {stage: differing_weights(tp, stage) for stage in (0, 3)},

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from support.launch import fork, leave
 
 import trainer
-import trainer.training.run
+import trainer.training.trainer
 from trainer.checkpointing.checkpointer import read_tensors
 from trainer.config import ConfigError
 from trainer.distributed.world import join
 from trainer.planning.plan import resolve_plan
+from trainer.training.ledger import NonFinite
 
-train_step = trainer.training.run.train_step
+train_step = trainer.training.trainer.train_step
 
 
 class Watched:
@@ -79,11 +80,11 @@ def settings(folder: Path, **overrides: object):
 
 def run(folder: Path, watched: Watched | None = None, **overrides: object) -> dict:
     watched = watched or Watched()
-    trainer.training.run.train_step = watched
+    trainer.training.trainer.train_step = watched
     answer: dict = {"error": None, "code": None}
     try:
         answer["code"] = trainer.run(settings(folder, **overrides)).code
-    except (ConfigError, trainer.training.run.NonFinite) as error:
+    except (ConfigError, NonFinite) as error:
         answer["error"] = str(error)
     lines = (
         [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -16,12 +16,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config import ActivationConfig, ConfigError
-from trainer.model.transformer import Transformer
+from trainer.distributed.collectives import TensorGroup
+from trainer.model.stage import Stage
 
 # No layer draws random numbers, so there is no generator state to keep for the second forward.
 recompute_all = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-
-REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 ALIASES = {
     "matmul": ("aten.mm", "aten.addmm", "aten.bmm"),
@@ -35,8 +34,9 @@ ALIASES = {
 }
 
 
-def apply_recompute(model: Transformer, config: ActivationConfig) -> None:
-    """Sets the recompute of every layer of a model or of a stage of it; settings are taken as checked."""
+def apply_recompute(model: Stage, config: ActivationConfig, backend: type[TensorGroup] = TensorGroup) -> None:
+    """Sets the recompute of every layer of a model or of a stage of it; settings are taken as checked. backend: what
+    tensor-parallel ranks communicate by, whose reductions selective recompute keeps too."""
     functorch.activation_memory_budget = config.budget if config.mode == "budget" else 1.0
     if config.mode in ("none", "budget"):
         return
@@ -48,12 +48,13 @@ def apply_recompute(model: Transformer, config: ActivationConfig) -> None:
         return
     policy = recompute_all
     if config.mode == "selective":
-        policy = partial(recompute_all, context_fn=partial(selective_contexts, saved_operations(config.save)))
+        operations = saved_operations(config.save) | {operator: ("reduction", 1) for operator in backend.reductions}
+        policy = partial(recompute_all, context_fn=partial(selective_contexts, operations))
     for layer in layers:
         layer.recompute = policy
 
 
-def check_recompute(model: Transformer, config: ActivationConfig) -> None:
+def check_recompute(model: Stage, config: ActivationConfig) -> None:
     """Raises `ConfigError` for names that match nothing in the whole model."""
     if config.mode != "selective":
         return
@@ -68,7 +69,7 @@ def check_recompute(model: Transformer, config: ActivationConfig) -> None:
         )
 
 
-def submodules(model: Transformer, layers: list[nn.Module]) -> dict[str, nn.Module]:
+def submodules(model: Stage, layers: list[nn.Module]) -> dict[str, nn.Module]:
     """What is inside of `layers`, by global name."""
     names = {module: name for name, module in model.named_modules()}
     return {names[module]: module for layer in layers for module in layer.modules() if module is not layer}
@@ -119,10 +120,6 @@ def selective_contexts(operations: dict[Any, tuple[str, int]]) -> Any:
     calls: Counter = Counter()
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        if (
-            operator is REDUCE_SCATTER
-        ):  # a tensor-parallel rank's part of a result: cheaper kept than communicated again
-            return CheckpointPolicy.MUST_SAVE
         if operator not in operations:
             return CheckpointPolicy.PREFER_RECOMPUTE
         name, every = operations[operator]

@@ -15,7 +15,7 @@ from trainer.planning.batch import BatchPlan
 
 def find_start(setting: CheckpointConfig, folder: Path, launchers: list[str]) -> tuple[Path | None, list[str]]:
     """The checkpoint to start from, if any, with warnings. folder: the run's checkpoints; launchers:
-    `surroundings.launchers`.
+    `session.launchers`.
 
     `checkpoint.resume` says where a launch begins. When torchrun restarts the processes of a launch, they resume from
     the newest checkpoint that this launch has saved, whatever `checkpoint.resume` says."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,7 +51,7 @@ def gather(overrides: Sequence[str], config_dir: str | os.PathLike | None = None
             composed = hydra.compose("config", [*accepted, SEARCH])
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
             raise ConfigError([*problems.values(), _sentence(error)]) from None
-    return typed.complete(Config(), OmegaConf.to_container(composed)), problems
+    return typed.complete(Config(), typing.cast(dict, OmegaConf.to_container(composed))), problems
 
 
 @contextmanager
@@ -70,7 +71,7 @@ def hydra_over(config_dir: str | os.PathLike | None) -> Iterator[ConfigLoader]:
             yield loader
     finally:
         GlobalHydra.instance().hydra = before
-        if before is not None:
+        if before is not None and base is not None:
             hydra.version.VersionBase.instance().setbase(base)
 
 
@@ -158,7 +159,7 @@ def to_config(values: dict, problems: typed.Problems, world: int = 1) -> Config:
         resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError([*problems.values(), f"{error.full_key}: {str(error).splitlines()[0]}"]) from None
-    return typed.build(resolved, problems)
+    return typed.build(typing.cast(dict, resolved), problems)
 
 
 def _sentence(error: BaseException) -> str:

@@ -10,12 +10,33 @@ from dataclasses import field
 from typing import Any
 
 
-def option(default: Any, doc: str, choices: tuple | None = None, unit: str | None = None) -> Any:
-    """A documented setting: default, meaning, legal values and unit live here and nowhere else."""
-    metadata = {"doc": doc, "choices": choices, "unit": unit}
+def option(
+    default: Any, doc: str, choices: tuple | None = None, unit: str | None = None, range: str | None = None
+) -> Any:
+    """A documented setting: default, meaning, legal values and unit live here and nowhere else.
+
+    choices: all legal values; range: an interval as in mathematics, `[0, 1)` includes its lower bound alone; of a list,
+    it holds for each item.
+    """
+    metadata = {"doc": doc, "choices": choices, "unit": unit, "range": range}
     if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def bounds(interval: str) -> tuple[float, float]:
+    low, high = map(float, interval[1:-1].split(","))
+    return low, high
+
+
+def outside(path: str, value: float, interval: str) -> str | None:
+    """What is wrong with a value outside an interval such as `[0, 1)`; NaN lies in none."""
+    low, high = bounds(interval)
+    if (low < value or interval[0] == "[" and value == low) and (value < high or interval[-1] == "]" and value == high):
+        return None
+    bound = "at least" if interval[0] == "[" else "above"
+    words = f"lie in {interval}" if high < float("inf") else f"be {bound} {low:g}"
+    return f"{path}={value} must {words}"
 
 
 def nearest(word: str, legal: list[str]) -> str:

@@ -10,7 +10,10 @@ from typing import Any, TypeVar
 
 from trainer.config.fields import ConfigError, nearest
 
-Options = TypeVar("Options")
+if typing.TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
 KINDS = {int: "a whole number", float: "a number"}
 
 
@@ -20,7 +23,8 @@ def parse(schema: type[Options], arguments: Sequence[str]) -> Options:
     Values are taken literally, spaces and all. Raises `ConfigError` with everything that is wrong.
     """
     fields, hints = {f.name: f for f in dataclasses.fields(schema)}, typing.get_type_hints(schema)
-    values, problems = {}, []
+    values: dict[str, Any] = {}
+    problems: list[str] = []
     for argument in arguments:
         name, equals, text = argument.partition("=")
         if name not in fields or not equals:
@@ -45,7 +49,7 @@ def parse(schema: type[Options], arguments: Sequence[str]) -> Options:
     return schema(**values)
 
 
-def usage(schema: type, program: str) -> str:
+def usage(schema: type[DataclassInstance], program: str) -> str:
     lines = [
         f"usage: python -m {program} "
         + " ".join(

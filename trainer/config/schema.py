@@ -17,8 +17,10 @@ from trainer.config.model import ModelSpec
 class RunConfig:
     name: str = option("run", "name of the run; its folder is runs/NAME unless run.dir says otherwise")
     dir: str = option("runs/${run.name}", "folder of everything the run writes")
-    seed: int = option(0, "seeds the initial weights (with each parameter's name) and the order of the data")
-    steps: int = option(100, "training length", unit="optimizer steps")
+    seed: int = option(
+        0, "seeds the initial weights (with each parameter's name) and the order of the data", range="[0, inf)"
+    )
+    steps: int = option(100, "training length", unit="optimizer steps", range="[1, inf)")
     device: str = option("auto", "auto takes a GPU where there is one", ("auto", "cpu", "cuda"))
     deterministic: bool = option(False, "deterministic kernels: the same plan gives the same bits")
 
@@ -46,13 +48,13 @@ class SourceConfig:
     subset: str | None = option(None, "hub configuration name")
     split: str = option("train", "hub split")
     streaming: bool = option(False, "read from the hub while training instead of downloading first")
-    limit: int = option(0, "read at most this many documents; 0 means all", unit="documents")
+    limit: int = option(0, "read at most this many documents; 0 means all", unit="documents", range="[0, inf)")
     dtype: str = option(
         "auto",
         "element type of token files (tokens); auto reads it from the vocabulary size",
         ("auto", "uint16", "uint32"),
     )
-    weight: float = option(1.0, "share of this source among all, before normalisation")
+    weight: float = option(1.0, "share of this source among all, before normalisation", range="[0, inf)")
 
 
 @dataclass
@@ -63,23 +65,27 @@ class DataConfig:
         "bpe (trained once on the sources; with model.from_hf, the tokenizer in that folder), bytes "
         "(256 bytes and an end mark), or the path of a tokenizer.json or of a transformers tokenizer folder",
     )
-    vocab_size: int = option(4096, "size of a trained bpe tokenizer", unit="tokens")
+    vocab_size: int = option(4096, "size of a trained bpe tokenizer", unit="tokens", range="[1, inf)")
     cache: str = option("~/.cache/trainer", "folder of trained tokenizers and tokenised corpora")
-    eval_fraction: float = option(0.01, "share of the documents held out for evaluation")
+    eval_fraction: float = option(0.01, "share of the documents held out for evaluation", range="[0, 1)")
     mask_documents: bool = option(False, "packed documents do not attend to each other")
-    workers: int = option(0, "processes that tokenise; 0 means one a core")
-    prefetch: int = option(2, "optimizer steps prepared ahead by a thread", unit="steps")
+    workers: int = option(0, "processes that tokenise; 0 means one a core", range="[0, inf)")
+    prefetch: int = option(2, "optimizer steps prepared ahead by a thread", unit="steps", range="[0, inf)")
 
 
 @dataclass
 class BatchConfig:
     """Two of the sizes are enough: global = micro x accumulation x data-parallel ranks."""
 
-    sequence_length: int = option(512, "tokens per sequence", unit="tokens")
-    global_size: int | None = option(None, "sequences per optimizer step over all ranks", unit="sequences")
-    global_tokens: int | None = option(None, "the same in tokens: global_size x sequence_length", unit="tokens")
-    micro_size: int | None = option(None, "sequences per rank in one forward pass", unit="sequences")
-    accumulation: int | None = option(None, "micro-batches per optimizer step")
+    sequence_length: int = option(512, "tokens per sequence", unit="tokens", range="[1, inf)")
+    global_size: int | None = option(
+        None, "sequences per optimizer step over all ranks", unit="sequences", range="[1, inf)"
+    )
+    global_tokens: int | None = option(
+        None, "the same in tokens: global_size x sequence_length", unit="tokens", range="[1, inf)"
+    )
+    micro_size: int | None = option(None, "sequences per rank in one forward pass", unit="sequences", range="[1, inf)")
+    accumulation: int | None = option(None, "micro-batches per optimizer step", range="[1, inf)")
 
 
 @dataclass
@@ -115,12 +121,16 @@ class PipelineConfig:
         "layers' costs), auto (measures the layers, then chooses), or the path of a CSV file in torch's notation",
     )
     chunks: int | None = option(
-        None, "stages on each rank; null means what the schedule wants (2 for interleaved)", unit="stages"
+        None,
+        "stages on each rank; null means what the schedule wants (2 for interleaved)",
+        unit="stages",
+        range="[1, inf)",
     )
     group_size: int | None = option(
         None,
         "interleaved: micro-batches that pass a stage before the rank turns to its next one; null means parallel.pp",
         unit="micro-batches",
+        range="[1, inf)",
     )
     split: Any = option(
         "balanced",
@@ -132,8 +142,9 @@ class PipelineConfig:
         "greedy, auto: largest number of micro-batches whose activations a rank keeps; null means "
         "parallel.pp for greedy, and what the device holds for auto",
         unit="micro-batches",
+        range="[1, inf)",
     )
-    probe_steps: int = option(3, "auto: steps that are measured before the choice", unit="steps")
+    probe_steps: int = option(3, "auto: steps that are measured before the choice", unit="steps", range="[1, inf)")
 
 
 @dataclass
@@ -176,6 +187,7 @@ class GradCommConfig:
         65536,
         "what a reduction has of a layer (or of embedding and head) travels as it is if it has fewer bytes in fp32",
         unit="bytes",
+        range="[0, inf)",
     )
 
 
@@ -185,9 +197,9 @@ class ParallelConfig:
     shard: int = option(
         -1, "ranks that share one copy of the sharded state (HSDP when below dp); -1 means dp", unit="ranks"
     )
-    tp: int = option(1, "tensor-parallel ranks", unit="ranks")
+    tp: int = option(1, "tensor-parallel ranks", unit="ranks", range="[1, inf)")
     tp_across_nodes: bool = option(False, "allow tensor-parallel groups that span nodes, whose links are much slower")
-    pp: int = option(1, "pipeline-parallel ranks", unit="ranks")
+    pp: int = option(1, "pipeline-parallel ranks", unit="ranks", range="[1, inf)")
     pipeline: PipelineConfig = option(PipelineConfig(), "how micro-batches go through the pipeline")
     zero: ZeroConfig = option(ZeroConfig(), "what the data-parallel ranks share")
     grad_comm: GradCommConfig = option(GradCommConfig(), "how data-parallel ranks send gradients")
@@ -199,8 +211,10 @@ class TypePolicy:
 
     optimizer: str | None = option(None, "optimizer of this type; null means optimizer.name", ("adamw", "lion", "sgd"))
     state_dtype: str = option("fp32", "type that the optimizer's moments are kept in", ("fp32", "bf16"))
-    weight_decay: float | None = option(None, "decoupled weight decay; null means optimizer.weight_decay")
-    lr_scale: float = option(1.0, "factor on the learning rate")
+    weight_decay: float | None = option(
+        None, "decoupled weight decay; null means optimizer.weight_decay", range="[0, inf)"
+    )
+    lr_scale: float = option(1.0, "factor on the learning rate", range="[0, inf)")
     quantise: bool = option(True, "gradients may be quantised on their way (parallel.grad_comm)")
 
 
@@ -221,10 +235,10 @@ class PrecisionConfig:
     compute: str = option("fp32", "type of forward and backward; parameters are kept in fp32", ("fp32", "bf16", "fp16"))
     reduce: str = option("fp32", "type in which gradients are reduced over ranks", ("fp32", "bf16"))
     matmul: str = option("highest", "fp32 matrix products: highest is exact, high allows TF32", ("highest", "high"))
-    loss_scale: float = option(65536.0, "fp16: first loss scale")
-    scale_growth: float = option(2.0, "fp16: factor after growth_interval good steps")
-    scale_backoff: float = option(0.5, "fp16: factor after an overflow")
-    growth_interval: int = option(2000, "fp16: good steps before the scale grows", unit="steps")
+    loss_scale: float = option(65536.0, "fp16: first loss scale", range="(0, inf)")
+    scale_growth: float = option(2.0, "fp16: factor after growth_interval good steps", range="(1, inf)")
+    scale_backoff: float = option(0.5, "fp16: factor after an overflow", range="(0, 1)")
+    growth_interval: int = option(2000, "fp16: good steps before the scale grows", unit="steps", range="[1, inf)")
     types: ParameterTypes = option(ParameterTypes(), "parameter-type map")
 
 
@@ -238,7 +252,7 @@ class ActivationConfig:
         "`modules`); budget lets the compiler choose",
         ("none", "full", "selective", "budget"),
     )
-    every: int = option(1, "full, selective: recompute every k-th block only", unit="blocks")
+    every: int = option(1, "full, selective: recompute every k-th block only", unit="blocks", range="[1, inf)")
     save: list[str] = option(
         ["attention", "matmul/2"],
         "selective: operations whose outputs are kept; 'attention', 'matmul', "
@@ -249,44 +263,50 @@ class ActivationConfig:
         "selective: recompute only the submodules that match these patterns, such as '*.feed_forward'; "
         "`save` is then unused",
     )
-    budget: float = option(0.5, "budget: share of the block's activation memory to keep, 0 to 1 (needs compile)")
+    budget: float = option(
+        0.5, "budget: share of the block's activation memory to keep, 0 to 1 (needs compile)", range="[0, 1]"
+    )
 
 
 @dataclass
 class LossConfig:
     z_loss: float = option(
-        0.0, "factor of the squared log-normaliser, added to each token's loss (PaLM, arXiv 2204.02311: 1e-4)"
+        0.0,
+        "factor of the squared log-normaliser, added to each token's loss (PaLM, arXiv 2204.02311: 1e-4)",
+        range="[0, inf)",
     )
-    chunk: int = option(2048, "tokens whose fp32 logits exist at a time; 0 means all", unit="tokens")
+    chunk: int = option(2048, "tokens whose fp32 logits exist at a time; 0 means all", unit="tokens", range="[0, inf)")
 
 
 @dataclass
 class OptimizerConfig:
     name: str = option("adamw", "optimizer", ("adamw", "lion", "sgd"))
-    beta1: float = option(0.9, "decay of the first moment (momentum for sgd)")
-    beta2: float = option(0.95, "decay of the second moment")
-    eps: float = option(1e-8, "added to the root of the second moment")
-    weight_decay: float = option(0.1, "decoupled weight decay")
-    clip_norm: float = option(1.0, "largest global gradient norm; 0 means no clipping")
+    beta1: float = option(0.9, "decay of the first moment (momentum for sgd)", range="[0, 1)")
+    beta2: float = option(0.95, "decay of the second moment", range="[0, 1)")
+    eps: float = option(1e-8, "added to the root of the second moment", range="(0, inf)")
+    weight_decay: float = option(0.1, "decoupled weight decay", range="[0, inf)")
+    clip_norm: float = option(1.0, "largest global gradient norm; 0 means no clipping", range="[0, inf)")
 
 
 @dataclass
 class LearningRateConfig:
     schedule: str = option("cosine", "shape after the warm-up", ("cosine", "wsd", "linear", "constant"))
-    peak: float = option(3e-4, "learning rate after the warm-up")
-    warmup: int = option(10, "linear warm-up from zero", unit="steps")
-    final: float = option(0.1, "last learning rate as a share of peak")
-    decay: int = option(0, "wsd: length of the final decay; 0 means a fifth of run.steps", unit="steps")
+    peak: float = option(3e-4, "learning rate after the warm-up", range="(0, inf)")
+    warmup: int = option(10, "linear warm-up from zero", unit="steps", range="[0, inf)")
+    final: float = option(0.1, "last learning rate as a share of peak", range="[0, 1]")
+    decay: int = option(
+        0, "wsd: length of the final decay; 0 means a fifth of run.steps", unit="steps", range="[0, inf)"
+    )
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = option(0, "save every n steps; 0 saves at the end and on signals only", unit="steps")
+    every: int = option(0, "save every n steps; 0 saves at the end and on signals only", unit="steps", range="[0, inf)")
     at_end: bool = option(True, "save when the last step is done")
     asynchronous: bool = option(True, "train on while the checkpoint is written")
-    keep_last: int = option(2, "newest checkpoints kept; 0 keeps all")
+    keep_last: int = option(2, "newest checkpoints kept; 0 keeps all", range="[0, inf)")
     keep_every: int = option(
-        0, "checkpoints at multiples of this many steps are kept for good; 0 means none", unit="steps"
+        0, "checkpoints at multiples of this many steps are kept for good; 0 means none", unit="steps", range="[0, inf)"
     )
     resume: str = option(
         "auto", "auto (newest valid one of the run, if any), none, or the path of a checkpoint or of a run"
@@ -301,32 +321,41 @@ class CheckpointConfig:
 
 @dataclass
 class EvalConfig:
-    every: int = option(0, "evaluate every n steps and after the last; 0 means never", unit="steps")
-    sequences: int = option(64, "held-out sequences per evaluation", unit="sequences")
+    every: int = option(0, "evaluate every n steps and after the last; 0 means never", unit="steps", range="[0, inf)")
+    sequences: int = option(64, "held-out sequences per evaluation", unit="sequences", range="[1, inf)")
 
 
 @dataclass
 class GuardConfig:
     max_skipped: int = option(
-        10, "stop after this many steps in a row without an update for a non-finite loss or gradient", unit="steps"
+        10,
+        "stop after this many steps in a row without an update for a non-finite loss or gradient",
+        unit="steps",
+        range="[1, inf)",
     )
     stall_factor: float = option(
         10.0,
         "a run without progress for this many times its median step ends itself, with the stacks of all "
         "ranks, to be started again; 0 means never",
         unit="median steps",
+        range="[0, inf)",
     )
-    stall_seconds: float = option(300.0, "but not before so long without progress", unit="seconds")
+    stall_seconds: float = option(300.0, "but not before so long without progress", unit="seconds", range="(0, inf)")
     stall_allowance: float = option(
         900.0,
         "the same for what is not an ordinary step: the start, the first steps (which compile), "
         "evaluations, saves, a new schedule",
         unit="seconds",
+        range="(0, inf)",
     )
     straggler_factor: float = option(
-        1.3, "a rank is called slow when its forward passes take this many times the median of its peers'"
+        1.3,
+        "a rank is called slow when its forward passes take this many times the median of its peers'",
+        range="(1, inf)",
     )
-    straggler_lines: int = option(20, "and do so in this many logged steps in a row", unit="logged steps")
+    straggler_lines: int = option(
+        20, "and do so in this many logged steps in a row", unit="logged steps", range="[1, inf)"
+    )
 
 
 @dataclass
@@ -339,7 +368,7 @@ class WandbConfig:
 
 @dataclass
 class LoggingConfig:
-    every: int = option(1, "log every n steps", unit="steps")
+    every: int = option(1, "log every n steps", unit="steps", range="[1, inf)")
     console: str = option(
         "auto",
         "rich progress bar, plain lines, or nothing; auto: rich on a terminal",
@@ -347,7 +376,7 @@ class LoggingConfig:
     )
     tensorboard: bool = option(False, "write TensorBoard events to the run folder")
     wandb: WandbConfig = option(WandbConfig(), "Weights & Biases")
-    trace: list[int] = option([], "steps of which rank 0 writes a profiler trace to traces/")
+    trace: list[int] = option([], "steps of which rank 0 writes a profiler trace to traces/", range="[1, inf)")
     types: bool = option(False, "print the parameter-type map at start")
 
 

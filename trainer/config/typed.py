@@ -2,6 +2,8 @@
 
 Hydra composes plain values; here they meet the dataclasses: names, types and legal values of every setting, at any
 depth. A structured config inside Hydra would stop at the first mistake and let `+parallel.tpp=3` pass.
+
+Why not pydantic: docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf, StringNode, ValidationError
 
-from trainer.config.fields import nearest
+from trainer.config.fields import nearest, outside
 from trainer.config.model import LayerSpec
 from trainer.config.schema import Config, TypePolicy
 
@@ -48,6 +50,7 @@ class Setting(NamedTuple):
     doc: str
     choices: tuple | None
     unit: str | None
+    range: str | None
 
 
 def settings(section: Any = None, path: str = "") -> Iterator[Setting]:
@@ -61,13 +64,36 @@ def settings(section: Any = None, path: str = "") -> Iterator[Setting]:
             yield Setting(name, plain(value), **field.metadata)
 
 
+def out_of_range(section: Any, path: str = "") -> list[str]:
+    """What is wrong with the values of a typed section that lie outside of their setting's range."""
+    found = (outside(*ranged) for ranged in _ranged(type(section), vars(section), path))
+    return [text for text in found if text]
+
+
+def _ranged(schema: type, values: dict[str, Any], path: str) -> Iterator[tuple[str, Any, str]]:
+    """(setting, value, range) of each value that has a range, in entries of mappings and partial sections too."""
+    hints = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        value, place, hint = values.get(field.name), join(path, field.name), hints[field.name]
+        if value is None:
+            continue
+        if interval := field.metadata.get("range"):
+            yield from ((place, item, interval) for item in (value if isinstance(value, list) else [value]))
+        kind = PARTIAL.get(place) or (typing.get_args(hint) or (hint,))[-1]
+        if dataclasses.is_dataclass(kind):
+            named = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+            entries = [(place, value)] if kind is hint else [(join(place, name), entry) for name, entry in named]
+            for name, entry in entries:
+                yield from _ranged(kind, entry if isinstance(entry, dict) else vars(entry), name)
+
+
 def join(path: str, name: object) -> str:
     return f"{path}.{name}" if path else str(name)
 
 
 def plain(value: Any) -> Any:
     """Dataclasses inside `value` as mappings."""
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
@@ -123,7 +149,7 @@ def _convert(
         hint = arguments[0]
     if value == "???":
         raise Invalid(f"{path} has no value; set {path}=VALUE")
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _section(hint, value, path, problems, partial)
     if origin in (dict, list):
         if not isinstance(value, origin):

@@ -22,6 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.distributed import c10d_internals
+from trainer.distributed.c10d_internals import Backend
+
 Edge = tuple[int, int]
 """Sender and receiver, as ranks within the pipeline."""
 
@@ -69,13 +72,11 @@ class Channels:
         self.ranks, self.device, self.timeout = tuple(ranks), device, timeout
         self.rank = self.ranks.index(dist.get_rank())
         # Wide as the run: a failure in another pipeline breaks this one through data parallelism.
-        self._store = dist.PrefixStore(
-            f"pipeline/{next(_numbers)}", store or dist.distributed_c10d._get_default_store()
-        )
+        self._store = dist.PrefixStore(f"pipeline/{next(_numbers)}", store or c10d_internals.default_store())
         self.failures = Failures(self._store)
         self._known: set[Edge] = set()
         self._links: dict[Edge, _Link] = {}
-        self._backends: list[dist.distributed_c10d.Backend] = []
+        self._backends: list[Backend] = []
         self._receiving: set[Pending] = set()
         self.extend(edges)
 
@@ -144,18 +145,15 @@ class Channels:
         self._receiving.clear()
         self._links.clear()  # a gloo connection ends with the last reference to it
 
-    def connect(self, members: tuple[int, ...], what: str) -> dist.distributed_c10d.Backend:
+    def connect(self, members: tuple[int, ...], what: str) -> Backend:
         """A communicator of some ranks of the pipeline, which call this together; `what` tells it from others."""
         ranks = [self.ranks[member] for member in members]
         store, rank = dist.PrefixStore(f"{what}/{'-'.join(map(str, ranks))}", self._store), members.index(self.rank)
         if self.device.type != "cuda":
-            backend = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=self.timeout)
+            backend = c10d_internals.gloo(store, rank, len(ranks), self.timeout)
         else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self.timeout
-            options.global_ranks_in_group = ranks
-            options.group_name = f"{what} {' to '.join(map(str, ranks))}"
-            backend = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+            name = f"{what} {' to '.join(map(str, ranks))}"
+            backend = c10d_internals.nccl(store, rank, ranks, name, self.timeout)
         self._backends.append(backend)
         return backend
 
@@ -165,7 +163,7 @@ class _Link:
     """One end of an edge. Tags count its messages: gloo then matches them in order, as NCCL, which knows no tags,
     does."""
 
-    backend: dist.distributed_c10d.Backend
+    backend: Backend
     messages: int = 0
     sending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
 

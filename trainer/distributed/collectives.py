@@ -4,16 +4,22 @@ Between the matrix products of a layer, rank r of t holds the r-th of t equal ru
 (Korthikanti et al., arXiv 2205.05198). The functions that start a collective return at once; `wait` makes their result
 usable, so that what is called between the two overlaps. All of them are visible to the compiler.
 
-Another backend is a class with these methods; `parallel/tensor.py` gives it to the model.
+Products whose input is gathered, or whose result is reduce-scattered, are methods too (`gather_matmul`,
+`matmul_scatter_sum`): here one after the other, and in a backend that fuses them at once. Another backend is a class
+with these methods; `parallel/tensor.py` gives it to the model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import repeat
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from trainer.precision.products import Role, matmul, matmul_sum
 
 c10d = torch.ops._c10d_functional
 
@@ -22,9 +28,32 @@ c10d = torch.ops._c10d_functional
 class TensorGroup:
     """The ranks that share the matrices of a layer. `name` is that of the process group."""
 
+    reductions: ClassVar[tuple[Any, ...]] = (c10d.reduce_scatter_tensor.default,)
+    """The torch operators that return this rank's part of a sum over ranks in a layer's forward pass. Selective
+    recompute keeps that part, which is cheaper than to communicate again."""
+
     name: str
     rank: int
     size: int
+
+    def gather_matmul(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        role: Role,
+        biases: Sequence[Tensor | None] | None = None,
+        keep: bool = False,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """The products of the gathered `x` with each of `weights`; and with `keep` the gathered `x`, for a product that
+        is to follow. x: [tokens / t, n], where the role says which dimension of the weights n is (see `matmul`)."""
+        whole = self.wait(self.gather(x))
+        products = [matmul(whole, weight, role, bias) for weight, bias in zip(weights, biases or repeat(None))]
+        return products, whole if keep else None
+
+    def matmul_scatter_sum(self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role) -> Tensor:
+        """Starts: the sum of the products of each operand [tokens, n] with its weight, added up over ranks -> this
+        rank's tokens of it, [tokens / t, ...]."""
+        return self.scatter_sum(matmul_sum(operands, weights, role))
 
     def gather(self, x: Tensor) -> Tensor:
         """Starts: [tokens / t, ...] of each rank -> [tokens, ...] on every rank."""

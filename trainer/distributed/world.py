@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import ConfigError, RunConfig
+from trainer.distributed.c10d_internals import set_timeout
 
 T = TypeVar("T")
 
@@ -111,5 +112,5 @@ def join(shape: Mapping[str, int], device: torch.device, timeout: float = 1200.0
     mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     data = mesh["replicate", "shard"]._flatten("dp")
     for group in (*mesh.get_all_groups(), data.get_group()):  # torch would give them 10 minutes with NCCL
-        dist.distributed_c10d._set_pg_timeout(limit, group)
+        set_timeout(group, limit)
     return World(dist.get_rank(), dist.get_world_size(), device, mesh, data, limit)

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trainer.model.compiled import compiled
+
 
 def sees(query: Any, key: Any, window: int) -> Any:
     """Which positions a causal query sees, of indices that broadcast (tensors)."""
@@ -80,11 +82,11 @@ def kernel_priority(deterministic: bool) -> contextlib.AbstractContextManager:
 def compiled_flex() -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    return compiled(flex_attention)
 
 
 @cache
 def compiled_block_mask() -> Callable:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    return torch.compile(create_block_mask, dynamic=False)
+    return compiled(create_block_mask)

@@ -15,6 +15,7 @@ from trainer.distributed.collectives import Sum
 from trainer.model.attention import attend
 from trainer.model.axes import Declared
 from trainer.model.linear import DeferredGrads, columns, number_layer, rows
+from trainer.model.stage import apart, together
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -148,7 +149,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
 
-class Attention(nn.Module):
+class Block(nn.Module):
+    """What a layer is made of. Its result may be `Reported`, in training; `reports` then says how many values each of
+    its statistics has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports: dict[str, int] = {}
+
+
+class Attention(Block):
     """Causal self-attention with grouped key-value heads."""
 
     def __init__(self, spec: AttentionSpec, norm: NormSpec, width: int):
@@ -192,7 +202,7 @@ class Attention(nn.Module):
         return self.o(attended.transpose(1, 2).reshape(shape[0] * shape[1], -1))
 
 
-class FeedForward(nn.Module):
+class FeedForward(Block):
     """Gated (SwiGLU and relatives, arXiv 2002.05202) or plain two-layer feed-forward block."""
 
     def __init__(self, spec: FeedForwardSpec, width: int):
@@ -210,6 +220,11 @@ class FeedForward(nn.Module):
         return self.down(self.activation(gate) * up)
 
 
+ATTENTION: dict[str, Callable[[AttentionSpec, NormSpec, int], Block]] = {"softmax": Attention}
+FEED_FORWARD: dict[str, Callable[[FeedForwardSpec, int], Block]] = {"gated": FeedForward, "plain": FeedForward}
+"""Kind of a block in the spec -> its class."""
+
+
 class Layer(nn.Module):
     """One decoder layer. `recompute` calls the body and decides what backward finds saved; `run` may be a compiled
     version of it. Neither wraps the module, so that names stay global."""
@@ -217,8 +232,8 @@ class Layer(nn.Module):
     def __init__(self, spec: LayerSpec, width: int, parallel_residual: bool):
         super().__init__()
         self.parallel_residual = parallel_residual
-        self.attention = Attention(spec.attention, spec.norm, width)
-        self.feed_forward = FeedForward(spec.feed_forward, width)
+        self.attention = ATTENTION[spec.attention.kind](spec.attention, spec.norm, width)
+        self.feed_forward = FEED_FORWARD[spec.feed_forward.kind](spec.feed_forward, width)
         pre, post = spec.norm.placement in ("pre", "both"), spec.norm.placement in ("post", "both")
         self.attention_norm = Norm(width, spec.norm) if pre else nn.Identity()
         self.feed_forward_norm = Norm(width, spec.norm) if pre else nn.Identity()
@@ -227,16 +242,20 @@ class Layer(nn.Module):
         self.recompute: Callable | None = None
         self.run: Callable = self.run_body
 
-    def forward(self, x: Tensor, *context: Any) -> Tensor:
+    def forward(self, x: Tensor, *context: Any) -> Any:
         return self.run(x, *context)
 
-    def run_body(self, x: Tensor, *context: Any) -> Tensor:
+    def run_body(self, x: Tensor, *context: Any) -> Any:
         return self.body(x, *context) if self.recompute is None else self.recompute(self.body, x, *context)
 
-    def body(self, x: Tensor, *context: Any) -> Tensor:
+    def body(self, x: Tensor, *context: Any) -> Any:
         """x: [tokens, width], as the result; context: what attention takes besides."""
-        attended = self.attention_post_norm(self.attention(self.attention_norm(x), *context))
-        if self.parallel_residual:
-            return x + attended + self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x)))
-        x = x + attended
-        return x + self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x)))
+        attended, of_attention = apart(self.attention(self.attention_norm(x), *context))
+        between = x + self.attention_post_norm(attended)
+        fed, of_feed_forward = apart(
+            self.feed_forward(self.feed_forward_norm(x if self.parallel_residual else between))
+        )
+        result = between + self.feed_forward_post_norm(fed)
+        if not self.training:
+            return result
+        return together(result, {"attention": of_attention, "feed_forward": of_feed_forward})

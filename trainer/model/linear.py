@@ -1,5 +1,5 @@
-"""The matrix products of linear layers: on one rank or split over a tensor-parallel group, with weight gradients that
-can be put off.
+"""Linear layers: on one rank or split over a tensor-parallel group, with weight gradients that can be put off. The
+products themselves are those of `precision/products.py`.
 
 Under tensor parallelism the input of a column-parallel product is gathered before it and the output of a row-parallel
 one reduce-scattered after it. Backward gathers the input again instead of keeping it, so that a layer keeps 1/t of
@@ -21,10 +21,10 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.distributed.collectives import TensorGroup
+from trainer.precision.products import Role, matmul, matmul_sum
 
 
 class DeferredGrads:
@@ -99,12 +99,14 @@ def columns_backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, 
         return x if group is None else group.gather(x)
 
     def finish(started: Tensor) -> list[Tensor]:
-        whole = started if group is None else group.wait(started)
-        return [gradient.t() @ whole for gradient in gradients]
+        return weight_gradients(gradients, started if group is None else group.wait(started))
 
     started = None if deferred.active else start()
-    to_x = input_gradient(gradients, weights)
-    to_x = to_x if group is None else group.scatter_sum(to_x)
+    to_x = (
+        matmul_sum(gradients, weights, Role.INPUT_GRADIENT)
+        if group is None
+        else group.matmul_scatter_sum(gradients, weights, Role.INPUT_GRADIENT)
+    )
     if deferred.active:
         deferred.put(targets, start, finish)
     else:
@@ -122,12 +124,14 @@ def rows_backward(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -
     """The gradient of the input of `Rows`; that of the weight is accumulated or put off."""
     targets, layer = leaves([number])
     group, deferred = layer.group, layer.deferred
-    whole = group.wait(group.gather(gradient))
+    (to_x,), whole = group.gather_matmul(gradient, [weight], Role.INPUT_GRADIENT, keep=not deferred.active)
     if deferred.active:  # the gathered gradient is not kept until then
-        deferred.put(targets, lambda: group.gather(gradient), lambda started: [group.wait(started).t() @ x])
+        deferred.put(
+            targets, lambda: group.gather(gradient), lambda started: weight_gradients([group.wait(started)], x)
+        )
     else:
-        accumulate(targets, [whole.t() @ x])
-    return whole @ weight
+        accumulate(targets, weight_gradients([whole], x))
+    return to_x
 
 
 @rows_backward.register_fake
@@ -135,12 +139,9 @@ def _(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """The sum of gradient @ weight."""
-    to_x = gradients[0] @ weights[0]
-    for gradient, weight in zip(gradients[1:], weights[1:]):
-        to_x = torch.addmm(to_x, gradient, weight)
-    return to_x
+def weight_gradients(gradients: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+    """Of the matrices that share the input."""
+    return [matmul(gradient, x, Role.WEIGHT_GRADIENT) for gradient in gradients]
 
 
 class Columns(torch.autograd.Function):
@@ -155,10 +156,11 @@ class Columns(torch.autograd.Function):
         ctx: Any, group: TensorGroup | None, x: Tensor, count: int, *operands: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases, numbers = operands[:count], operands[count : 2 * count], operands[2 * count :]
-        whole = x if group is None else group.wait(group.gather(x))
         ctx.group, ctx.count, ctx.biased = group, count, [b is not None for b in biases]
         ctx.save_for_backward(x, *weights, *numbers)
-        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases))
+        if group is None:
+            return tuple(matmul(x, weight, Role.OUTPUT, bias) for weight, bias in zip(weights, biases))
+        return tuple(group.gather_matmul(x, weights, Role.OUTPUT, biases)[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
@@ -169,17 +171,11 @@ class Columns(torch.autograd.Function):
             to_x = columns_backward(list(gradients), weights, x, numbers)
             return None, to_x, None, *[None] * ctx.count, *to_biases, *[None] * ctx.count
         if group is None:
-            return (
-                None,
-                input_gradient(gradients, weights),
-                None,
-                *[gradient.t() @ x for gradient in gradients],
-                *to_biases,
-            )
+            to_x = matmul_sum(gradients, weights, Role.INPUT_GRADIENT)
+            return None, to_x, None, *weight_gradients(gradients, x), *to_biases
         started = group.gather(x)
-        to_x = group.scatter_sum(input_gradient(gradients, weights))
-        whole = group.wait(started)
-        to_weights = [gradient.t() @ whole for gradient in gradients]
+        to_x = group.matmul_scatter_sum(gradients, weights, Role.INPUT_GRADIENT)
+        to_weights = weight_gradients(gradients, group.wait(started))
         return None, group.wait(to_x), None, *to_weights, *to_biases
 
 
@@ -193,15 +189,15 @@ class Rows(torch.autograd.Function):
     def forward(ctx: Any, group: TensorGroup, x: Tensor, weight: Tensor, number: Tensor | None) -> Tensor:
         ctx.group, ctx.numbered = group, number is not None
         ctx.save_for_backward(x, weight, *([number] if ctx.numbered else []))
-        return group.wait(group.scatter_sum(F.linear(x, weight)))
+        return group.wait(group.matmul_scatter_sum([x], [weight], Role.OUTPUT))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         x, weight, *numbers = ctx.saved_tensors
         if ctx.numbered:
             return None, rows_backward(gradient, weight, x, numbers[0]), None, None
-        whole = ctx.group.wait(ctx.group.gather(gradient))
-        return None, whole @ weight, whole.t() @ x, None
+        (to_x,), whole = ctx.group.gather_matmul(gradient, [weight], Role.INPUT_GRADIENT, keep=True)
+        return None, to_x, *weight_gradients([whole], x), None
 
 
 def columns(
@@ -216,7 +212,7 @@ def columns(
     Weights marked `dropped_after_use` get new memory for backward: torch's own product would save a view of the old.
     """
     if group is None and not numbers and not getattr(weights[0], "dropped_after_use", False):
-        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases)]
+        return [matmul(x, weight, Role.OUTPUT, bias) for weight, bias in zip(weights, biases)]
     return Columns.apply(group, x, len(weights), *apart(weights, numbers), *biases, *numbers)
 
 

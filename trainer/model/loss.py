@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.collectives import TensorGroup
+from trainer.model.compiled import compiled
+from trainer.precision.products import Role, matmul
 
 IGNORE = -100
 
@@ -48,12 +50,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         group: TensorGroup | None,
         start: int,
     ) -> tuple[Tensor, Tensor]:
-        whole = hidden if group is None else group.wait(group.gather(hidden))
-        logits = whole @ weight.t()
+        if group is None:
+            logits = matmul(hidden, weight, Role.OUTPUT)
+        else:
+            logits = group.gather_matmul(hidden, [weight], Role.OUTPUT)[0][0]
         size = settings.chunk or max(1, logits.shape[0])
         chunks = [slice(begin, begin + size) for begin in range(0, logits.shape[0], size)]
         statistics, gradient = (
-            (compiled(loss_statistics), compiled(loss_gradient))
+            (compiled_once(loss_statistics), compiled_once(loss_gradient))
             if settings.compiled
             else (loss_statistics, loss_gradient)
         )
@@ -84,10 +88,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         whole = hidden if group is None else group.gather(hidden)
         # The scalar (1 / valid tokens) is applied in fp32, or its rounding would be a factor on every gradient; and to
         # the small factor of the second product, which under fp16 then stays in range.
-        to_hidden = ((gradient @ weight).to(scale.dtype) * scale).to(hidden.dtype)
+        to_hidden = (matmul(gradient, weight, Role.INPUT_GRADIENT).to(scale.dtype) * scale).to(hidden.dtype)
         if group is not None:
             whole, to_hidden = group.wait(whole), group.scatter_sum(to_hidden)
-        to_weight = gradient.t() @ (whole.to(scale.dtype) * scale).to(hidden.dtype) if ctx.needs_input_grad[1] else None
+        to_weight = None
+        if ctx.needs_input_grad[1]:
+            to_weight = matmul(gradient, (whole.to(scale.dtype) * scale).to(hidden.dtype), Role.WEIGHT_GRADIENT)
         return to_hidden if group is None else group.wait(to_hidden), to_weight, None, None, None, None
 
 
@@ -121,5 +127,5 @@ def loss_gradient(
 
 
 @cache
-def compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=False)
+def compiled_once(function: Callable) -> Callable:
+    return compiled(function)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import ScatterSum, TensorGroup
 from trainer.model.attention import build_mask, cap_score
 from trainer.model.axes import Declared
-from trainer.model.layers import Layer, Norm, Rotary
-from trainer.model.linear import columns
+from trainer.model.layers import Block, Layer, Linear, Norm, Rotary
+from trainer.model.linear import DeferredGrads, columns
 from trainer.model.loss import LinearCrossEntropy, LossSettings
+from trainer.model.stage import apart, together
 
 
 class Embedding(Declared):
@@ -45,7 +47,7 @@ class Head(Declared):
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
-        self.soft_cap, self.z_loss, self.chunk, self.compiled = spec.logit_soft_cap, 0.0, 0, False
+        self.loss = LossSettings(spec.logit_soft_cap)
         self.declare("weight", (spec.vocab_size, spec.width), ("vocab", "embed"), "head")
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
@@ -54,11 +56,9 @@ class Head(Declared):
         weight = self.local("weight")
         if targets is None:
             (logits,) = columns(x, [weight], [None], self.group)
-            return cap_score(logits, cap=self.soft_cap) if self.soft_cap else logits
+            return cap_score(logits, cap=self.loss.soft_cap) if self.loss.soft_cap else logits
         start = 0 if self.group is None else part_start(self.declared["weight"].shape[0], self.group)
-        return LinearCrossEntropy.apply(
-            x, weight, targets, LossSettings(self.soft_cap, self.z_loss, self.chunk, self.compiled), self.group, start
-        )
+        return LinearCrossEntropy.apply(x, weight, targets, self.loss, self.group, start)
 
 
 def part_start(size: int, group: TensorGroup) -> int:
@@ -68,7 +68,8 @@ def part_start(size: int, group: TensorGroup) -> int:
 
 
 class Transformer(nn.Module):
-    """Layers `layers` of the model that `spec` describes; the first stage holds the embedding, the last the head.
+    """Layers `layers` of the model that `spec` describes, a `Stage`; the first stage holds the embedding, the last the
+    head.
 
     Parameters carry global names (`layers.17.attention.q.weight`), so a checkpoint never depends on the cut.
     """
@@ -76,7 +77,8 @@ class Transformer(nn.Module):
     def __init__(self, spec: ModelSpec, layers: range | None = None):
         super().__init__()
         layers = range(spec.depth) if layers is None else layers
-        self.spec, self.first, self.last = spec, layers.start == 0, layers.stop == spec.depth
+        self.spec, self.depth = spec, spec.depth
+        self.first, self.last = layers.start == 0, layers.stop == spec.depth
         specs = {index: spec.layer(index) for index in layers}
         self.group: TensorGroup | None = None
         if self.first or (
@@ -102,7 +104,22 @@ class Transformer(nn.Module):
         if self.last:
             self.norm = Norm(spec.width, spec.norm)
             self.head = Head(spec)
+        self.reports = {
+            f"{name}.{key}": size
+            for name, module in self.named_modules()
+            if isinstance(module, Block)
+            for key, size in module.reports.items()
+        }
         self.tie()
+
+    def set_loss(self, z_loss: float, chunk: int, compiled: bool) -> None:
+        if self.last:
+            self.head.loss = replace(self.head.loss, z_loss=z_loss, chunk=chunk, compiled=compiled)
+
+    def defer(self, deferred: DeferredGrads) -> None:
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.defer(deferred)
 
     def tie(self) -> None:
         """Makes a tied head hold the embedding's parameter itself."""
@@ -122,12 +139,7 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Any:
-        """tokens: int [batch, length]; hidden: [tokens / t, width], what the stage before returned (None on the first).
-
-        documents: int [batch, length], tokens of different numbers do not see each other and positions restart.
-        Returns hidden states before the last stage; on it logits [batch, length, vocab], or with targets the pair
-        (objective, cross-entropy), both summed over the valid targets.
-        """
+        """See `Stage`."""
         shape, length = tuple(tokens.shape), tokens.shape[1]
         positions = (
             document_positions(documents) if documents is not None else torch.arange(length, device=tokens.device)
@@ -137,14 +149,15 @@ class Transformer(nn.Module):
             kind: build_mask(documents, length, *kind, tokens.device)
             for kind in dict.fromkeys(k for _, k in self.kinds.values())
         }
-        x = self.embed(tokens, positions) if self.first else hidden
+        x, reports = self.embed(tokens, positions) if self.first else hidden, {}
         for index, layer in self.layers.items():
             rotary, kind = self.kinds[index]
-            x = layer(x, shape, None if rotary is None else rotations[rotary], masks[kind])
-        if not self.last:
-            return x
-        x = self.head(self.norm(x), None if targets is None else targets.flatten())
-        return x if targets is not None else x.view(*shape, -1)
+            rotation = None if rotary is None else rotations[rotary]
+            x, reports[f"layers.{index}"] = apart(layer(x, shape, rotation, masks[kind]))
+        if self.last:
+            x = self.head(self.norm(x), None if targets is None else targets.flatten())
+            x = x if targets is not None else x.view(*shape, -1)
+        return together(x, reports)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens: [batch, length]; positions: [batch or 1, length]. Returns this rank's [tokens / t, width]."""

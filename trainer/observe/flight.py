@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from trainer.distributed.c10d_internals import group_members, recorders
 
 PROJECT = str(Path(__file__).parents[1]) + os.sep
 CALLERS = 3
@@ -53,17 +52,13 @@ def dumps(stacks: bool) -> dict[str, bytes]:
     """What torch has recorded in this process, pickled, by name of the recorder: NCCL's, or that of other backends.
 
     The first dump with stacks takes a second, in which torch reads symbols."""
-    names = {"nccl_trace": "_dump_nccl_trace", "fr_trace": "_dump_fr_trace"}
-    found = {name: getattr(torch._C._distributed_c10d, dump, None) for name, dump in names.items()}
-    return {name: dump(includeStackTraces=stacks) for name, dump in found.items() if dump is not None}
+    return {name: dump(includeStackTraces=stacks) for name, dump in recorders().items()}
 
 
 def recorded(recorder: str, dump: bytes) -> Groups:
     """The summary of one of this process's own dumps."""
-    world = dist.distributed_c10d._world
-    members = {name: sorted(world.pg_group_ranks.get(group, {})) for group, name in world.pg_names.items()}
     # Each recorder counts the collectives of a group by itself, so a group is named together with its recorder.
-    return {f"{recorder} {name}": group for name, group in summary(pickle.loads(dump), members).items()}
+    return {f"{recorder} {name}": group for name, group in summary(pickle.loads(dump), group_members()).items()}
 
 
 def summary(dump: dict[str, Any], members: dict[str, list[int]]) -> Groups:

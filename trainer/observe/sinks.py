@@ -28,6 +28,7 @@ from rich.text import Text
 from trainer.config import ConfigError, LoggingConfig, RunConfig, WandbConfig
 from trainer.observe import metrics
 from trainer.util.exit_codes import DONE, STOPPED
+from trainer.util.extras import needs
 from trainer.util.files import write_atomic
 from trainer.util.tables import count, duration, percent, size
 
@@ -291,7 +292,8 @@ class TensorBoard:
     """TensorBoard events in run_folder/tensorboard; steps beyond the resumed one are purged from the curves."""
 
     def __init__(self, folder: Path, resume_step: int):
-        from torch.utils.tensorboard import SummaryWriter
+        with needs("tensorboard", "logging.tensorboard=true"):
+            from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step and resume_step + 1)
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.config import GuardConfig
+from trainer.distributed.c10d_internals import default_store
 from trainer.observe import flight
 from trainer.observe.sinks import write_status
 from trainer.util.exit_codes import STALLED
@@ -113,7 +114,7 @@ class Watchdog:
             self.reports.parent.mkdir(exist_ok=True)  # for NCCL's own dump
         if size > 1:
             # It has its own connection: on a shared one, a thread that waits for a key blocks the others.
-            self.store = dist.PrefixStore(f"watchdog/{start}", dist.distributed_c10d._get_default_store().clone())
+            self.store = dist.PrefixStore(f"watchdog/{start}", default_store().clone())
             threading.Thread(target=self._exchange, name="watchdog's store", daemon=True).start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 

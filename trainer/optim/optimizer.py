@@ -132,7 +132,7 @@ class Optimizer:
         return named
 
     @torch.no_grad()
-    def loaded(self, copies: list[tuple[str, str]]) -> None:
+    def after_load(self, copies: list[tuple[str, str]]) -> None:
         """After `tensors` and the parameters have been filled: brings copies, which a checkpoint does not hold, into
         line."""
         for name, copy in copies:

@@ -9,72 +9,115 @@
 
 With fewer shards than data-parallel ranks (HSDP) the shards are all-reduced over the replicas, once a step.
 
-Offloaded gradients that are reduced every micro-batch are added up on the device, and copied to host memory once a
-step: FSDP keeps partial sums there where replicas follow, so one replica makes it do so. By itself it would copy each
-to memory that is not page-locked, wait for it, and add on the host."""
+Offloaded gradients that are reduced every micro-batch are added up on the device and copied to host memory once a
+step. FSDP does so where replicas follow, so the mesh has a replica dimension then, if of one rank. Without it FSDP
+copies each partial sum to host memory that is not page-locked, waits for the copy, and adds on the host."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from trainer.config import Config
 from trainer.distributed.world import World
-from trainer.parallel.fsdp_internals import drop_gathered, fill_missing, parameter_groups
+from trainer.model.axes import ParameterInfo
+from trainer.model.initial import Weights, fill
+from trainer.model.stage import Stage
+from trainer.optim.groups import Policy
+from trainer.optim.optimizer import Optimizer
+from trainer.parallel.compress.reduction import Compression, Uncompressed, compression_of
+from trainer.parallel.fsdp_internals import (
+    accumulate_gradients,
+    drop_gathered,
+    end_backward,
+    is_set_up,
+    reduce_accumulated,
+)
+from trainer.parallel.gradients import SharedParameters
 from trainer.planning.cost.memory import sums_on_device
 from trainer.planning.plan import Plan
+from trainer.precision.dtypes import DTYPES
+from trainer.precision.scaler import GradScaler
 
-if TYPE_CHECKING:
-    from trainer.parallel.compress.reduction import Compression
 
+class FSDP:
+    """ZeRO by FSDP2, with our optimizer and loss scale: `parallel.zero.engine=torch`. See `engine.Engine`."""
 
-def shard(
-    model: nn.Module, plan: Plan, world: World, compute: torch.dtype, reduce: torch.dtype, hsdp: bool = True
-) -> None:
-    """Wraps each layer and then the model (or pipeline stage) itself, with embedding, final norm and head, as one unit
-    of gathering and reduction.
+    keeps_gradients = True
 
-    Parameters stay fp32; forward and backward see them in `compute`, gradients are reduced in `reduce`. Without `hsdp`
-    they are reduced within the shard group alone, and something else adds up replicas."""
-    names = (
-        ("replicate", "shard")
-        if hsdp and (plan.replicate > 1 or sums_on_device(plan, reduce is torch.float32))
-        else ("shard",)
-    )
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if compute is torch.float32 else compute, reduce_dtype=reduce, cast_forward_inputs=False
-    )
-    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if plan.offload else OffloadPolicy()
-    for module in [*model.layers.values(), model]:
-        fully_shard(
-            module,
-            mesh=world.mesh[names],
-            mp_policy=policy,
-            offload_policy=offload,
-            reshard_after_forward=plan.stage == 3 and module is not model,
+    @staticmethod
+    def check(config: Config, device: torch.device) -> None:
+        """torch brings all that it needs."""
+
+    def __init__(self, config: Config, plan: Plan, world: World):
+        self.config, self.plan, self.world = config, plan, world
+        self.compression = compression_of(config.parallel.grad_comm, plan, world)
+        self.modules: dict[int, nn.Module] = {}
+
+    def shard(self, model: Stage) -> None:
+        """Wraps each layer and then the stage itself, with embedding, final norm and head, as one unit of gathering and
+        reduction.
+
+        Parameters stay fp32; forward and backward see them in `precision.compute`, gradients are reduced in
+        `precision.reduce`."""
+        plan, compute, reduce = self.plan, DTYPES[self.config.precision.compute], DTYPES[self.config.precision.reduce]
+        replicas = plan.replicate > 1 or sums_on_device(plan, reduce is torch.float32)
+        names = ("replicate", "shard") if replicas and not self.compression.adds_replicas else ("shard",)
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if compute is torch.float32 else compute, reduce_dtype=reduce, cast_forward_inputs=False
         )
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # Losses are already divided by the global count of valid tokens: gradients are sums.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+        offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda") if plan.offload else OffloadPolicy()
+        for module in [*model.layers.values(), model]:
+            fully_shard(
+                module,
+                mesh=self.world.mesh[names],
+                mp_policy=policy,
+                offload_policy=offload,
+                reshard_after_forward=plan.stage == 3 and module is not model,
+            )
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # Losses are already divided by the global count of valid tokens: gradients are sums.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    def materialize(self, model: Stage) -> None:
+        model.to_empty(device="cpu" if self.plan.offload else self.world.device)
+
+    def build_optimizer(
+        self,
+        stages: dict[int, Stage],
+        parameters: dict[str, nn.Parameter],
+        infos: dict[str, ParameterInfo],
+        policies: dict[str, Policy],
+        shared: SharedParameters,
+        weights: Weights,
+    ) -> tuple[Optimizer, GradScaler]:
+        self.modules.update(stages)
+        for model in stages.values():
+            fill(model, weights)
+            self.compression.attach(model, policies)
+        return Optimizer(parameters, policies, self.config.optimizer), GradScaler(
+            self.config.precision, self.world.device
+        )
+
+    def sharding(self, reductions: int) -> FSDPSharding:
+        return FSDPSharding(self.modules, self.plan, reductions, self.compression)
 
 
-class Sharding:
+class FSDPSharding:
     """What the schedule asks of FSDP for each stage of this rank: when gradients are reduced and what stays gathered.
 
     stages: number -> stage, each a unit of its own with its layers inside; reductions: of each stage in a step.
     """
 
     def __init__(
-        self, stages: dict[int, FSDPModule], plan: Plan, reductions: int, compression: Compression | None = None
+        self, stages: dict[int, nn.Module], plan: Plan, reductions: int, compression: Compression | Uncompressed
     ):
         self.stages, self.gather_again = stages, plan.stage == 3
-        self.partial_sums = (
-            plan.replicate > 1 or plan.offload
-        )  # FSDP may keep those of a unit's reductions until the last
+        # FSDP may keep those of a unit's reductions until the last.
+        self.partial_sums = plan.replicate > 1 or plan.offload
         self.reductions, self.compression = reductions, compression
         self.left = dict.fromkeys(stages, 0)
 
@@ -88,42 +131,30 @@ class Sharding:
     def unshard(self, stage: int) -> None:
         """Starts gathering what the stage's next pass needs first, while something else is still running."""
         model = self.stages[stage]
-        if model._get_fsdp_state()._is_root:  # not before the first pass: FSDP has not set itself up
+        if is_set_up(model):  # else the first pass gathers by itself
             for module in [model, next(iter(model.layers.values()))]:
                 module.unshard(async_op=True)
 
     def accumulate(self, stage: int) -> None:
         """Takes over weight gradients that were computed outside of backward, in the type they are reduced in."""
-        for group in parameter_groups(self.stages[stage]):
-            for parameter in group.fsdp_params:
-                whole = getattr(parameter, "_unsharded_param", None)
-                if whole is None or whole.grad is None:
-                    continue
-                gradient, whole.grad = whole.grad, None
-                if parameter.unsharded_accumulated_grad is None:
-                    parameter.unsharded_accumulated_grad = gradient.to(parameter.reduce_dtype or gradient.dtype)
-                else:
-                    parameter.unsharded_accumulated_grad += gradient
+        accumulate_gradients(self.stages[stage])
 
-    def reducing(self, stage: int) -> None:
+    def begin_reducing_backward(self, stage: int) -> None:
         """Before a full backward after which gradients are due: FSDP reduces those of each layer while the next
         runs."""
         self._reduce_next(stage, True)
 
-    def reduced(self, stage: int) -> None:
+    def end_reducing_backward(self, stage: int) -> None:
         """After that backward."""
         self.left[stage] -= 1
         self._reduce_next(stage, False)
 
-    def reduce(self, stage: int) -> None:
+    def reduce_now(self, stage: int) -> None:
         """Reduces what has been accumulated, where the last gradients came from outside of backward."""
         self.accumulate(stage)
         self._reduce_next(stage, True)
-        for group in reversed(parameter_groups(self.stages[stage])):
-            if self.partial_sums:
-                fill_missing(group, last=self.left[stage] == 1)
-            group.post_backward()
-        self.reduced(stage)
+        reduce_accumulated(self.stages[stage], self.partial_sums, last=self.left[stage] == 1)
+        self.end_reducing_backward(stage)
 
     def reshard(self, stage: int) -> None:
         """After the stage's last use in a step: its gathered parameters are about to change."""
@@ -132,12 +163,11 @@ class Sharding:
     def end(self, stage: int) -> None:
         """After the rank's last action of a step: the gradients are there when its next kernel runs."""
         self.stages[stage].set_is_last_backward(True)
-        self.stages[stage]._get_fsdp_state()._root_post_backward_final_callback()
+        end_backward(self.stages[stage])
 
     def _reduce_next(self, stage: int, wanted: bool) -> None:
         model, last = self.stages[stage], wanted and self.left[stage] == 1
-        if self.compression is not None:
-            self.compression.last = last
+        self.compression.last = last
         model.set_requires_gradient_sync(wanted)
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or self.gather_again)

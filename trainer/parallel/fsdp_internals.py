@@ -1,4 +1,8 @@
-"""Every private name of FSDP2 that the project uses."""
+"""Every private name of FSDP2 that the project uses. torch's own pipeline reaches for the same ones: in public FSDP
+reduces gradients in backward only.
+
+A unit is a module whose parameters FSDP gathers and reduces together; its parameter group keeps their shards, and on
+the way through a step their gathered copies and what has been accumulated."""
 
 from __future__ import annotations
 
@@ -9,9 +13,63 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 
+def fsdp_units(model: nn.Module) -> list[FSDPModule]:
+    """The modules whose parameters FSDP gathers and reduces together."""
+    return [
+        module for module in model.modules() if isinstance(module, FSDPModule) and parameter_group(module) is not None
+    ]
+
+
+def parameter_group(unit: FSDPModule) -> Any:
+    """FSDP's own group of a unit's parameters; None where it has none of its own."""
+    return unit._get_fsdp_state()._fsdp_param_group
+
+
+def parameter_groups(model: nn.Module) -> list:
+    return [parameter_group(unit) for unit in fsdp_units(model)]
+
+
+def sharded_sizes(unit: FSDPModule) -> list[tuple[nn.Parameter, int]]:
+    """The unit's parameters as the model has them, each with the elements that it takes in a rank's row of the unit's
+    reduce-scatter, padding included."""
+    return [
+        (parameter.sharded_param, parameter.padded_sharded_param_size.numel())
+        for parameter in parameter_group(unit).fsdp_params
+    ]
+
+
+def is_set_up(model: FSDPModule) -> bool:
+    """Whether FSDP has found its root, which it does in the first forward pass; it gathers nothing before."""
+    return bool(model._get_fsdp_state()._is_root)
+
+
+def accumulate_gradients(model: nn.Module) -> None:
+    """Takes over gradients that were computed outside of backward, in the type they are reduced in."""
+    for group in parameter_groups(model):
+        for parameter in group.fsdp_params:
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is None or whole.grad is None:
+                continue
+            gradient, whole.grad = whole.grad, None
+            if parameter.unsharded_accumulated_grad is None:
+                parameter.unsharded_accumulated_grad = gradient.to(parameter.reduce_dtype or gradient.dtype)
+            else:
+                parameter.unsharded_accumulated_grad += gradient
+
+
+def reduce_accumulated(model: nn.Module, partial_sums: bool, last: bool) -> None:
+    """Reduces what has been accumulated, as the end of a backward pass would. partial_sums: whether FSDP may keep those
+    of earlier reductions; last: whether this is the step's last reduction, which ends them."""
+    for group in reversed(parameter_groups(model)):
+        if partial_sums:
+            fill_missing(group, last)
+        group.post_backward()
+
+
 def fill_missing(group: Any, last: bool) -> None:
-    """Zeros where a reduction finds no gradient because an earlier one took those of two input-gradient passes at once:
-    partial sums are of whole groups, and FSDP ends them in the last reduction only if there is something to reduce."""
+    """Zeros where a reduction finds no gradient because an earlier one took those of two input-gradient passes at once.
+    FSDP keeps partial sums of whole groups only, and ends them in the last reduction only if that has something to
+    reduce."""
     missing = [
         parameter
         for parameter in group.fsdp_params
@@ -24,21 +82,9 @@ def fill_missing(group: Any, last: bool) -> None:
         )
 
 
-def fsdp_units(model: nn.Module) -> list[FSDPModule]:
-    """The modules whose parameters FSDP gathers and reduces together."""
-    return [
-        module for module in model.modules() if isinstance(module, FSDPModule) and parameter_group(module) is not None
-    ]
-
-
-def parameter_group(unit: FSDPModule) -> Any:
-    """FSDP's own group of a unit's parameters. Private, and needed because FSDP reduces gradients in backward only
-    (torch's own pipeline does the same)."""
-    return unit._get_fsdp_state()._fsdp_param_group
-
-
-def parameter_groups(model: nn.Module) -> list:
-    return [parameter_group(unit) for unit in fsdp_units(model)]
+def end_backward(model: FSDPModule) -> None:
+    """What FSDP does after a root's last backward pass: makes the current stream wait for its reductions."""
+    model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def drop_gathered(model: nn.Module) -> None:

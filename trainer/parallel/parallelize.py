@@ -1,5 +1,4 @@
-"""A spec and a plan become a parallel model: the pipeline stages of this rank, cut over tensor-parallel ranks,
-sharded."""
+"""A spec and a plan become a parallel model: `parallelize` is the order in which that happens."""
 
 from __future__ import annotations
 
@@ -15,17 +14,12 @@ from trainer.checkpointing.activation import apply_recompute, check_recompute
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.distributed.world import World
-from trainer.model.layers import Linear
+from trainer.model.compiled import compiled
 from trainer.model.linear import DeferredGrads
+from trainer.model.stage import Make, Stage
 from trainer.model.transformer import Transformer
 from trainer.parallel import tensor
-from trainer.parallel.deepspeed import load
-from trainer.parallel.fsdp import shard
-from trainer.planning.plan import Plan
-from trainer.precision.dtypes import DTYPES
-
-Stages = dict[int, Transformer]
-"""Number of a pipeline stage -> its part of the model."""
+from trainer.parallel.engine import Engine
 
 
 def check_compiler(config: Config, device: torch.device) -> None:
@@ -34,15 +28,8 @@ def check_compiler(config: Config, device: torch.device) -> None:
     if config.compile and not any(shutil.which(name) for name in (os.environ.get(variable, ""), *names)):
         raise ConfigError(
             f"compile=true needs a compiler, and this machine has none of {', '.join(names)}; install one, point "
-            f"{variable} "
-            "at it, or set compile=false"
+            f"{variable} at it, or set compile=false"
         )
-
-
-def check_engine(config: Config, device: torch.device) -> None:
-    """What DeepSpeed itself says of the configuration, and what it needs of the machine, before any process group."""
-    if config.parallel.zero.engine == "deepspeed":
-        load(device).check(config, device)
 
 
 def check_model(config: Config, spec: ModelSpec) -> None:
@@ -51,61 +38,46 @@ def check_model(config: Config, spec: ModelSpec) -> None:
         check_recompute(Transformer(spec), config.activation)
 
 
-def build_stages(
+def parallelize(
     config: Config,
     spec: ModelSpec,
-    layers: dict[int, range],
-    plan: Plan,
+    layers: range,
     world: World,
+    engine: Engine,
     deferred: DeferredGrads | None = None,
-    hsdp: bool = True,
-) -> Stages:
-    """The stages of this rank, in storage; their weights are undefined.
+    make: Make = Transformer,
+) -> Stage:
+    """The pipeline stage that holds `layers`, cut over the ranks and in storage; its weights are undefined.
 
-    layers: stage -> the layers it holds; deferred: where linear layers leave weight gradients, if the schedule splits
-    backward; hsdp: whether FSDP also adds up replicas. The order is: modules on the meta device, recompute,
-    compilation, tensor parallelism, sharding, storage."""
-    return {
-        stage: place(lay_out(config, spec, part, deferred), config, plan, world, hsdp) for stage, part in layers.items()
-    }
-
-
-def lay_out(config: Config, spec: ModelSpec, layers: range, deferred: DeferredGrads | None) -> Transformer:
-    """Modules of one stage on the meta device, with recompute and compilation."""
+    deferred: where linear layers leave weight gradients, if the schedule computes them apart. make: whose modules they
+    are.
+    """
     with torch.device("meta"):
-        model = Transformer(spec, layers)
-    if model.last:
-        model.head.z_loss, model.head.chunk, model.head.compiled = config.loss.z_loss, config.loss.chunk, config.compile
-    for module in model.modules():
-        if isinstance(module, Linear) and deferred is not None:
-            module.defer(deferred)
+        model = make(spec, layers)
+    model.set_loss(config.loss.z_loss, config.loss.chunk, config.compile)
+    if deferred is not None:
+        model.defer(deferred)
     apply_recompute(model, config.activation)
     if config.compile:
-        # Layers of one kind share a graph. Kinds differ by mask, window and recompute, and again in evaluation; running
-        # out of graphs would leave layers uncompiled without a word.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        torch._dynamo.config.fail_on_recompile_limit_hit = True
-        # What is put off lives on in tensors that the compiler thinks are done with: it must not write over them.
-        inductor.allow_buffer_reuse = inductor.inplace_buffers = functorch.donated_buffer = deferred is None
-        logging.getLogger("torch._dynamo.variables.higher_order_ops").setLevel(
-            logging.ERROR
-        )  # selective recompute is experimental there
-        for layer in model.layers.values():
-            layer.run = torch.compile(layer.run, dynamic=False)
+        compile_layers(model, deferred is not None)
+    tensor.split(model, world.mesh["tp"])
+    engine.shard(model)
+    engine.materialize(model)
+    keep_buffers(model, world.device)
     return model
 
 
-def place(model: Transformer, config: Config, plan: Plan, world: World, hsdp: bool = True) -> Transformer:
-    """Cuts and shards a stage over the mesh and gives it storage."""
-    compute = DTYPES[config.precision.compute]
-    if plan.engine == "deepspeed":
-        model.to(compute)
-        tensor.split(model, world.mesh["tp"])
-        load(world.device).materialize(model, config, world)
-    else:
-        tensor.split(model, world.mesh["tp"])
-        shard(model, plan, world, compute, DTYPES[config.precision.reduce], hsdp)
-        model.to_empty(device="cpu" if plan.offload else world.device)
-    for rotary in model.rotaries:  # buffers stay with the computation when parameters are offloaded, and in fp32
-        rotary.to(world.device, torch.float32)
-    return model
+def compile_layers(model: Stage, deferring: bool) -> None:
+    """Compiles each layer. deferring: whether weight gradients may be put off."""
+    # What is put off lives on in tensors that the compiler thinks are done with: it must not write over them.
+    inductor.allow_buffer_reuse = inductor.inplace_buffers = functorch.donated_buffer = not deferring
+    # Selective recompute is experimental there.
+    logging.getLogger("torch._dynamo.variables.higher_order_ops").setLevel(logging.ERROR)
+    for layer in model.layers.values():
+        layer.run = compiled(layer.run)  # layers of one kind share a graph
+
+
+def keep_buffers(model: Stage, device: torch.device) -> None:
+    """Buffers stay with the computation when parameters are offloaded, and in fp32."""
+    for rotary in model.rotaries:
+        rotary.to(device, torch.float32)

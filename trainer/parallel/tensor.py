@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor, Shard
 from trainer.distributed.collectives import TensorGroup
 from trainer.model.axes import Declared
 from trainer.model.layers import Linear
-from trainer.model.transformer import Transformer
+from trainer.model.stage import Stage
 
 
-def split(model: Transformer, mesh: DeviceMesh) -> None:
-    """Cuts a model on the meta device over the ranks of `mesh` (one dimension)."""
+def split(model: Stage, mesh: DeviceMesh, backend: type[TensorGroup] = TensorGroup) -> None:
+    """Cuts a model on the meta device over the ranks of `mesh` (one dimension), which communicate by `backend`."""
     if mesh.size() == 1:
         return
-    group = TensorGroup(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+    group = backend(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
     model.group = group
     for module in model.modules():
         if isinstance(module, Declared):

@@ -14,7 +14,8 @@ from trainer.config.compose import gather, to_config
 from trainer.config.fields import divisors
 from trainer.config.model import ModelSpec
 from trainer.config.typed import flat
-from trainer.parallel.parallelize import check_compiler, check_engine, check_model
+from trainer.parallel.engine import check_engine
+from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.planning.gradient_comm import asked, describe
 from trainer.planning.plan import Plan, check_plan, node_size, resolve_plan
 from trainer.planning.resolve import Layout, check, resolve

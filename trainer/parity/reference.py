@@ -16,6 +16,7 @@ from trainer.config.model import ModelSpec
 from trainer.data.batches import Batch
 from trainer.model.axes import parameter_infos
 from trainer.model.initial import Weights, initialize
+from trainer.model.stage import apart
 from trainer.model.transformer import Transformer
 from trainer.optim.groups import parameter_policies
 from trainer.optim.lr_schedule import learning_rate
@@ -75,15 +76,14 @@ def reference(
         loss = 0.0
         for batch in batches:
             copies = {name: parameter.to(compute) for name, parameter in model.named_parameters()}
-            logits = (
-                torch.func.functional_call(model, copies, (batch.tokens,), {"documents": batch.documents})
-                .flatten(0, 1)
-                .float()
-            )
+            output = torch.func.functional_call(model, copies, (batch.tokens,), {"documents": batch.documents})
+            logits, report = apart(output)
+            logits = logits.flatten(0, 1).float()
+            auxiliary = 0.0 if report is None or report.objective is None else report.objective
             targets = batch.targets.flatten()
             entropy = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
             normalizers = logits.logsumexp(-1)[targets != IGNORE]
-            ((entropy + config.loss.z_loss * normalizers.square().sum()) * (scale / valid)).backward()
+            ((entropy + config.loss.z_loss * normalizers.square().sum() + auxiliary) * (scale / valid)).backward()
             loss += entropy.item() / valid
         for parameter in model.parameters():
             parameter.grad /= scale

@@ -78,7 +78,7 @@ class Watch:
 
     def sum(self) -> None:
         """Stands in for the sum over replicas of shared parameters: reports gradients that are missing."""
-        for name, parameter in self.state.shared.parameters.items() if self.state.plan.engine == "torch" else ():
+        for name, parameter in self.state.shared.parameters.items() if self.state.engine.keeps_gradients else ():
             if parameter.grad is None:
                 self.problems.append(
                     f"step {len(self.losses) + 1}: {name} has no gradient on rank {self.state.world.rank}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from trainer.config import BatchConfig, ConfigError
 from trainer.config.fields import divisors
+from trainer.config.typed import out_of_range
 
 MICRO_TOKENS = 8192
 """Tokens in one forward pass that a micro-batch size is chosen for when none is given."""
@@ -40,12 +41,7 @@ def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1, pp: int = 1) -> Batc
     otherwise the largest that divides what a rank reads and holds at most `MICRO_TOKENS` tokens (one sequence where a
     sequence is longer), small enough for `PIPELINE_FILL` micro-batches a pipeline rank where there is a pipeline; a
     missing `accumulation` without a global size is 1, or so many. Raises `ConfigError` with legal neighbours."""
-    names = ("sequence_length", "global_size", "global_tokens", "micro_size", "accumulation")
-    problems = [
-        f"batch.{name}={value} must be at least 1"
-        for name in names
-        if (value := getattr(batch, name)) is not None and value < 1
-    ]
+    problems = out_of_range(batch, "batch")
     if batch.sequence_length % tp:
         problems.append(
             f"batch.sequence_length={batch.sequence_length} is not a multiple of parallel.tp={tp}, whose ranks share "

@@ -13,6 +13,7 @@ from typing import Any
 from trainer.config import ConfigError, ParallelConfig
 from trainer.config.fields import divisors
 from trainer.config.model import ModelSpec
+from trainer.config.typed import out_of_range
 from trainer.planning.deepspeed import check_parallel
 
 
@@ -76,14 +77,12 @@ def check_plan(
 
     spec: the model, where it is known; node: processes on this machine, all of them if None.
     """
-    problems = [
-        f"parallel.{name}={size} must be at least 1" for name in ("tp", "pp") if (size := getattr(parallel, name)) < 1
-    ]
+    problems = out_of_range(parallel, "parallel")
     if parallel.dp != -1 and parallel.dp < 1:
         problems.append(f"parallel.dp={parallel.dp} must be positive, or -1 for the processes that are left")
-    if problems:
+    if min(parallel.tp, parallel.pp, abs(parallel.dp)) < 1 or parallel.dp < -1:
         return problems
-    problems = _check_tensor(parallel, spec, world, node or world) + _check_depth(parallel, spec)
+    problems += _check_tensor(parallel, spec, world, node or world) + _check_depth(parallel, spec)
     model, dp, stage = parallel.tp * parallel.pp, parallel.dp, parallel.zero.stage
     degrees = f"parallel.tp={parallel.tp} x parallel.pp={parallel.pp}" + ("" if dp == -1 else f" x parallel.dp={dp}")
     if world % model or dp not in (-1, world // model):

@@ -49,7 +49,8 @@ def check(config: Config, world_size: int) -> list[str]:
     The model of `model.from_hf` is not known before it is read: what depends on it is left to `resolve`.
     """
     spec = None if config.model.from_hf or config.model.check() else config.model
-    return [*checks.check(config), *_decide(config, world_size, spec)[1]]
+    found = [*checks.check(config), *_decide(config, world_size, spec)[1]]
+    return list(dict.fromkeys(found))  # plan and batch find by themselves what lies outside of their ranges
 
 
 def _decide(

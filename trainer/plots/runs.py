@@ -26,8 +26,9 @@ from trainer.planning.cost.stages import StageCosts
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.simulate import simulate
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule
+from trainer.planning.schedules.timeline import Timeline, read_timeline
 from trainer.planning.schedules.validate import validate
-from trainer.plots.schedule import Timeline, chrome_trace, draw_schedule, read_timeline
+from trainer.plots.schedule import chrome_trace, draw_schedule
 from trainer.util.files import replacing
 from trainer.util.tables import count
 

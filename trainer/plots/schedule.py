@@ -1,14 +1,9 @@
-"""Pictures, traces and files of pipeline timelines: what every rank computed and when, planned or measured.
-
-A timeline holds one sequence of spans for each rank, in seconds from the start of the step. Its makespan is the end of
-its last span, or a given later time, since gradients may still be reduced after the last span. A rank's bubble is the
-share of the makespan in which the rank does not compute."""
+"""Pictures and traces of pipeline timelines: what every rank computed and when, planned or measured."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +15,11 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
-from trainer.config import ConfigError
-from trainer.planning.schedules.ir import COMPUTE, Action, parse
+from trainer.planning.schedules.ir import Action
 from trainer.planning.schedules.simulate import Span
+from trainer.planning.schedules.timeline import Timeline, idle, measure
 from trainer.util.files import write_atomic
 from trainer.util.tables import duration, percent
-
-Timeline = Sequence[Sequence[Span]]
 
 
 class Look(NamedTuple):
@@ -65,28 +58,6 @@ BAR = 0.84  # height of a bar, of its row
 DIGIT = 0.64  # width of a digit, of the size of its font
 SMALLEST_NUMBER = 4.5  # points
 MARGINS = 1.3  # inches of the width that the time axis leaves to both sides
-
-
-def idle(spans: Iterable[Span], makespan: float) -> list[tuple[float, float]]:
-    """The gaps (start, length) between the computations of one rank, from 0 to `makespan`."""
-    gaps, done = [], 0.0
-    computed = [(start, end) for action, start, end in spans if action.parts or action.kind in COMPUTE]
-    for start, end in [*sorted(computed), (makespan, makespan)]:
-        if start - done > 1e-9 * makespan:  # more than rounding leaves between two actions
-            gaps.append((done, start - done))
-        done = max(done, end)
-    return gaps
-
-
-def measure(ranks: Timeline, makespan: float | None = None) -> tuple[float, float, tuple[float, ...]]:
-    """A timeline's makespan in seconds (at least `makespan`), its bubble (the mean over ranks), and each rank's bubble.
-
-    Bubbles are shares of the makespan, 0 to 1."""
-    makespan = max([makespan or 0.0, *(span.end for spans in ranks for span in spans)])
-    bubbles = tuple(
-        sum(length for _, length in idle(spans, makespan)) / makespan if makespan else 0.0 for spans in ranks
-    )
-    return makespan, sum(bubbles) / len(bubbles) if bubbles else 0.0, bubbles
 
 
 def draw_schedule(
@@ -303,7 +274,8 @@ def chrome_trace(timelines: dict[str, Timeline], path: Path) -> None:
                 }
                 for span in spans
             ]
-    _write(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False))
 
 
 def _label(what: str, name: str, order: int, process: int, thread: int) -> list[dict[str, Any]]:
@@ -318,64 +290,3 @@ def _arguments(action: Action) -> dict[str, Any]:
     if action.parts:
         return {"kind": action.kind, **dict(zip(("forward", "backward"), map(_arguments, action.parts)))}
     return {"kind": action.kind, "stage": action.stage, "microbatch": action.microbatch}
-
-
-def write_timeline(path: Path, ranks: Timeline, makespan: float | None = None) -> None:
-    """Writes one timeline as JSON: makespan, bubble, and by rank its actions with start and end in seconds.
-
-    Raises `OSError` when the file cannot be written.
-    """
-    makespan, bubble, _ = measure(ranks, makespan)
-    rows = [
-        json.dumps(
-            [{"action": str(action), "start": start, "end": end} for action, start, end in spans], allow_nan=False
-        )
-        for spans in ranks
-    ]
-    numbers = f'"makespan": {json.dumps(makespan)}, "bubble": {json.dumps(bubble)}'
-    _write(path, f'{{{numbers}, "ranks": [\n' + ",\n".join(rows) + "\n]}\n")
-
-
-def read_timeline(path: Path) -> tuple[tuple[tuple[Span, ...], ...], float]:
-    """The timeline that `write_timeline` wrote, and its makespan. Raises `ConfigError` naming the file and what is
-    wrong."""
-    try:
-        content = json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read ({error.strerror})") from None
-    except ValueError:
-        raise ConfigError(f"{path}: not JSON; the file is damaged") from None
-    rows = content.get("ranks") if isinstance(content, dict) else None
-    if not isinstance(rows, list) or not any(rows) or not all(isinstance(row, list) for row in rows):
-        raise ConfigError(f"{path}: no actions under 'ranks'; the file is damaged")
-    ranks = tuple(
-        tuple(_span(entry, f"{path}, rank {rank}, action {position}") for position, entry in enumerate(row))
-        for rank, row in enumerate(rows)
-    )
-    makespan, last = content.get("makespan"), measure(ranks)[0]
-    if not isinstance(makespan, (int, float)) or not last <= makespan < math.inf:
-        raise ConfigError(
-            f"{path}: makespan {json.dumps(makespan)}, but the last action ends at {last}; the file is damaged"
-        )
-    return ranks, makespan
-
-
-def _span(entry: Any, where: str) -> Span:
-    try:
-        span = Span(parse(entry["action"]), float(entry["start"]), float(entry["end"]))
-    except (ConfigError, KeyError, TypeError, ValueError):
-        raise ConfigError(
-            f"{where}: {json.dumps(entry)} is no action with start and end; the file is damaged"
-        ) from None
-    if not -math.inf < span.start <= span.end < math.inf:  # clocks of ranks may put a start before 0
-        raise ConfigError(
-            f"{where}: {span.action} from {span.start} to {span.end} is no time in a step; the file is damaged"
-        )
-    return span
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes the file whole or not at all, after its folder."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text)

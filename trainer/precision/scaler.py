@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from trainer.config import PrecisionConfig
+
+
+class LossScale(Protocol):
+    """What the training step and checkpoints ask of a loss scale. enabled: whether it scales at all; value: scalar on
+    the run's device."""
+
+    enabled: bool
+
+    @property
+    def value(self) -> Tensor: ...
+
+    def scale(self, loss: Tensor) -> Tensor: ...
+
+    def update(self, found_inf: Tensor) -> None:
+        """After a step. found_inf: scalar, 1 where its update was skipped on all ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The keys of torch.amp.GradScaler."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class GradScaler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -12,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -21,20 +21,9 @@ from omegaconf import OmegaConf
 from trainer.config import Config, ConfigError, ParallelConfig, typed
 from trainer.config.compose import gather, hydra_over, quoted, to_config
 from trainer.config.fields import option
-from trainer.planning.checks import outside
 from trainer.planning.resolve import check
 
 SORTS = ("tokens_per_second", "mfu", "loss", "eval_loss", "memory_gib", "step_seconds_p50")
-RANGES = {
-    "processes": "[1, inf)",
-    "parallel": "[1, inf)",
-    "time_minutes": "(0, inf)",
-    "slurm.time_minutes": "[1, inf)",
-    "slurm.nodes": "[1, inf)",
-    "slurm.gpus_per_node": "[0, inf)",
-    "slurm.cpus_per_node": "[1, inf)",
-    "slurm.memory_gib": "(0, inf)",
-}
 
 MOST = 10_000  # trials of a sweep: more is a slip of the pen
 
@@ -44,12 +33,17 @@ class SlurmConfig:
     """What each trial's job asks for."""
 
     time_minutes: int = option(
-        60, "time limit of a job; a trial that reaches it saves, is requeued and goes on", unit="minutes"
+        60,
+        "time limit of a job; a trial that reaches it saves, is requeued and goes on",
+        unit="minutes",
+        range="[1, inf)",
     )
-    nodes: int = option(1, "nodes of a trial")
-    gpus_per_node: int = option(0, "GPUs of each node")
-    cpus_per_node: int | None = option(None, "cores of each node; null leaves it to the cluster")
-    memory_gib: float | None = option(None, "host memory of each node; null leaves it to the cluster", unit="GiB")
+    nodes: int = option(1, "nodes of a trial", range="[1, inf)")
+    gpus_per_node: int = option(0, "GPUs of each node", range="[0, inf)")
+    cpus_per_node: int | None = option(None, "cores of each node; null leaves it to the cluster", range="[1, inf)")
+    memory_gib: float | None = option(
+        None, "host memory of each node; null leaves it to the cluster", unit="GiB", range="(0, inf)"
+    )
     partition: str | None = option(None, "partition; null means the cluster's default")
     account: str | None = option(None, "account")
     qos: str | None = option(None, "quality of service")
@@ -66,10 +60,11 @@ class SweepConfig:
         None,
         "processes of each trial; null means those that its plan names (parallel.dp is set), else "
         "the machine's GPUs over sweep.parallel, or the fewest that the plan can have on CPUs",
+        range="[1, inf)",
     )
-    parallel: int = option(1, "local: trials that run at a time, each on GPUs of its own")
+    parallel: int = option(1, "local: trials that run at a time, each on GPUs of its own", range="[1, inf)")
     time_minutes: float | None = option(
-        None, "local: a trial that takes longer saves and ends; null means no limit", unit="minutes"
+        None, "local: a trial that takes longer saves and ends; null means no limit", unit="minutes", range="(0, inf)"
     )
     sort: str = option("tokens_per_second", "what the table is sorted by, best first", SORTS)
     launcher: str = option(
@@ -106,8 +101,8 @@ class Trial:
 def expand(
     arguments: Sequence[str], config_dir: str | os.PathLike | None = None
 ) -> tuple[SweepConfig, list[str], list[list[str]]]:
-    """The settings of the sweep, the overrides that all trials have, and those of each trial, in the order of Hydra's
-    own sweeper.
+    """The settings of the sweep, the overrides that all trials have, and those of each trial: the last override's
+    values change fastest, as with Hydra's own sweeper.
 
     Raises `ConfigError` with everything that is wrong about the sweep itself; the rest is for the composition to find.
     """
@@ -139,13 +134,17 @@ def expand(
                     override if override.is_sweep_override() else text
                 )
         problems |= _problems_of_values(swept)
-        trials = [] if problems else BasicSweeper.split_arguments(swept, None)[0]
+        values = (
+            []
+            if problems
+            else [
+                [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+                for override in swept
+            ]
+        )
+        trials = [list(trial) for trial in itertools.product(*values)]
     sweep = typed.build(OmegaConf.to_container(own).get("sweep", {}), problems, SweepConfig, "sweep")
-    problems |= {
-        path: text
-        for path, interval in RANGES.items()
-        if (value := _get(sweep, path)) is not None and (text := outside(f"sweep.{path}", value, interval))
-    }
+    problems |= {text: text for text in typed.out_of_range(sweep, "sweep")}
     if sweep.launcher == "submitit" and sweep.time_minutes:
         problems["time"] = f"sweep.time_minutes={sweep.time_minutes}: a job's limit is sweep.slurm.time_minutes"
     if sweep.launcher == "submitit" and sweep.parallel > 1:
@@ -203,12 +202,6 @@ def _values(override: Override) -> float:
     if step == 0 or not math.isfinite(stop - start):
         return math.inf
     return max(0, math.ceil((stop - start) / step))
-
-
-def _get(section: Any, path: str) -> Any:
-    for name in path.split("."):
-        section = getattr(section, name)
-    return section
 
 
 def make_trials(

@@ -17,17 +17,16 @@ from trainer.sweep import results
 from trainer.sweep.local import OnEnd, command, stop_signals
 from trainer.sweep.plan import SlurmConfig, SweepConfig, Trial
 from trainer.util.exit_codes import STOPPED
+from trainer.util.extras import needs
 
 # The signal that submitit lets Slurm send to all processes of a job shortly before its time limit: one that workers
 # handle.
 SIGNAL = "USR1"
 os.environ["SUBMITIT_PREEMPT_SIGNAL"] = SIGNAL
 
-try:
+with needs("slurm", "sweep.launcher=submitit"):
     import submitit
     from submitit.core.utils import JobPaths
-except ImportError:
-    raise ConfigError("sweep.launcher=submitit needs submitit: pip install 'submitit>=1.5.2,<2'") from None
 
 POLL = 2.0
 """Seconds between looks at the queue."""

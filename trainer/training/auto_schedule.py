@@ -32,6 +32,7 @@ from trainer.planning.schedules import ir
 from trainer.planning.schedules.partition import Split, from_sizes
 from trainer.planning.schedules.search import Choice, Space, reorder, search
 from trainer.planning.schedules.simulate import Span, simulate
+from trainer.planning.schedules.timeline import write_timeline
 from trainer.planning.schedules.validate import validate
 from trainer.precision.dtypes import DTYPES
 from trainer.training.state import TrainState
@@ -233,11 +234,13 @@ def memory_limit(device: torch.device) -> float | None:
     return USABLE * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def write_schedule(run: Path, state: TrainState, batch: BatchPlan, measured: list[tuple[Span, ...]]) -> None:
-    """Writes the schedule of a run and two timelines: of the step as measured by pipeline rank, and as simulated from
-    the layers' operations, on the scale of what was measured."""
-    from trainer.plots.schedule import write_timeline
-
+def write_schedule(run: Path, state: TrainState, batch: BatchPlan) -> None:
+    """Writes the schedule of a run and two timelines by pipeline rank: of the last step as measured, and as simulated
+    from the layers' operations, on the scale of what was measured. All ranks call it together."""
+    everyone: list[tuple[Span, ...]] = state.world.gather(state.runtime.timeline)
+    if state.world.rank != 0:
+        return
+    measured = [everyone[rank] for rank in state.world.pipeline]
     folder, schedule, split = run / "schedule", state.pipeline.schedule, state.pipeline.split
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "schedule.csv").write_text(ir.dumps(schedule))

@@ -1,29 +1,30 @@
-"""What surrounds a training run: torch's global switches, its folder, its watchdog, and the launch that it is a part
-of."""
+"""What surrounds a training run: torch's global switches, its folder, its watchdog, signals and profiles, and the
+launch that it is a part of."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from trainer.config import Config, ConfigError
-from trainer.config.model import ModelSpec
 from trainer.config.typed import flat
 from trainer.distributed.world import World
 from trainer.model.attention import kernel_priority
 from trainer.model.initial import name_seed
 from trainer.observe.watchdog import Watchdog
 from trainer.planning.gradient_comm import asked
-from trainer.planning.pipeline import Pipeline
 from trainer.planning.plan import Plan, node_size
+from trainer.planning.resolve import Layout
 from trainer.planning.schedules import ir
 from trainer.util.files import lock_folder
 
@@ -69,7 +70,7 @@ def claimed(folder: Path, world: World) -> Iterator[None]:
             os.close(descriptor)
 
 
-def compare_ranks(config: Config, spec: ModelSpec, fingerprint: str, pipeline: Pipeline, world: World) -> None:
+def compare_ranks(config: Config, layout: Layout, fingerprint: str, world: World) -> None:
     """Refuses processes that were started with different settings or found different data (its `fingerprint`), as
     happens on several nodes, with a command line and a cache each. Folders may differ. Raises `ConfigError` on every
     rank."""
@@ -81,8 +82,8 @@ def compare_ranks(config: Config, spec: ModelSpec, fingerprint: str, pipeline: P
     }
     mine |= {
         "the content of data.sources and data.tokenizer": fingerprint,
-        "model": spec.to_dict(),
-        "the schedule": name_seed(0, ir.dumps(pipeline.schedule) + str(pipeline.split)),
+        "model": layout.spec.to_dict(),
+        "the schedule": name_seed(0, ir.dumps(layout.pipeline.schedule) + str(layout.pipeline.split)),
     }
     quantised = bool(asked(config.parallel.grad_comm))
     if quantised:  # hops follow from it
@@ -116,6 +117,37 @@ def watching(config: Config, world: World) -> Iterator[Watchdog]:
         yield watchdog
     finally:
         watchdog.close()
+
+
+@contextlib.contextmanager
+def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and SIGUSR1 (a scheduler's warning) call `stop` meanwhile."""
+    if threading.current_thread() is not threading.main_thread():  # a notebook's worker: signals are not ours
+        yield
+        return
+    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def profiled(config: Config, step: int, world: World) -> Iterator[None]:
+    """Profiles `step` if logging.trace names it, on rank 0, into a file for chrome://tracing or Perfetto."""
+    if world.rank != 0 or step not in config.logging.trace:
+        yield
+        return
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if world.device.type == "cuda" else []
+    with torch.profiler.profile(activities=activities) as profiler:
+        yield
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+    path = Path(config.run.dir) / "traces" / f"step-{step:08d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))
 
 
 def launchers(world: World) -> list[str]:

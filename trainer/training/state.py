@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import gc
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -13,27 +13,22 @@ from trainer.config.model import ModelSpec
 from trainer.distributed.channels import Channels, edges
 from trainer.distributed.tensors import Fragment
 from trainer.distributed.world import World
-from trainer.model.axes import parameter_infos
-from trainer.model.initial import Weights, initial_weights, initialize, reset_buffers
+from trainer.model.axes import ParameterInfo, parameter_infos
+from trainer.model.initial import Weights, initial_weights
 from trainer.model.linear import DeferredGrads
+from trainer.model.stage import Make, Stage
+from trainer.model.transformer import Transformer
 from trainer.optim.groups import parameter_policies
-from trainer.optim.optimizer import Optimizer
-from trainer.parallel.compress.reduction import Compression
-from trainer.parallel.deepspeed import load
-from trainer.parallel.fsdp import Sharding
+from trainer.parallel.compress.reduction import Compression, Uncompressed
+from trainer.parallel.engine import Engine, EngineOptimizer, load_engine
 from trainer.parallel.gradients import SharedParameters
-from trainer.parallel.parallelize import Stages, build_stages
+from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline.runtime import Runtime
-from trainer.planning.cost.parameters import declarations
-from trainer.planning.gradient_comm import asked
 from trainer.planning.pipeline import Pipeline
 from trainer.planning.plan import Plan
 from trainer.planning.schedules.ir import Schedule
 from trainer.precision.dtypes import DTYPES
-from trainer.precision.scaler import GradScaler
-
-if TYPE_CHECKING:
-    from trainer.parallel.deepspeed.base import Scaler, Zero
+from trainer.precision.scaler import LossScale
 
 COPY = " (copy)"
 """Ends the name of the last stage's copy of a tied embedding where its rank also holds the first stage's."""
@@ -43,7 +38,9 @@ COPY = " (copy)"
 class TrainState:
     """All that a checkpoint has to hold besides the position in the data, and the machinery around it.
 
-    names: every parameter of the whole model, in the order in which their gradient norms are kept.
+    stages: number of a pipeline stage -> this rank's part of the model. names: every parameter of the whole model, in
+    the order in which their gradient norms are kept. reports: by name, how many values the whole model's layers report
+    of a step. step: optimizer steps taken, skipped ones included.
     """
 
     config: Config
@@ -51,16 +48,20 @@ class TrainState:
     plan: Plan
     pipeline: Pipeline
     world: World
-    stages: Stages
+    engine: Engine
+    stages: dict[int, Stage]
     deferred: DeferredGrads
     channels: Channels | None
-    compression: Compression | None
     shared: SharedParameters
-    optimizer: Optimizer | Zero
-    scaler: GradScaler | Scaler
-    runtime: Runtime
+    optimizer: EngineOptimizer
+    scaler: LossScale
     names: list[str]
+    reports: dict[str, int]
     step: int = 0
+    runtime: Runtime = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.use_schedule(self.pipeline.schedule)
 
     @classmethod
     def build(
@@ -71,101 +72,60 @@ class TrainState:
         pipeline: Pipeline,
         world: World,
         weights: Weights | None = None,
+        make: Make = Transformer,
     ) -> TrainState:
         """Builds the parallel model on every rank, with `weights` or freshly drawn ones. All ranks call it together."""
+        engine = load_engine(plan.engine, world.device)(config, plan, world)
         deferred = DeferredGrads()
-        compression = Compression(config.parallel.grad_comm, plan, world) if asked(config.parallel.grad_comm) else None
-        stages = build_stages(
-            config,
-            spec,
-            pipeline.stages(world.place("pp")),
-            plan,
-            world,
-            deferred if pipeline.splits_backward else None,
-            hsdp=compression is None,
-        )
-        parameters, infos, copies = {}, {}, []
-        for model in stages.values():
-            if plan.engine == "deepspeed":
-                reset_buffers(model)
-            else:
-                initialize(model, spec, config.run.seed, world.device, weights)
-            declared = parameter_infos(model)
-            for name, parameter in model.named_parameters():
-                if name in parameters:
-                    copies.append((name, name + COPY))
-                name += COPY * (name in parameters)
-                parameters[name], infos[name] = parameter, declared[name.removesuffix(COPY)]
-        policies = parameter_policies(
-            {name.removesuffix(COPY): info for name, info in infos.items()}, config.precision.types, config.optimizer
-        )
+        stages = {
+            stage: parallelize(
+                config, spec, layers, world, engine, deferred if pipeline.splits_backward else None, make
+            )
+            for stage, layers in pipeline.stages(world.place("pp")).items()
+        }
+        with torch.device("meta"):
+            whole = make(spec, None)
+        parameters, infos, copies = named_parameters(stages)
+        types = {name.removesuffix(COPY): info for name, info in infos.items()}
+        policies = parameter_policies(types, config.precision.types, config.optimizer)
         policies = {name: policies[name.removesuffix(COPY)] for name in parameters}
-        if compression is not None:
-            for model in stages.values():
-                compression.attach(model, policies)
-        channels = (
-            Channels(world.pipeline, edges(pipeline.schedule.placement), world.device, timeout=world.timeout)
-            if plan.pp > 1
-            else None
+        channels = None
+        if plan.pp > 1:
+            placement = pipeline.schedule.placement
+            channels = Channels(world.pipeline, edges(placement), world.device, timeout=world.timeout)
+        shared = share_parameters(spec, pipeline, parameters, copies, channels, world)
+        optimizer, scaler = engine.build_optimizer(
+            stages, parameters, infos, policies, shared, weights or initial_weights(spec, config.run.seed, world.device)
         )
-        first, last = pipeline.schedule.placement[0], pipeline.schedule.placement[-1]
-        here = world.place("pp")
-        apart = spec.tied and first != last and here in (first, last)
-        shared = SharedParameters(
-            parameters,
-            copies,
-            ["embedding.weight"] if apart else [],
-            channels.connect((first, last), "tied") if apart else None,
-            here == first,
-            world,
-        )
-        if plan.engine == "deepspeed":
-            engine = load(world.device)
-            optimizer = (engine.PartitionedZero if plan.stage == 3 else engine.FlatZero)(
-                stages, parameters, infos, policies, shared, config, world
-            )
-            optimizer.fill(weights or initial_weights(spec, config.run.seed, world.device))
-            scaler = optimizer.scaler
-        else:
-            optimizer, scaler = (
-                Optimizer(parameters, policies, config.optimizer),
-                GradScaler(config.precision, world.device),
-            )
-        state = cls(
+        return cls(
             config,
             spec,
             plan,
             pipeline,
             world,
+            engine,
             stages,
             deferred,
             channels,
-            compression,
             shared,
             optimizer,
             scaler,
-            None,
-            list(declarations(spec)),
+            list(parameter_infos(whole)),
+            whole.reports,
         )
-        state.follow(pipeline.schedule)
-        return state
 
-    def follow(self, schedule: Schedule) -> None:
-        """Trains by `schedule` from the next step on; stages and their ranks stay as they are."""
+    def use_schedule(self, schedule: Schedule) -> None:
+        """Trains by `schedule` from the next step on; stages and their ranks stay as they are. To be called again with
+        the same one when the codecs of gradients have changed, on which the number of reductions depends."""
         self.pipeline = Pipeline(schedule, self.pipeline.split)
         tokens, width = self.plan.tp, self.spec.width
         compute = DTYPES[self.config.precision.compute]
-        every = self.plan.stage >= 2 and not (self.compression and self.compression.once)
-        reductions = schedule.microbatches if every else 1
-        if self.plan.engine == "deepspeed":
-            modules, sharding = self.optimizer.modules, self.optimizer.sharding(reductions)
-        else:
-            modules, sharding = self.stages, Sharding(self.stages, self.plan, reductions, self.compression)
+        every = self.plan.stage >= 2 and not self.compression.once
         self.runtime = Runtime(
             schedule,
-            modules,
+            self.engine.modules,
             self.channels,
-            sharding,
+            self.engine.sharding(schedule.microbatches if every else 1),
             self.deferred,
             lambda batch: (torch.Size((batch.tokens.numel() // tokens, width)), compute),
             self.world.device,
@@ -174,9 +134,21 @@ class TrainState:
 
     def close(self) -> None:
         """Ends the communicators that only this state uses. All ranks call it together."""
-        for part in (self.channels, self.compression):
-            if part is not None:
-                part.close()
+        if self.channels is not None:
+            self.channels.close()
+        self.compression.close()
+
+    def free(self) -> None:
+        """Closes the state and frees the memory of model and optimizer, whoever still holds the state itself; `step`,
+        `scaler` and what it was built from stay. All ranks call it together."""
+        self.close()
+        del self.engine, self.stages, self.shared, self.optimizer, self.runtime
+        gc.collect()  # FSDP's modules refer to each other
+
+    @property
+    def compression(self) -> Compression | Uncompressed:
+        """What happens to gradients on their way to other ranks."""
+        return self.engine.compression
 
     @property
     def parameters(self) -> dict[str, nn.Parameter | Fragment]:
@@ -189,6 +161,47 @@ class TrainState:
         optimizer = {name: tensor for name, tensor in self.optimizer.tensors().items() if not name.endswith(COPY)}
         return {f"model.{name}": parameter for name, parameter in self.parameters.items()} | optimizer
 
-    def loaded(self) -> None:
-        """After `tensors` have been filled: brings what a checkpoint does not hold into line."""
-        self.optimizer.loaded(self.shared.copies)
+    def after_load(self) -> None:
+        """Once `tensors` have been filled: brings what a checkpoint does not hold into line."""
+        self.optimizer.after_load(self.shared.copies)
+
+
+def named_parameters(
+    stages: dict[int, Stage],
+) -> tuple[dict[str, nn.Parameter], dict[str, ParameterInfo], list[tuple[str, str]]]:
+    """This rank's parameters and their declarations by global name, and (name, name of its copy) where two stages on it
+    hold the same one."""
+    parameters: dict[str, nn.Parameter] = {}
+    infos: dict[str, ParameterInfo] = {}
+    copies = []
+    for model in stages.values():
+        declared = parameter_infos(model)
+        for name, parameter in model.named_parameters():
+            info = declared[name]
+            if name in parameters:
+                copies.append((name, name + COPY))
+                name += COPY
+            parameters[name], infos[name] = parameter, info
+    return parameters, infos, copies
+
+
+def share_parameters(
+    spec: ModelSpec,
+    pipeline: Pipeline,
+    parameters: dict[str, nn.Parameter],
+    copies: list[tuple[str, str]],
+    channels: Channels | None,
+    world: World,
+) -> SharedParameters:
+    """The parameters that other ranks hold too; a tied embedding gets a communicator between the two that have it."""
+    first, last = pipeline.schedule.placement[0], pipeline.schedule.placement[-1]
+    here = world.place("pp")
+    tied_apart = spec.tied and first != last and here in (first, last)
+    return SharedParameters(
+        parameters,
+        copies,
+        ["embedding.weight"] if tied_apart else [],
+        channels.connect((first, last), "tied") if tied_apart else None,
+        here == first,
+        world,
+    )

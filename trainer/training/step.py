@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from trainer.model.loss import IGNORE
 from trainer.optim.lr_schedule import learning_rate
-from trainer.parallel.fsdp_internals import drop_gathered
 from trainer.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
     end the run.
 
     Returns device scalars, equal on all ranks: loss, grad_norm, lr, loss_scale, found_inf, stop (ranks that wish to
-    end); and two vectors: squares (squared gradient norm of each parameter of the model, as in `state.names`), losses
-    (of this rank's own micro-batches; zeros but on the last pipeline stage)."""
+    end); and three vectors: squares (squared gradient norm of each parameter of the model, as in `state.names`), losses
+    (of this rank's own micro-batches; zeros but on the last pipeline stage), statistics (what layers report of the
+    step, one after the other as in `state.reports`)."""
     world, scaler, optimizer = state.world, state.scaler, state.optimizer
     counts = torch.stack(
         [
@@ -37,11 +38,12 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
     valid, stopping = world.sum_all(counts).unbind()
     valid = valid.clamp(min=1)  # a step without any target has loss and gradients of zero
 
-    if state.compression is not None:
-        state.compression.begin(state.step, scaler.value)
+    state.compression.begin_step(state.step, scaler)
     losses = state.runtime.train(batches, scaler.scale(1 / valid.float()))
     state.shared.sum()
-    total, squares = sum_over_ranks(state, losses.sum(), state.shared.squares(optimizer.gradients()))
+    total, squares, statistics = sum_over_ranks(
+        state, losses.sum(), state.shared.squares(optimizer.gradients()), state.runtime.statistics
+    )
 
     scale = scaler.value.double()
     loss, norm = total / valid, squares.sum().sqrt() / scale
@@ -52,8 +54,7 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
     target = optimizer.updates.device
     found_inf = optimizer.step(rate, (scale / coefficient).float().to(target), found_inf.to(target)).to(world.device)
     optimizer.zero_grad()
-    if state.compression is not None:
-        state.compression.settle(found_inf)
+    state.compression.end_step(found_inf)
     result = {
         "loss": loss,
         "grad_norm": norm,
@@ -63,25 +64,33 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
         "stop": stopping,
         "squares": squares / scale.square(),
         "losses": losses,
+        "statistics": statistics,
     }
     scaler.update(found_inf)
     state.step += 1
     return result
 
 
-def sum_over_ranks(state: TrainState, loss: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed loss and the squared gradient norm of every parameter of the model, the same bits on all ranks.
+def sum_over_ranks(
+    state: TrainState, loss: Tensor, squares: Tensor, statistics: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss, the squared gradient norm of every parameter of the model, and what layers report, the same bits
+    on all ranks.
 
     One reduction of one small vector; summing per parameter first, in a fixed order, makes the global norm independent
     of the plan."""
+    names = len(state.names)
     places = {name: index for index, name in enumerate(state.names, start=1)}
     mine = [places.get(name, 0) for name in state.shared.parameters]  # copies are not counted: zeros for place 0
-    vector = torch.zeros(1 + len(state.names), dtype=torch.float64, device=squares.device)
-    vector.index_add_(0, torch.tensor(mine, device=squares.device), squares)
+    starts = dict(zip(state.reports, itertools.accumulate(state.reports.values(), initial=1 + names)))
+    for name in statistics:
+        mine += range(starts[name], starts[name] + state.reports[name])
+    vector = torch.zeros(1 + names + sum(state.reports.values()), dtype=torch.float64, device=squares.device)
+    vector.index_add_(0, torch.tensor(mine, device=squares.device), torch.cat([squares, *statistics.values()]))
     if state.world.place("tp") == 0:
         vector[0] += loss
     vector = state.world.sum_all(vector)
-    return vector[0], vector[1:]
+    return vector[0], vector[1 : 1 + names], vector[1 + names :]
 
 
 @torch.no_grad()
@@ -93,7 +102,7 @@ def evaluate(state: TrainState, batches: Iterable[Batch]) -> Tensor:
     batches = list(batches)
     valid = sum((batch.targets != IGNORE).sum() for batch in batches) * state.world.speaks_for_data
     losses = state.runtime.evaluate(batches).sum() * (state.world.place("tp") == 0)
-    for model in state.stages.values():
-        drop_gathered(model)
+    for stage in state.stages:
+        state.runtime.sharding.reshard(stage)
     total, valid = state.world.sum_all(torch.stack([losses.double(), valid.double()])).unbind()
     return total / valid

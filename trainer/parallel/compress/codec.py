@@ -126,7 +126,7 @@ class ErrorFeedback:
     `classic` keeps all of it in fp32, so that what was sent in t steps is the sum of the gradients less what is kept
     now. `average8` keeps a moving average in int8 with a scale a block, a quarter of the memory (LoCo, arXiv
     2407.04480). Errors are kept in units of the gradient without the loss scale, rotated as the codec rotates. A step's
-    errors count from `settle` on, which drops those of a step without an update."""
+    errors count from `end_step` on, which drops those of a step without an update."""
 
     DECAY = 0.8
     RESET = 1024
@@ -158,7 +158,7 @@ class ErrorFeedback:
         self.left[0].copy_((average * inverse.unsqueeze(-1) + 0.5).floor_().clamp_(-127, 127))
         self.left[1].copy_(scale)
 
-    def settle(self, found_inf: Tensor, step: int) -> None:
+    def end_step(self, found_inf: Tensor, step: int) -> None:
         """After step number `step`: takes over what it left out, unless its update was skipped (a scalar, 0 or 1)."""
         anew = self.kind == "average8" and step % self.RESET == 0
         for kept, left in zip(self.kept, self.left):

@@ -1,9 +1,9 @@
 """Reductions of gradients over the data-parallel ranks with quantised hops, in the places where FSDP reduces.
 
 FSDP hands over one flat buffer for each layer (and one for embedding, final norm and head): a row for each rank of the
-shard group, in it a piece of each parameter. `Message` says how it travels: a reduce-scatter within the shard group,
-then an all-reduce over replicas, each over one link or, where its group spans nodes, over two (Wang et al., arXiv
-2306.10209: an all-to-all over the ranks of all nodes would cross the network once for every rank of a node)."""
+shard group, in it a piece of each parameter. `UnitMessage` says how it travels: a reduce-scatter within the shard
+group, then an all-reduce over replicas, each over one link or, where its group spans nodes, over two (Wang et al.,
+arXiv 2306.10209: an all-to-all over the ranks of all nodes would cross the network once for every rank of a node)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from trainer.model.initial import name_seed
 from trainer.optim.groups import Policy
 from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, pack, unpack
 from trainer.parallel.compress.links import Link
-from trainer.parallel.fsdp_internals import fsdp_units, parameter_group
-from trainer.planning.gradient_comm import BLOCK, Route, routes
+from trainer.parallel.fsdp_internals import fsdp_units, sharded_sizes
+from trainer.planning.gradient_comm import BLOCK, Route, asked, routes
 from trainer.planning.plan import Plan, node_size
+from trainer.precision.scaler import LossScale
 
 
 @dataclass
-class Step:
+class LinkUse:
     """One use of a link: the blocks to send, where what arrives goes, and what earlier steps left out."""
 
     link: Link
@@ -38,7 +39,7 @@ class Step:
     errors: ErrorFeedback | None
 
 
-class Path:
+class CodedPath:
     """The quantised parameters of a message on their way through `links`, first to last, and back again for an
     all-reduce.
 
@@ -59,7 +60,7 @@ class Path:
         start = [Blocks(segments, size, rows, device, grain) for size in block]
         length = start[0].length
         self.length, self.device = length, device
-        self.there: list[Step] = []
+        self.there: list[LinkUse] = []
         left = rows
         for index, link in enumerate(links):
             blocks = start[0] if index == 0 else Blocks.dense(left, length, block[index], device)
@@ -70,8 +71,8 @@ class Path:
                 if last_of_scatter
                 else Blocks.dense(left, length, block[index], device)
             )
-            self.there.append(Step(link, blocks, places, _errors(link, feedback, blocks)))
-        self.back: list[Step] = []
+            self.there.append(LinkUse(link, blocks, places, _errors(link, feedback, blocks)))
+        self.back: list[LinkUse] = []
         if parts is None:
             # What one link's codec has encoded stays so on the links after it: every rank decodes the same bytes.
             encoder = next(index for index in reversed(range(len(links))) if links[index].codec is not None)
@@ -79,7 +80,7 @@ class Path:
                 blocks = Blocks.dense(left, length, block[encoder], device)
                 left *= links[index].size
                 self.back.append(
-                    Step(
+                    LinkUse(
                         links[index],
                         blocks,
                         Blocks(segments, block[encoder], rows, device, grain),
@@ -118,7 +119,7 @@ def _errors(link: Link, feedback: dict[str, str], blocks: Blocks) -> ErrorFeedba
     return ErrorFeedback(kind, blocks) if link.codec is not None and kind != "none" else None
 
 
-class Message:
+class UnitMessage:
     """The gradients of one FSDP unit. FSDP's reduce-scatter (`set_custom_reduce_scatter`) and its hook after it
     (`set_all_reduce_hook`)."""
 
@@ -140,9 +141,13 @@ class Message:
             local = owner.scatter_links[0].size
             order = [place * local + first for first in range(local) for place in range(ranks // local)]
             segments = [(row * self.chunk + offset, length) for row in order for offset, length in self.coded]
-            self.scatter_path = Path(owner.scatter_links, segments, ranks, self.coded, owner.feedback, owner.device)
+            self.scatter_path = CodedPath(
+                owner.scatter_links, segments, ranks, self.coded, owner.feedback, owner.device
+            )
         if owner.coded(owner.reduce_links) and self._large(self.chunk):
-            self.reduce_path = Path(owner.reduce_links, self.coded, owner.replicas, None, owner.feedback, owner.device)
+            self.reduce_path = CodedPath(
+                owner.reduce_links, self.coded, owner.replicas, None, owner.feedback, owner.device
+            )
 
     def _large(self, elements: int) -> bool:
         return bool(self.coded) and 4 * elements >= self.owner.settings.min_size
@@ -218,19 +223,52 @@ class Message:
         return (word ^ word >> 24) & 0x7FFFFFFF
 
 
+def compression_of(settings: GradCommConfig, plan: Plan, world: World) -> Compression | Uncompressed:
+    """What happens to gradients on their way under `parallel.grad_comm`. All ranks call it together."""
+    return Compression(settings, plan, world) if asked(settings) else Uncompressed()
+
+
+class Uncompressed:
+    """Stands for `Compression` where no hop has a codec: gradients travel as the engine sends them."""
+
+    adds_replicas = once = False
+    decided, left_open = True, frozenset[str]()
+    feedback_bytes, last = 0, True
+
+    @property
+    def sent(self) -> dict[str, int]:
+        return {}
+
+    def attach(self, model: nn.Module, policies: dict[str, Policy]) -> None: ...
+    def begin_step(self, step: int, scaler: LossScale) -> None: ...
+    def end_step(self, found_inf: Tensor) -> None: ...
+    def identity(self) -> None: ...
+
+    def resume(self, saved: dict[str, Any] | None) -> bool:
+        return False
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def close(self) -> None: ...
+
+
 class Compression:
     """The quantised hops of a plan: their links, and the messages of this rank's stages. All ranks construct it
     together.
 
-    What a step needs is set before it: `unit` (the loss scale, which gradients are multiples of), `last` (whether the
-    reduction that comes is the last of the step).
+    `last` is set before every reduction: whether it is the stage's last in the step. `unit` is the step's loss scale,
+    which gradients are multiples of.
     """
+
+    adds_replicas = True
+    """It also adds up replicas, so FSDP is to reduce within the shard group alone."""
 
     def __init__(self, settings: GradCommConfig, plan: Plan, world: World):
         self.settings, self.device, self.rank = settings, world.device, world.rank
         self.plan, self.shards, self.replicas = plan, plan.shard, plan.replicate
         self.feedback = {kind: getattr(settings, kind).error_feedback for kind in ("inner", "outer")}
-        self.messages: list[Message] = []
+        self.messages: list[UnitMessage] = []
         self.unit, self.last, self.step = torch.ones((), device=world.device), True, 0
         scattered, reduced = routes(plan, node_size(world.size))
         self.scatter_links = _links(scattered, world, "shard")
@@ -272,13 +310,10 @@ class Compression:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for unit in fsdp_units(model):
             pieces = {
-                (name := names[id(parameter.sharded_param)]): (
-                    parameter.padded_sharded_param_size.numel(),
-                    policies[name].quantise,
-                )
-                for parameter in parameter_group(unit).fsdp_params
+                (name := names[id(parameter)]): (size, policies[name].quantise)
+                for parameter, size in sharded_sizes(unit)
             }
-            message = Message(self, len(self.messages), pieces)
+            message = UnitMessage(self, len(self.messages), pieces)
             message.route()
             self.messages.append(message)
             if self.scatter_links:
@@ -286,17 +321,17 @@ class Compression:
             if self.reduce_links:
                 unit.set_all_reduce_hook(message.reduce)
 
-    def begin(self, step: int, unit: Tensor) -> None:
+    def begin_step(self, step: int, scaler: LossScale) -> None:
         """Before optimizer step `step`, with its loss scale."""
-        self.step, self.unit = step, unit
+        self.step, self.unit = step, scaler.value
         for link in self._all_links():
             link.sent = 0
 
-    def settle(self, found_inf: Tensor) -> None:
+    def end_step(self, found_inf: Tensor) -> None:
         """After the step, whose update was skipped where `found_inf` (a scalar) is one."""
         for message in self.messages:
             for errors in message.errors:
-                errors.settle(found_inf, self.step + 1)
+                errors.end_step(found_inf, self.step + 1)
 
     @property
     def sent(self) -> dict[str, int]:
@@ -328,6 +363,19 @@ class Compression:
                 }
             )
         )
+
+    def resume(self, saved: dict[str, Any] | None) -> bool:
+        """Takes over what codec=auto had chosen in a checkpoint (its `identity`; None where it has none), if settings
+        and plan are the same. Returns whether they are, and `tensors` can be filled from the checkpoint; if not,
+        choices are open again. All ranks call it together."""
+        if saved is None:
+            return False
+        self.choose(set(saved["chosen"]) & self.left_open)
+        if self.identity() != saved:
+            self.choose(set())
+            return False
+        self.decided = True
+        return True
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds: the errors that this rank has kept."""

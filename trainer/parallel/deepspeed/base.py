@@ -1,5 +1,5 @@
 """What both ways of running DeepSpeed share: our update behind its interface, its loss scale in our form, and fragments
-of its flat tensors by name. See `deepspeed.py`."""
+of its flat tensors by name. See `engine.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import deepspeed  # which `deepspeed_config.load` prepares
+import deepspeed  # which `load` prepares
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -127,14 +127,14 @@ class Unsharded:
     def unshard(self, stage: int) -> None: ...
     def reshard(self, stage: int) -> None: ...
     def accumulate(self, stage: int) -> None: ...
-    def reducing(self, stage: int) -> None: ...
-    def reduced(self, stage: int) -> None: ...
-    def reduce(self, stage: int) -> None: ...
+    def begin_reducing_backward(self, stage: int) -> None: ...
+    def end_reducing_backward(self, stage: int) -> None: ...
+    def reduce_now(self, stage: int) -> None: ...
     def end(self, stage: int) -> None: ...
 
 
 class Zero:
-    """What a training state has for its optimizer.
+    """What a training state has for its optimizer (`trainer.parallel.engine.EngineOptimizer`).
 
     parameters: global name -> this rank's fragment of the fp32 master; it has the reduced gradient from `gradients` to
     `step`. Copies of a tied embedding on one rank are one parameter here. modules: what the runtime calls, by stage.
@@ -262,7 +262,7 @@ class Zero:
         """One update; DeepSpeed unscales and clips by itself, and skips where a gradient is not finite. `found_inf`,
         which also knows the loss, makes it skip too. Returns whether it skipped."""
         if found_inf:
-            self.spoil()
+            self.force_overflow()
         self.updater.rate = rate
         self.zero.step()
         self.zero.loss_scaler.update_scale(self.zero.overflow)
@@ -271,7 +271,7 @@ class Zero:
         self.updates += 1 - skipped
         return skipped
 
-    def spoil(self) -> None:
+    def force_overflow(self) -> None:
         """Makes a gradient non-finite where DeepSpeed looks for it."""
         raise NotImplementedError
 
@@ -283,8 +283,8 @@ class Zero:
                 fragment.values = fragment.values[:0].clone()
 
     def tensors(self) -> dict[str, Any]:
-        """What a checkpoint holds of the optimizer. Of masters and moments on a disk these are copies, which `loaded`
-        writes back."""
+        """What a checkpoint holds of the optimizer. Of masters and moments on a disk these are copies, which
+        `after_load` writes back."""
         named: dict[str, Any] = {"optimizer.updates": self.updates}
         for name, values in self.values():
             values = {kind: value.to("cpu", copy=True) if self.swapped else value for kind, value in values.items()}
@@ -294,7 +294,7 @@ class Zero:
         return named
 
     @torch.no_grad()
-    def loaded(self, copies: list[tuple[str, str]]) -> None:
+    def after_load(self, copies: list[tuple[str, str]]) -> None:
         """After `tensors` have been filled. Copies of a tied embedding share its memory."""
         for name, values in self.values() if self.swapped else ():
             for kind, value in values.items():

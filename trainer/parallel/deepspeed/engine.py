@@ -2,7 +2,7 @@
 
 DeepSpeed keeps fp32 masters and moments, flat and cut without regard to rows, a part on each data-parallel rank; the
 model has its parameters in the compute type. It reduces gradients, judges overflows, moves the loss scale, clips and
-skips. The arithmetic of an update is ours (`deepspeed_base.py`), so that every optimizer and policy works, and nothing
+skips. The arithmetic of an update is ours (`base.py`), so that every optimizer and policy works, and nothing
 is compiled for a CPU.
 
 Stages 1 and 2 (`FlatZero`): DeepSpeed sees shadows of our parameters, plain tensors that share their memory, and knows
@@ -10,7 +10,7 @@ nothing of tensor parallelism, of pipelines, or of who runs backward. Gradients 
 step, until when the parameters accumulate them in fp32; in stage 2 from hooks. Stage 3 (`PartitionedZero`): DeepSpeed's
 own hooks gather each layer and reduce its gradients.
 
-`deepspeed_config.load` imports this module, and with it DeepSpeed.
+`trainer.parallel.deepspeed.load` imports this module, and with it DeepSpeed.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ from torch.distributed.tensor import DTensor
 from trainer.config import Config, ConfigError
 from trainer.distributed.tensors import local
 from trainer.distributed.world import World
-from trainer.model.layers import Layer
-from trainer.model.transformer import Transformer
+from trainer.model.initial import Weights, reset_buffers
+from trainer.model.stage import Stage
 from trainer.optim.groups import Policy
-from trainer.parallel.deepspeed.base import Unsharded, Zero, prepare
+from trainer.parallel.compress.reduction import Uncompressed
+from trainer.parallel.deepspeed.base import Scaler, Unsharded, Zero, prepare
 from trainer.parallel.deepspeed.config import generate
 from trainer.parallel.gradients import SharedParameters
 from trainer.parallel.tensor import is_split
 from trainer.planning.cost.parameters import ParameterInfo
+from trainer.planning.plan import Plan
 from trainer.precision.dtypes import DTYPES
 
 
-def check(config: Config, device: torch.device) -> None:
+def check_deepspeed(config: Config, device: torch.device) -> None:
     """Whether DeepSpeed takes the configuration, and finds what it needs on the machine. Raises `ConfigError`."""
     zero, problems = config.parallel.zero, []
     if config.precision.compute == "fp16" and not get_accelerator().is_fp16_supported():
@@ -96,23 +98,60 @@ def check(config: Config, device: torch.device) -> None:
         raise ConfigError(problems)
 
 
-def materialize(model: Transformer, config: Config, world: World) -> None:
-    """Gives a stage of the model that is still on the meta device storage in the compute type; in stage 3 to one layer
-    after another, of each of which the rank keeps its part."""
-    if config.parallel.zero.stage < 3:
-        model.to_empty(device=world.device)
-        return
-    prepare()
-    for module in [*model.layers.values(), *(child for child in model.children() if child is not model.layers)]:
-        module.to_empty(device=world.device)
-        model.tie()
-        deepspeed.zero.Init(
-            module=module,
-            config_dict_or_path=generate(config, world.device),
-            dtype=DTYPES[config.precision.compute],
-            # Which it would make anew for each, and refuses to.
-            zero_param_parallel_group=deepspeed.utils.groups._get_zero_param_intra_parallel_group(),
-        )
+class DeepSpeed:
+    """The engine. See `trainer.parallel.engine.Engine`."""
+
+    keeps_gradients = False
+
+    @staticmethod
+    def check(config: Config, device: torch.device) -> None:
+        check_deepspeed(config, device)
+
+    def __init__(self, config: Config, plan: Plan, world: World):
+        self.config, self.world, self.stage = config, world, plan.stage
+        self.compression = Uncompressed()
+        self.modules: dict[int, nn.Module] = {}
+
+    def shard(self, model: Stage) -> None:
+        """Parameters are in the compute type; the fp32 masters are DeepSpeed's. What it shares out it cuts later."""
+        model.to(DTYPES[self.config.precision.compute])
+
+    def materialize(self, model: Stage) -> None:
+        """Gives a stage storage; in ZeRO stage 3 one layer after another, of each of which the rank keeps its part."""
+        if self.stage < 3:
+            model.to_empty(device=self.world.device)
+            return
+        prepare()
+        for module in [*model.layers.values(), *(child for child in model.children() if child is not model.layers)]:
+            module.to_empty(device=self.world.device)
+            model.tie()
+            deepspeed.zero.Init(
+                module=module,
+                config_dict_or_path=generate(self.config, self.world.device),
+                dtype=DTYPES[self.config.precision.compute],
+                # Which it would make anew for each, and refuses to.
+                zero_param_parallel_group=deepspeed.utils.groups._get_zero_param_intra_parallel_group(),
+            )
+
+    def build_optimizer(
+        self,
+        stages: dict[int, Stage],
+        parameters: dict[str, nn.Parameter],
+        infos: dict[str, ParameterInfo],
+        policies: dict[str, Policy],
+        shared: SharedParameters,
+        weights: Weights,
+    ) -> tuple[Zero, Scaler]:
+        for model in stages.values():
+            reset_buffers(model)
+        kind = PartitionedZero if self.stage == 3 else FlatZero
+        self.zero = kind(stages, parameters, infos, policies, shared, self.config, self.world)
+        self.zero.fill(weights)
+        self.modules = self.zero.modules
+        return self.zero, self.zero.scaler
+
+    def sharding(self, reductions: int) -> Unsharded:
+        return self.zero.sharding(reductions)
 
 
 class FlatZero(Zero):
@@ -120,7 +159,7 @@ class FlatZero(Zero):
 
     def __init__(
         self,
-        stages: dict[int, Transformer],
+        stages: dict[int, Stage],
         parameters: dict[str, nn.Parameter],
         infos: dict[str, ParameterInfo],
         policies: dict[str, Policy],
@@ -146,7 +185,7 @@ class FlatZero(Zero):
             ModelParallel(world) if world.mesh["pp"].size() * world.mesh["tp"].size() > 1 else None,
         )
         self.masters = self.zero.single_partition_of_fp32_groups
-        self.zero.check_grad_overflow |= self.zero.cpu_offload  # `spoil` would go unseen in fp32
+        self.zero.check_grad_overflow |= self.zero.cpu_offload  # `force_overflow` would go unseen in fp32
         if self.by_hand:  # the setting would make DeepSpeed take another optimizer for bf16, which offloads nothing
             self.zero.gradient_accumulation_dtype = torch.float32
             self.zero.use_grad_accum_attribute = config.precision.compute != "fp32"
@@ -213,7 +252,7 @@ class FlatZero(Zero):
             names[shadow]: gradient for shadow, gradient in zip(zero.params_in_partition[0], zero.averaged_gradients[0])
         }
 
-    def spoil(self) -> None:
+    def force_overflow(self) -> None:
         if self.zero.cpu_offload:
             self.zero.local_overflow = True
         else:
@@ -234,10 +273,10 @@ class ReducedEach(Unsharded):
     def begin(self, stage: int) -> None:
         self.left = self.micro_batches
 
-    def reducing(self, stage: int) -> None:
+    def begin_reducing_backward(self, stage: int) -> None:
         self.zero.set_gradient_accumulation_boundary(self.left == 1)
 
-    def reduced(self, stage: int) -> None:
+    def end_reducing_backward(self, stage: int) -> None:
         self.zero.overlapping_partition_gradients_reduce_epilogue()
         self.left -= 1
 
@@ -290,7 +329,7 @@ class PartitionedZero(Zero):
 
     def __init__(
         self,
-        stages: dict[int, Transformer],
+        stages: dict[int, Stage],
         parameters: dict[str, nn.Parameter],
         infos: dict[str, ParameterInfo],
         policies: dict[str, Policy],
@@ -300,7 +339,8 @@ class PartitionedZero(Zero):
     ):
         super().__init__(parameters, infos, policies, shared, config, world)
         ((number, model),) = stages.items()
-        set_z3_leaf_modules(model, [Layer])  # gathered as one, as its parts are not called one by one
+        # Gathered as one, as their parts are not called one by one.
+        set_z3_leaf_modules(model, list({type(layer) for layer in model.layers.values()}))
         groups: dict[Policy, list[Tensor]] = {}
         for name, policy in self.policies.items():
             groups.setdefault(policy, []).append(parameters[name])
@@ -366,7 +406,7 @@ class PartitionedZero(Zero):
             for name, part in held.items()
         }
 
-    def spoil(self) -> None:
+    def force_overflow(self) -> None:
         self.zero.grad_partitions_flat_buffer[:1] = torch.nan
         for norm in self.zero.norm_for_param_grads.values() if self.zero.offload_optimizer else ():
             norm.fill_(torch.nan)
@@ -379,5 +419,5 @@ class Scaled(Unsharded):
     def __init__(self, engine: Any):
         self.engine = engine
 
-    def reducing(self, stage: int) -> None:
+    def begin_reducing_backward(self, stage: int) -> None:
         self.engine.scale(torch.zeros((), requires_grad=True).clone())

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from trainer.config import ConfigError
 from trainer.distributed.channels import Channels, PeerError, Pending, PipelineError, TransferError
+from trainer.model.stage import Report, Stage, apart
 from trainer.parallel.pipeline.timing import LayerProbe, StepTimes
 from trainer.planning.schedules.ir import COMPUTE, Action, Schedule
 from trainer.planning.schedules.lower import lower
@@ -54,13 +55,13 @@ class Sharding(Protocol):
     def accumulate(self, stage: int) -> None:
         """Weight gradients were computed outside of a backward pass (W)."""
 
-    def reducing(self, stage: int) -> None:
-        """The next backward pass (B) reduces the stage's gradients itself, overlapped; no `reduce` follows."""
+    def begin_reducing_backward(self, stage: int) -> None:
+        """The next backward pass (B) reduces the stage's gradients itself, overlapped; no `reduce_now` follows."""
 
-    def reduced(self, stage: int) -> None:
+    def end_reducing_backward(self, stage: int) -> None:
         """That backward pass has run."""
 
-    def reduce(self, stage: int) -> None:
+    def reduce_now(self, stage: int) -> None:
         """Reduces the gradients accumulated on the stage."""
 
     def end(self, stage: int) -> None:
@@ -101,12 +102,11 @@ def instructions(actions: tuple[Action, ...]) -> tuple[Instruction, ...]:
 class Runtime:
     """Executes `schedule` on this rank.
 
-    stages: by stage, the module that this rank holds, called as `module(tokens, targets, documents, hidden)`: `hidden`
-    is None on the first stage, `targets` on all but the last. It returns the hidden state, on the last stage the pair
-    (objective, entropy) of scalars, sums over the micro-batch's tokens, of which the first is differentiated. channels:
-    the edges of the pipeline; None on a rank without one. hidden: shape and dtype of the activation between any two
-    stages, for a micro-batch. reduce, ahead: how `lower` places reductions ("last" or "every" backward) and how many
-    stages it gathers ahead.
+    stages: by stage, the module that this rank holds, called as a `Stage`: `hidden` is None on the first stage,
+    `targets` on all but the last. What is differentiated is the objective that the last returns, and those that any
+    reports. channels: the edges of the pipeline; None on a rank without one. hidden: shape and dtype of the activation
+    between any two stages, for a micro-batch. reduce, ahead: how `lower` places reductions ("last" or "every" backward)
+    and how many stages it gathers ahead.
 
     Memory is bounded by the schedule: the buffer of a receive exists from its posting, the input of a micro-batch until
     its backward (I or B) is done, its output only until it is sent.
@@ -117,7 +117,7 @@ class Runtime:
     def __init__(
         self,
         schedule: Schedule,
-        stages: dict[int, nn.Module],
+        stages: dict[int, Stage],
         channels: Channels | None,
         sharding: Sharding,
         deferred: DeferredGrads,
@@ -138,6 +138,8 @@ class Runtime:
         self._evaluations: dict[int, tuple[Instruction, ...]] = {}
         self._times: deque[StepTimes] = deque(maxlen=STEPS_TIMED)
         self.probe: LayerProbe | None = None
+        self.statistics: dict[str, Tensor] = {}
+        """What the stages of this rank reported in the latest step: vectors in fp64, summed over its micro-batches."""
 
     def train(self, batches: list[Batch], scale: Tensor) -> Tensor:
         """Forward and backward of one step's micro-batches; gradients are added to those that the parameters have.
@@ -158,6 +160,7 @@ class Runtime:
         self._run(self._program, flight)
         for stage in self.stages:
             self.sharding.end(stage)
+        self.statistics = flight.statistics
         return flight.losses(self.device)
 
     @torch.no_grad()
@@ -250,7 +253,7 @@ class Runtime:
             case "RESHARD":
                 self.sharding.reshard(stage)
             case "REDUCE_GRAD":
-                self.sharding.reduce(stage)
+                self.sharding.reduce_now(stage)
             case kind:
                 raise ValueError(f"no rank can perform {kind}")
 
@@ -262,6 +265,7 @@ class Runtime:
             hidden.requires_grad_(flight.training)
         with flight.timed(action):
             output = self.stages[stage](batch.tokens, batch.targets if last else None, batch.documents, hidden)
+        output, report = apart(output)
         if last:
             output, entropy = output
             flight.entropies[number] = entropy.detach()
@@ -274,22 +278,27 @@ class Runtime:
             flight.graphs[stage, number] = hidden, get_gradient_edge(output) if output.requires_grad else None
             if last:
                 flight.output_gradients[stage, number] = flight.scale.to(output.dtype)
+            if report is not None:
+                flight.take((stage, number), report)
 
     def _backward(self, stage: int, action: Action, flight: _Flight, reduces: bool) -> None:
         key = stage, action.microbatch
         gradient = _arrived(flight.output_gradients.pop(key))
         hidden, output = flight.graphs.pop(key)
         if reduces:
-            self.sharding.reducing(stage)
+            self.sharding.begin_reducing_backward(stage)
         with flight.timed(action):
             self.deferred.active = action.kind == "I"
+            ends = flight.objectives.pop(key, ())
             if output is not None:  # nothing to do below the first stage that has something to train
-                torch.autograd.backward(output, gradient)
+                ends = ((output, gradient), *ends)
+            if ends:
+                torch.autograd.backward(*zip(*ends))
             self.deferred.active = False
             if action.kind == "I":
                 flight.weights[key] = self.deferred.take()
         if reduces:
-            self.sharding.reduced(stage)
+            self.sharding.end_reducing_backward(stage)
         if hidden is None:
             return
         gradient = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
@@ -343,11 +352,22 @@ class _Flight:
     """From forward to backward: the input and where the graph of the output begins."""
     weights: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
     """From I to W."""
+    objectives: dict[tuple[int, int], tuple[tuple[GradientEdge, Tensor]]] = field(default_factory=dict)
+    """From forward to backward: where the graph of what a stage adds to the loss begins, and its gradient."""
+    statistics: dict[str, Tensor] = field(default_factory=dict)
     entropies: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def training(self) -> bool:
         return self.scale is not None
+
+    def take(self, key: tuple[int, int], report: Report) -> None:
+        """What a stage reports of a micro-batch."""
+        objective = report.objective
+        if objective is not None and objective.requires_grad:
+            self.objectives[key] = ((get_gradient_edge(objective), self.scale.to(objective.dtype)),)
+        for name, values in report.statistics.items():
+            self.statistics[name] = self.statistics.get(name, 0.0) + values.double()
 
     def timed(self, action: Action) -> AbstractContextManager[Any]:
         if self.times is None:

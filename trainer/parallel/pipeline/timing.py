@@ -11,8 +11,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from trainer.model.stage import Stage, apart
 from trainer.planning.schedules.ir import COMPUTE, Action
 from trainer.planning.schedules.simulate import Span
 
@@ -88,7 +89,7 @@ class LayerProbe:
     A mark says which unit of the model works from then on. In a forward pass the marks are the calls of the layers; in
     a backward pass, the arrival of the gradient of what each layer returned."""
 
-    def __init__(self, stages: dict[int, nn.Module], device: torch.device):
+    def __init__(self, stages: dict[int, Stage], device: torch.device):
         self.stages, self.device = stages, device
         self.marks: list[tuple[int, Any]] = []
         self.actions: list[tuple[Action, list[tuple[int, Any]], int]] = []
@@ -113,7 +114,7 @@ class LayerProbe:
         ahead = (
             (0 if model.first else layers[0] + 1)
             if action.kind == "F"
-            else model.spec.depth + 1
+            else model.depth + 1
             if model.last
             else layers[-1] + 1
         )
@@ -135,7 +136,7 @@ class LayerProbe:
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
-    def entered(self, model: nn.Module, layer: int) -> Any:
+    def entered(self, model: Stage, layer: int) -> Any:
         def before(_: nn.Module, arguments: tuple[Any, ...]) -> None:
             if torch.is_grad_enabled():
                 self.mark(layer + 1)
@@ -144,12 +145,12 @@ class LayerProbe:
 
         return before
 
-    def left(self, model: nn.Module, layer: int) -> Any:
-        ends = layer + 1 == model.spec.depth
+    def left(self, model: Stage, layer: int) -> Any:
+        ends = layer + 1 == model.depth
 
-        def after(_: nn.Module, __: Any, output: Tensor) -> None:
+        def after(_: nn.Module, __: Any, output: Any) -> None:
             if torch.is_grad_enabled():
-                output.register_hook(lambda _: self.mark(layer + 1))
+                apart(output)[0].register_hook(lambda _: self.mark(layer + 1))
                 if ends:
                     self.mark(layer + 2)
 

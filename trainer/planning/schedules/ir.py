@@ -109,7 +109,9 @@ def loads(text: str, placement: tuple[int, ...] | None = None, name: str = "csv"
     stage lies on the rank whose line has its actions, and a stage on two lines is an error. name: of the schedule and,
     in messages, of the file. Raises `ConfigError` naming line and cell, both counted from 1. `validate` says whether
     the schedule can run."""
-    orders, held, problems = [], {}, []
+    orders: list[tuple[Action, ...]] = []
+    held: dict[int, tuple[int, int]] = {}  # stage -> line and cell where it first stands
+    problems: list[str] = []
     for line, cells in enumerate(csv.reader(io.StringIO(text.rstrip())), 1):
         order = []
         for cell, content in enumerate(cells, 1):
@@ -146,7 +148,7 @@ def loads(text: str, placement: tuple[int, ...] | None = None, name: str = "csv"
         )
     if problems:
         raise ConfigError(problems)
-    microbatches = 1 + max(action.microbatch for order in orders for action in flat(order))
+    microbatches = 1 + max(action.microbatch or 0 for order in orders for action in flat(order))
     return Schedule(
         name, tuple(orders), placement or tuple(held[stage][0] - 1 for stage in range(stages)), microbatches
     )

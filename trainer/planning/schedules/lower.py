@@ -1,38 +1,52 @@
-"""From a schedule to what one rank executes: communication and work on parameters, derived from the order of
-computation.
+"""From a schedule to what one rank executes: communication and work on parameters, from the order of computation.
+
+All ranks' computations and transfers are put in one order, a transfer being one event of both its ranks; the program of
+a rank is what is its own in this order. So no ranks wait for each other in a circle, whatever waits for whatever: the
+programs end even if every action first waits for all that its rank has started before it, and every send and receive
+for its other end (`replay` checks just that). GPUs need this much. A receive that is posted there is a kernel that runs
+until the data come, and whatever makes the host or the device wait for all kernels (the first use of a kernel or of a
+library, memory given back to the driver, a compiler that times variants) waits for that one too. So a receive must not
+be posted while what it waits for depends on anything that its rank has still to launch, there or through other ranks.
+
+The order also holds with replicas of a pipeline and with ranks that share a stage: they run the same programs, in which
+the collectives among them stand at the same places.
 
 Both ends of a directed edge (from one rank to another) transfer in the same order, the one in which the sender
-computes, so channels need neither tags nor buffers of their own."""
+computes, so channels need neither tags nor buffers of their own.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 from trainer.planning.schedules.ir import COMPUTE, Action, Schedule, flat
 
-Edge = tuple[int, int]
-"""Sending rank and receiving rank."""
+SECONDS = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
+"""How long actions take, for their order among ranks: a receive is posted before the action during which its data
+come."""
 
 
 def lower(
     schedule: Schedule, rank: int, reduce: Literal["last", "every"] = "last", unshard: bool = True, ahead: int = 1
 ) -> tuple[Action, ...]:
-    """The rank's program: its computation with sends, receives, and gathers and reductions of parameters, in torch's
-    terms.
+    """The rank's program: its computation with sends, receives, and gathers and reductions of parameters.
 
-    A RECV posts a receive into a new buffer; the computation that reads it waits for it. A SEND starts a transfer of
-    what the rank has computed. Sends carry the sender's stage, receives the receiver's; stages on one rank exchange
-    nothing. An OVERLAP_F_B becomes its forward and its backward, one after the other.
+    Actions are torch's. A RECV posts a receive into a new buffer; the computation that reads it waits for it. A SEND
+    starts a transfer of what the rank has computed. Sends carry the sender's stage, receives the receiver's; stages on
+    one rank exchange nothing. An OVERLAP_F_B becomes its forward and its backward, one after the other.
 
-    ahead: receives and gathers of the next `ahead` compute actions are started before the current one, a receive only
-    while no more than `ahead` posted buffers wait for a later action. 0 posts a receive when it is needed. Receives are
-    earlier where ranks would otherwise wait for each other if every SEND waited for its receive (see `replay`). reduce:
-    REDUCE_GRAD after the stage's last B or W of the step ("last") or after that of every micro-batch ("every").
-    unshard: UNSHARD before the stage's first action, RESHARD after its last; False leaves both out. The schedule must
-    be valid (`ir.validate`)."""
+    ahead: receives and gathers of the next `ahead` compute actions are started before the current one: gathers always,
+    a receive if its data come meanwhile and no more than `ahead` posted buffers wait for a later action. 0 posts a
+    receive when it is needed. Receives are earlier only where their senders, which wait for them, would otherwise hold
+    up all ranks.
+    reduce: REDUCE_GRAD after the stage's last B or W of the step ("last") or after that of every micro-batch ("every").
+    unshard: UNSHARD before the stage's first action, RESHARD after its last; False leaves both out.
+    The schedule must be valid (`validate`).
+    """
     return lower_all(schedule, reduce, unshard, ahead)[rank]
 
 
@@ -40,87 +54,132 @@ def lower_all(
     schedule: Schedule, reduce: Literal["last", "every"] = "last", unshard: bool = True, ahead: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
     """The programs of all ranks, see `lower`."""
-    edges = _edges(schedule)
-    programs = [_program(schedule, rank, edges, reduce, unshard, ahead) for rank in range(schedule.ranks)]
-    run = _Replay(programs, schedule.placement, rendezvous=True)
-    run.advance(range(schedule.ranks))
-    while blocked := next((action for _, action in run.stuck() if action.kind.startswith("SEND")), None):
-        receive = _receive_of_send(blocked)
-        rank = schedule.placement[receive.stage]
-        program, now = programs[rank], run.places[rank]
-        program.insert(now, program.pop(program.index(receive, now)))
-        run.advance([rank])
-    return tuple(map(tuple, programs))
+    return tuple(map(tuple, _Order(schedule, reduce, unshard, ahead).programs))
 
 
-def _program(
-    schedule: Schedule, rank: int, edges: dict[Edge, list[Action]], reduce: str, unshard: bool, ahead: int
-) -> list[Action]:
-    order = list(flat(schedule.orders[rank]))
+class _Order:
+    """Puts the events of all ranks in one order and writes their programs.
+
+    Events come in the order in which they would end if actions took `SECONDS` and transfers no time, but that a
+    transfer waits until its receiver wants it, and its sender with it.
+    """
+
+    def __init__(self, schedule: Schedule, reduce: str = "last", unshard: bool = True, ahead: int = 1):
+        self.placement, self.ahead = schedule.placement, ahead
+        self.orders = [list(flat(order)) for order in schedule.orders]
+        self.reads = [[_receive_of_input(action, self.placement) for action in order] for order in self.orders]
+        self.read_at = {receive: place for reads in self.reads for place, receive in enumerate(reads)}
+        self.parameters = [_work_on_parameters(order, reduce, unshard, ahead) for order in self.orders]
+        self.programs: list[list[Action]] = [[] for _ in self.orders]
+        self.places = [0] * len(self.orders)  # of the next compute action
+        self.clocks = [0.0] * len(self.orders)  # when the last one ended
+        self.ends: dict[Action, float] = {}  # when a result was there, that of a B also as of an I
+        self.unread: list[set[Action]] = [set() for _ in self.orders]  # receives posted, for actions to come
+        self.sending: dict[int, Action] = {}  # by rank that has a result to send, the receive of it
+        self.held: defaultdict[int, list[int]] = defaultdict(
+            list
+        )  # by receiver, ranks whose results it does not want yet
+        self.events: list[tuple[float, int, int]] = []  # heap of (time, turn among those of that time, rank)
+        for rank in range(len(self.orders)):
+            self._go_on(rank)
+        while self.events or any(self.held.values()):
+            if not self.events:
+                self._transfer(self._most_wanted())
+                continue
+            rank = heapq.heappop(self.events)[-1]
+            if rank not in self.sending:
+                self._compute(rank)
+            elif self._wanted(self.sending[rank]):
+                self._transfer(rank)
+            else:
+                self.held[self.placement[self.sending[rank].stage]].append(rank)
+        for rank, place in enumerate(self.places):
+            self.programs[rank] += self.orders[rank][place:]  # what waits for ever, for `replay` to find
+
+    def _go_on(self, rank: int) -> None:
+        """The rank is done with an action."""
+        self.programs[rank] += self.parameters[rank][self.places[rank]]
+        self._try(rank)
+
+    def _try(self, rank: int) -> None:
+        """Makes the rank's next compute action an event if its input is here."""
+        place = self.places[rank]
+        if place == len(self.orders[rank]):
+            return
+        action, receive = self.orders[rank][place], self.reads[rank][place]
+        source = input_of(action, len(self.placement))
+        if receive in self.unread[rank] if receive is not None else source is None or source in self.ends:
+            start = max(self.clocks[rank], self.ends.get(source, 0.0))
+            heapq.heappush(self.events, (start + SECONDS[action.kind], self._turn(action), rank))
+
+    def _turn(self, action: Action) -> int:
+        """Of actions that end together, one that sends to another comes first, and its receive before the other."""
+        return {"F": 1 + action.stage, "W": 1 + len(self.placement)}.get(
+            action.kind, len(self.placement) - action.stage
+        )
+
+    def _compute(self, rank: int) -> None:
+        place = self.places[rank]
+        action, source = self.orders[rank][place], input_of(self.orders[rank][place], len(self.placement))
+        end = max(self.clocks[rank], self.ends.get(source, 0.0)) + SECONDS[action.kind]
+        self.clocks[rank] = self.ends[replace(action, kind="I") if action.kind == "B" else action] = end
+        self.programs[rank].append(action)
+        self.unread[rank].discard(self.reads[rank][place])
+        self.places[rank] += 1
+        for sender in self.held.pop(rank, ()):
+            heapq.heappush(self.events, (self.clocks[sender], 0, sender))
+        if (receive := _receive_of_result(action, self.placement)) is not None:
+            self.sending[rank] = receive
+            heapq.heappush(self.events, (end, 0, rank))
+        else:
+            self._go_on(rank)
+
+    def _transfer(self, sender: int) -> None:
+        receive = self.sending.pop(sender)
+        receiver = self.placement[receive.stage]
+        self.programs[receiver].append(receive)
+        self.unread[receiver].add(receive)
+        self.programs[sender].append(_send_of_receive(receive))
+        if receive == self.reads[receiver][self.places[receiver]] and receiver not in self.sending:
+            self._try(receiver)
+        self._go_on(sender)
+
+    def _wanted(self, receive: Action) -> bool:
+        rank = self.placement[receive.stage]
+        distance = self.read_at[receive] - self.places[rank]
+        later = self.unread[rank] - {self.reads[rank][self.places[rank]]}
+        return distance == 0 or distance <= self.ahead and len(later) < self.ahead
+
+    def _most_wanted(self) -> int:
+        """Of the ranks that hold a result, the one whose receiver needs it soonest; without it no rank goes on."""
+
+        def urgency(rank: int) -> tuple[int, float, int]:
+            receive = self.sending[rank]
+            return self.read_at[receive] - self.places[self.placement[receive.stage]], self.clocks[rank], rank
+
+        chosen = min((rank for ranks in self.held.values() for rank in ranks), key=urgency)
+        self.held[self.placement[self.sending[chosen].stage]].remove(chosen)
+        return chosen
+
+
+def _work_on_parameters(order: list[Action], reduce: str, unshard: bool, ahead: int) -> list[list[Action]]:
+    """What a rank does on parameters before each place of its order, and at its end."""
     last = {action.stage: place for place, action in enumerate(order)}
     complete = {action.stage: place for place, action in enumerate(order) if action.kind in ("B", "W")}
-    receives = _Receives(
-        [_receive_of_input(action, schedule.placement) for action in order],
-        [edge for (_, target), edge in edges.items() if target == rank],
-        ahead,
-    )
     gathered: set[int] = set()
-    program: list[Action] = []
+    work: list[list[Action]] = [[] for _ in range(len(order) + 1)]
     for place, action in enumerate(order):
         if unshard:
             new = dict.fromkeys(
                 later.stage for later in order[place : place + ahead + 1] if later.stage not in gathered
             )
-            program.extend(Action(stage, "UNSHARD") for stage in new)
+            work[place] += [Action(stage, "UNSHARD") for stage in new]
             gathered.update(new)
-        program.extend(receives.before(place))
-        program.append(action)
-        if (receive := _receive_of_result(action, schedule.placement)) is not None:
-            program.append(Action(action.stage, receive.kind.replace("RECV", "SEND"), action.microbatch))
         if action.kind in ("B", "W") and (reduce == "every" or place == complete[action.stage]):
-            program.append(Action(action.stage, "REDUCE_GRAD"))
+            work[place + 1].append(Action(action.stage, "REDUCE_GRAD"))
         if unshard and place == last[action.stage]:
-            program.append(Action(action.stage, "RESHARD"))
-    return program
-
-
-class _Receives:
-    """Which receives a rank posts when."""
-
-    def __init__(self, needs: list[Action | None], edges: list[list[Action]], ahead: int):
-        self.needs, self.ahead = needs, ahead
-        self.waiting: set[Action] = set()  # posted, for later actions
-        # What is still to be posted, each receive with the queue it stands in.
-        self.queues = {receive: queue for queue in map(deque, edges) for receive in queue}
-
-    def before(self, place: int) -> Iterator[Action]:
-        """Receives to post before the rank's compute action at `place`."""
-        need = self.needs[place]
-        if need is not None and need not in self.waiting:
-            yield from self._post(need)
-        self.waiting.discard(need)
-        for later in self.needs[place + 1 : place + 1 + self.ahead]:
-            if later is not None and later not in self.waiting:
-                if len(self.waiting) + self.queues[later].index(later) + 1 > self.ahead:
-                    return
-                yield from self._post(later)
-
-    def _post(self, receive: Action) -> Iterator[Action]:
-        """The receive, after those that its sender sends earlier."""
-        while receive not in self.waiting:
-            earliest = self.queues[receive].popleft()
-            self.waiting.add(earliest)
-            yield earliest
-
-
-def _edges(schedule: Schedule) -> dict[Edge, list[Action]]:
-    """What each rank sends to each other, in order, as the receives of the other."""
-    edges = defaultdict(list)
-    for rank, order in enumerate(schedule.orders):
-        for action in flat(order):
-            if (receive := _receive_of_result(action, schedule.placement)) is not None:
-                edges[rank, schedule.placement[receive.stage]].append(receive)
-    return edges
+            work[place + 1].append(Action(action.stage, "RESHARD"))
+    return work
 
 
 def _receive_of_input(action: Action, placement: Sequence[int]) -> Action | None:
@@ -143,6 +202,14 @@ def _receive_of_send(send: Action) -> Action:
     return Action(send.stage + (1 if send.kind == "SEND_F" else -1), send.kind.replace("SEND", "RECV"), send.microbatch)
 
 
+def _send_of_receive(receive: Action) -> Action:
+    return Action(
+        receive.stage - (1 if receive.kind == "RECV_F" else -1),
+        receive.kind.replace("RECV", "SEND"),
+        receive.microbatch,
+    )
+
+
 def input_of(action: Action, stages: int) -> Action | None:
     """The action whose result a compute action reads, a backward being named I even where it is a B; None for the
     tokens."""
@@ -155,68 +222,37 @@ def input_of(action: Action, stages: int) -> Action | None:
     return Action(action.stage + 1, "I", action.microbatch)
 
 
-def replay(programs: Sequence[Sequence[Action]], placement: Sequence[int], rendezvous: bool = False) -> dict[int, int]:
-    """By rank that cannot finish its program, the place in it where it waits for ever; empty if all end, at whatever
-    speed.
+def replay(programs: Sequence[Sequence[Action]], placement: Sequence[int]) -> dict[int, int]:
+    """By rank that cannot finish its program if it does one thing at a time, the place in it where it waits for ever.
 
-    The n-th send of an edge meets its n-th receive; if they are of different things, nothing arrives from then on.
-    rendezvous: a SEND holds its rank until the receive is posted, as on channels without buffers; otherwise sends never
-    wait."""
-    run = _Replay(programs, placement, rendezvous)
-    run.advance(range(len(programs)))
-    return {rank: run.places[rank] for rank, _ in run.stuck()}
+    Every action waits for all before it on its rank, and a SEND and its RECV for each other: the slowest way in which
+    the programs can run. If all ranks finish so, the result is empty, and they finish in every faster way: whatever
+    waits for what its rank has started before waits for something that ends. The n-th send of an edge meets its n-th
+    receive; if they are of different things, both ranks are stuck.
+    """
+    places = [0] * len(programs)
+    done: set[Action] = set()  # computed (a B also as I), and receives that have arrived
+    woken = deque(range(len(programs)))
 
+    def standing(rank: int) -> Action | None:
+        return programs[rank][places[rank]] if places[rank] < len(programs[rank]) else None
 
-class _Replay:
-    """Executes the programs of all ranks without computing anything."""
-
-    def __init__(self, programs: Sequence[Sequence[Action]], placement: Sequence[int], rendezvous: bool):
-        self.programs, self.placement, self.rendezvous = programs, placement, rendezvous
-        self.places = [0] * len(programs)
-        # By edge, what has been sent and not received, and posted and not sent, as receives.
-        self.sent: defaultdict[Edge, deque[Action]] = defaultdict(deque)
-        self.posted: defaultdict[Edge, deque[Action]] = defaultdict(deque)
-        self.done: set[Action] = set()  # computed (a B also as I), and receives that have arrived
-
-    def advance(self, ranks: Iterable[int]) -> None:
-        """Goes on, from these ranks, until no rank can."""
-        self.woken = deque(ranks)
-        while self.woken:
-            rank = self.woken.popleft()
-            program = self.programs[rank]
-            while self.places[rank] < len(program) and self._execute(rank, program[self.places[rank]]):
-                self.places[rank] += 1
-
-    def stuck(self) -> Iterator[tuple[int, Action]]:
-        """The ranks that have not finished and the actions that they stand at."""
-        for rank, (program, place) in enumerate(zip(self.programs, self.places)):
-            if place < len(program):
-                yield rank, program[place]
-
-    def _execute(self, rank: int, action: Action) -> bool:
-        """Executes the action unless it has to wait."""
-        if action.kind in COMPUTE:
-            need = _receive_of_input(action, self.placement) or input_of(action, len(self.placement))
-            if need is not None and need not in self.done:
-                return False
-            self.done.update((action, replace(action, kind="I")) if action.kind == "B" else (action,))
-        elif action.kind.startswith("SEND"):
-            receive = _receive_of_send(action)
-            edge = rank, self.placement[receive.stage]
-            if self.rendezvous and not self.posted[edge]:
-                return False
-            self.sent[edge].append(receive)
-            self._transfer(edge)
-            self.woken.append(edge[1])
-        elif action.kind.startswith("RECV"):
-            edge = self.placement[action.stage - (1 if action.kind == "RECV_F" else -1)], rank
-            self.posted[edge].append(action)
-            self._transfer(edge)
-            self.woken.append(edge[0])
-        return True
-
-    def _transfer(self, edge: Edge) -> None:
-        sent, posted = self.sent[edge], self.posted[edge]
-        while sent and posted and sent[0] == posted[0]:
-            self.done.add(posted.popleft())
-            sent.popleft()
+    while woken:
+        rank = woken.popleft()
+        while (action := standing(rank)) is not None:
+            if action.kind in COMPUTE:
+                need = _receive_of_input(action, placement) or input_of(action, len(placement))
+                if need is not None and need not in done:
+                    break
+                done.update((action, replace(action, kind="I")) if action.kind == "B" else (action,))
+            elif action.kind.startswith(("SEND", "RECV")):
+                receive = _receive_of_send(action) if action.kind.startswith("SEND") else action
+                other = _send_of_receive(action) if receive is action else receive
+                peer = placement[other.stage]
+                if standing(peer) != other:
+                    break
+                done.add(receive)
+                places[peer] += 1
+                woken.append(peer)
+            places[rank] += 1
+    return {rank: places[rank] for rank in range(len(programs)) if standing(rank) is not None}

@@ -234,7 +234,8 @@ class Splits:
     They are computed once for all costs that differ by a factor only."""
 
     def __init__(self, fixed: Split | None):
-        self.fixed, self.found = fixed, {}
+        self.fixed = fixed
+        self.found: dict[tuple, list[Split]] = {}  # by placement and shape of the costs
 
     def __call__(self, layers: LayerCosts, placement: tuple[int, ...]) -> list[Split]:
         stages = len(placement)
@@ -322,11 +323,12 @@ class Finder:
             key = (name, setup.ranks, setup.microbatches, setup.chunks)
             if key not in self.built:
                 try:
-                    self.built[key] = build_schedule(name, setup.ranks, setup.microbatches, setup.chunks)
+                    built = build_schedule(name, setup.ranks, setup.microbatches, setup.chunks)
                 except ConfigError:  # the template does not allow these numbers
                     self.built[key] = None
                 else:
-                    self.spent += BUILD_EFFORT * sum(map(len, self.built[key].orders))
+                    self.built[key] = built
+                    self.spent += BUILD_EFFORT * sum(map(len, built.orders))
             schedule = self.built[key]
             if schedule is not None and schedule.placement == setup.placement:
                 yield name, schedule
@@ -390,6 +392,7 @@ class Finder:
                 f"parallel.pp={setups[0].ranks} and batch.accumulation in {tried}; "
                 "take more micro-batches: a multiple of parallel.pp is always legal"
             )
+        assert self.limit is not None  # without one, whatever can be built fits
         return (
             f"no schedule fits {self.limit / 2**30:.2f} GiB: the one with the least memory needs "
             f"{self.smallest / 2**30:.2f} GiB on "

@@ -103,7 +103,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
         for position in range(len(mine), len(order)):
             action = order[position]
             kind, stage = action.kind, action.stage
-            slot = stage * count + action.microbatch
+            slot = stage * count + action.microbatch  # type: ignore[operator]  # what computes has one
             if kind == "F":
                 need, seconds, own = slot - count, seconds_f[stage], slot
                 ready = gathered[stage]

@@ -214,7 +214,8 @@ class Block:
         for number, (hop, turn) in enumerate(zip(self.hops, (*self.turns(ranks), 0))):
             times.append(start + hop * (rank if number % 2 == 0 else ranks - 1 - rank))
             start += hop * (ranks - 1) + 1 + turn
-        return tuple(times)
+        first, second, third, fourth = times
+        return first, second, third, fourth
 
 
 BLOCKS = (
@@ -318,7 +319,7 @@ def _overlap(forward: Action, backward: Action) -> Action:
 
 def _within(action: Action, microbatches: int) -> tuple[Action, ...]:
     """The action, if its micro-batch exists; of an overlapped pair the parts whose micro-batch exists."""
-    kept = tuple(part for part in flat([action]) if part.microbatch < microbatches)
+    kept = tuple(part for part in flat([action]) if part.microbatch in range(microbatches))
     return (action,) if action.parts and kept == action.parts else kept
 
 

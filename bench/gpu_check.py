@@ -1,0 +1,277 @@
+"""What CPU tests cannot see, on all GPUs of this machine: see gpu_check.sh.
+
+Cases run several at once, since most of their time is compilation on the host, and share what is compiled. Each has its
+own time limit, and all of them one. At its limit a case is told to dump the stacks of its processes, and is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SECONDS = float(os.environ.get("GPU_CHECK_SECONDS", 460))
+"""In which all ends."""
+AT_ONCE = 6
+REPORT = 20
+"""Seconds between reports of what runs."""
+
+
+@dataclass
+class Case:
+    """command: run in the repository's root; limit: seconds; gpus: the least it needs; alone: before the others."""
+
+    name: str
+    command: list[str]
+    limit: float
+    gpus: int = 1
+    alone: bool = False
+
+
+def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
+    """All that there is to check, the longest first. logs: for results; scratch: for what is large."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    processes = max(count for count in (1, 2, 4) if count <= gpus)
+
+    def plans(name: str, *which: object, limit: float) -> Case:
+        worker = ["tests/workers/plans.py", str(logs / f"{name}.json"), *map(str, which)]
+        return Case(name, [*torchrun, str(processes), *worker], limit)
+
+    def run(name: str, *settings: str) -> Case:
+        where = [f"run.name={name}", f"run.dir={scratch / name}", "run.steps=30", f"data.cache={scratch / 'cache'}"]
+        return Case(name, [*torchrun, str(gpus), "-m", "trainer", "+config=demo", *where, *settings], 150)
+
+    def runtime(name: str, mode: str, count: int, limit: float) -> Case:
+        worker = ["tests/workers/pipeline_runtime.py", mode, str(logs / f"{name}.json")]
+        return Case(name, [*torchrun, str(count), *worker], limit, count)
+
+    parts = 5 if processes > 1 else 2
+    faults = ["bash", "bench/faults_gpu.sh", str(scratch / "faults")]
+    tests = [
+        "tests/observe/test_observe.py",
+        "tests/data/test_batches.py",
+        "-k",
+        "cuda or gpu",
+        "-p",
+        "no:cacheprovider",
+    ]
+    small_gemma = [
+        *(
+            "model=gemma2_2b",
+            "model.width=256",
+            "model.depth=4",
+            "model.attention.heads=4",
+            "model.attention.kv_heads=2",
+        ),
+        *("model.attention.head_dim=64", "model.feed_forward.width=512", "model.vocab_size=4096"),
+        *("model.attention.window=64", "precision=bf16"),
+    ]
+    return [
+        # GPUs that others use are refused.
+        Case("preflight", [*faults, "preflight"], 60, 2, alone=True),
+        Case("faults", [*faults, "calm", "killed", "stopped1", "stopped0"], 420, 2),
+        *(plans(f"plans_{part}", part, parts, limit=420) for part in range(parts)),
+        runtime("circles", "synchronous", 2, 120),
+        plans("deepspeed", "deepspeed", limit=180),
+        Case("quantize", [sys.executable, "tests/workers/quantize.py", "cuda"], 180),
+        Case("tests", [sys.executable, "-m", "pytest", "-q", *tests], 120),
+        run("demo"),
+        *(run(name, f"parallel={name}") for name in ("pp2_zbv", "pp2_auto") if gpus % 2 == 0),
+        run("compiled", "compile=true", "precision=bf16", "activation=selective"),
+        run("documents", "data.mask_documents=true", "compile=true", "precision=bf16"),
+        run("offload", "parallel=zero3_offload"),
+        run("fp16", "precision=fp16", "parallel=zero2"),
+        run("gemma", *small_gemma),
+    ]
+
+
+class Check:
+    """Runs cases and says how they are."""
+
+    def __init__(self, logs: Path, scratch: Path, gpus: int):
+        self.logs, self.gpus = logs, gpus
+        self.start = time.monotonic()
+        self.running: dict[str, float] = {}
+        self.results: dict[str, dict] = {}
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [".", "tests", os.environ.get("PYTHONPATH")])),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",  # SIGABRT then dumps the stacks of all threads, whatever they are in
+            "OMP_NUM_THREADS": "4",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),  # the tests hide GPUs by default
+            "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+            "TRITON_CACHE_DIR": str(scratch / "triton"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "4",
+        }
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.start
+
+    def say(self, text: str) -> None:
+        print(f"{self.seconds():5.0f} s  {text}", flush=True)
+
+    def log(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    def run(self, case: Case) -> None:
+        """Runs the case if there is time, and says how it ended."""
+        start, left = self.seconds(), SECONDS - self.seconds()
+        if left < 10:
+            why, told = "not started, no time left", {}
+        else:
+            self.running[case.name] = start
+            why, told = self.outcome(case, min(case.limit, left)), {}
+            del self.running[case.name]
+            try:
+                told = summary(self.logs, case.name)
+            except Exception as error:
+                why = why or f"{type(error).__name__}: {error}"
+        why = why or told.get("why", "")
+        seconds = self.seconds() - start
+        self.results[case.name] = {"ok": not why, "why": why, "seconds": round(seconds), **told.get("numbers", {})}
+        self.say(
+            f"{'FAIL' if why else 'ok'} {case.name} ({seconds:.0f} s){': ' * bool(why)}{why}{told.get('text', '')}"
+        )
+        for line in evidence(self.log(case.name)) if why else ():
+            print(f"        {line}", flush=True)
+
+    def outcome(self, case: Case, limit: float) -> str:
+        """What was wrong with the process, nothing if it ended well."""
+        with open(self.log(case.name), "wb") as log:
+            process = subprocess.Popen(
+                case.command, cwd=ROOT, env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                stop(process)
+                return f"hung or too slow: {limit:.0f} s"
+        return f"exit code {code}" if code else ""
+
+    def report(self) -> None:
+        for name, start in list(self.running.items()):
+            self.say(f"... {name} ({self.seconds() - start:.0f} s): {last_word(self.log(name))[:150]}")
+
+
+def last_word(log: Path) -> str:
+    """The last line that a case itself has printed."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return next((line for line in reversed(lines) if line.strip() and not re.match(r"\[rank|W\d{4}| ", line)), "")
+
+
+def evidence(log: Path) -> list[str]:
+    """Where the main threads were of processes that were told to dump their stacks; else the end of the log."""
+    text = log.read_text(errors="replace")
+    stacks = re.split(r"^(?=(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE)[1:]
+    stacks = [stack for stack in stacks if "in <module>" in stack and "distributed/run.py" not in stack]
+    lines = [line for stack in stacks[:2] for line in stack.splitlines()[:24]] or text.splitlines()[-25:]
+    return [line[:400] for line in lines]
+
+
+def tree(process: int) -> list[int]:
+    """The process and all below it, children first."""
+    found = []
+    try:
+        for task in Path(f"/proc/{process}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += tree(int(child))
+    except OSError:  # it has ended
+        return found
+    return [*found, process]
+
+
+def dumps(process: int) -> bool:
+    """Whether the stacks of a process tell anything: those of the compiler's own processes do not."""
+    try:
+        return b"compile_worker" not in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Has the case dump its stacks, workers first and one after the other, and ends it."""
+    everyone = tree(process.pid)
+    for kind, some in ((signal.SIGABRT, [one for one in everyone if dumps(one)][:12]), (signal.SIGKILL, everyone)):
+        for one in some:
+            try:
+                os.kill(one, kind)
+            except ProcessLookupError:
+                continue
+            if kind == signal.SIGABRT:
+                time.sleep(0.5)
+    process.wait()
+
+
+def summary(logs: Path, name: str) -> dict:
+    """What a case's files say: of plans the verdicts and worst errors."""
+    file = logs / f"{name}.json"
+    if not name.startswith(("plans", "deepspeed")) or not file.exists():
+        return {}
+    results = json.loads(file.read_text())["cases"]
+    failed = [f"{result['plan']}: {result['reasons'][0]}" for result in results if result["verdict"] != "PASS"]
+    worst: dict[str, float] = {}  # of gradients, by numeric type
+    for result in results:
+        for _, _, gradient, _ in result["errors"]["steps"]:
+            worst[result["kind"]] = max(gradient, worst.get(result["kind"], 0.0))
+    numbers = {"plans": len(results), "failed": failed, "worst_gradient": worst}
+    gradients = ", ".join(f"{kind} {error:.1e}" for kind, error in worst.items())
+    told = {"numbers": numbers, "text": f": {len(results)} plans; worst gradient: {gradients}"}
+    return told | ({"why": "; ".join(failed)} if failed else {})
+
+
+def main(out: Path, wanted: list[str]) -> int:
+    gpus = len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
+    if not gpus:
+        print("there is no GPU", file=sys.stderr)
+        return 2
+    logs, scratch = out / "logs", Path(tempfile.mkdtemp(prefix="gpu_check-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    check, ended = Check(logs, scratch, gpus), threading.Event()
+    chosen = [
+        case
+        for case in cases(logs, scratch, gpus)
+        if case.gpus <= gpus and (not wanted or case.name in wanted or case.name.split("_")[0] in wanted)
+    ]
+    check.say(f"{len(chosen)} cases on {gpus} GPUs, at most {AT_ONCE} at once, {SECONDS:.0f} s")
+
+    def reports() -> None:
+        while not ended.wait(REPORT):
+            check.report()
+
+    threading.Thread(target=reports, daemon=True).start()
+    for case in chosen:
+        if case.alone:
+            check.run(case)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for done in [pool.submit(check.run, case) for case in chosen if not case.alone]:
+            done.result()
+    ended.set()
+    failed = [name for name, result in check.results.items() if not result["ok"]]
+    plans = sum(result.get("plans", 0) for result in check.results.values())
+    verdict = f"FAIL: {', '.join(failed)}" if failed else "PASS"
+    verdict += f" ({len(check.results) - len(failed)} of {len(check.results)} cases, {plans} plans, {gpus} GPUs"
+    verdict += f", {check.seconds():.0f} s)"
+    for file in scratch.glob("faults/*.log"):
+        shutil.copy(file, logs / f"faults_{file.name}")
+    shutil.make_archive(str(out / "logs"), "gztar", logs)
+    shutil.rmtree(scratch, ignore_errors=True)
+    (out / "verdict.json").write_text(json.dumps({"verdict": verdict, "cases": check.results}, indent=1))
+    print(verdict, flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).resolve(), sys.argv[2:]))

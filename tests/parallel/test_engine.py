@@ -1,0 +1,62 @@
+"""The engines behind one protocol: which there are, who may ask for their names, and FSDP's private names."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from trainer.config import Config
+from trainer.distributed.world import join
+from trainer.parallel.engine import ENGINES
+from trainer.parallel.fsdp_internals import fsdp_units, is_set_up, parameter_group, sharded_sizes
+
+PACKAGE = Path(__file__).parents[2] / "trainer"
+MESH = {"pp": 1, "replicate": 1, "shard": 1, "cp": 1, "tp": 1}
+
+
+def test_every_engine_that_can_be_asked_for_is_there():
+    [field] = [field for field in dataclasses.fields(Config().parallel.zero) if field.name == "engine"]
+    assert tuple(ENGINES) == field.metadata["choices"]
+
+
+def test_what_carries_a_plan_out_does_not_ask_for_an_engine():
+    """Planning may know what an engine cannot do; who trains goes through the table."""
+    allowed = {"config", "planning", "parallel/engine.py", "parallel/deepspeed"}
+    named = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare)
+        and any(isinstance(part, ast.Constant) and part.value in ENGINES for part in [node.left, *node.comparators])
+    }
+    named -= {"training/out_of_memory.py"}  # advice on what to set, which is planning
+    assert named and not [path for path in named if not path.startswith(tuple(allowed))]
+
+
+def test_fsdp_has_the_private_names_that_are_used():
+    """Of a unit before and after its first forward and backward pass; what a version of torch lacks is named."""
+    joined = dist.is_initialized()
+    world = join(MESH, torch.device("cpu"))
+    try:
+        model = fully_shard(nn.Linear(3, 5), mesh=world.mesh["shard"])
+        assert not is_set_up(model)
+        (parameter, _), (_, rows) = sharded_sizes(model)
+        assert parameter is model.weight and rows == 5 and fsdp_units(model) == [model]
+        model(torch.ones(2, 3)).sum().backward()
+        assert is_set_up(model)
+        state, group = model._get_fsdp_state(), parameter_group(model)
+        wanted = {
+            state: ("_root_post_backward_final_callback",),
+            group: ("post_backward", "fsdp_params"),
+            group.fsdp_params[0]: ("_unsharded_param", "unsharded_param", "unsharded_accumulated_grad", "reduce_dtype"),
+        }
+        assert not [name for owner, names in wanted.items() for name in names if not hasattr(owner, name)]
+    finally:
+        if not joined:
+            dist.destroy_process_group()

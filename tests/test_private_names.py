@@ -1,0 +1,245 @@
+"""The private names of torch, DeepSpeed and Hydra that the project uses: where, why, and whether the installed versions
+have them.
+
+A name that starts with an underscore may go with the next release. So may the fields of FSDP's and DeepSpeed's own
+objects, which no document promises.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch.distributed
+
+PACKAGE = Path(__file__).parents[1] / "trainer"
+
+C10D = ("distributed/c10d_internals.py",)
+FSDP = ("parallel/fsdp_internals.py", "parallel/fsdp.py", "parallel/compress/reduction.py")
+DEEPSPEED = ("parallel/deepspeed/base.py", "parallel/deepspeed/engine.py")
+FULLY_SHARD = "torch/distributed/fsdp/_fully_shard"
+ZERO = "deepspeed/runtime"
+
+
+class Private(NamedTuple):
+    """names: of one kind, for one reason; files: those that may use them; at: the object that has them, or the folder
+    of a package in whose source they stand; why: what for, since public names do not give it."""
+
+    names: str
+    files: tuple[str, ...]
+    at: str
+    why: str
+
+
+PRIVATE = [
+    Private("_get_default_store", C10D, "torch.distributed.distributed_c10d", "a store of one's own, without ports"),
+    Private("_set_pg_timeout", C10D, "torch.distributed.distributed_c10d", "groups that a mesh made have 10 minutes"),
+    Private("_world", C10D, "torch.distributed.distributed_c10d", "ranks of groups, which gloo's recorder leaves out"),
+    Private("_C", C10D, "torch", "where the flight recorder is"),
+    Private("_distributed_c10d", C10D, "torch._C", "the same"),
+    Private("_dump_fr_trace", C10D, "torch._C._distributed_c10d", "the flight recorder, other backends than NCCL"),
+    Private("_dump_nccl_trace", C10D, "NCCL", "the flight recorder of NCCL"),
+    Private("_timeout", C10D, "torch/_C", "the time limit of an NCCL communicator made by hand"),
+    Private(
+        "_c10d_functional",
+        ("distributed/collectives.py", "checkpointing/activation.py"),
+        "torch.ops",
+        "collectives that the compiler sees",
+    ),
+    Private(
+        "_flatten", ("distributed/world.py", DEEPSPEED[1]), "torch.distributed.device_mesh.DeviceMesh", "joint axes"
+    ),
+    Private(
+        "_StridedShard",
+        ("distributed/tensors.py",),
+        "torch.distributed.tensor.placement_types",
+        "what FSDP makes of a parameter that tensor parallelism has cut along the same dimension",
+    ),
+    Private("_get_fsdp_state", FSDP, "torch.distributed.fsdp.FSDPModule", "the way to all the other names of FSDP"),
+    Private(
+        "_fsdp_param_group fsdp_params unsharded_accumulated_grad _unsharded_param unsharded_param reduce_dtype",
+        FSDP,
+        FULLY_SHARD,
+        "gradients computed outside of backward",
+    ),
+    Private("_is_root post_backward", FSDP, FULLY_SHARD, "reducing outside of backward, once FSDP is set up"),
+    Private("_root_post_backward_final_callback", FSDP, FULLY_SHARD, "the wait for the reductions of a step"),
+    Private("sharded_param padded_sharded_param_size", FSDP, FULLY_SHARD, "where parameters lie in a reduce-scatter"),
+    Private("_apply", ("model/transformer.py",), "torch.nn.Module", "buffers that stay fp32 when a model is cast"),
+    Private("_fused_adamw_", ("optim/optimizer.py",), "torch", "AdamW without state that is not ours"),
+    Private("_amp_update_scale_", ("precision/scaler.py",), "torch", "a loss scale that stays on the device"),
+    Private("_foreach_norm _foreach_copy_", ("parallel/gradients.py",), "torch", "one kernel for many tensors"),
+    Private(
+        "_functorch _inductor _dynamo",
+        ("parallel/parallelize.py", "checkpointing/activation.py"),
+        "torch",
+        "settings of the compiler",
+    ),
+    Private("_profiler_enabled", ("parallel/pipeline/runtime.py",), "torch.autograd", "names only where one looks"),
+    Private(
+        "__create_chunk_list__ __create_write_items__",
+        ("checkpointing/checkpointer.py",),
+        "torch/distributed/checkpoint",
+        "checkpoints of tensors in parts that are no DTensors",
+    ),
+    Private("__compatible_ops__", DEEPSPEED, "deepspeed/ops", "an operator that DeepSpeed builds, where it need not"),
+    Private(
+        "_release_process_group_references _get_zero_param_intra_parallel_group",
+        DEEPSPEED,
+        "deepspeed/utils",
+        "groups of an engine before, and of this one",
+    ),
+    Private("_update_scale check_grad_overflow local_overflow", DEEPSPEED, ZERO, "the project's own loss scale"),
+    Private(
+        "_hp_mapping lp_fragment_address hp_fragment_address ds_pipe_replicated",
+        DEEPSPEED,
+        "deepspeed",
+        "which part of a parameter lies where in DeepSpeed's flat buffers",
+    ),
+    Private(
+        "_gradient_averaging_world_size _wait_for_offload_copies averaged_gradients norm_for_param_grads grad_position"
+        " get_param_id params_in_partition use_grad_accum_attribute process_gradients setup_buckets"
+        " overlapping_partition_gradients_reduce_epilogue grad_partitions_flat_buffer gradient_accumulation_dtype"
+        " get_fp32_grad_partitions finalize_gradient_accumulation_boundary set_gradient_accumulation_boundary",
+        DEEPSPEED,
+        ZERO,
+        "gradients: that they are sums, where they are, and when DeepSpeed reduces them",
+    ),
+    Private(
+        "_swappable_optimizer_subgroup _optimizer_states_and_gradient_swap_in _partition_all_parameters swap_optimizer"
+        " _optimizer_states_and_gradient_swap_out _reassign_or_swap_out_partitioned_parameters _post_step fp16_groups"
+        " fp32_partitioned_groups_flat single_partition_of_fp32_groups update_lp_params",
+        DEEPSPEED,
+        ZERO,
+        "an update group by group, with states on a disk",
+    ),
+]
+
+KNOWN = {name: entry for entry in PRIVATE for name in entry.names.split()}
+PUBLIC = ("os", "sys", "__future__", "_typeshed")
+"""Modules whose underscored names are documented, and types that exist for type checkers only."""
+
+TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__")) and name != "_"
+
+
+def own() -> set[str]:
+    """Underscored names that the project defines: functions, classes, variables, fields."""
+    found = set()
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and root(node) in ("self", "cls"):
+                found.add(node.attr)
+    return found
+
+
+def root(node: ast.AST) -> str | None:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def foreign(tree: ast.AST, owned: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and name of what a file uses that is listed, or private and not the project's."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            if node.attr in KNOWN or private(node.attr) and node.attr not in owned and root(node) not in PUBLIC:
+                yield node.lineno, node.attr
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = getattr(node, "module", None)
+            for name in [module] if module else [alias.name for alias in node.names]:
+                if name.split(".")[0] not in ("trainer", *PUBLIC):
+                    yield from ((node.lineno, part) for part in name.split(".") if private(part))
+            if module and module.split(".")[0] not in ("trainer", *PUBLIC):
+                yield from ((node.lineno, alias.name) for alias in node.names if private(alias.name))
+        elif isinstance(node, ast.FunctionDef) and node.name in KNOWN:
+            yield node.lineno, node.name
+        elif isinstance(node, ast.Constant) and node.value in KNOWN and private(str(node.value)):  # getattr(x, "_name")
+            yield node.lineno, node.value
+
+
+@cache
+def uses() -> dict[str, dict[str, int]]:
+    """Name -> file -> a line of it."""
+    owned, found = own(), {}
+    for file, tree in TREES.items():
+        for line, name in foreign(tree, owned):
+            found.setdefault(name, {})[file] = line
+    return found
+
+
+@cache
+def source(folder: str) -> set[str]:
+    """The words of the source in a package's folder, stubs included."""
+    package, _, rest = folder.partition("/")
+    place = Path(importlib.util.find_spec(package).submodule_search_locations[0], rest)
+    files = [path for path in place.rglob("*.py*") if path.suffix in (".py", ".pyi")]
+    return {word for path in files for word in re.findall(r"\w+", path.read_text(errors="replace"))}
+
+
+def exists(name: str, at: str) -> bool:
+    if at == "NCCL":
+        return not torch.distributed.is_nccl_available() or exists(name, "torch._C._distributed_c10d")
+    if "/" in at or at == "deepspeed":
+        return name in source(at)
+    parts = at.split(".")
+    holder = importlib.import_module(parts[0])
+    for place, part in enumerate([*parts[1:], name], 2):
+        if not hasattr(holder, part):
+            try:
+                importlib.import_module(".".join([*parts, name][:place]))
+            except ImportError:
+                return False
+        holder = getattr(holder, part)
+    return True
+
+
+def test_private_names_are_listed():
+    unlisted = [
+        f"trainer/{file}:{line} uses {name}: find a public way, or list it in {Path(__file__).name} with a reason"
+        for name, files in uses().items()
+        for file, line in files.items()
+        if name not in KNOWN
+    ]
+    assert not unlisted, "\n".join(unlisted)
+
+
+def test_private_names_stay_in_their_files():
+    astray = [
+        f"trainer/{file}:{line} uses {name}, which belongs into {' or '.join(KNOWN[name].files)}"
+        for name, files in uses().items()
+        for file, line in files.items()
+        if name in KNOWN and file not in KNOWN[name].files
+    ]
+    assert not astray, "\n".join(astray)
+
+
+def test_the_list_names_nothing_that_is_not_used():
+    assert not [name for name in KNOWN if name not in uses()]
+    unknown = {file for entry in PRIVATE for file in entry.files if file not in TREES}
+    assert not unknown, f"no such files: {unknown}"
+
+
+@pytest.mark.parametrize("package", ["torch", "deepspeed"])
+def test_the_installed_version_has_them(package):
+    missing = [
+        f"{entry.at} has no {name}, used by {', '.join(entry.files)}: {entry.why}"
+        for entry in PRIVATE
+        if entry.at.split(".")[0].split("/")[0] == package or entry.at == "NCCL" and package == "torch"
+        for name in entry.names.split()
+        if not exists(name, entry.at)
+    ]
+    assert not missing, "\n".join(missing)

@@ -1,0 +1,53 @@
+"""What is private in torch.distributed and used here, in one place: the default store, timeouts of groups and of
+communicators made by hand, the recorders of collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+Backend = c10d.Backend
+"""A communicator without the process group around it."""
+
+
+def default_store() -> dist.Store:
+    """The store that the processes of the run met on."""
+    return c10d._get_default_store()
+
+
+def set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Sets how long a collective of a group that exists may take; torch has a public way for new groups only."""
+    c10d._set_pg_timeout(limit, group)
+
+
+def gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Backend:
+    """A communicator on gloo, made on the store alone."""
+    return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+
+def nccl(store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> Backend:
+    """A communicator on NCCL, made on the store alone. ranks: of the whole run; rank: this one's place among them."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.global_ranks_in_group = ranks
+    options.group_name = name
+    return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+
+
+def group_members() -> dict[str, list[int]]:
+    """The ranks of every process group of this process, by the group's name."""
+    world = c10d._world
+    return {name: sorted(world.pg_group_ranks.get(group, {})) for group, name in world.pg_names.items()}
+
+
+def recorders() -> dict[str, Callable[..., Any]]:
+    """What dumps the collectives that torch has recorded, by name of the recorder: NCCL's, or that of other backends,
+    where this build of torch has them."""
+    names = {"nccl_trace": "_dump_nccl_trace", "fr_trace": "_dump_fr_trace"}
+    found = {name: getattr(torch._C._distributed_c10d, dump, None) for name, dump in names.items()}
+    return {name: dump for name, dump in found.items() if dump is not None}

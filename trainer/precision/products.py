@@ -1,0 +1,47 @@
+"""The matrix products of linear layers: the one place where they multiply.
+
+A layer y = x W^T + b has three: its output, and in backward the gradients of its input and of its weight. The role of a
+product says what its operands are. Numbers that are narrower than the compute type (fp8) are another implementation of
+`matmul`: it knows by the role which range an operand needs and along which dimension it is summed over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Role(Enum):
+    """Which of a layer's products, as the kinds of its two operands."""
+
+    OUTPUT = ("activation", "weight")
+    INPUT_GRADIENT = ("gradient", "weight")
+    WEIGHT_GRADIENT = ("gradient", "activation")
+
+
+def matmul(a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> Tensor:
+    """One product, of operands as they lie in memory; `add` is added to it.
+
+    | role | a | b | result | add |
+    |---|---|---|---|---|
+    | OUTPUT | x [tokens, inputs] | W [outputs, inputs] | x W^T [tokens, outputs] | the bias [outputs] |
+    | INPUT_GRADIENT | dy [tokens, outputs] | W [outputs, inputs] | dy W [tokens, inputs] | other terms of it |
+    | WEIGHT_GRADIENT | dy [tokens, outputs] | x [tokens, inputs] | dy^T x [outputs, inputs] | none |
+
+    Differentiable."""
+    if role is Role.OUTPUT:
+        return F.linear(a, b, add)
+    if role is Role.INPUT_GRADIENT:
+        return a @ b if add is None else torch.addmm(add, a, b)
+    return a.t() @ b
+
+
+def matmul_sum(operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role) -> Tensor:
+    """The sum of the products of each operand with its weight."""
+    total = matmul(operands[0], weights[0], role)
+    for operand, weight in zip(operands[1:], weights[1:]):
+        total = matmul(operand, weight, role, total)
+    return total

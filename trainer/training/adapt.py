@@ -1,0 +1,116 @@
+"""Changes under way: what a run with schedule=auto or codec=auto measures of its own steps, and goes over to."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from trainer.checkpointing.checkpointer import Checkpointer
+from trainer.checkpointing.manifest import step_folder
+from trainer.config import ConfigError
+from trainer.parallel.compress.trial import Trial
+from trainer.planning.batch import BatchPlan
+from trainer.planning.pipeline import Pipeline
+from trainer.planning.schedules.search import Choice
+from trainer.training.auto_schedule import CHOSEN, Auto, save_choice
+from trainer.training.ledger import Ledger
+from trainer.training.saving import DROPPED, restore
+from trainer.training.state import TrainState
+
+
+class Adaptation:
+    """The measurements of a run, one after the other, since what one changes would disturb the other: `auto` for the
+    schedule, then `trial` for the codecs of gradients. All ranks call its methods together."""
+
+    def __init__(self, state: TrainState, batch: BatchPlan, ledger: Ledger):
+        self.ledger = ledger
+        wanted = state.config.parallel.pipeline.schedule == "auto" and state.plan.pp > 1
+        # A schedule that was chosen earlier in this run has a name of its own; see `saved_choice`.
+        self.auto = Auto(state, batch) if wanted and state.pipeline.schedule.name != CHOSEN else None
+        self.trial = codec_trial(state) if self.auto is None else None
+
+    def timed(self, step: int, seconds: float) -> None:
+        """A step has taken so long on this rank."""
+        if self.trial is not None:
+            self.trial.measured(step, seconds)
+
+    def schedule_due(self) -> bool:
+        """After each step: whether enough of them have been measured to choose a schedule."""
+        return self.auto is not None and self.auto.ready()
+
+    def change_schedule(
+        self, state: TrainState, batch: BatchPlan, save: Callable[[], bool], checkpointer: Checkpointer
+    ) -> tuple[TrainState, BatchPlan]:
+        """Ends the measurement for schedule=auto and takes up what it found best. Returns the state and the batch to go
+        on with. save: makes sure that `checkpointer` has a checkpoint of the present step, and says whether it has."""
+        auto, self.auto = self.auto, None
+        try:
+            choice = auto.choose()
+        except ConfigError as error:
+            self.ledger.log.event(f"schedule auto keeps {state.pipeline.describe()}: {error}")
+        else:
+            state, batch = self._adopt(choice, state, batch, save, checkpointer)
+        self.trial = codec_trial(state)
+        return state, batch
+
+    def _adopt(
+        self, choice: Choice, state: TrainState, batch: BatchPlan, save: Callable[[], bool], checkpointer: Checkpointer
+    ) -> tuple[TrainState, BatchPlan]:
+        config, before, after = state.config, state.pipeline, Pipeline(choice.schedule, choice.split)
+        if state.world.rank == 0:
+            save_choice(Path(config.run.dir), choice, config, state.spec, state.plan)
+        if (after.split, after.schedule.placement, choice.microbatches) == (
+            before.split,
+            before.schedule.placement,
+            batch.accumulation,
+        ):
+            state.use_schedule(choice.schedule)
+        elif save():
+            if state.compression.feedback_bytes:
+                self.ledger.log.event(DROPPED)
+            batch = replace(batch, micro_size=choice.micro_size, accumulation=choice.microbatches)
+            state = rebuild(state, after, checkpointer)
+        else:
+            self.ledger.log.event(
+                "schedule auto keeps the present stages: the checkpoint to cut them anew from could not be written"
+            )
+            return state, batch
+        self.ledger.expect(choice.predicted, state.step + 2)
+        self.ledger.log.event(f"schedule auto chose {after.describe()} of {len(choice.table)} candidates")
+        return state, batch
+
+    def codecs_due(self, step: int) -> bool:
+        """Whether `step` was the last that the present candidate for codec=auto is measured in."""
+        return self.trial is not None and self.trial.due(step)
+
+    def change_codecs(self, state: TrainState) -> None:
+        """Goes on to the next candidate for codec=auto, or to the best."""
+        decided = self.trial.advance(state.step)
+        state.use_schedule(state.pipeline.schedule)
+        if decided is not None:
+            self.trial = None
+            self.ledger.log.event(decided)
+
+
+def codec_trial(state: TrainState) -> Trial | None:
+    """The measurement for codec=auto, unless there is nothing to choose or the run has chosen before."""
+    return None if state.compression.decided else Trial(state.compression, state.step)
+
+
+def rebuild(old: TrainState, pipeline: Pipeline, checkpointer: Checkpointer) -> TrainState:
+    """The state with the model cut anew: through the checkpoint of the present step, the way any other plan would
+    resume the run. `old` is freed."""
+    gc.unfreeze()  # or nothing of the old state would ever be collected
+    old.free()
+    state = TrainState.build(old.config, old.spec, old.plan, pipeline, old.world)
+    path = step_folder(checkpointer.folder, old.step)
+    restore(state, path, old.step, old.scaler.state_dict())
+    if not old.config.checkpoint.every and not old.config.checkpoint.at_end:  # a run that is to leave no checkpoint
+        dist.barrier()
+        checkpointer.forget(path)
+    gc.freeze()
+    return state

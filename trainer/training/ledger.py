@@ -1,0 +1,192 @@
+"""What is known of each step: its numbers, read back from the device when they have arrived, compared over ranks,
+logged, and judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.data.batches import Batch, Loader
+from trainer.observe.deferred import DeferredScalars
+from trainer.observe.report import peak_memory_gib, step_meter
+from trainer.observe.sinks import Logger
+from trainer.observe.stragglers import Stragglers, slowest
+from trainer.parallel.pipeline.timing import StepTimes
+from trainer.planning.batch import BatchPlan
+from trainer.planning.schedules.simulate import Simulation
+from trainer.training.state import TrainState
+from trainer.util.exit_codes import STOPPED
+
+BYTES = ("comm/bytes_inner", "comm/bytes_outer")
+
+
+class NonFinite(RuntimeError):
+    """Training cannot go on: too many steps in a row had a non-finite loss or gradient."""
+
+
+class Ledger:
+    """The record of a run's steps. All ranks keep it together, and see a step at the same point.
+
+    losses: the first and the latest; skipped: steps of the run without an update; stop: whether a rank wishes to end
+    the run; log: where the steps go, and notices.
+    """
+
+    def __init__(self, state: TrainState, batch: BatchPlan, skipped: int):
+        config, world = state.config, state.world
+        self.config, self.world, self.names, self.tokens_a_step = config, world, state.names, batch.tokens
+        self.scaled, self.pipelined = state.scaler.enabled, state.plan.pp > 1
+        self.deferred = DeferredScalars(world.device)
+        self.meter = step_meter(config, state.spec, world, batch.sequence_length)
+        self.stragglers = Stragglers(config.guard)
+        self.losses: list[float] = []
+        self.skipped, self.skipped_in_row, self.stop = skipped, 0, False
+        self.predicted: tuple[Simulation, int] | None = None  # and the step from which its measurement counts
+        self.log = Logger(
+            Path(config.run.dir), config.logging, config.run, state.step, dataclasses.asdict(config), world.rank == 0
+        )
+
+    def begin_step(self) -> None:
+        """Before a step's batch is fetched."""
+        self.deferred.begin()
+
+    def add(
+        self, state: TrainState, scalars: dict[str, Tensor], batches: list[Batch], tokens: int, loader: Loader
+    ) -> None:
+        """Queues what is to be known of the step that `state` has just taken on `batches`; nothing is waited for.
+        scalars: what `train_step` returned; tokens: trained on so far."""
+        peaks = {"memory_gib": peak_memory_gib(self.world.device)} | {
+            f"comm/bytes_{kind}": count for kind, count in state.compression.sent.items()
+        }
+        values = torch.tensor([*peaks.values()], dtype=torch.float64, device=self.world.device)
+        if self.world.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        self.deferred.push(
+            state.step,
+            scalars | dict(zip(peaks, values)),
+            {
+                "tokens": tokens,
+                "epoch": loader.epoch,
+                "data_seconds": loader.wait_seconds,
+                "ids": [batch.ids for batch in batches],
+                "times": state.runtime.times,
+            },
+        )
+
+    def read_back(self, everything: bool = False) -> list[tuple[int, float]]:
+        """Logs the steps whose numbers have arrived (`everything`: waits for all), and acts on them. Returns each with
+        the seconds that it took on this rank. Raises `NonFinite` on all ranks."""
+        finished = []
+        for step, numbers, host in self.deferred.pop_ready(block=everything):
+            finished.append((step, numbers["seconds"]))
+            self.meter.finished(step, numbers["seconds"], host["data_seconds"], self.tokens_a_step)
+            bad = numbers["found_inf"] > 0
+            self.losses = [*self.losses[:1], numbers["loss"]]
+            self.skipped += bad
+            # An fp16 overflow is the scaler's business until the scale has nowhere left to go.
+            strike = bad and not (self.scaled and numbers["loss_scale"] > 1)
+            self.skipped_in_row = self.skipped_in_row + 1 if strike else 0
+            self.stop = self.stop or numbers["stop"] > 0
+            if step % self.config.logging.every == 0 or step == self.config.run.steps or bad or self.stop:
+                self.log_step(step, numbers, host)
+            if bad:
+                self.log.event(f"step {step}: no update, {self.describe_non_finite(numbers)}")
+            if self.skipped_in_row >= self.config.guard.max_skipped:
+                self.give_up(step, numbers, host["ids"])
+        return finished
+
+    def log_step(self, step: int, numbers: dict[str, Any], host: dict[str, Any]) -> None:
+        """Writes a step's line of metrics, and says what it shows of predictions and of slow ranks."""
+        measured, makespan = self.compare_ranks(host["times"])
+        self.log.step(
+            {
+                "step": step,
+                "tokens": host["tokens"],
+                "epoch": host["epoch"],
+                "skipped": self.skipped,
+                **measured,
+                **{name: int(numbers[name]) for name in BYTES if name in numbers},
+                **{name: numbers[name] for name in ("loss", "grad_norm", "lr", "loss_scale", "memory_gib")},
+                **self.meter.read(),
+            }
+        )
+        if self.predicted is not None and step >= self.predicted[1]:
+            predicted, self.predicted = self.predicted[0], None
+            self.log.event(
+                f"pipeline: predicted {predicted.makespan:.4g} s a step with a bubble of {predicted.bubble:.1%}, "
+                f"measured {makespan:.4g} s and {measured['bubble']:.1%} in step {step}"
+            )
+        if self.stragglers.add(measured["straggler"], measured["straggler_rank"]):
+            self.name_straggler(measured["straggler"], measured["straggler_rank"])
+
+    def expect(self, predicted: Simulation, step: int) -> None:
+        """Holds a predicted step against the first that is logged from `step` on."""
+        self.predicted = predicted, step
+
+    def compare_ranks(self, times: StepTimes) -> tuple[dict[str, Any], float | None]:
+        """What the ranks' times in one step tell: `bubble`, the share of its computation time in which pipeline ranks
+        had nothing to do, and the slowest rank; besides, the seconds from its start to its last action on any rank.
+        None where it does not apply.
+
+        Ranks are compared by their forward passes: in the backward passes that reduce gradients, they wait for each
+        other."""
+        measured: dict[str, Any] = {"bubble": None, "straggler": None, "straggler_rank": None}
+        if self.world.size == 1:
+            return measured, None
+        mine = torch.tensor(
+            [times.busy(), times.finish(), times.busy(("F",)), self.world.place("pp")], dtype=torch.float64
+        )
+        everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
+        dist.all_gather(everyone, mine)  # on gloo: these are the host's numbers
+        busy, finish, forward, stage = torch.stack(everyone).unbind(1)
+        measured["straggler"], measured["straggler_rank"] = slowest(forward.tolist(), stage.tolist())
+        if self.pipelined:
+            measured["bubble"] = 1 - (busy.sum() / (self.world.size * finish.max())).item()
+        return measured, finish.max().item()
+
+    def name_straggler(self, share: float, rank: int) -> None:
+        """Tells of a rank that stays slow, with its node. All ranks call it together."""
+        node = [socket.gethostname()]
+        dist.broadcast_object_list(node, src=rank)
+        self.log.event(
+            f"rank {rank} on {node[0]} has been slow for {self.config.guard.straggler_lines} logged steps, in this one "
+            f"{share:.2f} times its peers' median; look at its clocks and temperature (nvidia-smi -q -d "
+            "CLOCK,PERFORMANCE,TEMPERATURE), and at what else runs there"
+        )
+
+    def describe_non_finite(self, numbers: dict[str, Any]) -> str:
+        """What was not finite in a step: the loss, or the gradients of which parameters."""
+        bad = [name for name, square in zip(self.names, numbers["squares"]) if not np.isfinite(square)]
+        what = [f"loss {numbers['loss']}"] if not np.isfinite(numbers["loss"]) else []
+        if bad:
+            more = ", ..." if len(bad) > 5 else ""
+            what.append(f"non-finite gradients in {len(bad)} parameters: {', '.join(bad[:5])}{more}")
+        return "; ".join(what) + (f" (loss scale {numbers['loss_scale']:g})" if self.scaled else "")
+
+    def give_up(self, step: int, numbers: dict[str, Any], ids: list[list]) -> None:
+        """Ends the run with what was seen; every rank gets here at the same step."""
+        mine = [sample for samples, loss in zip(ids, numbers["losses"]) if not np.isfinite(loss) for sample in samples]
+        # Tensor-parallel ranks share samples.
+        samples = list(dict.fromkeys(str(sample) for some in self.world.gather(mine) for sample in some))
+        raise NonFinite(
+            f"{self.skipped_in_row} steps in a row without an update "
+            f"(guard.max_skipped={self.config.guard.max_skipped}), "
+            f"the last at step {step}: {self.describe_non_finite(numbers)}; samples with a non-finite loss: "
+            f"{', '.join(samples[:20]) or 'none'}. Look at these samples, lower lr.peak, or raise guard.max_skipped"
+        )
+
+    def summary(self, first: int, step: int, code: int) -> str:
+        """How a run that began after step `first` ended after `step` with an exit code, for people."""
+        folder, steps = Path(self.config.run.dir), self.config.run.steps
+        if step == first:
+            return f"{folder} is done: step {step} of {steps}. Raise run.steps to train on, or set another run.name"
+        fell = f"loss {self.losses[0]:.3f} -> {self.losses[-1]:.3f}" if self.losses else "no step was logged"
+        if code == STOPPED:
+            return f"stopped by a signal after step {step} of {steps} ({fell}); the same command resumes {folder}"
+        return f"done: {fell} in steps {first + 1} to {step}; everything is in {folder}"

@@ -1,0 +1,113 @@
+"""What a checkpoint of a run holds, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trainer.checkpointing.checkpointer import load
+from trainer.checkpointing.manifest import read_manifest
+from trainer.checkpointing.resume import check_manifest, data_identity, find_start
+from trainer.config import Config
+from trainer.distributed.tensors import Fragment
+from trainer.distributed.world import World
+from trainer.planning.batch import BatchPlan
+from trainer.planning.resolve import Layout
+from trainer.training.session import launchers
+from trainer.training.state import TrainState
+
+DROPPED = "what quantisation had left out of the gradients belongs to the checkpoint's plan, and is dropped"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come, beside its state. samples: position in the data; tokens: trained on; skipped: steps
+    without an update."""
+
+    samples: int = 0
+    tokens: int = 0
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins, the same on all ranks.
+
+    path: the checkpoint that it goes on from, None at its first step; manifest: of that. launchers: who started the
+    run, and data: what its position in the data depends on, for the checkpoints that it writes. warnings: about
+    checkpoints that were passed over.
+    """
+
+    path: Path | None
+    manifest: dict[str, Any]
+    launchers: list[str]
+    data: dict[str, Any]
+    warnings: list[str]
+
+    @classmethod
+    def find(cls, config: Config, layout: Layout, fingerprint: str, world: World) -> Start:
+        """The start that `checkpoint.resume` asks for; fingerprint: of the corpus. All ranks call it together. Raises
+        `ConfigError` on all of them where the checkpoint is of another model or of other data."""
+        data, mine = data_identity(fingerprint, config.run.seed, layout.batch), launchers(world)
+        folder = Path(config.run.dir) / "checkpoints"
+        path, warnings = world.agree(lambda: find_start(config.checkpoint, folder, mine))
+        manifest: dict[str, Any] = {}
+        if path:
+            manifest = world.agree(lambda: check_manifest(read_manifest(path), config, layout.spec, layout.batch, data))
+        return cls(path, manifest, mine, data, warnings)
+
+    def resume(self, state: TrainState) -> tuple[Progress, list[str]]:
+        """Fills a new `state` from the checkpoint, if there is one. Returns how far the run has come, and what is to be
+        said. All ranks call it together."""
+        if self.path is None:
+            return Progress(), self.warnings
+        manifest = self.manifest
+        restore(state, self.path, manifest["step"], manifest["scaler"])
+        kept = resume_error_feedback(state, self.path, manifest)
+        samples = manifest["samples"] if state.config.checkpoint.data == "continue" else 0
+        messages = [*self.warnings, *([] if kept else [DROPPED]), f"resumed from {self.path} at step {state.step}"]
+        return Progress(samples, manifest["tokens"], manifest["skipped"]), messages
+
+
+def restore(state: TrainState, path: Path, step: int, scaler: dict[str, Any]) -> None:
+    """Fills `state` from the checkpoint `path` of `step`, written under any plan; `scaler`: the loss scale's state."""
+    load(path, state.tensors())
+    state.after_load()
+    state.step = step
+    state.scaler.load_state_dict(scaler)
+
+
+def resume_error_feedback(state: TrainState, path: Path, manifest: dict[str, Any]) -> bool:
+    """Goes on with what quantisation had left out of earlier gradients, and with what codec=auto had chosen, where
+    settings and plan are those of the checkpoint; under others it is measured again. Returns whether nothing was
+    lost."""
+    if not state.compression.resume(manifest.get("compression")):
+        return not any(name.startswith("compression.") for name in manifest["tensors"])
+    state.use_schedule(state.pipeline.schedule)
+    load(path, state.compression.tensors())
+    return True
+
+
+def contents(
+    state: TrainState, batch: BatchPlan, progress: Progress, start: Start
+) -> tuple[dict[str, Tensor | Fragment], dict[str, Any]]:
+    """What a checkpoint of a run holds: tensors by plan-independent name, and its part of the manifest. All ranks call
+    it together."""
+    compression = state.compression
+    manifest = {
+        "compression": compression.identity() if compression.decided else None,
+        "spec": state.spec.to_dict(),
+        "plan": state.plan.to_dict(),
+        "batch": dataclasses.asdict(batch),
+        "launchers": start.launchers,
+        "tokens": progress.tokens,
+        "samples": progress.samples,
+        "skipped": progress.skipped,
+        "scaler": state.scaler.state_dict(),
+        "data": start.data,
+    }
+    return state.tensors() | (compression.tensors() if compression.decided else {}), manifest

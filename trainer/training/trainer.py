@@ -1,0 +1,207 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+import torch
+
+from trainer.checkpointing.checkpointer import Checkpointer
+from trainer.config import Config
+from trainer.config.typed import to_yaml
+from trainer.data.batches import Loader, eval_batches
+from trainer.data.corpus import Corpus
+from trainer.distributed.world import World
+from trainer.model.initial import Weights, name_seed
+from trainer.observe.report import print_start
+from trainer.observe.sinks import reason_of
+from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE, STEP, Watchdog
+from trainer.planning.cost.memory import fullest_rank
+from trainer.planning.resolve import Layout
+from trainer.training.adapt import Adaptation
+from trainer.training.auto_schedule import write_schedule
+from trainer.training.ledger import Ledger
+from trainer.training.saving import Progress, Start, contents
+from trainer.training.session import compare_ranks, profiled, stop_signals
+from trainer.training.state import TrainState
+from trainer.training.step import evaluate, train_step
+from trainer.util.exit_codes import DONE, FAILED, STOPPED
+
+
+class Trainer:
+    """A run in progress: what is trained (`state`), on what (`loader`), and the loop. All ranks call its methods
+    together.
+
+    tokens: trained on so far; stop_wanted: this rank's wish to end the run, of which the next step tells all ranks.
+    """
+
+    def __init__(
+        self, config: Config, layout: Layout, weights: Weights | None, corpus: Corpus, world: World, watchdog: Watchdog
+    ):
+        self.config, self.corpus, self.world, self.watchdog = config, corpus, world, watchdog
+        self.batch, self.folder, self.stop_wanted = layout.batch, Path(config.run.dir), False
+        compare_ranks(config, layout, corpus.fingerprint, world)
+        self.start = Start.find(config, layout, corpus.fingerprint, world)
+        self.state = TrainState.build(config, layout.spec, layout.plan, layout.pipeline, world, weights)
+        progress, messages = self.start.resume(self.state)
+        self.tokens, self.loader = progress.tokens, self.load_from(progress.samples)
+        self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
+        self.describe_run()
+        self.ledger = Ledger(self.state, self.batch, progress.skipped)
+        self.adaptation = Adaptation(self.state, self.batch, self.ledger)
+        for text in messages:
+            self.ledger.log.event(text)
+
+    def train(self) -> int:
+        """The loop. Returns the exit code."""
+        steps, first, status, code, reason = self.config.run.steps, self.state.step, "failed", FAILED, None
+        try:
+            with stop_signals(self.wish_stop):
+                gc.collect()
+                gc.freeze()  # what exists now lives to the end: the collector need not look at it again
+                while self.state.step < steps and not self.ledger.stop:
+                    self.one_step()
+                    self.read_back()
+                    self.adapt()
+                    self.evaluate_if_due()
+                    self.save_if_due()
+                    self.report_saves()
+                self.read_back(everything=True)
+                self.watchdog.enter(ENDING, self.state.step)
+                if self.state.step == first or self.save_at_end():
+                    code = DONE if self.state.step >= steps else STOPPED
+                    status = "stopped" if code == STOPPED else "done"
+                    self.ledger.log.event(self.ledger.summary(first, self.state.step, code))
+                if self.state.step > first and self.state.plan.pp > 1:
+                    write_schedule(self.folder, self.state, self.batch)
+            self.checkpointer.close()
+            self.state.close()
+        except BaseException as error:
+            reason = reason_of(error)
+            raise
+        finally:
+            gc.unfreeze()
+            self.loader.close()
+            self.ledger.log.close(status, reason)
+        return code
+
+    def one_step(self) -> None:
+        """Fetches the batch, trains on it, and queues what is to be known of the step."""
+        state, number = self.state, self.state.step + 1
+        self.ledger.begin_step()
+        self.watchdog.enter(DATA, number)
+        batches = next(self.loader)
+        self.watchdog.enter(STEP, number)
+        torch.manual_seed(name_seed(self.config.run.seed, f"step {state.step} rank {self.world.data.get_local_rank()}"))
+        with profiled(self.config, number, self.world):
+            scalars = train_step(state, batches, self.stop_wanted)
+        self.tokens += self.batch.tokens
+        self.ledger.add(state, scalars, batches, self.tokens, self.loader)
+
+    def read_back(self, everything: bool = False) -> None:
+        """Logs the steps whose numbers have arrived, or all of them."""
+        for step, seconds in self.ledger.read_back(everything):
+            self.adaptation.timed(step, seconds)
+
+    def adapt(self) -> None:
+        """Takes up another schedule or other codecs, where their measurement has come so far."""
+        if self.adaptation.schedule_due() and self.state.step < self.config.run.steps and not self.ledger.stop:
+            self.watchdog.enter(SCHEDULE, self.state.step)
+            self.read_back(everything=True)
+            before = self.batch
+            self.state, self.batch = self.adaptation.change_schedule(
+                self.state, before, self.save_now, self.checkpointer
+            )
+            if self.batch != before:
+                self.loader.close()
+                self.loader = self.load_from(self.loader.position)
+        elif self.adaptation.codecs_due(self.state.step):
+            self.read_back(everything=True)
+            self.adaptation.change_codecs(self.state)
+
+    def evaluate_if_due(self) -> None:
+        """Mean loss on the held-out sequences, the same ones every time and under every plan."""
+        step, every = self.state.step, self.config.eval.every
+        if not every or (step % every and step < self.config.run.steps) or self.ledger.stop:
+            return
+        self.read_back(everything=True)
+        self.watchdog.enter(EVALUATING, step)
+        batches = eval_batches(
+            self.corpus.eval,
+            self.config.eval.sequences,
+            self.batch.micro_size,
+            self.world.data.get_local_rank(),
+            self.state.plan.dp,
+            mask_documents=self.config.data.mask_documents,
+            device=self.world.device,
+        )
+        loss = evaluate(self.state, batches).item()
+        self.ledger.log.evaluation({"step": step, "tokens": self.tokens, "eval_loss": loss})
+
+    def save_if_due(self) -> None:
+        """Saves every `checkpoint.every` steps; the last step is saved at the end."""
+        step, every = self.state.step, self.config.checkpoint.every
+        if every and step % every == 0 and step < self.config.run.steps and not self.ledger.stop:
+            self.save()
+
+    def save(self, wait: bool = False) -> None:
+        """Hands the state to the checkpointer, which writes while training goes on, unless it is to `wait`."""
+        self.read_back(everything=True)
+        self.watchdog.enter(SAVING, self.state.step)
+        progress = Progress(self.loader.position, self.tokens, self.ledger.skipped)
+        self.checkpointer.save(self.state.step, *contents(self.state, self.batch, progress, self.start), wait=wait)
+
+    def save_now(self) -> bool:
+        """Saves the present step, unless that has been done, and says whether its checkpoint is there."""
+        self.checkpointer.wait()
+        if self.checkpointer.saved_step != self.state.step:
+            self.save(wait=True)
+        self.report_saves()
+        return self.checkpointer.saved_step == self.state.step
+
+    def save_at_end(self) -> bool:
+        """The last save, where one is wanted; False where it failed."""
+        if not (self.ledger.stop or self.config.checkpoint.at_end) or self.save_now():
+            return True
+        text = f"{self.folder}: the last checkpoint, of step {self.state.step}, could not be written"
+        print(text, file=sys.stderr, flush=True)
+        return False
+
+    def report_saves(self) -> None:
+        """Prints what became of saves in the background."""
+        for text in self.checkpointer.poll():
+            self.ledger.log.event(text)
+
+    def wish_stop(self) -> None:
+        """Lets the run end after the present step, with a checkpoint."""
+        self.stop_wanted = True
+
+    def load_from(self, position: int) -> Loader:
+        """The training data from sample `position` on."""
+        return Loader(
+            self.corpus.train,
+            self.batch,
+            self.world.data.get_local_rank(),
+            self.state.plan.dp,
+            seed=self.config.run.seed,
+            position=position,
+            mask_documents=self.config.data.mask_documents,
+            prefetch=self.config.data.prefetch,
+            device=self.world.device,
+        )
+
+    def describe_run(self) -> None:
+        """Prints what is about to be trained, and leaves settings and tokenizer in the run folder."""
+        config, state, world = self.config, self.state, self.world
+        feedback = max(world.gather(state.compression.feedback_bytes))
+        states = fullest_rank(
+            config, state.spec, state.plan, state.pipeline, self.batch, state.compression.once, feedback
+        )
+        if world.rank != 0:
+            return
+        if config.logging.console != "none":
+            print_start(config, state.spec, state.plan, state.pipeline, self.batch, states, self.corpus, world)
+        self.corpus.tokenizer.save(self.folder / "tokenizer")
+        (self.folder / "config.yaml").write_text(to_yaml(config))
