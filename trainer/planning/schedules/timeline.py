@@ -34,7 +34,8 @@ def idle(spans: Iterable[Span], makespan: float) -> list[tuple[float, float]]:
 def measure(ranks: Timeline, makespan: float | None = None) -> tuple[float, float, tuple[float, ...]]:
     """A timeline's makespan in seconds (at least `makespan`), its bubble (the mean over ranks), and each rank's bubble.
 
-    Bubbles are shares of the makespan, 0 to 1."""
+    Bubbles are shares of the makespan, 0 to 1.
+    """
     makespan = max([makespan or 0.0, *(span.end for spans in ranks for span in spans)])
     bubbles = tuple(
         sum(length for _, length in idle(spans, makespan)) / makespan if makespan else 0.0 for spans in ranks
