@@ -15,7 +15,7 @@ from support.launch import WORKERS, launch
 
 from trainer.checkpointing import checkpointer as state
 from trainer.checkpointing import manifest
-from trainer.checkpointing.checkpointer import Checkpointer, assign_writers, load, read_tensors
+from trainer.checkpointing.checkpointer import Checkpointer, assign_writers, load_tensors, read_tensors
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest, step_folder, verify
 from trainer.checkpointing.resume import find_start
 from trainer.checkpointing.retention import find_newest, find_resume, steps_to_keep
@@ -50,7 +50,7 @@ def test_reshards_between_layouts_and_world_sizes(tmp_path):
         whole = read_tensors(path)
         assert whole.keys() == expected().keys()
         tensors = {name: torch.full_like(value, 7) for name, value in expected().items()}
-        load(path, tensors)
+        load_tensors(path, tensors)
         for name, value in expected().items():
             assert torch.equal(whole[name], value) and whole[name].dtype == value.dtype
             assert torch.equal(tensors[name], value)
@@ -256,13 +256,13 @@ def test_mismatching_tensors_are_named(tmp_path):
     tensors = {"a": torch.zeros(4), "b": torch.zeros(2, 2, dtype=torch.bfloat16)}
     tensors |= {f"new{i}": torch.zeros(1) for i in range(5)}
     with pytest.raises(ConfigError) as error:
-        load(tmp_path / "step-00000001", tensors)
+        load_tensors(tmp_path / "step-00000001", tensors)
     missing, differing = error.value.problems
     assert "5 of 7 tensors are not in the checkpoint: new0, new1, new2, ..." in missing
     assert "a (torch.float32 [3] there, torch.float32 [4] here)" in differing and "b (torch.float32" in differing
     assert not tensors["a"].any() and not tensors["b"].any()
     only_a = {"a": torch.zeros(3)}
-    load(tmp_path / "step-00000001", only_a)
+    load_tensors(tmp_path / "step-00000001", only_a)
     assert only_a["a"].all()
     assert read_tensors(tmp_path / "step-00000001", ["b"]).keys() == {"b"}
     with pytest.raises(ConfigError, match="has no tensor c"):

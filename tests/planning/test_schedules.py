@@ -17,10 +17,10 @@ from trainer.config import ConfigError
 from trainer.planning.cost.stages import StageCosts
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.greedy import fits, least_cap, list_schedule
-from trainer.planning.schedules.ir import Action, Schedule, dumps, flat, loads, parse
+from trainer.planning.schedules.ir import Action, Schedule, dumps, loads, parse_action, split_overlaps
 from trainer.planning.schedules.lower import input_of, lower, lower_all, replay
 from trainer.planning.schedules.simulate import simulate
-from trainer.planning.schedules.templates import TEMPLATES, build_schedule, forward_only, greedy, place
+from trainer.planning.schedules.templates import TEMPLATES, build_schedule, forward_only, greedy, place_stages
 from trainer.planning.schedules.validate import peak_activations, validate
 
 SPLITTING = [name for name, template in TEMPLATES.items() if template.splits]
@@ -67,14 +67,14 @@ def excess(schedule: Schedule) -> float:
 def from_torch(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> tuple[tuple[Action, ...], ...]:
     """What torch's own template computes; some list idle slots and the reduction of gradients too."""
     rows = [
-        [parse(str(action)) for action in row if action is not None]
+        [parse_action(str(action)) for action in row if action is not None]
         for row in get_schedule_ops(name, ranks, microbatches, chunks)
     ]
     return tuple(tuple(action for action in row if action.kind not in ir.PARAMETERS) for row in rows)
 
 
 def schedule(*lines: str, placement: tuple[int, ...] = (0, 1), microbatches: int = 1) -> Schedule:
-    return Schedule("test", tuple(tuple(map(parse, line.split())) for line in lines), placement, microbatches)
+    return Schedule("test", tuple(tuple(map(parse_action, line.split())) for line in lines), placement, microbatches)
 
 
 # Notation and files
@@ -99,8 +99,8 @@ def schedule(*lines: str, placement: tuple[int, ...] = (0, 1), microbatches: int
     ],
 )
 def test_notation_is_torchs(text):
-    assert str(parse(f" {text} ")) == text == str(torch_schedules._Action.from_str(text))
-    assert [part.stage for part in flat([parse(text)])] == [
+    assert str(parse_action(f" {text} ")) == text == str(torch_schedules._Action.from_str(text))
+    assert [part.stage for part in split_overlaps([parse_action(text)])] == [
         part.stage_index
         for part in torch_schedules._Action.from_str(text).sub_actions or [torch_schedules._Action.from_str(text)]
     ]
@@ -126,13 +126,13 @@ def test_notation_is_torchs(text):
 )
 def test_what_is_no_action_is_refused(text):
     with pytest.raises(ConfigError, match="is not an action; legal: .*2F0"):
-        parse(text)
+        parse_action(text)
 
 
 @pytest.mark.parametrize("text", ["(7B3;0F7)OVERLAP_F_B", "(0F7;7W3)OVERLAP_F_B", "(0F7;1F3)OVERLAP_F_B"])
 def test_only_a_forward_and_a_backward_overlap(text):
     with pytest.raises(ConfigError, match="overlaps .* with .*; legal: a forward with a backward"):
-        parse(text)
+        parse_action(text)
 
 
 @settings(max_examples=40, deadline=None)
@@ -286,7 +286,7 @@ CAPS = {
 def test_every_template_is_valid_within_its_memory(built):
     cap = CAPS.get(built.name, lambda p, m: m)(built.ranks, built.microbatches)
     assert validate(built, cap=cap) == []
-    kinds = {action.kind for order in built.orders for action in flat(order)}
+    kinds = {action.kind for order in built.orders for action in split_overlaps(order)}
     if built.name not in SPLITTING:
         assert kinds == {"F", "B"}
     elif built.name != "dualpipe_v" or built.microbatches >= 2 * built.ranks:
@@ -358,9 +358,9 @@ def test_one_rank_takes_one_micro_batch_after_the_other():
 
 
 def test_a_wave_turns_at_the_ends():
-    assert place(4, 2, "loop") == (0, 1, 2, 3, 0, 1, 2, 3)
-    assert place(4, 2, "v") == (0, 1, 2, 3, 3, 2, 1, 0)
-    assert place(2, 3, "v") == (0, 1, 1, 0, 0, 1)
+    assert place_stages(4, 2, "loop") == (0, 1, 2, 3, 0, 1, 2, 3)
+    assert place_stages(4, 2, "v") == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert place_stages(2, 3, "v") == (0, 1, 1, 0, 0, 1)
     assert all(build_schedule(name, 3, 6).placement == (0, 1, 2, 2, 1, 0) for name in V_SHAPED)
 
 
@@ -436,7 +436,7 @@ def uneven(draw, most_ranks: int = 5):
         transfer=draw(st.sampled_from((0.0, 0.2))),
         host=draw(st.sampled_from((0.0, 0.01))),
     )
-    return costs, place(ranks, chunks, style), draw(st.integers(1, 8))
+    return costs, place_stages(ranks, chunks, style), draw(st.integers(1, 8))
 
 
 @settings(max_examples=60, deadline=None)
@@ -469,7 +469,7 @@ def test_list_scheduling_splits_within_the_least_cap_and_above(case, room):
 
 def test_greedy_takes_full_backwards_where_splitting_does_not_pay_or_fit():
     def kinds(costs: StageCosts, cap: float) -> set[str]:
-        return {action.kind for order in greedy(costs, place(4, 1, "loop"), 8, cap).orders for action in order}
+        return {action.kind for order in greedy(costs, place_stages(4, 1, "loop"), 8, cap).orders for action in order}
 
     assert kinds(StageCosts.uniform(4), 4) == {"F", "I", "W"}
     assert kinds(StageCosts.uniform(4, b=1.2), 4) == {"F", "B"}  # as where a compiler makes one graph of both
@@ -526,14 +526,15 @@ def test_greedy_stays_steady_under_a_tight_cap(ranks, cap):
     """Taking whatever is ready loses more with every micro-batch; the order of a V schedule does not."""
     costs = StageCosts.uniform(2 * ranks, kept=1.0)
     few, many = (
-        simulate(greedy(costs, place(ranks, 2, "v"), m, cap), costs).makespan - 6 * m for m in (4 * ranks, 8 * ranks)
+        simulate(greedy(costs, place_stages(ranks, 2, "v"), m, cap), costs).makespan - 6 * m
+        for m in (4 * ranks, 8 * ranks)
     )
     assert few == many <= 4 * (ranks - 1)
 
 
 def test_lines_that_do_not_fit_the_cap_are_refused():
     costs = StageCosts.uniform(2)
-    lines = [[parse(text) for text in line.split()] for line in ("0F0 0F1 0I0 0I1", "1F0 1I0 1F1 1I1")]
+    lines = [[parse_action(text) for text in line.split()] for line in ("0F0 0F1 0I0 0I1", "1F0 1I0 1F1 1I1")]
     assert fits(lines, costs, (0, 1), 2.0) and fits(lines, costs, (0, 1), None) and not fits(lines, costs, (0, 1), 1.0)
     assert validate(list_schedule("lines", costs, (0, 1), 2, cap=2.0, lines=lines)[0]) == []
     with pytest.raises(ValueError, match="cannot be kept within a cap of 1"):
@@ -556,7 +557,7 @@ def test_patience_waits_for_what_is_due():
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.sampled_from(("loop", "v")), st.integers(0, 20))
 def test_forward_only_runs_on_any_placement(ranks, chunks, style, microbatches):
-    plan = forward_only(place(ranks, chunks, style), microbatches)
+    plan = forward_only(place_stages(ranks, chunks, style), microbatches)
     assert not plan.trains and validate(plan, trains=False) == []
     programs = lower_all(plan)
     assert replay(programs, plan.placement) == {}
@@ -571,7 +572,7 @@ def test_forward_only_runs_on_any_placement(ranks, chunks, style, microbatches):
     "ranks, chunks, style, wait", [(4, 1, "loop", 3), (4, 2, "loop", 3), (4, 2, "v", 6), (8, 4, "loop", 7)]
 )
 def test_forward_only_has_no_gaps(ranks, chunks, style, wait):
-    plan = forward_only(place(ranks, chunks, style), 4 * ranks)
+    plan = forward_only(place_stages(ranks, chunks, style), 4 * ranks)
     assert simulate(plan, StageCosts.uniform(plan.stages)).makespan == 4 * ranks * chunks + wait
 
 
@@ -595,7 +596,7 @@ def test_lowered_programs_cannot_deadlock(built, ahead, reduce, unshard):
     assert replay(programs, built.placement) == {}
     for rank, program in enumerate(programs):
         assert program == lower(built, rank, reduce, unshard, ahead)
-        assert [action for action in program if action.kind in ir.COMPUTE] == list(flat(built.orders[rank]))
+        assert [action for action in program if action.kind in ir.COMPUTE] == list(split_overlaps(built.orders[rank]))
 
 
 @settings(max_examples=40, deadline=None)
@@ -610,7 +611,8 @@ def test_greedy_schedules_lower_without_deadlock(case, ahead):
 def test_a_receive_is_a_circle_before_what_it_waits_for():
     """The work of the rank itself, or of two that each hold a receive and wait for the next work of the other."""
     itself = [
-        [parse(text) for text in line.split()] for line in ("0RECV_B0 0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
+        [parse_action(text) for text in line.split()]
+        for line in ("0RECV_B0 0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
     ]
     assert replay(itself, (0, 1)) == {0: 0, 1: 0}
     start = "0F0 0SEND_F0", "1RECV_F0 1F0"
@@ -620,7 +622,7 @@ def test_a_receive_is_a_circle_before_what_it_waits_for():
         ("0RECV_B0 0F1 0SEND_F1 0B0", "1B0 1SEND_B0 1RECV_F1 1F1"): True,
     }
     for lines, possible in ends.items():
-        programs = [[parse(text) for text in f"{first} {then}".split()] for first, then in zip(start, lines)]
+        programs = [[parse_action(text) for text in f"{first} {then}".split()] for first, then in zip(start, lines)]
         assert replay(programs, (0, 1)) == ({} if possible else {0: 2, 1: 2})
 
 
@@ -629,7 +631,7 @@ def test_a_receive_is_a_circle_before_what_it_waits_for():
 def test_receive_buffers_do_not_grow_with_micro_batches(name, ranks):
     def most(microbatches: int) -> int:
         plan = (
-            forward_only(place(ranks, 2, "v"), microbatches)
+            forward_only(place_stages(ranks, 2, "v"), microbatches)
             if name == "forward_only"
             else build_schedule(name, ranks, microbatches)
         )
@@ -689,13 +691,13 @@ def test_work_on_parameters():
 def test_communication_is_torchs(built):
     """The same sends and receives on each rank as torch derives, and in the same order on each directed edge."""
     compute = {
-        rank: [torch_schedules._Action.from_str(str(action)) for action in flat(order)]
+        rank: [torch_schedules._Action.from_str(str(action)) for action in split_overlaps(order)]
         for rank, order in enumerate(built.orders)
     }
     theirs = torch_schedules._add_send_recv(compute, built.placement.__getitem__, built.stages)
     for rank, program in enumerate(lower_all(built)):
         ours = [str(action) for action in program if action.kind in ir.COMMUNICATION]
-        torchs = [str(action) for action in theirs[rank] if parse(str(action)).kind in ir.COMMUNICATION]
+        torchs = [str(action) for action in theirs[rank] if parse_action(str(action)).kind in ir.COMMUNICATION]
         assert sorted(ours) == sorted(torchs)
         assert [text for text in ours if "SEND" in text] == [text for text in torchs if "SEND" in text]
 
@@ -703,11 +705,12 @@ def test_communication_is_torchs(built):
 def test_replay_finds_crossed_transfers_and_blocking_sends():
     """Receives out of the sender's order, and two ranks that each send before they post what the other sends."""
     crossed = [
-        [parse(text) for text in line.split()] for line in ("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 1F1")
+        [parse_action(text) for text in line.split()]
+        for line in ("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 1F1")
     ]
     assert replay(crossed, (0, 1)) == {0: 1, 1: 0}
     exchange = [
-        [parse(text) for text in line.split()]
+        [parse_action(text) for text in line.split()]
         for line in ("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1")
     ]
     assert replay(exchange, (0, 1)) == {0: 3, 1: 3}

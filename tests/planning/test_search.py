@@ -15,7 +15,7 @@ from trainer.planning.schedules import search as searching
 from trainer.planning.schedules.partition import balance, even, explicit, from_sizes, partition
 from trainer.planning.schedules.search import Space, bound, reorder, search
 from trainer.planning.schedules.simulate import simulate
-from trainer.planning.schedules.templates import TEMPLATES, build_schedule, place
+from trainer.planning.schedules.templates import TEMPLATES, build_schedule, place_stages
 from trainer.planning.schedules.validate import validate
 
 
@@ -76,7 +76,7 @@ def test_partition_breaks_ties_towards_equal_costs():
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(0.1, 3), min_size=4, max_size=8), st.floats(0, 6))
 def test_balancing_ranks_never_makes_the_largest_worse(seconds, head):
-    layers, placement = costs(seconds, head), place(2, 2, "v")
+    layers, placement = costs(seconds, head), place_stages(2, 2, "v")
     split = partition(layers, 4)
     balanced = partition(layers, 4, placement)
     least = min(largest_rank(layers, other, placement) for other in splits(len(seconds), 4))
@@ -90,7 +90,7 @@ def test_balancing_ranks_never_makes_the_largest_worse(seconds, head):
 
 def test_balancing_ranks_gives_the_rank_with_the_head_fewer_layers():
     """In a V the rank with the head holds the first layers too."""
-    layers, placement = costs([1.0] * 16, head=3.0), place(4, 2, "v")
+    layers, placement = costs([1.0] * 16, head=3.0), place_stages(4, 2, "v")
     balanced = partition(layers, 8, placement)
     assert largest_rank(layers, partition(layers, 8), placement) > 15.5
     assert largest_rank(layers, balanced, placement) == 15 and min(map(len, balanced)) >= 1
@@ -230,7 +230,7 @@ def test_a_greedy_choice_needs_a_file():
 
 @pytest.mark.parametrize("style, chunks", [("loop", 1), ("loop", 2), ("v", 2)])
 def test_between_steps_only_the_order_changes(style, chunks):
-    placement = place(2, chunks, style)
+    placement = place_stages(2, chunks, style)
     split = from_sizes([4, 4] if chunks == 1 else [3, 1, 2, 2])
     found = reorder(UNBALANCED, split, placement, 6, 1)
     assert (found.split, found.schedule.placement) == (split, placement)

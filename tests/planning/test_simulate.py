@@ -16,9 +16,9 @@ from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec
 from trainer.planning.cost.flops import flops_per_token, seen_keys
 from trainer.planning.cost.layers import layer_costs
 from trainer.planning.cost.stages import LayerCosts, StageCosts
-from trainer.planning.schedules.ir import Action, Schedule, parse
+from trainer.planning.schedules.ir import Action, Schedule, parse_action
 from trainer.planning.schedules.simulate import Simulation, held_change, simulate
-from trainer.planning.schedules.templates import build_schedule, forward_only, greedy, place
+from trainer.planning.schedules.templates import build_schedule, forward_only, greedy, place_stages
 
 SHAPES = [(1, 1), (1, 5), (2, 2), (2, 7), (4, 4), (4, 8), (8, 32)]
 LLAMA = ModelSpec(
@@ -32,7 +32,7 @@ LLAMA = ModelSpec(
 
 def schedule(*lines: str, placement: tuple[int, ...], microbatches: int) -> Schedule:
     return Schedule(
-        "test", tuple(tuple(parse(cell) for cell in line.split()) for line in lines), placement, microbatches
+        "test", tuple(tuple(parse_action(cell) for cell in line.split()) for line in lines), placement, microbatches
     )
 
 
@@ -126,7 +126,7 @@ def test_an_overlapped_pair_runs_one_after_the_other():
 def test_forward_only_schedules_hold_nothing():
     result = simulate(forward_only((0, 1, 1, 0), 5), replace(StageCosts.uniform(4), reduce=(9.0,) * 4))
     assert result.memory == (0.0, 0.0) and result.busy == (10.0, 10.0)
-    assert simulate(forward_only(place(4, 1, "loop"), 6), StageCosts.uniform(4)).makespan == 6 + 3
+    assert simulate(forward_only(place_stages(4, 1, "loop"), 6), StageCosts.uniform(4)).makespan == 6 + 3
 
 
 def test_split_backward_keeps_a_share_until_w():
@@ -229,7 +229,7 @@ def test_any_schedule_and_costs_equal_the_definition(data, ranks, layout, microb
         transfer=data.draw(st.floats(0, 1)),
         host=data.draw(st.floats(0, 0.5)),
     )
-    plan = greedy(StageCosts.uniform(stages), place(ranks, chunks, style), microbatches, None, split)
+    plan = greedy(StageCosts.uniform(stages), place_stages(ranks, chunks, style), microbatches, None, split)
     result = simulate(plan, costs)
     ends = reference(plan, costs)
     assert result.makespan == pytest.approx(max(ends.values()), rel=1e-12)

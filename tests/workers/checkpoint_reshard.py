@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from trainer.checkpointing.checkpointer import Checkpointer, load, read_tensors
+from trainer.checkpointing.checkpointer import Checkpointer, load_tensors, read_tensors
 from trainer.checkpointing.manifest import read_manifest, step_folder
 from trainer.checkpointing.retention import find_resume
 from trainer.config import CheckpointConfig, ConfigError
@@ -74,7 +74,7 @@ def reshard(folder, meshes):
             wanted = lay_out(values, meshes[target], fsdp=target in ("dp4", "hsdp"))
             tensors = lay_out(values, meshes[target], fsdp=target in ("dp4", "hsdp"))
             overwrite(tensors)
-            load(step_folder(path, 3), tensors)
+            load_tensors(step_folder(path, 3), tensors)
             check_equal(tensors, wanted, f"{source} -> {target}")
 
 
@@ -89,14 +89,14 @@ def stages(folder, rank):
     whole = read_tensors(step_folder(folder / "stages", 1))
     assert all(torch.equal(whole[f"stage{i}"], expected()["matrix"] + i) for i in (0, 1))
     other = {f"stage{1 - rank // 2}": torch.zeros_like(value)}
-    load(step_folder(folder / "stages", 1), other)
+    load_tensors(step_folder(folder / "stages", 1), other)
     assert torch.equal(other[f"stage{1 - rank // 2}"], expected()["matrix"] + (1 - rank // 2))
 
 
 def agreed_error(folder, rank):
     """A tensor that only one rank misses is everybody's error."""
     try:
-        load(step_folder(folder / "stages", 1), {"absent": torch.zeros(2)} if rank == 2 else {})
+        load_tensors(step_folder(folder / "stages", 1), {"absent": torch.zeros(2)} if rank == 2 else {})
     except ConfigError as error:
         assert "absent" in str(error)
     else:

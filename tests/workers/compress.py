@@ -36,7 +36,7 @@ from trainer.distributed.tensors import local
 from trainer.distributed.world import World
 from trainer.observe.sinks import Logger
 from trainer.parallel.compress.trial import STEPS as TIMED
-from trainer.parallel.compress.trial import Trial
+from trainer.parallel.compress.trial import CodecTrial
 from trainer.parity.compare import coarsest, compare, judge
 from trainer.parity.reference import reference
 from trainer.parity.watch import Watch
@@ -316,7 +316,10 @@ def whole_runs(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "no_codec", run(root / "other_plan", 7)
     yield "codec_again", run(root / "other_plan", 8, **other)
     measured: list[int] = []
-    advance, Trial.advance = Trial.advance, lambda trial, step: (measured.append(step), advance(trial, step))[1]
+    advance, CodecTrial.advance = (
+        CodecTrial.advance,
+        lambda trial, step: (measured.append(step), advance(trial, step))[1],
+    )
     yield "auto", run(root / "auto", 9, **hops(outer__codec="auto"))
     first, measured[:] = list(measured), []
     yield (
@@ -329,7 +332,7 @@ def whole_runs(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         run(root / "auto", 20, **{"parallel.zero.stage": 1}, **hops(inner__codec="auto"))
         | {"measured": list(measured)},
     )
-    Trial.advance = advance
+    CodecTrial.advance = advance
     yield (
         "plain",
         run(root / "plain", 1)
@@ -369,7 +372,7 @@ class Fixed:
 def decide(seconds: dict[str, float]) -> dict[str, Any]:
     """What a trial decides where steps of a candidate take so long on the last rank, and next to nothing on others."""
     hops, step, said = Fixed(), 10, None
-    trial = Trial(hops, step)
+    trial = CodecTrial(hops, step)
     while said is None:
         step += 1
         time = seconds[" ".join(sorted(hops.chosen[-1]))] if dist.get_rank() == RANKS - 1 else 1e-6

@@ -33,7 +33,7 @@ from trainer.parallel.pipeline.runtime import Runtime
 from trainer.planning.cost.stages import StageCosts
 from trainer.planning.schedules.ir import Schedule
 from trainer.planning.schedules.simulate import simulate
-from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy, place
+from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy, place_stages
 
 WIDTH, VOCABULARY, LAYERS = 6, 11, 16
 GPU = torch.cuda.is_available()
@@ -279,7 +279,7 @@ def schedules(ranks: int, counts: tuple[int, ...]):
                     continue
     for style in ("loop", "v"):
         costs = StageCosts.uniform(2 * ranks, f=1.0, i=1.3, w=0.6)
-        schedule = greedy(costs, place(ranks, 2, style), counts[0], cap=2.0 * ranks)
+        schedule = greedy(costs, place_stages(ranks, 2, style), counts[0], cap=2.0 * ranks)
         yield schedule
         yield merge_backward(schedule)
 
@@ -349,10 +349,10 @@ def parity(schedule: Schedule, channels: Channels | None, number: int) -> dict[s
 
 def numbers(out: Path) -> None:
     rank = dist.get_rank()
-    pipelines = {4: Channels(range(4), edges(place(4, 1, "loop")), DEVICE)}
+    pipelines = {4: Channels(range(4), edges(place_stages(4, 1, "loop")), DEVICE)}
     pair = [3, 1] if rank % 2 else [0, 2]
     pipelines[2] = Channels(pair, edges((0, 1)), DEVICE)
-    pipelines[4].extend(edges(place(4, 2, "loop")))
+    pipelines[4].extend(edges(place_stages(4, 2, "loop")))
     cases = [
         parity(schedule, channels, number)
         for ranks, channels in pipelines.items()
@@ -409,7 +409,7 @@ def numbers(out: Path) -> None:
 def synchronous(out: Path) -> None:
     """Every schedule, its evaluations too; a circle of ranks would wait until faulthandler says where."""
     ranks, results = dist.get_world_size(), []
-    channels = Synchronous(range(ranks), edges(place(ranks, 2, "loop")), DEVICE)
+    channels = Synchronous(range(ranks), edges(place_stages(ranks, 2, "loop")), DEVICE)
     for number, schedule in enumerate(schedules(ranks, (1, ranks, 2 * ranks + 1))):
         faulthandler.dump_traceback_later(60, exit=True)
         results.append(parity(schedule, channels, number))
@@ -529,8 +529,8 @@ def overheads(channels: Channels) -> tuple[float, float, float]:
 
 def bubbles(out: Path) -> None:
     """Balanced stages, a heavy head, and much attention, in seconds of a rank's share of the model."""
-    channels = Channels(range(4), edges(place(4, 2, "loop")), DEVICE)
-    channels.extend(edges(place(4, 2, "v")))
+    channels = Channels(range(4), edges(place_stages(4, 2, "loop")), DEVICE)
+    channels.extend(edges(place_stages(4, 2, "v")))
     unit, results = 0.012, []
     sleep, host, transfer = overheads(channels)
     for scenario, (f, i, w, head) in {
@@ -552,7 +552,9 @@ def bubbles(out: Path) -> None:
                 )
 
             schedule = (
-                greedy(costs(8), place(4, 2, "v"), 8, cap=8.0) if name == "greedy" else build_schedule(name, 4, 8)
+                greedy(costs(8), place_stages(4, 2, "v"), 8, cap=8.0)
+                if name == "greedy"
+                else build_schedule(name, 4, 8)
             )
             runtime = sleeping(schedule, costs(schedule.stages), channels)
             predicted = simulate(schedule, costs(schedule.stages, sleep, host=host, transfer=transfer))

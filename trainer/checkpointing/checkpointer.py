@@ -422,7 +422,7 @@ class HashingStream:
             self.error = self.error or error
 
 
-def load(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
+def load_tensors(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
     """Fills `tensors` in place from the checkpoint folder `path`, whatever plan saved it. All ranks call it together.
 
     Ranks may name different tensors; other tensors of the checkpoint are ignored. Raises ConfigError on every rank if

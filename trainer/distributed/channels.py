@@ -75,7 +75,7 @@ class Channels:
         self._store = dist.PrefixStore(f"pipeline/{next(_numbers)}", store or c10d_internals.default_store())
         self.failures = Failures(self._store)
         self._known: set[Edge] = set()
-        self._links: dict[Edge, _Link] = {}
+        self._links: dict[Edge, _EdgeEnd] = {}
         self._backends: list[Backend] = []
         self._receiving: set[Pending] = set()
         self.extend(edges)
@@ -89,7 +89,7 @@ class Channels:
         for edge in sorted(set(edges) - self._known):
             self._known.add(edge)
             if self.rank in edge:
-                self._links[edge] = _Link(self.connect(edge, "pipeline"))
+                self._links[edge] = _EdgeEnd(self.connect(edge, "pipeline"))
                 if self.rank == edge[0]:
                     self.send(torch.zeros(1, device=self.device), edge[1])
                     self.flush()
@@ -159,7 +159,7 @@ class Channels:
 
 
 @dataclass
-class _Link:
+class _EdgeEnd:
     """One end of an edge. Tags count its messages: gloo then matches them in order, as NCCL, which knows no tags,
     does."""
 

@@ -14,7 +14,7 @@ from trainer.planning.plan import Plan
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.ir import Schedule
 from trainer.planning.schedules.partition import even, explicit, partition
-from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy, place
+from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy, place_stages
 from trainer.planning.schedules.validate import validate
 
 
@@ -76,7 +76,7 @@ def check_pipeline(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> 
     if plan.pp == 1:  # the order of one rank's micro-batches is not worth a choice
         return (0,), build_schedule("1f1b", 1, batch.accumulation)
     if settings.schedule == "greedy":
-        schedule, placement = None, place(plan.pp, settings.chunks or 1, "v")
+        schedule, placement = None, place_stages(plan.pp, settings.chunks or 1, "v")
     else:
         schedule = named_schedule(settings, depth, plan, batch)
         placement = schedule.placement

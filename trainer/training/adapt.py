@@ -12,7 +12,7 @@ import torch.distributed as dist
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.manifest import step_folder
 from trainer.config import ConfigError
-from trainer.parallel.compress.trial import Trial
+from trainer.parallel.compress.trial import CodecTrial
 from trainer.planning.batch import BatchPlan
 from trainer.planning.pipeline import Pipeline
 from trainer.planning.schedules.search import Choice
@@ -96,9 +96,9 @@ class Adaptation:
             self.ledger.log.event(decided)
 
 
-def codec_trial(state: TrainState) -> Trial | None:
+def codec_trial(state: TrainState) -> CodecTrial | None:
     """The measurement for codec=auto, unless there is nothing to choose or the run has chosen before."""
-    return None if state.compression.decided else Trial(state.compression, state.step)
+    return None if state.compression.decided else CodecTrial(state.compression, state.step)
 
 
 def rebuild(old: TrainState, pipeline: Pipeline, checkpointer: Checkpointer) -> TrainState:

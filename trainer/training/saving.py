@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.checkpointing.checkpointer import load
+from trainer.checkpointing.checkpointer import load_tensors
 from trainer.checkpointing.manifest import read_manifest
 from trainer.checkpointing.resume import check_manifest, data_identity, find_start
 from trainer.config import Config
@@ -75,7 +75,7 @@ class Start:
 
 def restore(state: TrainState, path: Path, step: int, scaler: dict[str, Any]) -> None:
     """Fills `state` from the checkpoint `path` of `step`, written under any plan; `scaler`: the loss scale's state."""
-    load(path, state.tensors())
+    load_tensors(path, state.tensors())
     state.after_load()
     state.step = step
     state.scaler.load_state_dict(scaler)
@@ -88,7 +88,7 @@ def resume_error_feedback(state: TrainState, path: Path, manifest: dict[str, Any
     if not state.compression.resume(manifest.get("compression")):
         return not any(name.startswith("compression.") for name in manifest["tensors"])
     state.use_schedule(state.pipeline.schedule)
-    load(path, state.compression.tensors())
+    load_tensors(path, state.compression.tensors())
     return True
 
 

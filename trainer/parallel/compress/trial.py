@@ -19,7 +19,7 @@ MARGIN = 0.97
 """A candidate has to take at most this share of the time without it: quantisation is not free of noise."""
 
 
-class Trial:
+class CodecTrial:
     """The measurement of `compression`'s hops that are left to it, candidate by candidate: first none of them
     quantised."""
 

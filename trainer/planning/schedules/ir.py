@@ -76,17 +76,17 @@ class Schedule:
         return any(action.kind != "F" for order in self.orders for action in order)
 
 
-def flat(order: Iterable[Action]) -> Iterator[Action]:
+def split_overlaps(order: Iterable[Action]) -> Iterator[Action]:
     """The order with each OVERLAP_F_B replaced by its forward and its backward."""
     for action in order:
         yield from action.parts or (action,)
 
 
-def parse(text: str) -> Action:
+def parse_action(text: str) -> Action:
     """Reads one action in torch's notation. Raises `ConfigError` for anything else."""
     text = text.strip()
     if match := _OVERLAP.fullmatch(text):
-        forward, backward = map(parse, match.groups())
+        forward, backward = map(parse_action, match.groups())
         if forward.kind == "F" and backward.kind in ("I", "B"):
             return Action(-1, "OVERLAP_F_B", None, (forward, backward))
         raise ConfigError(
@@ -119,14 +119,14 @@ def loads(text: str, placement: tuple[int, ...] | None = None, name: str = "csv"
                 continue
             where = f"{name}, line {line}, cell {cell}"
             try:
-                action = parse(content)
+                action = parse_action(content)
             except ConfigError as error:
                 problems.append(f"{where}: {error}")
                 continue
             if action.kind in COMMUNICATION + PARAMETERS:
                 continue
             order.append(action)
-            for part in flat([action]):
+            for part in split_overlaps([action]):
                 first = held.setdefault(part.stage, (line, cell))
                 if placement is None and first[0] != line:
                     problems.append(
@@ -148,7 +148,7 @@ def loads(text: str, placement: tuple[int, ...] | None = None, name: str = "csv"
         )
     if problems:
         raise ConfigError(problems)
-    microbatches = 1 + max(action.microbatch or 0 for order in orders for action in flat(order))
+    microbatches = 1 + max(action.microbatch or 0 for order in orders for action in split_overlaps(order))
     return Schedule(
         name, tuple(orders), placement or tuple(held[stage][0] - 1 for stage in range(stages)), microbatches
     )

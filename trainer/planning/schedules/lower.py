@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from trainer.planning.schedules.ir import COMPUTE, Action, Schedule, flat
+from trainer.planning.schedules.ir import COMPUTE, Action, Schedule, split_overlaps
 
 SECONDS = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
 """How long actions take, for their order among ranks: a receive is posted before the action during which its data
@@ -66,7 +66,7 @@ class _Order:
 
     def __init__(self, schedule: Schedule, reduce: str = "last", unshard: bool = True, ahead: int = 1):
         self.placement, self.ahead = schedule.placement, ahead
-        self.orders = [list(flat(order)) for order in schedule.orders]
+        self.orders = [list(split_overlaps(order)) for order in schedule.orders]
         self.reads = [[_receive_of_input(action, self.placement) for action in order] for order in self.orders]
         self.read_at = {receive: place for reads in self.reads for place, receive in enumerate(reads)}
         self.parameters = [_work_on_parameters(order, reduce, unshard, ahead) for order in self.orders]

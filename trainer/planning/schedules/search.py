@@ -19,7 +19,7 @@ from trainer.planning.cost.stages import LayerCosts, StageCosts
 from trainer.planning.schedules.ir import Schedule
 from trainer.planning.schedules.partition import Split, even, improve, neighbours, partition
 from trainer.planning.schedules.simulate import Simulation, simulate
-from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy, place
+from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy, place_stages
 
 ConstantBytes = Callable[[Split, tuple[int, ...]], Sequence[float]]
 """From a split and its placement, bytes by rank that depend on no schedule: parameters, gradients, optimizer state."""
@@ -166,7 +166,7 @@ def search(
         layers = layers_for(samples_per_rank // count)
         for chunks in space.chunks:
             for style in ("loop", "v") if chunks > 1 else ("loop",):
-                placement = tuple(place(ranks, chunks, style))
+                placement = tuple(place_stages(ranks, chunks, style))
                 for split in splits(layers, placement):
                     setups.append(
                         Setup(

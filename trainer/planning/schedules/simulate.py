@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from trainer.planning.cost.stages import StageCosts
-from trainer.planning.schedules.ir import Action, Schedule, flat
+from trainer.planning.schedules.ir import Action, Schedule, split_overlaps
 
 
 class Span(NamedTuple):
@@ -74,7 +74,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
     """
     if costs.stages != schedule.stages:
         raise ValueError(f"costs of {costs.stages} stages for schedule {schedule.name} of {schedule.stages}")
-    orders = tuple(tuple(flat(order)) for order in schedule.orders)
+    orders = tuple(tuple(split_overlaps(order)) for order in schedule.orders)
     stages, count, placement = schedule.stages, schedule.microbatches, schedule.placement
     size, last, train = stages * count, stages - 1, schedule.trains
     held = {kind: [held_change(Action(stage, kind, 0), costs, train) for stage in range(stages)] for kind in "FIWB"}

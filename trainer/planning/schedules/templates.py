@@ -14,7 +14,7 @@ from typing import Literal
 from trainer.config import ConfigError
 from trainer.planning.cost.stages import StageCosts
 from trainer.planning.schedules.greedy import Line, fits, least_cap, list_schedule
-from trainer.planning.schedules.ir import Action, Schedule, flat
+from trainer.planning.schedules.ir import Action, Schedule, split_overlaps
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Template:
     """A schedule that can be built for any number of ranks.
 
     build: makes the schedule from ranks, micro-batches, chunks and group size (None for templates without groups).
-    placement: how stages lie on ranks, see `place`.
+    placement: how stages lie on ranks, see `place_stages`.
     chunks: legal numbers of stages per rank, the default first; None for any number, by default 2.
     splits: whether I and W are separate actions, so that linear layers have to defer weight gradients.
     groups: whether it has a group size.
@@ -35,7 +35,7 @@ class Template:
     groups: bool = False
 
 
-def place(ranks: int, chunks: int, style: Literal["loop", "v"]) -> tuple[int, ...]:
+def place_stages(ranks: int, chunks: int, style: Literal["loop", "v"]) -> tuple[int, ...]:
     """The placement: by stage, the rank that holds it.
 
     "loop" goes through the ranks again for each chunk. "v" turns at the ends, so that the stages on both sides of a
@@ -124,11 +124,11 @@ def greedy(
 def _lines_for(placement: tuple[int, ...], microbatches: int, backward: str) -> Iterator[list[Line]]:
     ranks = max(placement) + 1
     chunks = len(placement) // ranks
-    if placement == place(ranks, 2, "v"):
+    if placement == place_stages(ranks, 2, "v"):
         yield from (_wave(ranks, microbatches, block, backward) for block in BLOCKS)
-    if placement == place(ranks, chunks, "loop"):
+    if placement == place_stages(ranks, chunks, "loop"):
         yield _interleave(ranks, microbatches, chunks, max(1, min(ranks, microbatches)), backward)
-    if placement == place(ranks, 1, "loop"):
+    if placement == place_stages(ranks, 1, "loop"):
         yield _interleave(ranks, microbatches, 1, 1, backward, warmup=2)
 
 
@@ -136,13 +136,13 @@ def _gpipe(ranks: int, microbatches: int, chunks: int, group_size: int | None) -
     """GPipe: all forwards, then all backwards (Huang et al. 2018, arXiv 1811.06965). Activations of all micro-batches
     are held."""
     orders = tuple(tuple(Action(rank, kind, m) for kind in "FB" for m in range(microbatches)) for rank in range(ranks))
-    return Schedule("gpipe", orders, place(ranks, 1, "loop"), microbatches)
+    return Schedule("gpipe", orders, place_stages(ranks, 1, "loop"), microbatches)
 
 
 def _one_forward_one_backward(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
     """1F1B: a rank at distance d from the last holds d + 1 micro-batches (Narayanan et al. 2019)."""
     lines = _interleave(ranks, microbatches, 1, 1, "B")
-    return Schedule("1f1b", tuple(map(tuple, lines)), place(ranks, 1, "loop"), microbatches)
+    return Schedule("1f1b", tuple(map(tuple, lines)), place_stages(ranks, 1, "loop"), microbatches)
 
 
 def _interleaved(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
@@ -153,7 +153,7 @@ def _interleaved(ranks: int, microbatches: int, chunks: int, group_size: int | N
     `group_size` or more micro-batches and are as equal as possible, so that any number of micro-batches is legal.
     Larger groups hold more activations, and leave more time for transfers."""
     lines = _interleave(ranks, microbatches, chunks, group_size or ranks, "B")
-    return Schedule("interleaved", tuple(map(tuple, lines)), place(ranks, chunks, "loop"), microbatches)
+    return Schedule("interleaved", tuple(map(tuple, lines)), place_stages(ranks, chunks, "loop"), microbatches)
 
 
 def _interleave(
@@ -189,7 +189,7 @@ def _zero_bubble(name: str, warmup: int) -> Callable[[int, int, int, int | None]
 
     def build(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
         lines = _interleave(ranks, microbatches, 1, 1, "I", warmup)
-        return _fill(name, place(ranks, 1, "loop"), microbatches, lines, warmup * (ranks - 1) + 1)
+        return _fill(name, place_stages(ranks, 1, "loop"), microbatches, lines, warmup * (ranks - 1) + 1)
 
     return build
 
@@ -240,7 +240,7 @@ def _wave_schedule(name: str, memory: Callable[[int], int]) -> Callable[[int, in
     """The V schedule of the smallest bubble within `memory(ranks)` micro-batches' activations."""
 
     def build(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
-        costs, placement, cap = _unit_costs(2 * ranks), place(ranks, 2, "v"), 2 * memory(ranks)
+        costs, placement, cap = _unit_costs(2 * ranks), place_stages(ranks, 2, "v"), 2 * memory(ranks)
         lines = next(
             lines for block in BLOCKS if fits(lines := _wave(ranks, microbatches, block, "I"), costs, placement, cap)
         )
@@ -287,7 +287,7 @@ def _dualpipe_v(ranks: int, microbatches: int, chunks: int, group_size: int | No
             order += steps.weight(), steps.backward(0, split=True)
         order += [steps.weight() for _ in range(rank + 1)]
         orders.append(tuple(kept for action in order for kept in _within(action, microbatches)))
-    return Schedule("dualpipe_v", tuple(orders), place(ranks, 2, "v"), microbatches)
+    return Schedule("dualpipe_v", tuple(orders), place_stages(ranks, 2, "v"), microbatches)
 
 
 class _DualPipeSteps:
@@ -319,7 +319,7 @@ def _overlap(forward: Action, backward: Action) -> Action:
 
 def _within(action: Action, microbatches: int) -> tuple[Action, ...]:
     """The action, if its micro-batch exists; of an overlapped pair the parts whose micro-batch exists."""
-    kept = tuple(part for part in flat([action]) if part.microbatch in range(microbatches))
+    kept = tuple(part for part in split_overlaps([action]) if part.microbatch in range(microbatches))
     return (action,) if action.parts and kept == action.parts else kept
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.planning.schedules.ir import COMPUTE, parse
+from trainer.planning.schedules.ir import COMPUTE, parse_action
 from trainer.planning.schedules.simulate import Span
 from trainer.util.files import write_atomic
 
@@ -86,7 +86,7 @@ def read_timeline(path: Path) -> tuple[tuple[tuple[Span, ...], ...], float]:
 
 def _span(entry: Any, where: str) -> Span:
     try:
-        span = Span(parse(entry["action"]), float(entry["start"]), float(entry["end"]))
+        span = Span(parse_action(entry["action"]), float(entry["start"]), float(entry["end"]))
     except (ConfigError, KeyError, TypeError, ValueError):
         raise ConfigError(
             f"{where}: {json.dumps(entry)} is no action with start and end; the file is damaged"

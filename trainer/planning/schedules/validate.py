@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.planning.schedules.ir import COMPUTE, Action, Schedule, flat
+from trainer.planning.schedules.ir import COMPUTE, Action, Schedule, split_overlaps
 from trainer.planning.schedules.lower import lower_all, replay
 
 
@@ -23,7 +23,7 @@ def _held(order: tuple[Action, ...]) -> Iterator[tuple[int, Action, int]]:
     """After each action: its index in the order, the action, and how many stage activations are then held."""
     count = 0
     for index, whole in enumerate(order):
-        for action in flat([whole]):
+        for action in split_overlaps([whole]):
             count += {"F": 1, "I": 0, "W": -1, "B": -1}[action.kind]
             yield index, whole, count
 
@@ -74,7 +74,7 @@ def _miscounted(schedule: Schedule, trains: bool) -> Iterator[str]:
     for rank, order in enumerate(schedule.orders):
         for index, whole in enumerate(order):
             where = _where(rank, index, whole)
-            for action in flat([whole]):
+            for action in split_overlaps([whole]):
                 stage, microbatch = action.stage, action.microbatch
                 if action.kind not in COMPUTE:
                     yield f"{where}: {action.kind} is no compute action; legal: {', '.join(COMPUTE)} and OVERLAP_F_B"
@@ -110,11 +110,14 @@ def _stuck(schedule: Schedule) -> list[str]:
     for rank, position in replay(programs, schedule.placement).items():
         action = programs[rank][position]
         done = sum(earlier.kind in COMPUTE for earlier in programs[rank][:position])
-        whole = [(index, whole) for index, whole in enumerate(schedule.orders[rank]) for _ in flat([whole])][done]
+        order = schedule.orders[rank]
+        computations = [(index, whole) for index, whole in enumerate(order) for _ in split_overlaps([whole])]
         what = (
             f"the output of stage {action.stage - 1}"
             if action.kind == "F"
             else f"the gradient from stage {action.stage + 1}"
         )
-        problems.append(f"{_where(rank, *whole)}: waits for ever for {what}, micro-batch {action.microbatch}")
+        problems.append(
+            f"{_where(rank, *computations[done])}: waits for ever for {what}, micro-batch {action.microbatch}"
+        )
     return problems
