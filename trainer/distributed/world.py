@@ -6,6 +6,7 @@ import datetime
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -47,20 +48,31 @@ class World:
     """After which communication fails on its own. It has to outlast what a rank may keep the others waiting for, such
     as compiling."""
 
-    @property
-    def pipeline(self) -> list[int]:
-        """The global ranks of this rank's pipeline, in order of their place in it."""
-        return self.mesh["pp"].mesh.flatten().tolist()
+    @cached_property
+    def dimensions(self) -> dict[str, DeviceMesh]:
+        """The dimensions of the mesh by name, each as a mesh of its own. Kept, because slicing the mesh takes host time
+        that a step would feel."""
+        return {name: self.mesh[name] for name in self.mesh.mesh_dim_names}
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """This rank's coordinate in each dimension of the mesh."""
+        return {name: dimension.get_local_rank() for name, dimension in self.dimensions.items()}
 
     def place(self, name: str) -> int:
         """This rank's coordinate in a dimension of the mesh."""
-        return self.mesh[name].get_local_rank()
+        return self.places[name]
+
+    @property
+    def pipeline(self) -> list[int]:
+        """The global ranks of this rank's pipeline, in order of their place in it."""
+        return self.dimensions["pp"].mesh.flatten().tolist()
 
     @property
     def speaks_for_data(self) -> bool:
         """Whether this rank is the one that counts its data-parallel rank's batch, which the ranks of all other
         dimensions share."""
-        return all(self.place(name) == 0 for name in self.mesh.mesh_dim_names if name not in ("replicate", "shard"))
+        return all(place == 0 for name, place in self.places.items() if name not in ("replicate", "shard"))
 
     def sum_all(self, values: torch.Tensor) -> torch.Tensor:
         """Sums `values` in place over all ranks; every rank gets the same bits."""

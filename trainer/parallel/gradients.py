@@ -51,7 +51,7 @@ class SharedParameters:
     @torch.no_grad()
     def sum(self) -> None:
         """Makes every gradient whole, in place."""
-        tensor = self.world.mesh["tp"]
+        tensor = self.world.dimensions["tp"]
         if tensor.size() > 1:
             sum_flat(
                 [local(parameter.grad) for parameter in self.parameters.values() if not is_split(parameter)],

@@ -60,7 +60,7 @@ def parallelize(
     apply_recompute(model, config.activation)
     if config.compile:
         compile_layers(model, deferred is not None)
-    tensor.split(model, world.mesh["tp"])
+    tensor.split(model, world.dimensions["tp"])
     engine.shard(model)
     engine.materialize(model)
     keep_buffers(model, world.device)

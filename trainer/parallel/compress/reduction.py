@@ -274,7 +274,7 @@ class Compression:
         self.scatter_links = _links(scattered, world, "shard")
         self.reduce_links = _links(reduced, world, "replicate")
         self.whole_scatter, self.whole_reduce = (
-            Link(route.hops[-1][0], world.mesh[name].get_group(), None) if route else None
+            Link(route.hops[-1][0], world.dimensions[name].get_group(), None) if route else None
             for route, name in ((scattered, "shard"), (reduced, "replicate"))
         )
         links = [*self.scatter_links, *self.reduce_links]
@@ -409,7 +409,7 @@ def _links(route: Route | None, world: World, name: str) -> list[Link]:
     if route is None:
         return []
     if len(route.hops) == 1:
-        return [Link(route.hops[0][0], world.mesh[name].get_group(), None)]
+        return [Link(route.hops[0][0], world.dimensions[name].get_group(), None)]
     within = [part for group in route.groups for part in group]
     between = [ranks for group in route.groups for ranks in zip(*group)]
     return [Link(kind, _group(members, world), None) for (kind, _), members in zip(route.hops, (within, between))]

@@ -182,7 +182,7 @@ class FlatZero(Zero):
             module,
             shadows,
             [list(shadows.values())],
-            ModelParallel(world) if world.mesh["pp"].size() * world.mesh["tp"].size() > 1 else None,
+            ModelParallel(world) if world.dimensions["pp"].size() * world.dimensions["tp"].size() > 1 else None,
         )
         self.masters = self.zero.single_partition_of_fp32_groups
         self.zero.check_grad_overflow |= self.zero.cpu_offload  # `force_overflow` would go unseen in fp32
@@ -309,19 +309,19 @@ class ModelParallel:
         return self.model.size()
 
     def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.world.mesh["tp"].get_group()
+        return self.world.dimensions["tp"].get_group()
 
     def get_tensor_model_parallel_rank(self) -> int:
         return self.world.place("tp")
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        return self.world.mesh["tp"].size()
+        return self.world.dimensions["tp"].size()
 
     def get_pipeline_model_parallel_rank(self) -> int:
         return self.world.place("pp")
 
     def get_pipeline_model_parallel_world_size(self) -> int:
-        return self.world.mesh["pp"].size()
+        return self.world.dimensions["pp"].size()
 
 
 class PartitionedZero(Zero):
