@@ -183,7 +183,7 @@ def test_wheel_ships_the_configurations(tmp_path):
     )
     assert built.returncode == 0, built.stderr[-3000:]
     site = tmp_path / "site"
-    with zipfile.ZipFile(next(tmp_path.glob("dist/trainer-*.whl"))) as wheel:
+    with zipfile.ZipFile(next(tmp_path.glob("dist/*.whl"))) as wheel:
         wheel.extractall(site)
     shipped = {path.relative_to(site / "trainer" / "configs") for path in site.rglob("*.yaml")}
     assert shipped == {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")}
