@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.schedules import merge_backward
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
@@ -604,7 +605,7 @@ def test_lowered_programs_cannot_deadlock(built, ahead, reduce, unshard):
 def test_greedy_schedules_lower_without_deadlock(case, ahead):
     plan = greedy(*case)
     assert replay(lower_all(plan, ahead=ahead), plan.placement) == {}
-    csv = loads(dumps(ir.merge_backward(plan)), placement=plan.placement)
+    csv = loads(dumps(merge_backward(plan)), placement=plan.placement)
     assert replay(lower_all(csv, ahead=ahead), plan.placement) == {}
 
 

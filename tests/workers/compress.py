@@ -360,7 +360,7 @@ def same(one: Path, other: Path) -> bool:
 class Fixed:
     """Stands for the hops that are left open."""
 
-    left_open, decided = {"inner", "outer"}, False
+    auto_hops, decided = {"inner", "outer"}, False
 
     def __init__(self) -> None:
         self.chosen: list[set[str]] = []

@@ -73,13 +73,13 @@ def run(case: Case, spec: ModelSpec, make: Make, worlds: Worlds, folder: Path) -
         evaluate(state, data)
     with torch.device("meta"):
         shapes = {name: info.shape for name, info in parameter_infos(make(spec, None)).items()}
-    pieces = [(piece, value) for piece, value in watch.pieces if piece.kind == "gradient 0"]
-    whole, differing = assemble(pieces, shapes)
+    gradients = [(box, value) for box, value in watch.boxes_held if box.kind == "gradient 0"]
+    whole, differing = assemble(gradients, shapes)
     state.close()
     return {
         "case": describe(case),
         "precision": case["precision"],
-        "differing": [piece.name for piece in differing],
+        "differing": [box.name for box in differing],
         "evaluated": evaluated,
         "loss": scalars["loss"].item(),
         "gradients": whole.get("gradient 0", {}),

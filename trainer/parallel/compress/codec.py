@@ -1,5 +1,4 @@
-"""Gradients as bytes: blockwise quantisation, in one format that torch writes and reads here and Triton kernels on
-GPUs.
+"""Blockwise quantisation of gradients, in one format that torch operators write on CPUs and Triton kernels on GPUs.
 
 A payload is bytes [rows, row_bytes]. A row is `[scales | codes]`: an fp32 scale for each block, filled up to a multiple
 of 16 bytes, then the blocks' codes. A block is `block` neighbouring elements of one parameter (its last block is filled
@@ -32,16 +31,16 @@ LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 BITS = {"bf16": 16, "int8": 8, "int4": 4, "fp8": 8}
 
 TINY = 1e-30
-"""Blocks whose largest magnitude is below are zero: their scale could not be inverted."""
+"""Blocks whose largest magnitude is smaller become zero: their scale could not be inverted."""
 
 
 @dataclass(frozen=True)
 class Codec:
     """How blocks become codes.
 
-    kind: bf16, int8, int4 or fp8 (e4m3); block: elements that share a scale; hadamard: blocks are rotated by
-    orthonormal Hadamard matrices of this size before (0: not), which spreads outliers; stochastic: codes are rounded up
-    or down at random such that their mean is the value."""
+    kind: bf16, int8, int4 or fp8 (e4m3). block: elements that share a scale. hadamard: the size of the orthonormal
+    Hadamard matrices by which blocks are rotated before, which spreads outliers; 0 for no rotation. stochastic: codes
+    are rounded up or down at random, such that their mean is the value."""
 
     kind: str
     block: int
@@ -53,7 +52,7 @@ class Codec:
         return self.kind in LARGEST
 
     def scale_bytes(self, blocks: int) -> int:
-        """Where a row's codes begin."""
+        """Bytes of a row's scales, after which its codes begin."""
         return -(-blocks // 4) * 16 if self.scaled else 0
 
     def row_bytes(self, blocks: int) -> int:
@@ -69,9 +68,9 @@ class Codec:
 class Blocks:
     """Where the blocks of a payload lie in a flat tensor.
 
-    segments: (offset, length), one after another; each is filled up to a multiple of `grain` (of `block`) and cut into
-    blocks. rows: of the payload; blocks are dealt to them in order, as many to each (`count`), with empty ones at the
-    end."""
+    segments: (offset, length) in the tensor, in order. Each is filled up to a multiple of `grain` (a multiple of
+    `block`) and cut into blocks. rows: of the payload. Every row gets `count` blocks, in order; the last ones may be
+    empty."""
 
     def __init__(
         self, segments: Sequence[tuple[int, int]], block: int, rows: int, device: torch.device, grain: int = 0
@@ -102,7 +101,7 @@ class Blocks:
         return blocks
 
     def scatter(self, blocks: Tensor, flat: Tensor) -> None:
-        """Writes blocks [rows, count, block] to where they lie."""
+        """Writes blocks [rows, count, block] to their places in a flat tensor."""
         for place, offset, length in self.places:
             flat[offset : offset + length] = blocks.view(-1)[place : place + length]
 
@@ -120,17 +119,19 @@ class Blocks:
 
 
 class ErrorFeedback:
-    """What quantisation has left out of earlier steps' gradients, to be added to the next (Seide et al., Interspeech
+    """Error feedback: the quantisation errors of earlier steps, added to the next gradient (Seide et al., Interspeech
     2014).
 
-    `classic` keeps all of it in fp32, so that what was sent in t steps is the sum of the gradients less what is kept
-    now. `average8` keeps a moving average in int8 with a scale a block, a quarter of the memory (LoCo, arXiv
-    2407.04480). Errors are kept in units of the gradient without the loss scale, rotated as the codec rotates. A step's
-    errors count from `end_step` on, which drops those of a step without an update."""
+    `classic` keeps the whole error in fp32: what t steps have sent is the sum of their gradients minus the error kept.
+    `average8` keeps a moving average of errors in int8 with a scale for each block, in a quarter of the memory (LoCo,
+    arXiv 2407.04480). Errors are kept in units of the gradient without the loss scale, rotated as the codec rotates.
+
+    kept: the errors that the next step adds. left: the errors of the step in progress. `end_step` makes them the kept
+    ones, unless the step's update was skipped."""
 
     DECAY = 0.8
     RESET = 1024
-    """average8: steps after which the average begins anew."""
+    """average8: the average is reset every so many steps."""
 
     def __init__(self, kind: str, blocks: Blocks):
         self.kind = kind
@@ -144,12 +145,12 @@ class ErrorFeedback:
         return torch.zeros(shape, dtype=torch.int8, device=device), torch.zeros(shape[:-1], device=device)
 
     def read(self) -> Tensor:
-        """The errors that are kept: [rows, count, block]."""
+        """The errors kept, in fp32: [rows, count, block]."""
         values = self.kept[0].float()
         return values if self.kind == "classic" else values * self.kept[1].unsqueeze(-1)
 
     def write(self, left: Tensor) -> None:
-        """Notes what a step has left out."""
+        """Takes the errors of the step in progress: [rows, count, block]."""
         if self.kind == "classic":
             self.left[0].copy_(left)
             return
@@ -159,7 +160,7 @@ class ErrorFeedback:
         self.left[1].copy_(scale)
 
     def end_step(self, found_inf: Tensor, step: int) -> None:
-        """After step number `step`: takes over what it left out, unless its update was skipped (a scalar, 0 or 1)."""
+        """After step number `step`: keeps its errors, unless its update was skipped (`found_inf`, a scalar, is 1)."""
         anew = self.kind == "average8" and step % self.RESET == 0
         for kept, left in zip(self.kept, self.left):
             kept.copy_(torch.where(found_inf > 0, kept, torch.zeros_like(left) if anew else left))
@@ -175,8 +176,8 @@ def pack(
 ) -> Tensor:
     """Encodes the blocks of a flat tensor of any float type: the payload [rows, row_bytes].
 
-    errors: of earlier steps, added first, and replaced; unit: the loss scale, a scalar tensor; seed: for stochastic
-    rounding."""
+    errors: those of earlier steps are added first; those of this step are written to it. unit: the loss scale, a scalar
+    tensor. seed: for stochastic rounding."""
     if flat.is_cuda:
         return triton_pack(codec, flat, blocks, errors, unit, seed)
     values = rotate(blocks.gather(flat).float(), codec.hadamard)
@@ -188,7 +189,8 @@ def pack(
 
 
 def unpack(codec: Codec, payload: Tensor, blocks: Blocks, flat: Tensor) -> None:
-    """Sums over senders what they encoded, payload [senders, rows, row_bytes], and writes it to its place in `flat`."""
+    """Decodes a payload [senders, rows, row_bytes], sums it over senders, and writes the sum to its places in
+    `flat`."""
     if flat.is_cuda:
         triton_unpack(codec, payload, blocks, flat)
     else:
@@ -239,9 +241,9 @@ def _form(codec: Codec, blocks: Blocks) -> quantize.Form:
 
 
 def encode(codec: Codec, blocks: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Quantises blocks [rows, count, block]; rotated where the codec says so.
+    """Quantises blocks [rows, count, block], which are rotated already if the codec rotates.
 
-    Returns the payload [rows, row_bytes] and what it leaves out, in fp32 and rotated: [rows, count, block].
+    Returns the payload [rows, row_bytes] and the quantisation error, in fp32 and rotated: [rows, count, block].
     """
     rows, count, block = blocks.shape
     payload = torch.zeros(rows, codec.row_bytes(count), dtype=torch.uint8, device=blocks.device)
@@ -269,8 +271,9 @@ def encode(codec: Codec, blocks: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]
 
 
 def decode(codec: Codec, payload: Tensor, count: int) -> Tensor:
-    """The sum over senders, in their order, of what they encoded: payload [senders, rows, row_bytes] -> fp32
-    [rows, count, block], still rotated."""
+    """Decodes a payload and sums it over senders, in their order, in fp32; still rotated.
+
+    payload [senders, rows, row_bytes] -> [rows, count, block]."""
     total = torch.zeros(payload.shape[1], count, codec.block, device=payload.device)
     for row in payload:
         scales, codes = codec.split(row, count)
@@ -288,14 +291,14 @@ def decode(codec: Codec, payload: Tensor, count: int) -> Tensor:
 
 
 def scale_of(blocks: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """The scale of each block and the factor that divides by it; NaN and 0 where a block is not finite."""
+    """The scale of each block and its inverse; NaN and 0 where a block is not finite."""
     magnitude = blocks.abs().amax(-1)
     scale = torch.where(magnitude < TINY, 0.0, magnitude * (1 / largest))
     return scale, torch.where(scale > 0, 1 / scale, 0.0)
 
 
 def factor(size: int) -> float:
-    """What makes the Hadamard matrix of this size orthonormal."""
+    """The factor that makes the Hadamard matrix of this size orthonormal."""
     return 1 / math.sqrt(size) if size else 1.0
 
 
@@ -319,8 +322,10 @@ def uniform(shape: Sequence[int], seed: int, device: torch.device) -> Tensor:
 
 
 def mixed(seed: int) -> int:
-    """31 bits in which close seeds are far from each other: positions are combined with them bit by bit, and would else
-    draw the same numbers in another order."""
+    """A hash of the seed, in 31 bits.
+
+    Positions are combined with it bit by bit. With the plain seed, seeds that differ in few bits would draw the same
+    numbers in another order."""
     return _finalised(seed & 0xFFFFFFFF) & 0x7FFFFFFF
 
 

@@ -1,7 +1,7 @@
-"""One hop of a reduction: ranks that exchange parts of a tensor, as bytes of a codec or as they are.
+"""One hop of a reduction: ranks that exchange parts of a tensor, encoded by a codec or in the tensor's own type.
 
-Parts are exchanged directly, all to all, and added up in fp32 in the order of ranks: each contribution is quantised
-once, where a ring would quantise partial sums again and again."""
+Encoded parts are exchanged by an all-to-all, and added up in fp32 in the order of ranks. So each contribution is
+quantised once, where a ring would quantise partial sums again and again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, pack, unpack
 
-# torch 2.13 has new names for these, and warns of the old ones, which are all that 2.11 has.
+# torch 2.13 renames these functions and warns of the old names; 2.11 has the old names only.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -22,7 +22,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class Link:
     """A group of ranks and how gradients travel between them.
 
-    kind: inner or outer; place: this rank's in the group; sent: bytes that this rank has sent since the last reset.
+    kind: inner or outer. sent: bytes that this rank has sent since the last reset.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Link:
     sent: int = 0
 
     def __post_init__(self) -> None:
-        self.size, self.place = self.group.size(), self.group.rank()
+        self.size = self.group.size()
 
     def scatter(
         self,
@@ -43,8 +43,10 @@ class Link:
         unit: Tensor | None = None,
         seed: int = 0,
     ) -> None:
-        """Reduce-scatter: the rows of `blocks` are dealt to the ranks in order; the sum over ranks of this one's goes
-        to `places` in `target`."""
+        """Reduce-scatter. The rows of `blocks` in `flat` go to the ranks in order; each rank sums up the rows it
+        receives.
+
+        places: where this rank's sum is written in `target`. errors, unit, seed: see `codec.pack`."""
         if self.codec is None:
             rows = blocks.gather(flat)
             total = rows.new_empty(places.rows, places.count, places.block)

@@ -1,9 +1,10 @@
-"""Reductions of gradients over the data-parallel ranks with quantised hops, in the places where FSDP reduces.
+"""Reductions of gradients over the data-parallel ranks with quantised hops, in place of FSDP's own reductions.
 
-FSDP hands over one flat buffer for each layer (and one for embedding, final norm and head): a row for each rank of the
-shard group, in it a piece of each parameter. `UnitMessage` says how it travels: a reduce-scatter within the shard
-group, then an all-reduce over replicas, each over one link or, where its group spans nodes, over two (Wang et al.,
-arXiv 2306.10209: an all-to-all over the ranks of all nodes would cross the network once for every rank of a node)."""
+FSDP passes one flat buffer for each unit: each layer, and embedding, final norm and head together. It has a row for
+each rank of the shard group, with that rank's shard of each parameter. `UnitMessage` reduces it: by a reduce-scatter
+within the shard group, then by an all-reduce over replicas. Each goes over one link or, where its group spans nodes,
+over two: an all-to-all over the ranks of all nodes would cross the network once for every rank of a node (Wang et al.,
+arXiv 2306.10209)."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ from trainer.precision.scaler import LossScale
 
 @dataclass
 class LinkUse:
-    """One use of a link: the blocks to send, where what arrives goes, and what earlier steps left out."""
+    """One use of a link in a reduction.
+
+    blocks: what is sent. places: where the received blocks are written. errors: what quantisation left out of earlier
+    steps, None without error feedback."""
 
     link: Link
     blocks: Blocks
@@ -40,11 +44,12 @@ class LinkUse:
 
 
 class CodedPath:
-    """The quantised parameters of a message on their way through `links`, first to last, and back again for an
-    all-reduce.
+    """The reduction of a message's quantised parameters over `links`: a reduce-scatter over the first link to the last
+    and, for an all-reduce, an all-gather over the last link to the first.
 
-    segments: where they lie in the message, in the order in which their blocks are dealt to `rows` ranks; parts: where
-    a rank's share goes in the result of a reduce-scatter; None for an all-reduce."""
+    segments: (offset, length) of the parameters in the message, in the order in which their blocks go to the `rows`
+    ranks. parts: (offset, length) in a reduce-scatter's result at which this rank's share is written; None for an
+    all-reduce."""
 
     def __init__(
         self,
@@ -60,7 +65,7 @@ class CodedPath:
         start = [Blocks(segments, size, rows, device, grain) for size in block]
         length = start[0].length
         self.length, self.device = length, device
-        self.there: list[LinkUse] = []
+        self.scatter_uses: list[LinkUse] = []
         left = rows
         for index, link in enumerate(links):
             blocks = start[0] if index == 0 else Blocks.dense(left, length, block[index], device)
@@ -71,15 +76,16 @@ class CodedPath:
                 if last_of_scatter
                 else Blocks.dense(left, length, block[index], device)
             )
-            self.there.append(LinkUse(link, blocks, places, _errors(link, feedback, blocks)))
-        self.back: list[LinkUse] = []
+            self.scatter_uses.append(LinkUse(link, blocks, places, _errors(link, feedback, blocks)))
+        self.gather_uses: list[LinkUse] = []
         if parts is None:
-            # What one link's codec has encoded stays so on the links after it: every rank decodes the same bytes.
+            # The first link of the all-gather that has a codec encodes; the links after it pass its bytes on, so that
+            # all ranks decode the same bytes.
             encoder = next(index for index in reversed(range(len(links))) if links[index].codec is not None)
             for index in reversed(range(len(links))):
                 blocks = Blocks.dense(left, length, block[encoder], device)
                 left *= links[index].size
-                self.back.append(
+                self.gather_uses.append(
                     LinkUse(
                         links[index],
                         blocks,
@@ -90,28 +96,30 @@ class CodedPath:
 
     @property
     def errors(self) -> Iterator[ErrorFeedback]:
-        return (step.errors for step in [*self.there, *self.back] if step.errors is not None)
+        return (use.errors for use in [*self.scatter_uses, *self.gather_uses] if use.errors is not None)
 
     def scatter(self, flat: Tensor, target: Tensor, unit: Tensor, seed: int) -> None:
-        """Reduce-scatter of `flat` into `target`; for an all-reduce, into this rank's share [length]."""
-        for step in self.there:
-            last = step is self.there[-1]
-            result = target if last else torch.empty(step.places.rows * self.length, device=self.device)
-            step.link.scatter(flat, step.blocks, result, step.places, step.errors, unit, seed)
+        """Reduce-scatter of `flat` into `target`, which for an all-reduce is this rank's share [length]."""
+        for use in self.scatter_uses:
+            last = use is self.scatter_uses[-1]
+            result = target if last else torch.empty(use.places.rows * self.length, device=self.device)
+            use.link.scatter(flat, use.blocks, result, use.places, use.errors, unit, seed)
             flat, seed = result, seed + 1
 
     def reduce(self, flat: Tensor, unit: Tensor, seed: int, common: int) -> None:
-        """All-reduce in place; all ranks get the same bits. common: a seed that all have: where the last link is not
-        quantised, ranks of several nodes encode the same values on the way back."""
+        """All-reduce in place; all ranks get the same bits.
+
+        common: a seed that is the same on all ranks. Where the last link is not quantised, several nodes encode the
+        same values before the all-gather, and have to round them alike."""
         share = torch.empty(self.length, device=self.device)
         self.scatter(flat, share, unit, seed)
         moving, codec = share.view(1, -1), None
-        for step in self.back:
-            if codec is None and step.link.codec is not None:
-                codec = step.link.codec
-                moving = pack(codec, moving.view(-1), step.blocks, step.errors, unit, common)
-            moving = step.link.gather(moving)
-        unpack(codec, moving.unsqueeze(0), self.back[-1].places, flat)
+        for use in self.gather_uses:
+            if codec is None and use.link.codec is not None:
+                codec = use.link.codec
+                moving = pack(codec, moving.view(-1), use.blocks, use.errors, unit, common)
+            moving = use.link.gather(moving)
+        unpack(codec, moving.unsqueeze(0), self.gather_uses[-1].places, flat)
 
 
 def _errors(link: Link, feedback: dict[str, str], blocks: Blocks) -> ErrorFeedback | None:
@@ -120,21 +128,23 @@ def _errors(link: Link, feedback: dict[str, str], blocks: Blocks) -> ErrorFeedba
 
 
 class UnitMessage:
-    """The gradients of one FSDP unit. FSDP's reduce-scatter (`set_custom_reduce_scatter`) and its hook after it
+    """The gradients of one FSDP unit, and how they are reduced.
+
+    The object is FSDP's custom reduce-scatter (`set_custom_reduce_scatter`); `reduce` is FSDP's all-reduce hook
     (`set_all_reduce_hook`)."""
 
-    def __init__(self, owner: Compression, number: int, pieces: dict[str, tuple[int, bool]]):
-        """pieces: of each parameter, its elements in a row and whether they may be quantised."""
-        self.owner, self.number, self.pieces = owner, number, pieces
+    def __init__(self, owner: Compression, number: int, parameters: dict[str, tuple[int, bool]]):
+        """parameters: by name, the elements in a row of the buffer, and whether they may be quantised."""
+        self.owner, self.number, self.parameters = owner, number, parameters
         self.coded, self.plain, self.chunk = [], [], 0
-        for length, quantised in pieces.values():
+        for length, quantised in parameters.values():
             (self.coded if quantised else self.plain).append((self.chunk, length))
             self.chunk += length
         self.partial: Tensor | None = None
         self.scatter_path = self.reduce_path = None
 
     def route(self) -> None:
-        """Lays out the paths for the codecs that the links have now."""
+        """Makes the paths for the codecs that the links have now."""
         owner, ranks = self.owner, self.owner.shards
         self.scatter_path = self.reduce_path = None
         if owner.coded(owner.scatter_links) and self._large(self.chunk * ranks):
@@ -157,7 +167,7 @@ class UnitMessage:
         return (errors for path in (self.scatter_path, self.reduce_path) if path is not None for errors in path.errors)
 
     def allocate(self, size: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a message or its result."""
+        """Memory for a message or its result; FSDP calls this."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -184,15 +194,15 @@ class UnitMessage:
 
     @torch.no_grad()
     def reduce(self, output: Tensor) -> None:
-        """All-reduce of [chunk] over replicas; before the last reduction of a step it is kept for that one."""
-        if output.is_cuda:  # FSDP lets go of it, where it adds or casts it, without waiting for this stream
+        """All-reduce of [chunk] over replicas. Before the last reduction of a step, `output` is only accumulated."""
+        if output.is_cuda:  # FSDP may free it, after adding or casting it, before this stream is done
             output.record_stream(torch.cuda.current_stream())
         if self.partial is not None:
             output += self.partial
             self.partial = None
         if not self.owner.last:
             self.partial = output.clone()
-            output.zero_()  # FSDP adds it to what it has
+            output.zero_()  # FSDP adds it to its gradient
             return
         if self.reduce_path is None:
             self.owner.whole_reduce.sum_plain(output)
@@ -224,7 +234,7 @@ class UnitMessage:
 
 
 def compression_of(settings: GradCommConfig, plan: Plan, world: World) -> Compression | Uncompressed:
-    """What happens to gradients on their way under `parallel.grad_comm`. All ranks call it together."""
+    """The compression of gradients that `parallel.grad_comm` asks for. All ranks call it together."""
     return Compression(settings, plan, world) if asked(settings) else Uncompressed()
 
 
@@ -232,7 +242,7 @@ class Uncompressed:
     """Stands for `Compression` where no hop has a codec: gradients travel as the engine sends them."""
 
     adds_replicas = once = False
-    decided, left_open = True, frozenset[str]()
+    decided, auto_hops = True, frozenset[str]()
     feedback_bytes, last = 0, True
 
     @property
@@ -254,11 +264,10 @@ class Uncompressed:
 
 
 class Compression:
-    """The quantised hops of a plan: their links, and the messages of this rank's stages. All ranks construct it
-    together.
+    """The quantised hops of a plan: their links, and the messages of this rank's stages.
 
-    `last` is set before every reduction: whether it is the stage's last in the step. `unit` is the step's loss scale,
-    which gradients are multiples of.
+    All ranks construct it together. last: set before every reduction; whether it is the stage's last in the step. unit:
+    the step's loss scale, by which gradients are multiplied.
     """
 
     adds_replicas = True
@@ -278,19 +287,19 @@ class Compression:
             for route, name in ((scattered, "shard"), (reduced, "replicate"))
         )
         links = [*self.scatter_links, *self.reduce_links]
-        self.left_open = {link.kind for link in links if getattr(settings, link.kind).codec == "auto"}
-        """Hops whose quantisation is decided by measurement."""
-        self.decided = not self.left_open
+        self.auto_hops = {link.kind for link in links if getattr(settings, link.kind).codec == "auto"}
+        """Kinds of hops with codec=auto, whose quantisation is decided by measurement."""
+        self.decided = not self.auto_hops
         self.choose(set())
 
     def choose(self, quantised: set[str]) -> None:
-        """Of the hops that are left open, from the next step on only these are quantised. What was left out before is
-        forgotten."""
+        """Of the hops with codec=auto, quantises only these from the next step on. Drops the errors kept by
+        feedback."""
         self.chosen = quantised
         for link in [*self.scatter_links, *self.reduce_links]:
             link.codec = (
                 resolve(getattr(self.settings, link.kind))
-                if link.kind in quantised or link.kind not in self.left_open
+                if link.kind in quantised or link.kind not in self.auto_hops
                 else None
             )
         for message in self.messages:
@@ -302,18 +311,19 @@ class Compression:
 
     @property
     def once(self) -> bool:
-        """Whether gradients are reduced once a step whatever the plan: each quantised reduction would add its error."""
+        """Whether gradients are reduced only once a step, whatever the plan: each quantised reduction would add an
+        error."""
         return self.coded(self.scatter_links)
 
     def attach(self, model: nn.Module, policies: dict[str, Policy]) -> None:
         """Takes over the reductions of a sharded model's units."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for unit in fsdp_units(model):
-            pieces = {
+            parameters = {
                 (name := names[id(parameter)]): (size, policies[name].quantise)
                 for parameter, size in sharded_sizes(unit)
             }
-            message = UnitMessage(self, len(self.messages), pieces)
+            message = UnitMessage(self, len(self.messages), parameters)
             message.route()
             self.messages.append(message)
             if self.scatter_links:
@@ -340,7 +350,7 @@ class Compression:
 
     @property
     def feedback_bytes(self) -> int:
-        """Bytes of what this rank keeps of earlier steps, those of the step in progress included."""
+        """Bytes of this rank's error feedback: errors of earlier steps, and of the step in progress."""
         return sum(
             tensor.nbytes
             for message in self.messages
@@ -349,9 +359,10 @@ class Compression:
         )
 
     def identity(self) -> dict[str, Any]:
-        """What the tensors of a checkpoint depend on, the same on all ranks, which call it together: pipeline ranks
-        have other messages each."""
-        everyone = gather(name_seed(0, json.dumps([message.pieces for message in self.messages])))
+        """What the meaning of `tensors` depends on. The same on all ranks, which call it together.
+
+        Ranks of a pipeline have different messages, so a hash of all ranks' messages is part of it."""
+        everyone = gather(name_seed(0, json.dumps([message.parameters for message in self.messages])))
         return json.loads(
             json.dumps(
                 {
@@ -370,7 +381,7 @@ class Compression:
         choices are open again. All ranks call it together."""
         if saved is None:
             return False
-        self.choose(set(saved["chosen"]) & self.left_open)
+        self.choose(set(saved["chosen"]) & self.auto_hops)
         if self.identity() != saved:
             self.choose(set())
             return False
@@ -378,7 +389,7 @@ class Compression:
         return True
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: the errors that this rank has kept."""
+        """What a checkpoint holds: the error feedback of this rank."""
         return {
             f"compression.{self.rank}.{message.number}.{index}.{part}": tensor
             for message in self.messages
@@ -387,7 +398,7 @@ class Compression:
         }
 
     def close(self) -> None:
-        """Ends the groups that only this object uses. All ranks call it together."""
+        """Destroys the process groups that only this object uses. All ranks call it together."""
         for links in (self.scatter_links, self.reduce_links):
             for link in links if len(links) > 1 else ():
                 dist.destroy_process_group(link.group)
@@ -397,7 +408,7 @@ class Compression:
 
 
 def resolve(hop: HopConfig) -> Codec | None:
-    """The codec of a hop; int8 for one that is left to measurement."""
+    """The codec of a hop; int8 for codec=auto, which is tried with and without it."""
     if hop.codec == "none":
         return None
     kind = "int8" if hop.codec == "auto" else hop.codec

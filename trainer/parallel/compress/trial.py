@@ -1,6 +1,6 @@
-"""codec=auto: steps are timed with and without quantised gradients, and what is faster stays.
+"""codec=auto: steps are timed with and without quantised gradients, and the faster way is kept.
 
-Only whole steps tell. Where gradients travel while backward computes, as on one node's links, fewer bytes save nothing.
+Whole steps are timed, not reductions: where gradients are sent while backward computes, fewer bytes may save nothing.
 """
 
 from __future__ import annotations
@@ -13,27 +13,26 @@ import torch.distributed as dist
 from trainer.parallel.compress.reduction import Compression
 
 STEPS = 3
-"""Steps that are timed of each candidate, after one that is not."""
+"""Steps timed with each candidate, after a first one that is not."""
 
 MARGIN = 0.97
-"""A candidate has to take at most this share of the time without it: quantisation is not free of noise."""
+"""A candidate is taken if a step takes at most this share of the time without quantisation, which costs accuracy."""
 
 
 class CodecTrial:
-    """The measurement of `compression`'s hops that are left to it, candidate by candidate: first none of them
-    quantised."""
+    """Times steps with each combination of quantised hops, of those with codec=auto; the first one quantises none."""
 
     def __init__(self, compression: Compression, step: int):
         self.compression = compression
-        left_open = sorted(compression.left_open)
+        auto_hops = sorted(compression.auto_hops)
         self.candidates = [
-            set(chosen) for count in range(len(left_open) + 1) for chosen in combinations(left_open, count)
+            set(chosen) for count in range(len(auto_hops) + 1) for chosen in combinations(auto_hops, count)
         ]
         self.seconds: list[list[float]] = []
         self._begin(step, self.candidates[0])
 
     def measured(self, step: int, seconds: float) -> None:
-        """A step has taken so long on this rank."""
+        """Notes the duration of a step on this rank."""
         if step > self.first:
             self.seconds[-1].append(seconds)
 
@@ -42,8 +41,9 @@ class CodecTrial:
         return step >= self.first + STEPS
 
     def advance(self, step: int) -> str | None:
-        """Goes on to the next candidate, or to the best, which is then returned in words. All ranks call it
-        together."""
+        """Goes on to the next candidate; after the last one chooses the best, and returns a message that says so.
+
+        All ranks call it together."""
         if len(self.seconds) < len(self.candidates):
             self._begin(step, self.candidates[len(self.seconds)])
             return None
@@ -54,13 +54,13 @@ class CodecTrial:
         best = best if times[best] <= MARGIN * times[0] else 0
         self.compression.choose(self.candidates[best])
         self.compression.decided = True
-        told = ", ".join(
+        listed = ", ".join(
             f"{' and '.join(sorted(chosen)) or 'none'} {seconds:.4g} s"
             for chosen, seconds in zip(self.candidates, times.tolist())
         )
         return (
             f"gradients: quantised hops {' and '.join(sorted(self.candidates[best])) or 'none'}; a step takes "
-            f"with {told}"
+            f"with {listed}"
         )
 
     def _begin(self, step: int, chosen: set[str]) -> None:
