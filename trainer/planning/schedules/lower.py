@@ -73,7 +73,7 @@ class _Order:
         self.programs: list[list[Action]] = [[] for _ in self.orders]
         self.places = [0] * len(self.orders)  # of the next compute action
         self.clocks = [0.0] * len(self.orders)  # when the last one ended
-        self.ends: dict[Action, float] = {}  # when a result was there, that of a B also as of an I
+        self.ends: dict[Action | None, float] = {}  # when a result was there, that of a B also as of an I
         self.unread: list[set[Action]] = [set() for _ in self.orders]  # receives posted, for actions to come
         self.sending: dict[int, Action] = {}  # by rank that has a result to send, the receive of it
         self.held: defaultdict[int, list[int]] = defaultdict(
