@@ -21,7 +21,7 @@ import torch.distributed
 PACKAGE = Path(__file__).parents[1] / "trainer"
 
 C10D = ("distributed/c10d_internals.py",)
-FSDP = ("parallel/fsdp_internals.py", "parallel/fsdp.py", "parallel/compress/reduction.py")
+FSDP = ("parallel/fsdp_internals.py",)
 DEEPSPEED = ("parallel/deepspeed/base.py", "parallel/deepspeed/engine.py")
 FULLY_SHARD = "torch/distributed/fsdp/_fully_shard"
 ZERO = "deepspeed/runtime"
@@ -77,7 +77,7 @@ PRIVATE = [
     Private("_foreach_norm _foreach_copy_", ("parallel/gradients.py",), "torch", "one kernel for many tensors"),
     Private(
         "_functorch _inductor _dynamo",
-        ("parallel/parallelize.py", "checkpointing/activation.py"),
+        ("parallel/parallelize.py", "checkpointing/activation.py", "model/compiled.py"),
         "torch",
         "settings of the compiler",
     ),

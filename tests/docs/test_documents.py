@@ -28,6 +28,7 @@ from trainer import cli, export, plot, sample
 from trainer.cluster.options import PreflightOptions
 from trainer.config import Config, ConfigError, options, typed
 from trainer.config.compose import CONFIGS
+from trainer.config.json_schema import json_schema
 from trainer.observe import metrics
 from trainer.parity import cli as parity
 from trainer.sweep import plan as sweep
@@ -222,8 +223,10 @@ def module(
 
 
 def train(words: list[str], world: int) -> None:
-    given = cli._parse(words)
-    if given.help is not None:
+    given = cli._parse(words[: words.index(">")] if ">" in words else words)
+    if given.schema is not None:
+        assert json_schema(given.schema)
+    elif given.help is not None:
         assert cli.help_text("run" if given.help == "SECTION" else given.help)
     elif given.multirun:
         sweep.make_trials(*sweep.expand(given.overrides, given.config_dir), given.config_dir, gpus=0)
