@@ -209,7 +209,8 @@ def columns(
 ) -> Sequence[Tensor]:
     """Products of one input with several matrices, column-parallel over `group` if one is given; see `Columns`.
 
-    Weights marked `dropped_after_use` get new memory for backward: torch's own product would save a view of the old.
+    The memory of weights marked `dropped_after_use` is freed after forward and allocated anew for backward. torch's own
+    product would save a view of the freed memory, so such weights always go through `Columns`.
     """
     if group is None and not numbers and not getattr(weights[0], "dropped_after_use", False):
         return [matmul(x, weight, Role.OUTPUT, bias) for weight, bias in zip(weights, biases)]

@@ -67,9 +67,12 @@ def reduce_accumulated(model: nn.Module, partial_sums: bool, last: bool) -> None
 
 
 def fill_missing(group: Any, last: bool) -> None:
-    """Zeros where a reduction finds no gradient because an earlier one took those of two input-gradient passes at once.
-    FSDP keeps partial sums of whole groups only, and ends them in the last reduction only if that has something to
-    reduce."""
+    """Gives zeros to parameters that have no gradient in this reduction.
+
+    Gradients are missing where two input-gradient passes came before one reduction, which then took those of both. FSDP
+    keeps partial sums for whole groups only, and adds them up over replicas only in a reduction that has gradients.
+    last: whether this is the step's last reduction.
+    """
     missing = [
         parameter
         for parameter in group.fsdp_params

@@ -55,6 +55,11 @@ class Plan:
         return {"world": self.world, **asdict(self)}
 
     @property
+    def token_ranks(self) -> int:
+        """Ranks that share the tokens of a micro-batch between the products of a layer: each holds an equal run."""
+        return self.tp
+
+    @property
     def dp(self) -> int:
         """Ranks that see different data."""
         return self.replicate * self.shard

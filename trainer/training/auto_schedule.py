@@ -199,7 +199,7 @@ def transfer_seconds(state: TrainState, batch: BatchPlan, repeats: int = 5) -> f
     """Time of one hidden state from the neighbour before this rank, with nothing else going on; zero on the first
     rank."""
     channels, device = state.channels, state.world.device
-    shape = torch.Size((batch.micro_size * batch.sequence_length // state.plan.tp, state.spec.width))
+    shape = torch.Size((batch.micro_size * batch.sequence_length // state.plan.token_ranks, state.spec.width))
     dtype = DTYPES[state.config.precision.compute]
     taken = 0.0
     for sender in range(len(channels.ranks) - 1):

@@ -1,7 +1,8 @@
-"""Lack of memory: how it is recognised, and what a run says of it.
+"""Out of memory: how the error is recognised, and what a run advises.
 
-By words, since it comes as different exceptions, in the text that torchrun keeps of other ranks, and behind a
-pipeline's own error. Needs no torch."""
+The error is recognised by its text: libraries raise it as different exception types, the errors of other ranks reach
+torchrun as text, and a pipeline wraps it in an error of its own. Needs no torch.
+"""
 
 from __future__ import annotations
 

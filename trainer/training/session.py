@@ -151,9 +151,11 @@ def profiled(config: Config, step: int, world: World) -> Iterator[None]:
 
 
 def launchers(world: World) -> list[str]:
-    """What names the present launch by torchruns that may start its processes again, one for each of them; nothing
-    without. As long as one of them lives it is the same launch, whoever else joins or leaves. All ranks call it
-    together."""
+    """Names of the torchrun processes that started this run's ranks and may restart them; empty if none may.
+
+    Two starts with a name in common belong to one launch, even if other nodes have joined or left in between. All ranks
+    call it together.
+    """
     mine = ""
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         parent = os.getppid()

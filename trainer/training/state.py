@@ -118,7 +118,7 @@ class TrainState:
         """Trains by `schedule` from the next step on; stages and their ranks stay as they are. To be called again with
         the same one when the codecs of gradients have changed, on which the number of reductions depends."""
         self.pipeline = Pipeline(schedule, self.pipeline.split)
-        tokens, width = self.plan.tp, self.spec.width
+        tokens, width = self.plan.token_ranks, self.spec.width
         compute = DTYPES[self.config.precision.compute]
         every = self.plan.stage >= 2 and not self.compression.once
         self.runtime = Runtime(

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from trainer.data.batches import Batch
 
 PATIENCE = 1.0
-"""Seconds in which a rank whose transfer broke looks for the reason before it calls its peer silently gone. One whose
-collective broke, which does not say whose connection it was, waits five times as long for a rank that knows."""
+"""Seconds that a rank waits for an explanation in the store after a transfer broke; then it reports that its peer has
+died without a word. A broken collective does not tell which connection failed, so after one a rank waits five times as
+long for another rank's explanation."""
 
 STEPS_TIMED = 3
 """Steps whose times are kept: on CUDA the newest are still running when they are asked for."""

@@ -76,7 +76,9 @@ class Measured:
     """What one rank has measured of a micro-batch.
 
     seconds: by unit of the model (0 the embedding, then the layers, last norm, head and loss) and kind of action (F, I,
-    B); weights: seconds of W by stage; bytes: by stage, what a forward pass has left allocated."""
+    B);
+    weights: seconds of W by stage; bytes: by stage, what a forward pass has left allocated.
+    """
 
     seconds: dict[tuple[int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     weights: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
