@@ -9,10 +9,10 @@
 
 With fewer shards than data-parallel ranks (HSDP) the shards are all-reduced over the replicas, once a step.
 
-Offload: gradients that are reduced every micro-batch are added up on the device and copied to host memory once a step.
-FSDP keeps partial sums on the device only if its mesh has a replica dimension, so offloaded plans get one, with a single
-rank where there are no replicas. Without that dimension FSDP copies the gradients of every micro-batch to host memory
-that is not page-locked, waits for the copy, and adds on the host.
+Offload: gradients that are reduced every micro-batch are added up on the device and copied to host memory once a
+step. FSDP keeps partial sums on the device only if its mesh has a replica dimension, so offloaded plans get one, with a
+single rank where there are no replicas. Without that dimension FSDP copies the gradients of every micro-batch to host
+memory that is not page-locked, waits for the copy, and adds on the host.
 """
 
 from __future__ import annotations
