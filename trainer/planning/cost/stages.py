@@ -75,7 +75,7 @@ class StageCosts:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return plain(self)
+        return to_mapping(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> StageCosts:
@@ -163,7 +163,7 @@ class LayerCosts:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return plain(self)
+        return to_mapping(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LayerCosts:
@@ -184,13 +184,13 @@ def check_lengths(costs: StageCosts | LayerCosts) -> None:
             raise ValueError(f"{name}={value} must not be negative")
 
 
-def plain(costs: StageCosts | LayerCosts) -> dict[str, Any]:
+def to_mapping(costs: StageCosts | LayerCosts) -> dict[str, Any]:
     """Fields as numbers and lists, for YAML and JSON."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(costs).items()}
 
 
 def restore(cls: type[Costs], values: dict[str, Any]) -> Costs:
-    """The inverse of `plain`. Raises `ValueError` for an unknown cost."""
+    """The inverse of `to_mapping`. Raises `ValueError` for an unknown cost."""
     unknown = sorted(set(values) - {field.name for field in fields(cls)})
     if unknown:
         raise ValueError(f"unknown costs {unknown}; legal: {', '.join(field.name for field in fields(cls))}")

@@ -125,7 +125,7 @@ def _lines_for(placement: tuple[int, ...], microbatches: int, backward: str) -> 
     ranks = max(placement) + 1
     chunks = len(placement) // ranks
     if placement == place_stages(ranks, 2, "v"):
-        yield from (_wave(ranks, microbatches, block, backward) for block in BLOCKS)
+        yield from (_wave(ranks, microbatches, block, backward) for block in BUILDING_BLOCKS)
     if placement == place_stages(ranks, chunks, "loop"):
         yield _interleave(ranks, microbatches, chunks, max(1, min(ranks, microbatches)), backward)
     if placement == place_stages(ranks, 1, "loop"):
@@ -195,8 +195,8 @@ def _zero_bubble(name: str, warmup: int) -> Callable[[int, int, int, int | None]
 
 
 @dataclass(frozen=True)
-class Block:
-    """The course of one micro-batch through a V of two chunks per rank, in slots of one F, I or W of one chunk.
+class BuildingBlock:
+    """A building block: the course of one micro-batch through a V of two chunks per rank, in slots of one F, I or W.
 
     Every rank spends six slots on a micro-batch, so the next micro-batch follows six slots later. No two passes may
     meet on a rank, that is, have equal times modulo six. hops: slots from one rank to the next in the four passes:
@@ -218,15 +218,15 @@ class Block:
         return first, second, third, fourth
 
 
-BLOCKS = (
-    Block((2, 4, 2, 4), lambda ranks: (0, 0, 0)),
-    Block((1, 2, 1, 2), lambda ranks: (0, 0, 1) if ranks % 2 else (3, 1, 3)),
-    Block((1, 1, 1, 1), lambda ranks: (0, 0, 0) if ranks % 3 else (2, 0, 2)),
+BUILDING_BLOCKS = (
+    BuildingBlock((2, 4, 2, 4), lambda ranks: (0, 0, 0)),
+    BuildingBlock((1, 2, 1, 2), lambda ranks: (0, 0, 1) if ranks % 2 else (3, 1, 3)),
+    BuildingBlock((1, 1, 1, 1), lambda ranks: (0, 0, 0) if ranks % 3 else (2, 0, 2)),
 )
 """By falling memory and rising bubble: V-ZB, V-half, V-min (Qi et al. 2024, arXiv 2405.15362, section 3)."""
 
 
-def _wave(ranks: int, microbatches: int, block: Block, backward: str) -> list[Line]:
+def _wave(ranks: int, microbatches: int, block: BuildingBlock, backward: str) -> list[Line]:
     lines = []
     for rank in range(ranks):
         down, up = rank, 2 * ranks - 1 - rank
@@ -242,7 +242,9 @@ def _wave_schedule(name: str, memory: Callable[[int], int]) -> Callable[[int, in
     def build(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
         costs, placement, cap = _unit_costs(2 * ranks), place_stages(ranks, 2, "v"), 2 * memory(ranks)
         lines = next(
-            lines for block in BLOCKS if fits(lines := _wave(ranks, microbatches, block, "I"), costs, placement, cap)
+            lines
+            for block in BUILDING_BLOCKS
+            if fits(lines := _wave(ranks, microbatches, block, "I"), costs, placement, cap)
         )
         return _fill(name, placement, microbatches, lines, cap)
 
