@@ -1,0 +1,1 @@
+"""What the preflight looks at: one node, and the network between nodes."""

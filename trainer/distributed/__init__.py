@@ -1,0 +1,1 @@
+"""Processes, groups, collectives, transfers, and tensors of which a rank holds a part."""
