@@ -499,13 +499,17 @@ def sleeping(schedule: Schedule, costs: StageCosts, channels: Channels | None) -
 
 
 def overheads(channels: Channels) -> tuple[float, float, float]:
-    """Seconds that a sleep takes longer than asked, that the host spends on an action, and that a transfer takes."""
+    """Seconds that a sleep takes longer than asked, that the host spends on an action, and that a transfer takes.
+
+    Of several runs the fastest counts, as it does of the steps that are compared: other work on the machine adds time.
+    """
     asked = 0.004
     runtime = sleeping(build_schedule("1f1b", 1, 32), StageCosts.uniform(1, asked, asked, asked, asked), None)
-    for _ in range(2):
+    runs = []
+    for _ in range(6):
         runtime.train([Batch(torch.zeros(1), torch.zeros(1), None)] * 32, torch.ones((), device=DEVICE))
-    sleep = runtime.busy() / 64 - asked
-    host = (runtime.finish() - runtime.busy()) / 64
+        runs.append((runtime.busy() / 64 - asked, (runtime.finish() - runtime.busy()) / 64))
+    sleep, host = map(min, zip(*runs))
     tensor, hops, posting = torch.zeros(1, 8), [], []
     for _ in range(60):
         dist.barrier()
@@ -561,7 +565,7 @@ def bubbles(out: Path) -> None:
             measured: list[tuple[float, float]] = []
             while (
                 len(measured) < 2
-                or len(measured) < 8
+                or len(measured) < 24
                 and (  # the machine may be busy
                     min(measured)[0] > 1.05 * predicted.makespan or abs(min(measured)[1] - predicted.bubble) > 0.04
                 )
