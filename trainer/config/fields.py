@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import difflib
+import math
 from dataclasses import field
 from typing import Any
 

@@ -12,6 +12,8 @@ import stat
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
+import yaml
+
 from trainer.config import ConfigError
 
 LIMIT = 64 << 20
@@ -47,6 +49,15 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def read_yaml(path: str | os.PathLike) -> Any:
+    """The value in a YAML file of plain data; aliases are references, not copies. Raises `OSError` and `Malformed`."""
+    content = read_bytes(path)
+    try:
+        return yaml.safe_load(content)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise Malformed(f"{path} is not YAML: {brief(error)}; write it anew") from None
 
 
 def read_json(path: str | os.PathLike, shape: Shape, way_out: str, limit: int = LIMIT) -> Any:
@@ -88,9 +99,13 @@ def brief(value: object) -> str:
     """A foreign value in a message: on one line, short, and without control characters."""
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"
-    text = str(value)[:1000] if isinstance(value, (str, BaseException)) else repr(value)
-    text = " ".join("".join(character if character.isprintable() else " " for character in text).split())
+    text = " ".join(printable(str(value)[:1000] if isinstance(value, (str, BaseException)) else repr(value)).split())
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def printable(text: str) -> str:
+    """A foreign text for a terminal, which control characters could make show something else."""
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def inside(folder: Path, name: str) -> Path:
