@@ -38,6 +38,9 @@ class Private(NamedTuple):
 
 
 PRIVATE = [
+    Private(
+        "_internal", ("config/user_files.py",), "hydra", "Hydra's own reader of files, behind a look at what they hold"
+    ),
     Private("_get_default_store", C10D, "torch.distributed.distributed_c10d", "a store of one's own, without ports"),
     Private("_set_pg_timeout", C10D, "torch.distributed.distributed_c10d", "groups that a mesh made have 10 minutes"),
     Private("_world", C10D, "torch.distributed.distributed_c10d", "ranks of groups, which gloo's recorder leaves out"),
