@@ -28,7 +28,7 @@ class UserFiles(FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self.path, config_path if config_path.endswith(".yaml") else f"{config_path}.yaml")
         try:
-            if path.is_file():
+            if path.exists():
                 check(path)
             return super().load_config(config_path)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -40,6 +40,8 @@ Plugins.instance().register(UserFiles)
 
 def check(path: Path) -> None:
     """Raises `ValueError` for a file beyond the limits."""
+    if not path.is_file():
+        raise ValueError("it is no file")
     with open(path, "rb") as file:
         content = file.read(BYTES + 1)
     if len(content) > BYTES:

@@ -183,9 +183,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _tail(path: Path) -> str:
     try:
+        if not path.is_file():
+            return ""
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - 2**16))
-            return file.read().decode(errors="replace")
+            return file.read(2**16).decode(errors="replace")
     except OSError:
         return ""
 
