@@ -47,6 +47,7 @@ USES = [
     Use(
         "submitit", "trainer/sweep/slurm.py", "jobs are pickled to a folder that only the user can write; none is read"
     ),
+    Use("yaml.load", "trainer/util/reading.py", "with a safe loader, after a look at the size"),
     Use("import_module", "trainer/__init__.py", "names of a table in the file"),
     Use("import_module", "trainer/parallel/deepspeed/__init__.py", "one name, in the file"),
     Use("register_new_resolver", "trainer/config/compose.py", "an interpolation that compares two numbers"),

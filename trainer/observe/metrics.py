@@ -143,11 +143,12 @@ def parse_line(text: str | bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         return None
-    return (
-        record
-        if all(value is None or isinstance(value, (int, float)) and abs(value) < LARGEST for value in record.values())
-        else None
-    )
+    return record if all(map(is_number, record.values())) else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value may stand in a line: None, or a number that can be drawn."""
+    return value is None or isinstance(value, (int, float)) and abs(value) < LARGEST
 
 
 def read(run: str | Path) -> list[dict[str, Any]]:

@@ -76,7 +76,7 @@ class Heartbeat:
 BEAT: Shape = {
     **dict.fromkeys(("rank", "count", "step"), int),
     **dict.fromkeys(("node", "phase"), str),
-    **dict.fromkeys(("since", "until", "said"), (int, float)),
+    **dict.fromkeys(("since", "until", "said"), float),
 }
 GROUPS: Shape = {str: {"desc": str, "ranks": [int], "entered": int}}
 INSIDE: Shape = {"number": int, "what": str, "at": str}

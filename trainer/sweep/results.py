@@ -22,7 +22,7 @@ from trainer.sweep.plan import Trial
 from trainer.training.out_of_memory import lacks_memory, said
 from trainer.util.exit_codes import STOPPED
 from trainer.util.files import write_atomic
-from trainer.util.reading import Shape, brief, mismatch, parse_json, printable, read_bytes, read_json
+from trainer.util.reading import brief, mismatch, parse_json, printable, read_bytes, read_json
 from trainer.util.tables import console_for, count, duration, percent, print_table, size
 
 TrialResult = dict[str, Any]
@@ -33,13 +33,16 @@ FINISHED = ("done", "out_of_memory")
 """Statuses of trials that a later start of the same sweep leaves as they are."""
 STARTED = "trial.json"
 
-RESULT: Shape = {
-    **dict.fromkeys(("trial", "status", "folder"), str),
+RESULT: dict[str, Any] = {
+    "trial": str,
     "overrides": [str],
     "processes": int,
-    "reason": (str, NoneType),
+    "status": str,
     **dict.fromkeys(MEASURED, (int, float, NoneType)),
+    "reason": (str, NoneType),
+    "folder": str,
 }
+"""What has to stand in a line of results.jsonl."""
 
 
 def clear(folder: Path) -> None:
@@ -203,9 +206,9 @@ class Results:
                 line = parse_json(text)
                 if wrong := mismatch(line, RESULT):
                     raise ValueError(f"line {number}: {wrong}")
-                if strange := [name for name in MEASURED if not metrics.is_number(line[name])]:
+                if strange := [name for name in MEASURED if not metrics.is_number(line.get(name))]:
                     raise ValueError(f"line {number}: {strange[0]} is no number that was measured")
-                self.lines[line["trial"]] = line
+                self.lines[line["trial"]] = {name: line.get(name) for name in RESULT}
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:

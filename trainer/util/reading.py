@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from trainer.config import ConfigError
+from trainer.config.yaml_limits import BYTES, LOADER, check_yaml
 
 LIMIT = 64 << 20
 """Bytes of a file that is read whole, unless its kind has a limit of its own: far above what the project writes in one
@@ -52,10 +53,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_yaml(path: str | os.PathLike) -> Any:
-    """The value in a YAML file of plain data; aliases are references, not copies. Raises `OSError` and `Malformed`."""
-    content = read_bytes(path)
+    """The value in a YAML file of plain data. Raises `OSError` and `Malformed`."""
+    content = read_bytes(path, BYTES)
     try:
-        return yaml.safe_load(content)
+        check_yaml(content)
+        return yaml.load(content, LOADER)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise Malformed(f"{path} is not YAML: {brief(error)}; write it anew") from None
 
