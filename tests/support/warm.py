@@ -170,7 +170,7 @@ def fork(connection: socket.socket, others: list[socket.socket], pipe: tuple[int
 
 
 def become(request: dict) -> None:
-    """Runs the program: `-m MODULE ...` or `FILE ...`, with -u before it or not. Does not return."""
+    """Runs the program: `-m MODULE ...`, `-c CODE ...` or `FILE ...`, with -u before it or not. Does not return."""
     import io
     import random
     import resource
@@ -203,6 +203,9 @@ def become(request: dict) -> None:
             sys.argv = arguments[1:]
             sys.path.insert(0, os.getcwd())
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        elif arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
         else:
             sys.argv = arguments
             sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
