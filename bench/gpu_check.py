@@ -61,6 +61,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
     tests = [
         "tests/observe/test_observe.py",
         "tests/data/test_batches.py",
+        "tests/training/test_step.py",
         "-k",
         "cuda or gpu",
         "-p",
