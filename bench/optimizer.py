@@ -221,7 +221,7 @@ def main(arguments: list[str]) -> None:
     with torch.no_grad():
         found = errors(device)
         say(errors={name: f"{error:.1e}" for name, error in found.items()})
-        assert found["ours"] <= max(2 * found["fused"], 2e-5) and found["norm"] < 1e-13, found
+        assert found["ours"] <= max(2 * found["fused"], 5e-5) and found["norm"] < 1e-13, found
         units = shapes(int(settings["depth"]), shards)
         case = Case(units, device)
         elements = sum(flat.numel() for flat in case.flat)
