@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-NORM = {"TILE": 8192, "num_warps": 8}
-UPDATE = {"TILE": 2048, "num_warps": 8, "enable_fp_fusion": False}
+NORM = {"TILE": 8192, "num_warps": 4}
+UPDATE = {"TILE": 1024, "num_warps": 4, "enable_fp_fusion": False}
 """Elements of a tile, and options of the launch."""
 FOLD = 2048
 """Partial sums that are read at a time."""
