@@ -204,8 +204,8 @@ def describe(case: Case) -> str:
 
 
 def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
-    """fp16 steps in which one rank's part of one gradient is infinite (of a tied embedding, where the rank has it), seen
-    by every rank."""
+    """fp16 steps in which one rank's part of one gradient is infinite, that of a tied embedding where the rank has it;
+    seen by every rank."""
     results = []
     for layout in (
         {"tp": 2, "pp": 2, "schedule": "1f1b"},
