@@ -50,6 +50,10 @@ PRIVATE = [
     Private("_dump_nccl_trace", C10D, "NCCL", "the flight recorder of NCCL"),
     Private("_timeout", C10D, "torch/_C", "the time limit of an NCCL communicator made by hand"),
     Private(
+        "_Options", C10D, "torch._C._distributed_c10d.ProcessGroupGloo", "gloo's two threads write one unlocked string"
+    ),
+    Private("_threads _devices", C10D, "torch._C._distributed_c10d.ProcessGroupGloo._Options", "the same"),
+    Private(
         "_c10d_functional",
         ("distributed/collectives.py", "checkpointing/activation.py"),
         "torch.ops",
