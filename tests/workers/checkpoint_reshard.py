@@ -104,6 +104,21 @@ def agreed_error(folder, rank):
         raise AssertionError("a missing tensor was not noticed")
 
 
+def agreed_damage(folder, rank):
+    """Damage that only the readers of one file meet is everybody's error, or the others would wait for them."""
+    path = step_folder(folder / "stages", 1)
+    dist.barrier()
+    if rank == 0:
+        os.truncate(path / "rank-00002.bin", 10)
+    dist.barrier()
+    try:
+        load_tensors(path, {f"stage{rank // 2}": torch.zeros_like(expected()["matrix"])})
+    except ConfigError as error:
+        assert "rank-00002.bin has 10 bytes" in str(error)
+    else:
+        raise AssertionError("a short file was not noticed")
+
+
 def failing_rank(folder, rank):
     """A rank that cannot write: the run goes on and says so, the older checkpoint stays, the next save works."""
     checkpointer = Checkpointer(folder / "failing", CONFIG)
@@ -145,6 +160,7 @@ def main():
     reshard(folder, meshes)
     stages(folder, rank)
     agreed_error(folder, rank)
+    agreed_damage(folder, rank)
     failing_rank(folder, rank)
     dist.barrier()
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpointing import format_1
-from trainer.checkpointing.chunks import Piece, StoredTensor, raw, shown
+from trainer.checkpointing.chunks import Chunk, Piece, StoredTensor, raw, shown
 from trainer.checkpointing.files import DamagedCheckpoint, open_inside
 from trainer.checkpointing.manifest import MANIFEST, read_manifest
 from trainer.checkpointing.parts import TensorPart
@@ -60,7 +60,7 @@ class Contents:
         """Whether all of `tensors` can be there at once, as each has bytes of its own in the files."""
         for name, tensor in tensors.items():
             self._guard(self._place(name), tensor.pieces, (0,) * len(tensor.shape), tensor.shape)
-        self._check_files(chunk for tensor in tensors.values() for chunk in tensor.chunks)
+        self._check_files((name, chunk) for name, tensor in tensors.items() for chunk in tensor.chunks)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Whole tensors on the CPU."""
@@ -72,13 +72,14 @@ class Contents:
 
     def plan(self, tensors: dict[str, Tensor | Fragment]) -> list[Read]:
         """What is to be read to fill this rank's parts of `tensors`, which are there with their shape and dtype."""
-        reads = []
+        reads, chunks = [], set()
         for name, tensor in tensors.items():
             stored, part = self.find(name), TensorPart.of(tensor)
             for offset, values in part.boxes.items() if part else ():
                 pieces = self._guard(self._place(name), stored.pieces, tuple(offset), tuple(values.shape))
                 reads += [Read(piece, values[piece.within(offset)]) for piece in pieces]
-        self._check_files(read.piece.chunk for read in reads)
+                chunks |= {(name, piece.chunk) for piece in pieces}
+        self._check_files(chunks)
         return reads
 
     def fill(self, reads: list[Read]) -> None:
@@ -89,10 +90,10 @@ class Contents:
                 for read in of_file:
                     self._guard(name, read_archived if self.archived else read_rows, file, read)
 
-    def _check_files(self, chunks: Iterable[Any]) -> None:
-        """Whether the files are as long as `chunks`, each of which has its own bytes."""
+    def _check_files(self, chunks: Iterable[tuple[str, Chunk]]) -> None:
+        """Whether the files are as long as the chunks of some tensors, each of which has bytes of its own."""
         needed: dict[str, int] = {}
-        for chunk in set(chunks):
+        for _, chunk in chunks:
             needed[chunk.file] = needed.get(chunk.file, 0) + chunk.length
             if chunk.start + chunk.length > self.files[chunk.file]["bytes"]:
                 raise DamagedCheckpoint(f"{self.path / chunk.file} is too short for what should be in it")
