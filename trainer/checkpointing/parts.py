@@ -58,19 +58,21 @@ def write_parts(path: Path, parts: dict[str, TensorPart]) -> tuple[dict[str, Any
 
 def join_parts(ranks: list[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
     """All tensors, from what each rank has written of them. ValueError where that is not exactly the whole."""
-    joined: dict[str, StoredTensor] = {}
+    found: dict[str, list[StoredTensor]] = {}
     for written in ranks:
         for name, tensor in written.items():
-            before = joined.get(name, StoredTensor(tensor.shape, tensor.dtype, ()))
-            if (before.shape, before.dtype) != (tensor.shape, tensor.dtype):
-                raise ValueError(f"{name} is of another shape or dtype on another rank")
-            joined[name] = StoredTensor(tensor.shape, tensor.dtype, before.chunks + tensor.chunks)
-    for name, tensor in joined.items():
+            found.setdefault(name, []).append(tensor)
+    joined = {}
+    for name, tensors in sorted(found.items()):
+        shape, dtype = tensors[0].shape, tensors[0].dtype
+        if any((tensor.shape, tensor.dtype) != (shape, dtype) for tensor in tensors):
+            raise ValueError(f"{name} is of another shape or dtype on another rank")
+        joined[name] = StoredTensor(shape, dtype, tuple(chunk for tensor in tensors for chunk in tensor.chunks))
         try:
-            tensor.pieces((0,) * len(tensor.shape), tensor.shape)
+            joined[name].pieces((0,) * len(shape), shape)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-    return dict(sorted(joined.items()))
+    return joined
 
 
 def assign_writers(layouts: list[dict[Hashable, int]]) -> list[set[Hashable]]:
