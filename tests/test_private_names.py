@@ -89,12 +89,6 @@ PRIVATE = [
         "settings of the compiler",
     ),
     Private("_profiler_enabled", ("parallel/pipeline/runtime.py",), "torch.autograd", "names only where one looks"),
-    Private(
-        "__create_chunk_list__ __create_write_items__",
-        ("checkpointing/checkpointer.py",),
-        "torch/distributed/checkpoint",
-        "checkpoints of tensors in parts that are no DTensors",
-    ),
     Private("__compatible_ops__", DEEPSPEED, "deepspeed/ops", "an operator that DeepSpeed builds, where it need not"),
     Private(
         "_release_process_group_references _get_zero_param_intra_parallel_group",
