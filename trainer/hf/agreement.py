@@ -1,0 +1,257 @@
+"""Asks transformers itself whether its model of a config.json is the model that a spec describes.
+
+Reading back what was written shows only that our reader and our writer agree. What transformers ignores, fills in or
+refuses is known to transformers alone, in the version that is installed. So it is asked: it opens the very
+configuration, builds it without memory to show the shapes of all parameters, and computes a small model of it, whose
+weights come by the same files as a real one's. What is made smaller is the number of layers that are alike, the number
+of heads, the widths that follow from it, and the vocabulary, which takes the same time and memory for a model of any
+size. Head dimensions, frequencies and everything that is no size stay what they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config import ConfigError
+from trainer.config.model import LayerSpec, ModelSpec
+from trainer.config.typed import flat
+from trainer.hf.config import assign, config_from_spec, encode, same
+from trainer.hf.families import FAMILIES
+from trainer.hf.weights import entries, write_weights
+from trainer.model.initial import fill, name_seed
+from trainer.model.transformer import Transformer
+from trainer.planning.cost.parameters import ParameterInfo, declarations
+
+LENGTH = 256
+"""Tokens of the small model's sequence: as many as show scaled frequencies, and a window of half of them."""
+VOCABULARY = 64
+FEED_FORWARD = 48
+TOLERANCE = 3e-5
+"""Of the largest logit. Rounding in fp32 stays below 5e-6; one approximation of GELU for another, which shows least of
+all that could be mistaken, is above 1e-4."""
+RESIZED = ("vocab_size", "width", "depth", "max_length", "attention.heads", "attention.kv_heads", "feed_forward.width")
+
+
+def check_export(spec: ModelSpec, config: dict[str, Any]) -> None:
+    """Raises `ConfigError` where transformers makes another model of `config` than `spec`; it names the field that is
+    to blame, which is one whose usual value would be exported faithfully."""
+    reason = disagreement(spec, config)
+    if reason is None:
+        return
+    unwritten = config_from_spec(spec).keys()
+    outside = {key: value for key, value in config.items() if key not in unwritten}
+
+    def exported(other: ModelSpec) -> bool:
+        try:
+            return not other.check() and disagreement(other, {**config_from_spec(other), **outside}) is None
+        except ConfigError:
+            return False
+
+    usual = usual_values(spec.family)
+    for path, value in flat(asdict(spec)).items():
+        if path in usual and not same(value, usual[path]):
+            other = copy.deepcopy(spec)
+            assign(other, path, usual[path])
+            if exported(other):
+                raise ConfigError(
+                    f"model.{path}={value} cannot be exported as model.family={spec.family}: {reason}; "
+                    f"model.{path}={usual[path]} can, or choose another family (supported: {', '.join(FAMILIES)})"
+                )
+    raise ConfigError(f"model.family={spec.family} cannot be exported: {reason}; choose another family")
+
+
+def check_import(spec: ModelSpec, config: dict[str, Any]) -> None:
+    """Raises `ConfigError` where transformers makes another model of `config` than `spec`; it names the option that is
+    to blame, which is one without which both are the same."""
+    reason = disagreement(spec, config)
+    if reason is None:
+        return
+    for path, value in options(config):
+        for other, advice in ((changed(config, path), "leaving it out"), (changed(config, path, None), "null")):
+            if disagreement(spec, other) is None:
+                raise ConfigError(f"{'.'.join(path)}={value!r} is not supported: {reason}; supported: {advice}")
+    raise ConfigError(f"model_type={config['model_type']!r}: {reason}")
+
+
+def disagreement(spec: ModelSpec, config: dict[str, Any]) -> str | None:
+    """How the model that transformers makes of a complete `config` differs from `spec`; None where it does not."""
+    import transformers
+
+    who = f"transformers {transformers.__version__}"
+    with quiet(), tempfile.TemporaryDirectory() as folder:
+        try:
+            transformers.AutoConfig.from_pretrained(written(Path(folder, "whole"), config), local_files_only=True)
+            spec, config = with_few_layers(spec, config)
+            opened = transformers.AutoConfig.from_pretrained(written(Path(folder, "shallow"), config))
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(opened)
+            theirs, ours = shapes(spec), Counter(tuple(parameter.shape) for parameter in model.parameters())
+            if theirs != ours:
+                return f"{who} has parameters of other shapes: {dict(ours - theirs)} instead of {dict(theirs - ours)}"
+            error = difference(*narrowed(spec, config), Path(folder, "small"))
+        except Exception as error:  # whatever class of error transformers refuses an option with
+            return f"{who} refuses it ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+    return None if error <= TOLERANCE else f"{who} computes other logits (relative difference {error:.1g})"
+
+
+def shapes(spec: ModelSpec) -> Counter[tuple[int, ...]]:
+    """How many tensors of which shape the checkpoint has."""
+    infos = declarations(spec)
+    return Counter(entry.shape(infos) for entry in entries(spec, infos))
+
+
+@torch.no_grad()
+def difference(spec: ModelSpec, config: dict[str, Any], folder: Path) -> float:
+    """The largest difference between transformers' logits and ours, relative to the largest logit."""
+    from transformers import AutoModelForCausalLM
+
+    ours = Transformer(spec).eval()
+    fill(ours, sample_weight)
+    write_weights(written(folder, config), spec, dict(ours.named_parameters()).__getitem__)
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    if wrong := [name for kind in ("missing_keys", "unexpected_keys") for name in report[kind]]:
+        raise ValueError(f"the weights have other names: {', '.join(sorted(wrong)[:3])}")
+    length = min(spec.max_length, LENGTH) if spec.learned_positions else LENGTH
+    tokens = torch.randint(0, spec.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    expected = theirs.eval()(tokens, use_cache=False, return_dict=True).logits
+    return ((ours(tokens) - expected).abs().max() / expected.abs().max()).item()
+
+
+def sample_weight(name: str, info: ParameterInfo) -> Tensor:
+    """A weight with which every part of the model shows in the logits. Rows of embeddings grow from a size at which
+    the norm's eps counts to one at which soft caps do; projections are large enough for attention to be selective."""
+    value = torch.randn(info.shape, generator=torch.Generator().manual_seed(name_seed(0, name)))
+    if info.role in ("embedding", "head"):
+        return value * torch.logspace(-3, 0, info.shape[0])[:, None]
+    if info.role == "matrix":
+        return value * 2 / info.shape[1] ** 0.5
+    return value * 0.3 + (1 if info.role == "norm" and name.endswith("weight") else 0)
+
+
+def with_few_layers(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
+    """Both with the first layer of each kind and the last layer alone."""
+    by_layer = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == spec.depth}
+    layers = [spec.layer(index) for index in range(spec.depth)]
+    kinds = [(layer, [value[index] for value in by_layer.values()]) for index, layer in enumerate(layers)]
+    kept = sorted({kinds.index(kind) for kind in kinds} | {spec.depth - 1})
+    shallow = with_layers(spec, [layers[index] for index in kept])
+    lists = {key: [value[index] for index in kept] for key, value in by_layer.items()}
+    return shallow, {**config, **lists, **resized(shallow)}
+
+
+def narrowed(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
+    """Both with few heads, narrow blocks, few tokens, and windows that end within `LENGTH`. The width keeps its
+    relation to the number of heads, and what an architecture derives from sizes is derived again."""
+    layers = [spec.layer(index) for index in range(spec.depth)]
+    given = {config.get("sliding_window"), *(layer.attention.window for layer in layers)}
+    long = sorted(window for window in given if window and window > LENGTH // 2)
+    windows = {window: LENGTH // 2 + index for index, window in enumerate(long)}
+    heads = layers[0].attention.heads
+    layers = [narrow_layer(layer, windows) for layer in layers]
+    small = with_layers(spec, layers)
+    if spec.width % heads == 0:
+        small.width = spec.width // heads * small.attention.heads
+    small.vocab_size = min(spec.vocab_size, VOCABULARY)
+    small.max_length = min(spec.max_length, LENGTH) if spec.learned_positions else spec.max_length
+    for path, value in FAMILIES[spec.family].fixed.items():
+        if callable(value) and same(attrgetter(path)(spec), value(spec)):
+            assign(small, path, value(small))
+    window = {key: windows.get(value, value) for key, value in config.items() if key == "sliding_window"}
+    tokens = {
+        key: value % small.vocab_size
+        for key, value in config.items()
+        if key.endswith("_token_id") and isinstance(value, int)
+    }
+    return small, {**config, **resized(small), **window, **tokens}
+
+
+def narrow_layer(layer: LayerSpec, windows: dict[int, int]) -> LayerSpec:
+    """The layer with the fewest heads that are grouped alike."""
+    a = layer.attention
+    kv_heads = least_divisor(a.kv_heads)
+    heads = kv_heads * least_divisor(a.heads // a.kv_heads)
+    attention = replace(a, heads=heads, kv_heads=kv_heads, window=windows.get(a.window, a.window))
+    width = min(layer.feed_forward.width, FEED_FORWARD)
+    return replace(layer, attention=attention, feed_forward=replace(layer.feed_forward, width=width))
+
+
+def least_divisor(n: int) -> int:
+    """The smallest divisor above one, or one."""
+    return next((divisor for divisor in range(2, n + 1) if n % divisor == 0), 1)
+
+
+def with_layers(spec: ModelSpec, layers: list[LayerSpec]) -> ModelSpec:
+    """The spec with these layers instead of its own."""
+    overrides = {str(index): asdict(layer) for index, layer in enumerate(layers)}
+    return replace(spec, depth=len(layers), **vars(copy.deepcopy(layers[0])), pattern=[], overrides=overrides)
+
+
+def resized(spec: ModelSpec) -> dict[str, Any]:
+    """The options of config.json that say how large the model is."""
+    names = {key: paths if isinstance(paths, str) else paths[0] for key, paths in FAMILIES[spec.family].fields.items()}
+    return {key: encode(path, attrgetter(path)(spec)) for key, path in names.items() if path in RESIZED}
+
+
+def usual_values(family: str) -> dict[str, Any]:
+    """Dotted field -> the value that an exportable model of the family commonly has."""
+    spec = ModelSpec(family=family)
+    for path, value in FAMILIES[family].fixed.items():
+        assign(spec, path, value(spec) if callable(value) else value)
+    return flat(asdict(spec))
+
+
+def options(config: dict[str, Any]) -> Iterator[tuple[list[str], Any]]:
+    """Every option of a configuration by its path of keys, those of rope_parameters and other groups before the
+    group."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from (([key, *path], inner) for path, inner in options(value))
+        yield [str(key)], value
+
+
+def changed(config: dict[str, Any], path: list[str], *value: Any) -> dict[str, Any]:
+    """The configuration with another value at a path of keys, or without one."""
+    first, *rest = path
+    if rest:
+        return {**config, first: changed(config[first], rest, *value)}
+    return {**{key: kept for key, kept in config.items() if str(key) != first}, **{first: new for new in value}}
+
+
+def written(folder: Path, config: dict[str, Any]) -> Path:
+    """`folder`, new, with the configuration as its config.json."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Transformers neither logs nor draws bars here, and takes no random numbers away."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
