@@ -40,9 +40,9 @@ LENGTH = 256
 VOCABULARY = 64
 FEED_FORWARD = 48
 TOLERANCE = 3e-5
-"""Of the largest logit. Rounding in fp32 stays below 5e-6; one approximation of GELU for another, which shows least of
-all that could be mistaken, is above 1e-4."""
-RESIZED = ("vocab_size", "width", "depth", "max_length", "attention.heads", "attention.kv_heads", "feed_forward.width")
+"""Of the largest logit, for the largest difference. Rounding in fp32 stays below 5e-6; one approximation of GELU for
+another, which shows least of all that could be mistaken, is above 1e-4."""
+SIZES = ("vocab_size", "width", "depth", "max_length", "attention.heads", "attention.kv_heads", "feed_forward.width")
 
 
 def check_export(spec: ModelSpec, config: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ def check_import(spec: ModelSpec, config: dict[str, Any]) -> None:
     reason = disagreement(spec, config)
     if reason is None:
         return
-    for path, value in options(config):
+    for path, value in unusual(config, usual_config(config["model_type"])):
         for other, advice in ((changed(config, path), "leaving it out"), (changed(config, path, None), "null")):
             if disagreement(spec, other) is None:
                 raise ConfigError(f"{'.'.join(path)}={value!r} is not supported: {reason}; supported: {advice}")
@@ -91,31 +91,44 @@ def disagreement(spec: ModelSpec, config: dict[str, Any]) -> str | None:
     import transformers
 
     who = f"transformers {transformers.__version__}"
-    with quiet(), tempfile.TemporaryDirectory() as folder:
+    with quiet(), tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         try:
-            transformers.AutoConfig.from_pretrained(written(Path(folder, "whole"), config), local_files_only=True)
-            spec, config = with_few_layers(spec, config)
-            opened = transformers.AutoConfig.from_pretrained(written(Path(folder, "shallow"), config))
-            with torch.device("meta"):
-                model = transformers.AutoModelForCausalLM.from_config(opened)
-            theirs, ours = shapes(spec), Counter(tuple(parameter.shape) for parameter in model.parameters())
-            if theirs != ours:
-                return f"{who} has parameters of other shapes: {dict(ours - theirs)} instead of {dict(theirs - ours)}"
-            error = difference(*narrowed(spec, config), Path(folder, "small"))
+            whole = transformers.AutoConfig.from_pretrained(written(folder / "whole", config))
+            shallow, shallow_config = with_few_layers(spec, config)
+            opened = transformers.AutoConfig.from_pretrained(written(folder / "shallow", shallow_config))
+            if reason := other_sizes(replace(shallow, depth=spec.depth), whole) or other_shapes(shallow, opened):
+                return f"{who} {reason}"
+            error = difference(*narrowed(shallow, shallow_config), folder / "small")
         except Exception as error:  # whatever class of error transformers refuses an option with
             return f"{who} refuses it ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
     return None if error <= TOLERANCE else f"{who} computes other logits (relative difference {error:.1g})"
 
 
-def shapes(spec: ModelSpec) -> Counter[tuple[int, ...]]:
-    """How many tensors of which shape the checkpoint has."""
+def other_sizes(spec: ModelSpec, opened: Any) -> str | None:
+    """Which size transformers' configuration has otherwise; null stands for what follows from others."""
+    for option, size in sizes(spec).items():
+        if (found := getattr(opened, option)) not in (size, None):
+            return f"reads {option}={found} instead of {size}"
+    return None
+
+
+def other_shapes(spec: ModelSpec, opened: Any) -> str | None:
+    """Which shapes of parameters transformers' model has otherwise; it is built without memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(opened)
     infos = declarations(spec)
-    return Counter(entry.shape(infos) for entry in entries(spec, infos))
+    ours = Counter(entry.shape(infos) for entry in entries(spec, infos))
+    theirs = Counter(tuple(parameter.shape) for parameter in model.parameters())
+    return None if ours == theirs else f"has parameters of shapes {[*theirs - ours]} instead of {[*ours - theirs]}"
 
 
 @torch.no_grad()
 def difference(spec: ModelSpec, config: dict[str, Any], folder: Path) -> float:
-    """The largest difference between transformers' logits and ours, relative to the largest logit."""
+    """The largest difference between transformers' logits and ours, relative to the largest logit before a soft cap,
+    because that is what rounding errors grow with."""
     from transformers import AutoModelForCausalLM
 
     ours = Transformer(spec).eval()
@@ -128,19 +141,19 @@ def difference(spec: ModelSpec, config: dict[str, Any], folder: Path) -> float:
         raise ValueError(f"the weights have other names: {', '.join(sorted(wrong)[:3])}")
     length = min(spec.max_length, LENGTH) if spec.learned_positions else LENGTH
     tokens = torch.randint(0, spec.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    expected = theirs.eval()(tokens, use_cache=False, return_dict=True).logits
-    return ((ours(tokens) - expected).abs().max() / expected.abs().max()).item()
+    error = (ours(tokens) - theirs.eval()(tokens, use_cache=False, return_dict=True).logits).abs().max()
+    ours.head.loss = replace(ours.head.loss, soft_cap=0.0)
+    return (error / ours(tokens).abs().max()).item()
 
 
 def sample_weight(name: str, info: ParameterInfo) -> Tensor:
-    """A weight with which every part of the model shows in the logits. Rows of embeddings grow from a size at which
-    the norm's eps counts to one at which soft caps do; projections are large enough for attention to be selective."""
+    """A weight with which every part of the model shows in the logits. Projections are large enough for attention to
+    be selective, and logits for a soft cap to count; rows of embeddings begin where the norm's eps counts."""
     value = torch.randn(info.shape, generator=torch.Generator().manual_seed(name_seed(0, name)))
-    if info.role in ("embedding", "head"):
-        return value * torch.logspace(-3, 0, info.shape[0])[:, None]
-    if info.role == "matrix":
-        return value * 2 / info.shape[1] ** 0.5
-    return value * 0.3 + (1 if info.role == "norm" and name.endswith("weight") else 0)
+    if info.role in ("norm", "bias"):
+        return value * 0.3 + (1 if info.role == "norm" and name.endswith("weight") else 0)
+    rows = torch.logspace(-3, 0, info.shape[0])[:, None] if info.role != "matrix" else 1
+    return value * rows * 2 / info.shape[1] ** 0.5
 
 
 def with_few_layers(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
@@ -151,7 +164,7 @@ def with_few_layers(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec,
     kept = sorted({kinds.index(kind) for kind in kinds} | {spec.depth - 1})
     shallow = with_layers(spec, [layers[index] for index in kept])
     lists = {key: [value[index] for index in kept] for key, value in by_layer.items()}
-    return shallow, {**config, **lists, **resized(shallow)}
+    return shallow, {**config, **lists, **sizes(shallow, "depth")}
 
 
 def narrowed(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
@@ -177,7 +190,7 @@ def narrowed(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, dict[s
         for key, value in config.items()
         if key.endswith("_token_id") and isinstance(value, int)
     }
-    return small, {**config, **resized(small), **window, **tokens}
+    return small, {**config, **sizes(small), **window, **tokens}
 
 
 def narrow_layer(layer: LayerSpec, windows: dict[int, int]) -> LayerSpec:
@@ -201,10 +214,10 @@ def with_layers(spec: ModelSpec, layers: list[LayerSpec]) -> ModelSpec:
     return replace(spec, depth=len(layers), **vars(copy.deepcopy(layers[0])), pattern=[], overrides=overrides)
 
 
-def resized(spec: ModelSpec) -> dict[str, Any]:
-    """The options of config.json that say how large the model is."""
-    names = {key: paths if isinstance(paths, str) else paths[0] for key, paths in FAMILIES[spec.family].fields.items()}
-    return {key: encode(path, attrgetter(path)(spec)) for key, path in names.items() if path in RESIZED}
+def sizes(spec: ModelSpec, *paths: str) -> dict[str, Any]:
+    """The options of config.json that say how large the model is, or some of them."""
+    names = {key: path if isinstance(path, str) else path[0] for key, path in FAMILIES[spec.family].fields.items()}
+    return {key: encode(path, attrgetter(path)(spec)) for key, path in names.items() if path in (paths or SIZES)}
 
 
 def usual_values(family: str) -> dict[str, Any]:
@@ -215,13 +228,21 @@ def usual_values(family: str) -> dict[str, Any]:
     return flat(asdict(spec))
 
 
-def options(config: dict[str, Any]) -> Iterator[tuple[list[str], Any]]:
-    """Every option of a configuration by its path of keys, those of rope_parameters and other groups before the
-    group."""
+def usual_config(model_type: str) -> dict[str, Any]:
+    """The options that transformers' class has by default."""
+    from transformers import AutoConfig
+
+    with quiet():
+        return AutoConfig.for_model(model_type).to_dict()
+
+
+def unusual(config: dict[str, Any], usual: dict[str, Any]) -> Iterator[tuple[list[str], Any]]:
+    """The options that are not as usual, by their path of keys; those of a group (rope_parameters) before the group."""
     for key, value in config.items():
-        if isinstance(value, dict):
-            yield from (([key, *path], inner) for path, inner in options(value))
-        yield [str(key)], value
+        if value != usual.get(key, ...):
+            if isinstance(value, dict):
+                yield from (([key, *path], inner) for path, inner in unusual(value, usual.get(key) or {}))
+            yield [str(key)], value
 
 
 def changed(config: dict[str, Any], path: list[str], *value: Any) -> dict[str, Any]:
@@ -229,7 +250,8 @@ def changed(config: dict[str, Any], path: list[str], *value: Any) -> dict[str, A
     first, *rest = path
     if rest:
         return {**config, first: changed(config[first], rest, *value)}
-    return {**{key: kept for key, kept in config.items() if str(key) != first}, **{first: new for new in value}}
+    kept = {key: old for key, old in config.items() if str(key) != first}
+    return {**kept, first: value[0]} if value else kept
 
 
 def written(folder: Path, config: dict[str, Any]) -> Path:

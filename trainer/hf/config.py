@@ -59,7 +59,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     for path, value in family.fixed.items():
         assign(spec, path, value(spec) if callable(value) else value)
     spec.feed_forward.width = spec.feed_forward.width or 4 * spec.width  # GPT-2's n_inner: null
-    if spec.attention.positions == "rope":
+    if family.rope:
         spec.attention.rope = rope_from_config(config, family, problems)
     windows = windows_from_config(config, family, spec.depth, problems)
     if len(set(windows)) == 1:
@@ -88,7 +88,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     for key, paths in family.fields.items():
         path = paths if isinstance(paths, str) else paths[0]
         config[key] = encode(path, attrgetter(path)(common))
-    if layer.attention.positions == "rope":
+    if family.rope:
         config.update(rope_to_config(layer.attention.rope, family))
     windows = [spec.layer(index).attention.window for index in range(spec.depth)]
     if family.windows != "none":
@@ -108,10 +108,11 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
 
 def first_difference(spec: ModelSpec, other: ModelSpec) -> str | None:
     """The first field in which two specs describe different functions: `model.attention.window=16 (layer 3)`."""
-    for field in dataclasses.fields(ModelSpec):
-        if field.name not in ("name", "init", "attention", "feed_forward", "pattern", "overrides"):
-            if not same(getattr(spec, field.name), getattr(other, field.name)):
-                return f"model.{field.name}={getattr(spec, field.name)}"
+    theirs = flat(dataclasses.asdict(other))
+    for path, value in flat(dataclasses.asdict(spec)).items():
+        if path.split(".")[0] not in ("name", "init", "attention", "feed_forward", "pattern", "overrides"):
+            if not same(value, theirs[path]):
+                return f"model.{path}={value}"
     for index in range(spec.depth):
         theirs = layer_facts(other, index)
         for key, value in layer_facts(spec, index).items():
@@ -208,6 +209,11 @@ def windows_from_config(config: dict[str, Any], family: Family, depth: int, prob
     types = config["layer_types"] if family.windows == "layers" else ["sliding_attention"] * depth
     if unknown := sorted(set(types) - set(legal)):
         problems.append(f"layer_types: {', '.join(map(repr, unknown))} is not supported; supported: {', '.join(legal)}")
+    if window is None and family.windows == "layers" and "sliding_attention" in types:
+        problems.append(
+            "sliding_window=None is not supported beside sliding_attention in layer_types; supported: a number (with "
+            "use_sliding_window=True, where the family has it), or full_attention alone"
+        )
     return [window or 0 if kind == "sliding_attention" else 0 for kind in types]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
-from trainer.hf.agreement import check_export, check_import
+from trainer.hf.agreement import check_export, check_import, usual_config
 from trainer.hf.config import config_from_spec, spec_from_config
 from trainer.hf.families import FAMILIES
 from trainer.hf.weights import write_weights
@@ -32,16 +32,23 @@ def spec_from_hf(folder: str | Path) -> ModelSpec:
         )
     try:
         raw = json.loads(path.read_text())
+        config = raw
         if raw.get("model_type") in FAMILIES:  # transformers fills in the defaults of its class
             from transformers import AutoConfig
 
-            raw = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
+            config = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
     except Exception as error:  # json, and every class of error by which transformers refuses a field
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.from_hf={folder}: {path.name} cannot be read: {reason}") from error
     try:
-        spec = spec_from_config(raw)
-        check_import(spec, raw)
+        if config.get("model_type") != raw.get("model_type"):
+            foreign = [key for key in raw if key not in usual_config(raw["model_type"])]
+            raise ConfigError(
+                f"model_type={raw['model_type']!r} is opened by transformers as {config['model_type']!r}, which is not "
+                f"supported, because of options that are not its own: {', '.join(foreign)}; supported: leaving them out"
+            )
+        spec = spec_from_config(config)
+        check_import(spec, config)
     except ConfigError as error:
         raise ConfigError([f"model.from_hf={folder}: {path.name}: {problem}" for problem in error.problems]) from error
     spec.name = folder.resolve().name
