@@ -4,8 +4,8 @@ Reading back what was written shows only that our reader and our writer agree. W
 refuses is known to transformers alone, in the version that is installed. So it is asked: it opens the very
 configuration, builds it without memory to show the shapes of all parameters, and computes a small model of it, whose
 weights come by the same files as a real one's. What is made smaller is the number of layers that are alike, the number
-of heads, the widths that follow from it, and the vocabulary, which takes the same time and memory for a model of any
-size. Head dimensions, frequencies and everything that is no size stay what they are.
+of heads, the widths that follow from it, the vocabulary, and windows longer than the sequence, which takes the same
+time and memory for a model of any size. Head dimensions, frequencies and all that is no size stay what they are.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from math import isqrt
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,10 @@ from trainer.hf.weights import entries, write_weights
 from trainer.model.initial import fill, name_seed
 from trainer.model.transformer import Transformer
 from trainer.planning.cost.parameters import ParameterInfo, declarations
+from trainer.util.reading import brief
 
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
+"""Nothing is looked for on the hub, and no code of a folder is run."""
 LENGTH = 256
 """Tokens of the small model's sequence: as many as show scaled frequencies, and a window of half of them."""
 VOCABULARY = 64
@@ -42,6 +46,8 @@ FEED_FORWARD = 48
 TOLERANCE = 3e-5
 """Of the largest logit, for the largest difference. Rounding in fp32 stays below 5e-6; one approximation of GELU for
 another, which shows least of all that could be mistaken, is above 1e-4."""
+MOST = 1 << 28
+"""Parameters of the small model. Of published ones it has fewer than 2e7; a folder can claim anything."""
 SIZES = ("vocab_size", "width", "depth", "max_length", "attention.heads", "attention.kv_heads", "feed_forward.width")
 
 
@@ -51,8 +57,8 @@ def check_export(spec: ModelSpec, config: dict[str, Any]) -> None:
     reason = disagreement(spec, config)
     if reason is None:
         return
-    unwritten = config_from_spec(spec).keys()
-    outside = {key: value for key, value in config.items() if key not in unwritten}
+    written_of_spec = config_from_spec(spec)
+    outside = {key: value for key, value in config.items() if key not in written_of_spec}
 
     def exported(other: ModelSpec) -> bool:
         try:
@@ -82,7 +88,7 @@ def check_import(spec: ModelSpec, config: dict[str, Any]) -> None:
     for path, value in unusual(config, usual_config(config["model_type"])):
         for other, advice in ((changed(config, path), "leaving it out"), (changed(config, path, None), "null")):
             if disagreement(spec, other) is None:
-                raise ConfigError(f"{'.'.join(path)}={value!r} is not supported: {reason}; supported: {advice}")
+                raise ConfigError(f"{'.'.join(path)}={brief(value)} is not supported: {reason}; supported: {advice}")
     raise ConfigError(f"model_type={config['model_type']!r}: {reason}")
 
 
@@ -94,14 +100,14 @@ def disagreement(spec: ModelSpec, config: dict[str, Any]) -> str | None:
     with quiet(), tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         try:
-            whole = transformers.AutoConfig.from_pretrained(written(folder / "whole", config))
+            whole = transformers.AutoConfig.from_pretrained(written(folder / "whole", config), **LOCAL)
             shallow, shallow_config = with_few_layers(spec, config)
-            opened = transformers.AutoConfig.from_pretrained(written(folder / "shallow", shallow_config))
+            opened = transformers.AutoConfig.from_pretrained(written(folder / "shallow", shallow_config), **LOCAL)
             if reason := other_sizes(replace(shallow, depth=spec.depth), whole) or other_shapes(shallow, opened):
                 return f"{who} {reason}"
             error = difference(*narrowed(shallow, shallow_config), folder / "small")
         except Exception as error:  # whatever class of error transformers refuses an option with
-            return f"{who} refuses it ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+            return f"{who} refuses it ({type(error).__name__}: {brief(error)})"
     return None if error <= TOLERANCE else f"{who} computes other logits (relative difference {error:.1g})"
 
 
@@ -118,7 +124,7 @@ def other_shapes(spec: ModelSpec, opened: Any) -> str | None:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(opened)
+        model = AutoModelForCausalLM.from_config(opened, trust_remote_code=False)
     infos = declarations(spec)
     ours = Counter(entry.shape(infos) for entry in entries(spec, infos))
     theirs = Counter(tuple(parameter.shape) for parameter in model.parameters())
@@ -131,11 +137,13 @@ def difference(spec: ModelSpec, config: dict[str, Any], folder: Path) -> float:
     because that is what rounding errors grow with."""
     from transformers import AutoModelForCausalLM
 
+    if (parameters := sum(info.size for info in declarations(spec).values())) > MOST:
+        raise ValueError(f"{parameters} parameters are left when it is made small: its heads are beyond any model's")
     ours = Transformer(spec).eval()
     fill(ours, sample_weight)
     write_weights(written(folder, config), spec, dict(ours.named_parameters()).__getitem__)
     theirs, report = AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        folder, **LOCAL, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
     )
     if wrong := [name for kind in ("missing_keys", "unexpected_keys") for name in report[kind]]:
         raise ValueError(f"the weights have other names: {', '.join(sorted(wrong)[:3])}")
@@ -205,7 +213,7 @@ def narrow_layer(layer: LayerSpec, windows: dict[int, int]) -> LayerSpec:
 
 def least_divisor(n: int) -> int:
     """The smallest divisor above one, or one."""
-    return next((divisor for divisor in range(2, n + 1) if n % divisor == 0), 1)
+    return next((divisor for divisor in range(2, isqrt(n) + 1) if n % divisor == 0), n)
 
 
 def with_layers(spec: ModelSpec, layers: list[LayerSpec]) -> ModelSpec:

@@ -8,10 +8,14 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from trainer.config import ConfigError
+from trainer.config import ConfigError, typed
 from trainer.config.model import ModelSpec, RopeSpec
 from trainer.config.typed import flat
 from trainer.hf.families import ACTIVATIONS, FAMILIES, Family
+from trainer.util.reading import brief
+
+DEEPEST, LARGEST = 10_000, 1 << 31
+"""Layers, and any other number, of a model: what is made of a larger one would fill the memory."""
 
 ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
 ROPE_NAMES = {
@@ -66,9 +70,22 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         spec.attention.window = windows[0]
     else:
         spec.pattern = window_pattern(windows)
-    if problems := problems or spec.check():
+    wrong: dict[str, str] = {}
+    typed.build(spec.to_dict(), wrong, ModelSpec, "model")
+    if problems := problems or list(wrong.values()) or spec.check():
         raise ConfigError(problems)
     return spec
+
+
+def check_sizes(raw: dict[str, Any]) -> None:
+    """Raises `ConfigError` for numbers that no model has, before anything is made of them."""
+    problems = [
+        f"{key}={brief(value)} is beyond any model; legal: up to {most}"
+        for key, value in raw.items()
+        if isinstance(value, int | float) and value > (most := DEEPEST if "layer" in key else LARGEST)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:

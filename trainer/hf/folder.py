@@ -6,6 +6,8 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +15,11 @@ from torch import Tensor
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
 from trainer.hf.agreement import check_export, check_import, usual_config
-from trainer.hf.config import config_from_spec, spec_from_config
+from trainer.hf.config import check_sizes, config_from_spec, spec_from_config
 from trainer.hf.families import FAMILIES
+from trainer.hf.tokenizer import open_tokenizer
 from trainer.hf.weights import write_weights
+from trainer.util.reading import brief, read_json
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -31,28 +35,32 @@ def spec_from_hf(folder: str | Path) -> ModelSpec:
             "it (a model of the hub: hf download NAME --local-dir DIR)"
         )
     try:
-        raw = json.loads(path.read_text())
-        config = raw
-        if raw.get("model_type") in FAMILIES:  # transformers fills in the defaults of its class
-            from transformers import AutoConfig
-
-            config = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
-    except Exception as error:  # json, and every class of error by which transformers refuses a field
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model.from_hf={folder}: {path.name} cannot be read: {reason}") from error
-    try:
-        if config.get("model_type") != raw.get("model_type"):
-            foreign = [key for key in raw if key not in usual_config(raw["model_type"])]
-            raise ConfigError(
-                f"model_type={raw['model_type']!r} is opened by transformers as {config['model_type']!r}, which is not "
-                f"supported, because of options that are not its own: {', '.join(foreign)}; supported: leaving them out"
-            )
+        raw = read_json(path, {"model_type": (str, NoneType)}, "write it anew with transformers' save_pretrained")
+        check_sizes(raw)
+        config = completed(folder, raw) if raw["model_type"] in FAMILIES else raw
         spec = spec_from_config(config)
         check_import(spec, config)
     except ConfigError as error:
         raise ConfigError([f"model.from_hf={folder}: {path.name}: {problem}" for problem in error.problems]) from error
+    except Exception as error:  # every class of error by which transformers refuses a field, or a field is of no use
+        raise ConfigError(f"model.from_hf={folder}: {path.name} cannot be read: {brief(error)}") from error
     spec.name = folder.resolve().name
     return spec
+
+
+def completed(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """The configuration as transformers opens it, with the defaults of its class. Raises `ConfigError` where it takes
+    it for another architecture's."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).to_dict()
+    if config["model_type"] != raw["model_type"]:
+        foreign = [key for key in raw if key not in usual_config(raw["model_type"])]
+        raise ConfigError(
+            f"transformers takes model_type={raw['model_type']!r} for {config['model_type']!r}, which is not supported, "
+            f"because of options that are not its own: {brief(', '.join(foreign))}; supported: leaving them out"
+        )
+    return config
 
 
 def export(
@@ -97,7 +105,5 @@ def special_tokens(tokenizer: str | Path | None) -> dict[str, int | None]:
     Without a tokenizer they are null: an id that is left out would take the architecture's default."""
     if tokenizer is None:
         return dict.fromkeys(SPECIAL)
-    from transformers import AutoTokenizer
-
-    opened = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+    opened = open_tokenizer(Path(tokenizer))
     return {name: getattr(opened, name) for name in SPECIAL}
