@@ -168,6 +168,8 @@ def test_the_run_folder_keeps_the_contract(undisturbed):
     assert {path.name for path in folder.iterdir()} == {
         "config.yaml",
         "metrics.jsonl",
+        "starts.jsonl",
+        "console.log",
         "status.json",
         "checkpoints",
         "tokenizer",
@@ -175,6 +177,7 @@ def test_the_run_folder_keeps_the_contract(undisturbed):
     assert len(losses(folder)) == 30 and "step 30/30" in output and f"everything is in {folder}" in output
     names = {
         "step",
+        "time",
         "loss",
         "grad_norm",
         "lr",

@@ -309,7 +309,9 @@ class CheckpointConfig:
         0, "checkpoints at multiples of this many steps are kept for good; 0 means none", unit="steps", range="[0, inf)"
     )
     resume: str = option(
-        "auto", "auto (newest valid one of the run, if any), none, or the path of a checkpoint or of a run"
+        "auto",
+        "auto (newest valid one of the run, if any), none, or the path of a checkpoint or of a run; what an earlier "
+        "run left in run.dir and this one does not go on from is moved to earlier/ in it",
     )
     verify: bool = option(True, "compare checksums before loading")
     data: str = option(

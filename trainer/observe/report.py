@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
@@ -58,6 +59,7 @@ def print_start(
     states: StateBytes,
     corpus: Any,
     world: World,
+    console: Console | None = None,
 ) -> None:
     """Prints one table: model, plan, batch arithmetic, and state memory of the rank that holds most."""
     counts = cost.parameter_counts(spec)
@@ -99,6 +101,7 @@ def print_start(
             ),
         ],
         memory=[(name, tables.size(value)) for name, value in states.rows()],
+        console=console,
     )
     if config.logging.types:
         infos = declarations(spec)
@@ -115,5 +118,6 @@ def print_start(
                     "lr scale": policies[name].lr_scale,
                 }
                 for name, info in infos.items()
-            ]
+            ],
+            console,
         )
