@@ -117,6 +117,8 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         return refuse(error)
     except KeyboardInterrupt:
+        if rank() == 0:
+            print("interrupted before a run had started", file=sys.stderr, flush=True)
         return INTERRUPTED
     except Exception:
         traceback.print_exc()

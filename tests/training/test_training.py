@@ -113,10 +113,10 @@ COMMAND = [
 ]
 
 
-def start(folder: Path, *overrides: str, processes: int = 1) -> subprocess.Popen:
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
-    )
+def start(
+    folder: Path, *overrides: str, processes: int = 1, launcher: str = "torch.distributed.run"
+) -> subprocess.Popen:
+    torchrun = ["-m", launcher, "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [
@@ -238,6 +238,17 @@ def test_sigterm_to_torchrun_saves_on_all_ranks(tmp_path):
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=100)[0]
     assert "stopped by a signal" in output, output
+    assert (folder / "checkpoints" / f"step-{len(losses(folder)):08d}" / "manifest.json").is_file()
+
+
+def test_ctrl_c_to_the_launcher_saves_without_a_report_of_its_own(tmp_path):
+    folder = tmp_path / "run"
+    process = start(folder, processes=2, launcher="trainer.torchrun")
+    wait_for(folder, 6, process)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=100)[0]
+    assert process.returncode == 75 and "Traceback" not in output and "FAILED" not in output, output
+    assert output.count("stopping: this step ends") == 1 and output.count("the same command resumes") == 1, output
     assert (folder / "checkpoints" / f"step-{len(losses(folder)):08d}" / "manifest.json").is_file()
 
 
