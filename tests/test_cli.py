@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import pytest
 
 import trainer
 from trainer import cli
-from trainer.config import ConfigError
+from trainer.config import ConfigError, SourceConfig
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # captured streams have no descriptor
@@ -100,10 +101,36 @@ def test_pages(capsys, tmp_path):
     assert code == 0 and page.startswith("lr.schedule") and "one of cosine, wsd" in page
     assert "lr.warmup=10\n    linear warm-up from zero; in steps; range [0, inf)" in page
     assert main(capsys, "--help", "lrr")[0] == 2
+    for section in ("data.sources", "data.sources.stdlib"):
+        page = main(capsys, "--help", section)[1]
+        for field in dataclasses.fields(SourceConfig):
+            assert f"data.sources.NAME.{field.name}={json.dumps(field.default)}" in page
+    assert "in documents; range [0, inf)" in page
+    for section in ("model.pattern", "model.overrides", "precision.types.rules", "sweep.slurm", "parallel.pipeline"):
+        code, page, _ = main(capsys, "--help", section)
+        assert code == 0 and page.count(f"{section}.") >= 5, section
+    assert all(len(line) <= 120 for line in main(capsys, "--help", "model")[1].splitlines())
     code, shown, _ = main(capsys, "--cfg", "job", "+config=debug")
     assert code == 0 and "dir: runs/${run.name}" in shown
     code, shown, _ = main(capsys, "--cfg", "job", "--resolve", "parallel.dp=4")
     assert code == 0 and "dp: 4" in shown, "the plan of a later launch is not held against this process"
+    assert main(capsys, "--cfg", "job", "lr.warmup=100")[0] == 2, "what is wrong on any number of processes is"
+
+
+def test_no_arguments_are_answered_with_the_usage(capsys, monkeypatch):
+    code, out, error = main(capsys)
+    assert code == 2 and not out and error.startswith("usage: ") and "--help" in error
+    monkeypatch.setenv("RANK", "1")
+    assert main(capsys) == (2, "", "")
+
+
+def test_cfg_job_checks_the_plan_for_the_processes_that_it_is_told(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    arguments = ["--cfg", "job", "+config=llama3_8b", "parallel=tp2_pp2"]
+    code, shown, error = main(capsys, *arguments, "parallel.tp=3", "parallel.pp=2")
+    assert code == 2 and not shown and "start 60 or 66 processes" in error
+    code, shown, error = main(capsys, *arguments)
+    assert code == 0 and "tp: 2" in shown and not error
 
 
 @pytest.mark.parametrize(

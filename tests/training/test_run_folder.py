@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import trainer
+import trainer.training.run
 import trainer.training.trainer
 from trainer.config import Config, ConfigError
+from trainer.planning.fit import Memory
 from trainer.training.history import set_aside
 from trainer.training.run import main
 
@@ -195,6 +197,27 @@ def test_every_start_is_noted_and_what_changed_is_named(used, settings, capsys):
     assert log.count("FLOPs per token") == 2 and "step 4/4" in log and "step 6/6" in log and "lr.peak 0.0003" in log
     times = [json.loads(text)["time"] for text in (used / "metrics.jsonl").read_text().splitlines()]
     assert times == sorted(times) and times[0] > 1.7e9
+
+
+# Before anything exists
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_made(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer.training.run, "memory_of", lambda device: Memory(None, 2**20))
+    with pytest.raises(ConfigError, match="do not fit: .* on a machine with 1 process, which has 1.00 MiB"):
+        trainer.run(settings(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_table_is_printed_before_the_model_exists(settings, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise RuntimeError("no model")
+
+    monkeypatch.setattr(trainer.training.trainer.TrainState, "build", fail)
+    with pytest.raises(RuntimeError, match="no model"):
+        trainer.run(settings(tmp_path / "run"))
+    out = capsys.readouterr().out
+    assert "activations come on top" in out and "the machine has" in out
 
 
 # Ctrl-C

@@ -23,6 +23,7 @@ class RunConfig:
     steps: int = option(100, "training length", unit="optimizer steps", range="[1, inf)")
     device: str = option("auto", "auto takes a GPU where there is one", ("auto", "cpu", "cuda"))
     deterministic: bool = option(False, "deterministic kernels: the same plan gives the same bits")
+    force: bool = option(False, "go on although the model's states will not fit into memory, by what is predicted")
 
 
 @dataclass

@@ -205,7 +205,7 @@ def _summary(record: MetricsLine) -> list[str]:
         f"lr {_number(record['lr'], '.2e')}" if record["lr"] is not None else None,
         f"MFU {percent(record['mfu']):>5}" if record["mfu"] is not None else None,
         f"bubble {percent(record['bubble']):>5}" if record["bubble"] is not None else None,
-        f"{size(record['memory_gib'] * 2**30):>9}" if record["memory_gib"] is not None else None,
+        f"memory {size(record['memory_gib'] * 2**30):>8}" if record["memory_gib"] is not None else None,
         f"skipped {record['skipped']}" if record["skipped"] else None,
         f"ETA {duration(record['eta_seconds'])}" if record["eta_seconds"] else None,
     ]

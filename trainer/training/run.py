@@ -24,13 +24,23 @@ from trainer.observe import flight, metrics
 from trainer.observe.sinks import reason_of, write_status
 from trainer.parallel.engine import check_engine
 from trainer.parallel.parallelize import check_compiler, check_model
+from trainer.planning.fit import check_fit
+from trainer.planning.plan import node_size
 from trainer.planning.resolve import resolve
 from trainer.training.auto_schedule import saved_choice
 from trainer.training.history import settle_status, way_on
 from trainer.training.ledger import NonFinite
 from trainer.training.out_of_memory import advice, missing_memory
 from trainer.training.saving import Start
-from trainer.training.session import claimed, compare_ranks, host_threads, numeric_mode, warn_of_stale_store, watching
+from trainer.training.session import (
+    claimed,
+    compare_ranks,
+    host_threads,
+    memory_of,
+    numeric_mode,
+    warn_of_stale_store,
+    watching,
+)
 from trainer.training.trainer import Trainer
 from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, rank
 
@@ -58,6 +68,7 @@ def run(config: Config) -> Result:
     check_compiler(config, device)
     check_engine(config, device)
     check_model(config, spec)
+    check_fit(config, layout, world_size, node_size(world_size), memory_of(device))
     corpus = open_corpus(config)
     joined_before = dist.is_initialized()
     warn_of_stale_store()

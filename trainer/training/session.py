@@ -22,6 +22,7 @@ from trainer.distributed.world import World
 from trainer.model.attention import kernel_priority
 from trainer.model.initial import name_seed
 from trainer.observe.watchdog import Watchdog
+from trainer.planning.fit import Memory
 from trainer.planning.gradient_comm import asked
 from trainer.planning.plan import Plan, node_size
 from trainer.planning.resolve import Layout
@@ -57,6 +58,15 @@ def host_threads(plan: Plan, device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def memory_of(device: torch.device) -> Memory:
+    """The memory of a process's GPU, and of its machine: what the machine has, or its container may use."""
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        host = min(host, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    gpu = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return Memory(gpu, host)
 
 
 @contextlib.contextmanager

@@ -18,17 +18,19 @@ from trainer.model.initial import Weights, name_seed
 from trainer.observe.report import print_start
 from trainer.observe.sinks import LOG, reason_of
 from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE, STEP, Watchdog
-from trainer.planning.cost.memory import fullest_rank
+from trainer.planning.fit import kept
+from trainer.planning.plan import node_size
 from trainer.planning.resolve import Layout
 from trainer.training import history
 from trainer.training.adapt import Adaptation
 from trainer.training.auto_schedule import write_schedule
 from trainer.training.ledger import Ledger
 from trainer.training.saving import Progress, Start, contents
-from trainer.training.session import profiled, stop_signals
+from trainer.training.session import memory_of, profiled, stop_signals
 from trainer.training.state import TrainState
 from trainer.training.step import evaluate, train_step
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
+from trainer.util.tables import size
 
 
 class Trainer:
@@ -50,10 +52,12 @@ class Trainer:
     ):
         self.config, self.corpus, self.world, self.watchdog = config, corpus, world, watchdog
         self.batch, self.folder, self.stop_wanted, self.start = layout.batch, Path(config.run.dir), False, start
+        if world.rank == 0 and config.logging.console != "none":
+            self.print_start(layout)
         self.state = TrainState.build(config, layout.spec, layout.plan, layout.pipeline, world, weights)
         progress, messages = self.start.resume(self.state)
         self.tokens, self.loader = progress.tokens, self.load_from(progress.samples)
-        messages += self.open_folder()
+        messages += self.open_folder(layout)
         self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
         self.ledger = Ledger(self.state, self.batch, progress.skipped)
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
@@ -198,33 +202,28 @@ class Trainer:
             device=self.world.device,
         )
 
-    def open_folder(self) -> list[str]:
+    def open_folder(self, layout: Layout) -> list[str]:
         """Makes the run folder that of this start: sets an earlier run aside, and notes what is about to be trained,
         with which settings, by whom. Returns what is to be said."""
         places = self.world.gather(history.place(self.world))
         feedback = max(self.world.gather(self.state.compression.feedback_bytes))
-        return self.world.agree(lambda: self._open_folder(places, feedback))
+        held = [f"error feedback takes {size(feedback)} more on the rank with most of it"] if feedback else []
+        return held + self.world.agree(lambda: self._open_folder(layout, places))
 
-    def _open_folder(self, places: list[tuple[str, str]], feedback: int) -> list[str]:
-        step, resumed, folder = self.state.step, self.start.path, self.folder
+    def _open_folder(self, layout: Layout, places: list[tuple[str, str]]) -> list[str]:
+        resumed, folder = self.start.path, self.folder
         aside = history.set_aside(folder, resumed)
-        changed = history.note_start(self.config, step, resumed, aside, places)
+        changed = history.note_start(self.config, self.state.step, resumed, aside, places)
         self.corpus.tokenizer.save(folder / "tokenizer")
-        if self.config.logging.console != "none":
-            self.print_start(feedback)
         with open(folder / LOG, "a", encoding="utf-8") as log:
-            self.print_start(feedback, Console(file=log))
+            self.print_start(layout, Console(file=log))
         return [
             *([f"what an earlier run left in {folder} is now in {aside}"] if aside else []),
             *([f"settings changed since: {history.shown(changed)}"] if changed else []),
         ]
 
-    def print_start(self, feedback: int, console: Console | None = None) -> None:
+    def print_start(self, layout: Layout, console: Console | None = None) -> None:
         """Prints what is about to be trained."""
-        config, state = self.config, self.state
-        states = fullest_rank(
-            config, state.spec, state.plan, state.pipeline, self.batch, state.compression.once, feedback
-        )
-        print_start(
-            config, state.spec, state.plan, state.pipeline, self.batch, states, self.corpus, self.world, console
-        )
+        states = kept(self.config, layout, node_size(self.world.size))
+        memory = memory_of(self.world.device)
+        print_start(self.config, layout, states, memory, self.corpus, self.world, console)
