@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.kernels import compare_kernels
 from support.reference import tiny_spec
 from torch import nn
 
@@ -81,6 +82,15 @@ def test_a_skipped_step_changes_nothing(name):
     step(1)
     assert all(torch.equal(a, b) for a, b in zip(before, [*weights.values(), *ours.tensors().values()]))
     assert ours.updates == 1
+
+
+def test_kernels_in_tritons_interpreter_have_the_bits_of_the_torch_code():
+    compare_kernels("multi_tensor.py", "cpu", TRITON_INTERPRET="1")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_on_a_gpu_have_the_bits_of_the_torch_code():
+    compare_kernels("multi_tensor.py", "cuda")
 
 
 @given(

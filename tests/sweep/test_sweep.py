@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Cluster, missing, wait_for
+from support.launch import warm_python
 
 import trainer
 from trainer import cli
@@ -286,6 +287,7 @@ def sweep(*arguments: object, **options) -> subprocess.Popen:
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "PYTHON_EXEC": warm_python(),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         **options.pop("environment", {}),
     }
@@ -299,7 +301,7 @@ def sweep(*arguments: object, **options) -> subprocess.Popen:
 
     SWEEPS.append(
         subprocess.Popen(
-            [sys.executable, "-m", "trainer", "--multirun", *map(str, arguments)],
+            [warm_python(), "-m", "trainer", "--multirun", *map(str, arguments)],
             cwd=ROOT,
             env=environment,
             text=True,

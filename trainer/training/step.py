@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,11 +87,17 @@ def sum_over_ranks(
     for name in statistics:
         mine += range(starts[name], starts[name] + state.reports[name])
     vector = torch.zeros(1 + names + sum(state.reports.values()), dtype=torch.float64, device=squares.device)
-    vector.index_add_(0, torch.tensor(mine, device=squares.device), torch.cat([squares, *statistics.values()]))
+    vector.index_add_(0, on_device(tuple(mine), squares.device), torch.cat([squares, *statistics.values()]))
     if state.world.place("tp") == 0:
         vector[0] += loss
     vector = state.world.sum_all(vector)
     return vector[0], vector[1 : 1 + names], vector[1 + names :]
+
+
+@lru_cache(maxsize=16)
+def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept between steps: the host would wait for the copy, and so for all that the device still has to do."""
+    return torch.tensor(numbers, device=device)
 
 
 @torch.no_grad()
