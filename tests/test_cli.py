@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import trainer
-from trainer import cli
+from trainer import cli, command, torchrun
 from trainer.config import ConfigError, SourceConfig
 
 ROOT = Path(__file__).parent.parent
@@ -95,7 +96,7 @@ def test_pages(capsys, tmp_path):
     (tmp_path / "model" / "my_own.yaml").write_text("name: my_own\n")
     code, page, _ = main(capsys, "--help", "--config-dir", str(tmp_path))
     assert code == 0 and all(
-        word in page for word in ("usage: torchrun", "+config=", "debug", "zero3_offload", "my_own", "precision")
+        word in page for word in ("usage: trainer train", "+config=", "debug", "zero3_offload", "my_own", "precision")
     )
     code, page, _ = main(capsys, "--help", "lr")
     assert code == 0 and page.startswith("lr.schedule") and "one of cosine, wsd" in page
@@ -122,6 +123,47 @@ def test_no_arguments_are_answered_with_the_usage(capsys, monkeypatch):
     assert code == 2 and not out and error.startswith("usage: ") and "--help" in error
     monkeypatch.setenv("RANK", "1")
     assert main(capsys) == (2, "", "")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What our launcher would have been given."""
+    calls = []
+    monkeypatch.setattr(torchrun, "main", lambda arguments, brief: calls.append(arguments) or 75)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield calls
+    logging.disable(logging.NOTSET)
+
+
+def test_train_starts_the_processes_that_it_is_told(launched, capsys):
+    assert command.main(["train", "--processes", "2", "+config=debug", "parallel=tp2"]) == 75
+    assert command.main(["train", "--gpus", "2", "+config=debug"]) == 75
+    both = ["--standalone", "--nproc-per-node", "2", "-m", "trainer"]
+    assert launched == [[*both, "+config=debug", "parallel=tp2"], [*both, "run.device=cuda", "+config=debug"]]
+    assert capsys.readouterr().out.count("starting 2 processes") == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--processes", "4", "+config=debug", "parallel.tp=3"], "start 3 or 6 processes"),
+        (["--gpus", "0", "+config=debug"], "'0' is no number of processes"),
+        (["--gpus", "2", "--processes", "2"], "not allowed with"),
+    ],
+)
+def test_train_refuses_before_it_starts_a_process(launched, capsys, arguments, words):
+    assert command.main(["train", *arguments]) == 2 and not launched
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) <= 3
+
+
+def test_the_words_of_the_command_lead_where_they_say(launched, capsys):
+    assert command.main(["train", "--gpus", "8", "--help", "lr"]) == 0 and not launched
+    assert capsys.readouterr().out.startswith("lr.schedule")
+    assert command.main(["sample", "--help"]) == 0 and "trainer.sample" in capsys.readouterr().out
+    assert command.main(["sweep", "+config=debug", "lr.peek=1,2"]) == 2
+    assert "did you mean 'lr.peak'" in capsys.readouterr().err
+    assert command.main([]) == 2 and "usage: trainer train" in capsys.readouterr().err
 
 
 def test_cfg_job_checks_the_plan_for_the_processes_that_it_is_told(capsys, monkeypatch):

@@ -25,11 +25,12 @@ from trainer.planning.resolve import checked, compose
 from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, rank, refuse
 
 USAGE = """\
-usage: torchrun --nproc-per-node N -m trainer +config=RECIPE [GROUP=OPTION ...] [SETTING=VALUE ...]
-       python -m trainer ...             the same on one process
-       python -m trainer --multirun ...  a sweep: each combination of values such as lr.peak=1e-3,3e-4 or
-                                         parallel=glob(zero*) is a trial, a run with processes of its own; its settings:
-                                         --help sweep
+usage: trainer train [--gpus N | --processes N] +config=RECIPE [GROUP=OPTION ...] [SETTING=VALUE ...]
+       trainer sweep ...                 each combination of values such as lr.peak=1e-3,3e-4 or parallel=glob(zero*)
+                                         is a trial, a run with processes of its own; its settings: --help sweep
+       trainer plot | sample | export | parity | preflight ...
+       python -m trainer ...             the same without installation
+       torchrun --nproc-per-node N -m trainer +config=RECIPE ...  a run whose processes torchrun starts
 
   --config-dir DIR   folder of your own groups and recipes (DIR/config/NAME.yaml); they win over the shipped ones
   --cfg job          print the composed configuration and stop; with --resolve, as the run will see it
@@ -90,13 +91,15 @@ def _wrapped(text: str, indent: int) -> str:
     return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Wrong options are a `ConfigError`."""
+
     def error(self, message: str):
         raise ConfigError(f"{message}; see python -m trainer --help")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="python -m trainer", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="python -m trainer", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--cfg", choices=["job"])

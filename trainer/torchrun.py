@@ -26,9 +26,9 @@ CLOSING = 20.0
 """A worker killed within so many seconds of the first failure was not killed by torchrun, which waits 30 s for that."""
 
 
-def main(arguments: list[str]) -> int:
-    """Runs torchrun. Returns the exit code of the first worker that failed, or 137 (128 + SIGKILL) if one was
-    killed."""
+def main(arguments: list[str], brief: bool = False) -> int:
+    """Runs torchrun. brief: one line instead of torchrun's report where a worker failed. Returns the exit code of the
+    first worker that failed, or 137 (128 + SIGKILL) if one was killed."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         # A handler that does nothing, not SIG_IGN: workers would inherit SIG_IGN, and could not be stopped.
         signal.signal(number, lambda *_: None)
@@ -46,7 +46,8 @@ def main(arguments: list[str]) -> int:
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
         if first.exitcode not in REPORTED and len(pressed) < 3:
-            print(failure, file=sys.stderr, flush=True)
+            one_line = f"rank {rank} failed first, with exit code {first.exitcode}; what it said is above"
+            print(one_line if brief else failure, file=sys.stderr, flush=True)
         # The peers of a killed process may fail, and be noticed, before the killed process is.
         killed = any(
             other.exitcode == -signal.SIGKILL and other.timestamp - first.timestamp < CLOSING
