@@ -135,6 +135,14 @@ def test_scaler_is_idle_outside_fp16():
     scaler = GradScaler(PrecisionConfig(compute="bf16"), torch.device("cpu"))
     scaler.update(scalar(1))
     assert scaler.scale(scalar(3)) == 3 and scaler.value == 1
+    theirs = torch.amp.GradScaler("cpu", enabled=False)
+    assert scaler.state_dict() == theirs.state_dict() == {}
+
+
+def test_scaler_begins_with_its_own_scale_after_a_run_without_one():
+    scaler = GradScaler(PrecisionConfig(compute="fp16", loss_scale=512.0), torch.device("cpu"))
+    scaler.load_state_dict(GradScaler(PrecisionConfig(compute="bf16"), torch.device("cpu")).state_dict())
+    assert scaler.value == 512
 
 
 def test_parameter_types_by_role_and_rule():

@@ -332,9 +332,9 @@ def test_damaged_checkpoints_and_a_vanished_corpus(calm, folder):
     (folder / "status.json").unlink()
     checkpoints = list_checkpoints(folder / "checkpoints")
     truncated, flipped, whole = checkpoints  # newest first
-    file = next(checkpoints[truncated].glob("*.distcp"))
+    file = next(checkpoints[truncated].glob("*.bin"))
     os.truncate(file, file.stat().st_size // 2)
-    file = next(checkpoints[flipped].glob("*.distcp"))
+    file = next(checkpoints[flipped].glob("*.bin"))
     content = bytearray(file.read_bytes())
     content[random.Random(SEED).randrange(len(content))] ^= 1
     file.write_bytes(content)

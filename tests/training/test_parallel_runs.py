@@ -23,7 +23,7 @@ from workers.parallel_runs import CHAINS, COMMON, FIRST, LEG, PLANS, STOPPED, ru
 import trainer
 import trainer.training.run
 from trainer import cli, export, plot
-from trainer.checkpointing.checkpointer import read_tensors
+from trainer.checkpointing.loading import read_tensors
 from trainer.config import ConfigError
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.timeline import read_timeline

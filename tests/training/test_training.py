@@ -347,7 +347,7 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed, tmp_path):
 
     folder = tmp_path / "run"
     shutil.copytree(undisturbed[0], folder)
-    file = next((folder / "checkpoints" / "step-00000030").glob("*.distcp"))
+    file = next((folder / "checkpoints" / "step-00000030").glob("*.bin"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

@@ -16,7 +16,7 @@ from support.launch import fork, leave
 
 import trainer
 import trainer.training.trainer
-from trainer.checkpointing.checkpointer import read_tensors
+from trainer.checkpointing.loading import read_tensors
 from trainer.config import ConfigError
 from trainer.distributed.world import join
 from trainer.planning.plan import resolve_plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpointing.manifest import read_manifest
 from trainer.checkpointing.retention import find_newest, find_resume
+from trainer.checkpointing.states import read_launchers
 from trainer.config import CheckpointConfig, Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.config.typed import flat
@@ -21,7 +21,7 @@ def find_start(setting: CheckpointConfig, folder: Path, launchers: list[str]) ->
     the newest checkpoint that this launch has saved, whatever `checkpoint.resume` says."""
     if setting.resume != "auto" and launchers:
         newest, warnings = find_newest(folder, setting.verify)
-        if newest is not None and set(launchers) & set(read_manifest(newest).get("launchers", ())):
+        if newest is not None and set(launchers) & set(read_launchers(newest)):
             return newest, warnings
     return find_resume(setting.resume, folder, setting.verify)
 

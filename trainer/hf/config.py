@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
-from trainer.config import ConfigError
+from trainer.config import ConfigError, typed
 from trainer.config.model import ModelSpec, RopeSpec
 from trainer.config.typed import flat
 from trainer.hf.families import ACTIVATIONS, FAMILIES, Family
+from trainer.util.reading import brief, read_json
+
+DEEPEST, LARGEST = 10_000, 1 << 31
+"""Layers, and any other number, of a model: what is made of a larger one would fill the memory."""
 
 ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
 ROPE_FIELDS = {
@@ -35,18 +39,17 @@ def spec_from_hf(folder: str | Path) -> ModelSpec:
             "it (a model of the hub: hf download NAME --local-dir DIR)"
         )
     try:
-        raw = json.loads(path.read_text())
-        if raw.get("model_type") in FAMILIES:  # transformers fills in the defaults of its class
+        raw = read_json(path, {"model_type": (str, NoneType)}, "write it anew with transformers' save_pretrained")
+        check_sizes(raw)
+        if raw["model_type"] in FAMILIES:  # transformers fills in the defaults of its class
             from transformers import AutoConfig
 
-            raw = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
-    except Exception as error:  # json, and every class of error by which transformers refuses a field
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model.from_hf={folder}: {path.name} cannot be read: {reason}") from error
-    try:
+            raw = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).to_dict()
         spec = spec_from_config(raw)
     except ConfigError as error:
         raise ConfigError([f"model.from_hf={folder}: {path.name}: {problem}" for problem in error.problems]) from error
+    except Exception as error:  # every class of error by which transformers refuses a field, or a field is of no use
+        raise ConfigError(f"model.from_hf={folder}: {path.name} cannot be read: {brief(error)}") from error
     spec.name = folder.resolve().name
     return spec
 
@@ -84,9 +87,22 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         spec.attention.window = windows[0]
     else:
         spec.pattern = window_pattern(windows)
-    if problems := problems or spec.check():
+    wrong: dict[str, str] = {}
+    typed.build(spec.to_dict(), wrong, ModelSpec, "model")
+    if problems := problems or list(wrong.values()) or spec.check():
         raise ConfigError(problems)
     return spec
+
+
+def check_sizes(raw: dict[str, Any]) -> None:
+    """Raises `ConfigError` for numbers that no model has, before anything is made of them."""
+    problems = [
+        f"{key}={brief(value)} is beyond any model; legal: up to {most}"
+        for key, value in raw.items()
+        if isinstance(value, int | float) and value > (most := DEEPEST if "layer" in key else LARGEST)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:

@@ -70,8 +70,8 @@ class SharedParameters:
 
     @torch.no_grad()
     def squares(self, gradients: list[Tensor]) -> Tensor:
-        """Squared norms in fp64 of what this rank holds of each parameter's gradient, zero where another counts it:
-        [parameters]."""
+        """Squared norms in fp64 of what this rank holds of each parameter's gradient, zero where another counts it, or
+        not a number if the gradient is not finite: [parameters]."""
         return squared_norms(gradients).to(self.world.device) * self.counted
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from trainer.checkpointing.manifest import list_checkpoints
 from trainer.config import Config, typed
@@ -25,12 +25,15 @@ from trainer.distributed.world import World
 from trainer.observe.report import device_name
 from trainer.observe.sinks import LOG, METRICS_FILE, REPLACED, STATUS, write_status
 from trainer.util.extras import DISTRIBUTION
+from trainer.util.reading import Malformed, mismatch, parse_json, read_bytes, read_json, read_yaml
 
 STARTS, SETTINGS, EARLIER = "starts.jsonl", "config.yaml", "earlier"
 RECORD = (METRICS_FILE, REPLACED, STATUS, SETTINGS, STARTS, LOG, "tokenizer", "schedule")
 """What a run leaves beside its checkpoints, without which nobody knows what they are."""
 TRACES = ("checkpoints", *RECORD, "traces", "tensorboard", "wandb", "wandb-id")
 """All that a run writes itself. What a launcher writes (slurm, torchrun, flight) tells of every start, and stays."""
+START = {"step": int, "processes": int, "settings": dict}
+"""What a line of starts.jsonl has to have to be compared with."""
 PACKAGES = (DISTRIBUTION, "torch", "numpy", "triton", "transformers", "tokenizers", "datasets", "deepspeed")
 
 
@@ -112,15 +115,13 @@ def place(world: World) -> tuple[str, str]:
 def start_of(checkpoint: Path, step: int) -> dict[str, Any]:
     """`processes` and `settings` of the start that wrote the checkpoint of `step`, as far as its run's folder tells."""
     run = checkpoint.resolve().parent.parent
-    try:
-        starts = [json.loads(text) for text in (run / STARTS).read_text().splitlines()]
-        return [start for start in starts if start["step"] < step][-1]
-    except (OSError, ValueError, KeyError, IndexError):
-        pass
-    try:  # of a version without starts.jsonl
-        return {"settings": yaml.safe_load((run / SETTINGS).read_text())}
-    except (OSError, yaml.YAMLError):
-        return {"settings": {}}
+    with contextlib.suppress(OSError, ValueError, Malformed, IndexError):
+        starts = [parse_json(text) for text in read_bytes(run / STARTS).splitlines()]
+        return [start for start in starts if not mismatch(start, START) and start["step"] < step][-1]
+    with contextlib.suppress(OSError, Malformed):  # of a version without starts.jsonl
+        start = {"settings": read_yaml(run / SETTINGS)}
+        return start if isinstance(start["settings"], dict) else {"settings": {}}
+    return {"settings": {}}
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
@@ -162,10 +163,8 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     found |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            pass
     return found
 
 
@@ -173,11 +172,10 @@ def settle_status(folder: Path, step: int, steps: int) -> None:
     """Makes status.json say `done` for a run whose checkpoint of `step` has all `steps`, and that was killed before it
     could say so. What was said of a run of another length stays."""
     try:
-        known = json.loads((folder / STATUS).read_text())
-        settled = known["status"] == "done" or known["steps"] != steps
-    except (OSError, ValueError, KeyError):
-        settled = False
-    if not settled:
+        known = read_json(folder / STATUS, {"status": str, "steps": int}, "")
+    except (OSError, Malformed):
+        known = {"status": None, "steps": steps}
+    if known["status"] != "done" and known["steps"] == steps:
         write_status(folder, "done", step, steps)
 
 

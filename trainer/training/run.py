@@ -67,7 +67,7 @@ def run(config: Config) -> Result:
     device = local_device(config.run)
     check_compiler(config, device)
     check_engine(config, device)
-    check_model(config, spec)
+    check_model(config, spec, device)
     check_fit(config, layout, world_size, node_size(world_size), memory_of(device))
     corpus = open_corpus(config)
     joined_before = dist.is_initialized()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.model.loss import IGNORE
 from trainer.optim.lr_schedule import learning_rate
-from trainer.training.state import TrainState
+from trainer.training.state import COPY, TrainState
 
 if TYPE_CHECKING:
     from trainer.data.batches import Batch
@@ -82,7 +82,7 @@ def sum_over_ranks(
     of the plan."""
     names = len(state.names)
     places = {name: index for index, name in enumerate(state.names, start=1)}
-    mine = [places.get(name, 0) for name in state.shared.parameters]  # copies are not counted: zeros for place 0
+    mine = [places[name.removesuffix(COPY)] for name in state.shared.parameters]  # copies have squares of zero
     starts = dict(zip(state.reports, itertools.accumulate(state.reports.values(), initial=1 + names)))
     for name in statistics:
         mine += range(starts[name], starts[name] + state.reports[name])

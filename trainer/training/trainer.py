@@ -57,7 +57,7 @@ class Trainer:
         self.state = TrainState.build(config, layout.spec, layout.plan, layout.pipeline, world, weights)
         progress, messages = self.start.resume(self.state)
         self.tokens, self.loader = progress.tokens, self.load_from(progress.samples)
-        messages += self.open_folder(layout)
+        messages = [*messages, *self.open_folder(layout)]
         self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
         self.ledger = Ledger(self.state, self.batch, progress.skipped)
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
