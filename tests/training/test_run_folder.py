@@ -17,7 +17,7 @@ import trainer.training.run
 import trainer.training.trainer
 from trainer.config import Config, ConfigError
 from trainer.planning.fit import Memory
-from trainer.training.history import set_aside
+from trainer.training.history import changes, set_aside, start_of
 from trainer.training.run import main
 
 train_step = trainer.training.trainer.train_step
@@ -154,10 +154,10 @@ def test_what_is_not_the_runs_own_stays_where_it_is(tmp_path):
     for name in ("metrics.jsonl", "notes.txt", "slurm/7.json", "wandb/offline/x", "schedule/choice.yaml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text('{"step": 1}\n')
-    assert set_aside(tmp_path, None) == tmp_path / "earlier" / "1"
+    assert set_aside(tmp_path, None, 0) == tmp_path / "earlier" / "1"
     assert {path.name for path in tmp_path.iterdir()} == {"earlier", "notes.txt", "slurm", "schedule"}
     assert (tmp_path / "earlier" / "1" / "wandb" / "offline" / "x").exists()
-    assert set_aside(tmp_path, None) is None
+    assert set_aside(tmp_path, None, 0) is None
 
 
 # What the folder says is what happened
@@ -218,6 +218,17 @@ def test_the_table_is_printed_before_the_model_exists(settings, tmp_path, monkey
         trainer.run(settings(tmp_path / "run"))
     out = capsys.readouterr().out
     assert "activations come on top" in out and "the machine has" in out
+
+
+def test_a_damaged_record_of_starts_is_no_obstacle(tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "step-00000004"
+    for text in ('{"step": 0, "proc', "7\n[]", '{"step": 0, "processes": 1, "settings": 3}', ""):
+        (tmp_path / "starts.jsonl").write_text(text)
+        assert start_of(checkpoint, 4) == {"settings": {}}
+    (tmp_path / "config.yaml").write_text("lr: {peak: 1.0}\n")  # as versions without it left
+    assert start_of(checkpoint, 4) == {"settings": {"lr": {"peak": 1.0}}}
+    after = {"processes": 2, "settings": {"lr": {"peak": 2.0, "new": 0}, "data": {"sources": {"a": {"path": "x"}}}}}
+    assert changes(start_of(checkpoint, 4), after) == {"lr.peak": [1.0, 2.0], "data.sources.a.path": [None, "x"]}
 
 
 # Ctrl-C

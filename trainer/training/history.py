@@ -37,18 +37,18 @@ START = {"step": int, "processes": int, "settings": dict}
 PACKAGES = (DISTRIBUTION, "torch", "numpy", "triton", "transformers", "tokenizers", "datasets", "deepspeed")
 
 
-def set_aside(folder: Path, resumed: Path | None) -> Path | None:
+def set_aside(folder: Path, resumed: Path | None, step: int) -> Path | None:
     """Moves what a start would overwrite into a numbered folder of `earlier/`, a run's folder like any other, and
     returns that; None where there is nothing to move.
 
-    resumed: the checkpoint that the start goes on from. If it is one of the folder's own, only checkpoints of later
-    steps move, with a copy of the record; if not, the start begins another run here, and all of the old one moves.
+    resumed: the checkpoint that the start goes on from, and its step. If it is one of the folder's own, only
+    checkpoints of later steps move, with a copy of the record; if not, the start begins another run here, and all of
+    the old one moves.
     """
     checkpoints = folder / "checkpoints"
     found = list_checkpoints(checkpoints)
     if resumed is not None and resumed.resolve().parent == checkpoints.resolve():
-        own = next(step for step, path in found.items() if path.name == resumed.name)
-        leaving, copied = [path for step, path in found.items() if step > own], RECORD
+        leaving, copied = [path for saved, path in found.items() if saved > step], RECORD
     else:
         metrics = folder / METRICS_FILE
         used = found or metrics.exists() and metrics.stat().st_size

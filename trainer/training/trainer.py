@@ -211,9 +211,9 @@ class Trainer:
         return held + self.world.agree(lambda: self._open_folder(layout, places))
 
     def _open_folder(self, layout: Layout, places: list[tuple[str, str]]) -> list[str]:
-        resumed, folder = self.start.path, self.folder
-        aside = history.set_aside(folder, resumed)
-        changed = history.note_start(self.config, self.state.step, resumed, aside, places)
+        folder, resumed, step = self.folder, self.start.path, self.start.step
+        aside = history.set_aside(folder, resumed, step)
+        changed = history.note_start(self.config, step, resumed, aside, places)
         self.corpus.tokenizer.save(folder / "tokenizer")
         with open(folder / LOG, "a", encoding="utf-8") as log:
             self.print_start(layout, Console(file=log))
