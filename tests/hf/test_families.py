@@ -226,6 +226,7 @@ def test_old_config_files_are_read(tmp_path: Path) -> None:
     "family, rope",
     [
         ("gpt_neox", RopeSpec(theta=500.0, fraction=0.5)),
+        ("gpt_neox", RopeSpec(theta=500.0, scaling="linear", factor=4.0)),
         ("phi3", RopeSpec(fraction=0.25)),
         ("llama", RopeSpec(scaling="linear", factor=4.0)),
         ("llama", RopeSpec(theta=500.0, scaling="llama3", factor=8.0, low_frequency_factor=2.0, original_length=64)),
@@ -237,13 +238,12 @@ def test_either_generation_of_rope_options_is_enough(family: str, rope: RopeSpec
     spec = spec_from_hf(tmp_path)
     spec.attention.rope = rope
     config = config_from_spec(spec)
-    dropped = ["rope_parameters"] + (["partial_rotary_factor", "rope_theta"] if family == "gpt_neox" else [])
-    old = {key: value for key, value in config.items() if key not in dropped}
+    old = {key: value for key, value in config.items() if key != "rope_parameters"}
     replaced = ("rope_theta", "rope_scaling", "rotary", "partial")
     new = {key: value for key, value in config.items() if not key.startswith(replaced)}
     assert spec_from_config(old).attention.rope == spec_from_config(new).attention.rope == rope
     for options in (old, new):
-        (tmp_path / "config.json").write_text(json.dumps(options))
+        (tmp_path / "config.json").write_text(json.dumps({**options, **MARKS}))
         assert spec_from_hf(tmp_path).attention.rope == rope
 
 

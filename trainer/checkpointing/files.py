@@ -14,6 +14,8 @@ from trainer.config import ConfigError
 SLICE = 2**22
 """Bytes that are hashed and then written while a cache may still hold them."""
 
+WAY_OUT = "set checkpoint.resume to another checkpoint, or to none"
+
 
 class DamagedCheckpoint(ConfigError):
     """A folder that is not a whole checkpoint; the message says what is wrong, naming the file."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.checkpointing import format_1
 from trainer.checkpointing.chunks import Chunk, Piece, StoredTensor, raw, shown
-from trainer.checkpointing.files import DamagedCheckpoint, open_inside
+from trainer.checkpointing.files import WAY_OUT, DamagedCheckpoint, open_inside
 from trainer.checkpointing.manifest import MANIFEST, read_manifest
 from trainer.checkpointing.parts import TensorPart
 from trainer.config import ConfigError
@@ -42,7 +42,7 @@ class Contents:
         self._entries = self.manifest["tensors"]
         if self.archived:
             self._entries = self._guard(format_1.INDEX, format_1.read_index, path)
-        self.names = list(self._entries)
+        self.names = self._entries.keys()
         self._found: dict[str, StoredTensor] = {}
 
     def find(self, name: str) -> StoredTensor | None:
@@ -165,6 +165,8 @@ def _agreed(action: Callable[[], T]) -> T:
     problems: list[str] = []
     try:
         result = action()
+    except DamagedCheckpoint as damage:
+        problems = [f"{damage}; {WAY_OUT}"]
     except ConfigError as error:
         problems = error.problems
     if dist.is_initialized():

@@ -63,9 +63,12 @@ def open_saved(checkpoint: str) -> SavedModel:
                 "one of its checkpoints (runs/NAME/checkpoints/step-00000100)"
             )
     tokenizer = path.resolve().parent.parent / "tokenizer"
-    contents = Contents(path)
-    spec = saved_spec(path, contents.manifest)
-    check_model(contents, spec)
+    try:
+        contents = Contents(path)
+        spec = saved_spec(path, contents.manifest)
+        check_model(contents, spec)
+    except DamagedCheckpoint as damage:
+        raise ConfigError(f"checkpoint={checkpoint}: {damage}; give another checkpoint") from None
     return SavedModel(contents, spec, tokenizer if tokenizer.is_dir() else None)
 
 

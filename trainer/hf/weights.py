@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,7 @@ from torch import Tensor
 
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
-from trainer.hf.config import config_from_spec
 from trainer.hf.families import FAMILIES, Rule
-from trainer.hf.tokenizer import open_tokenizer
 from trainer.planning.cost.parameters import ParameterInfo, declarations
 from trainer.util.reading import brief, inside, read_json
 
@@ -30,8 +27,6 @@ STORED = ("F32", "BF16", "F16", "F64")
 """Types of tensors that are weights as they stand."""
 
 SAVE = "save the model with transformers' save_pretrained, which writes safetensors"
-
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -183,60 +178,27 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def export(
+def write_weights(
+    folder: Path,
     spec: ModelSpec,
-    tensors: Callable[[str], Tensor] | Mapping[str, Tensor],
-    folder: str | Path,
-    dtype: torch.dtype = torch.bfloat16,
-    tokenizer: str | Path | None = None,
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype = torch.float32,
     shard_size: int | str = "5GB",
 ) -> None:
-    """Writes a folder that `AutoModelForCausalLM.from_pretrained` opens: config, safetensors, tokenizer.
-
-    tensors: whole parameters by global name, read one at a time, so that at most one file's tensors are in memory
-    besides. tokenizer: folder to copy. The folder is written under another name and then renamed, so that it is
-    complete or absent. Raises `ConfigError` where the family cannot express the spec."""
+    """Writes the safetensors of a model into `folder`. read: whole parameters by global name; at most one file's
+    tensors are in memory at a time."""
     from huggingface_hub import split_torch_state_dict_into_shards
-    from transformers import GenerationConfig
 
-    folder = Path(folder).expanduser()
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"out={folder} exists and is not empty; give a new folder")
-    config = {**config_from_spec(spec), **special_tokens(tokenizer), "torch_dtype": str(dtype).removeprefix("torch.")}
-    read = tensors if callable(tensors) else tensors.__getitem__
     infos = declarations(spec)
     content = {e.theirs: e for e in entries(spec, infos)}
     shapes = {name: torch.empty(e.shape(infos), dtype=dtype, device="meta") for name, e in content.items()}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=shard_size)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     for file, names in split.filename_to_tensors.items():
-        save_file(
-            {
-                name: content[name].join([read(part).detach().cpu().to(dtype) for part in content[name].ours])
-                for name in names
-            },
-            partial / file,
-            {"format": "pt"},
-        )
+        tensors = {
+            name: content[name].join([read(part).detach().cpu().to(dtype) for part in content[name].ours])
+            for name in names
+        }
+        save_file(tensors, folder / file, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    if tokenizer:
-        shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    GenerationConfig(**{key: config[key] for key in SPECIAL}).save_pretrained(partial)
-    if folder.exists():
-        folder.rmdir()
-    partial.rename(folder)
-
-
-def special_tokens(tokenizer: str | Path | None) -> dict[str, int | None]:
-    """Ids of the tokens that generation stops at and pads with.
-
-    Without a tokenizer they are null: an id that is left out would take the architecture's default."""
-    if tokenizer is None:
-        return dict.fromkeys(SPECIAL)
-    opened = open_tokenizer(Path(tokenizer))
-    return {name: getattr(opened, name) for name in SPECIAL}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

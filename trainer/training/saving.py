@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer.checkpointing.loading import load_tensors
-from trainer.checkpointing.resume import check_manifest, data_identity, find_start
-from trainer.checkpointing.states import read_states
+from trainer.checkpointing.resume import data_identity, find_start, fitting_manifest
 from trainer.config import Config
 from trainer.distributed.tensors import Fragment
 from trainer.distributed.world import World
@@ -62,7 +61,7 @@ class Start:
         path, warnings = world.agree(lambda: find_start(config.checkpoint, folder, mine))
         manifest: dict[str, Any] = {}
         if path:
-            manifest = world.agree(lambda: check_manifest(read_states(path), config, layout.spec, layout.batch, data))
+            manifest = world.agree(lambda: fitting_manifest(path, config, layout.spec, layout.batch, data))
         return cls(path, manifest, mine, data, warnings)
 
     def resume(self, state: TrainState) -> tuple[Progress, list[str]]:
