@@ -20,11 +20,12 @@ def read_states(path: Path) -> dict[str, Any]:
     for name in ("data", "batch", "scaler"):
         state = manifest.setdefault(name, {})
         _demand(path, name, isinstance(state, dict), state, "a mapping")
-    scale, good_steps = manifest["scaler"].get("scale"), manifest["scaler"].get("_growth_tracker")
-    _demand(path, "scaler.scale", type(scale) in (int, float) and 0 < scale < 2.0**127, scale, "a loss scale")
-    counts = {"tokens": LARGEST, "samples": LARGEST, "skipped": LARGEST, "scaler._growth_tracker": 2**31 - 1}
-    for name, most in counts.items():
-        value = good_steps if "." in name else manifest.get(name)
+    counts = {name: manifest.get(name) for name in ("tokens", "samples", "skipped")}
+    if manifest["scaler"]:  # a run without a loss scale saves an empty one
+        scale, counts["scaler._growth_tracker"] = (manifest["scaler"].get(key) for key in ("scale", "_growth_tracker"))
+        _demand(path, "scaler.scale", type(scale) in (int, float) and 0 < scale < 2.0**127, scale, "a loss scale")
+    for name, value in counts.items():
+        most = 2**31 - 1 if "." in name else LARGEST
         _demand(path, name, type(value) is int and 0 <= value <= most, value, "a whole number in its range")
     compression = manifest.setdefault("compression", None)
     known = compression is None or isinstance(compression, dict) and _texts(compression.get("chosen"))
