@@ -80,7 +80,7 @@ def entry_settings(path: str) -> Iterator[Setting]:
     it is elsewhere, the default is null."""
     name, schema = ENTRIES[path]
     for setting in leaves(schema, join(path, name)):
-        yield setting._replace(default=None) if path in PARTIAL else setting
+        yield Setting(setting.path, None, *setting[2:]) if path in PARTIAL else setting
 
 
 def leaves(schema: type, path: str) -> Iterator[Setting]:
