@@ -7,20 +7,21 @@ import sys
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
 from trainer.distributed.world import World
 from trainer.observe.metrics import Meter
 from trainer.optim.groups import parameter_policies
-from trainer.planning.batch import BatchPlan
 from trainer.planning.cost import flops as cost
 from trainer.planning.cost.devices import peak_flops
 from trainer.planning.cost.memory import StateBytes
 from trainer.planning.cost.parameters import declarations
+from trainer.planning.fit import Memory
 from trainer.planning.gradient_comm import describe
-from trainer.planning.pipeline import Pipeline
-from trainer.planning.plan import Plan, node_size
+from trainer.planning.plan import node_size
+from trainer.planning.resolve import Layout
 from trainer.util import tables
 
 
@@ -51,17 +52,19 @@ def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> Me
 
 def print_start(
     config: Config,
-    spec: ModelSpec,
-    plan: Plan,
-    pipeline: Pipeline,
-    batch: BatchPlan,
+    layout: Layout,
     states: StateBytes,
+    memory: Memory,
     corpus: Any,
     world: World,
+    console: Console | None = None,
 ) -> None:
-    """Prints one table: model, plan, batch arithmetic, and state memory of the rank that holds most."""
-    counts = cost.parameter_counts(spec)
-    gradients = describe(config.parallel.grad_comm, plan, node_size(world.size))
+    """Prints one table: model, plan, batch arithmetic, and predicted memory of the states on the rank that holds most
+    beside what there is."""
+    spec, plan, pipeline, batch = layout.spec, layout.plan, layout.pipeline, layout.batch
+    counts, (labels, values) = cost.parameter_counts(spec), zip(*states.rows())
+    node = node_size(world.size)
+    gradients = describe(config.parallel.grad_comm, plan, node)
     activation = config.activation.mode + (
         f", every {config.activation.every} blocks" if config.activation.every > 1 else ""
     )
@@ -91,14 +94,24 @@ def print_start(
                 "global batch",
                 f"{batch.global_size} sequences = {tables.count(batch.global_size * batch.sequence_length)} tokens",
             ),
-            ("arithmetic", f"{batch.micro_size} a micro-batch x {batch.accumulation} micro-batches x {plan.dp} ranks"),
+            (
+                "arithmetic",
+                f"{batch.micro_size} a micro-batch x {tables.number(batch.accumulation, 'micro-batch', 'es')} x "
+                f"{tables.number(plan.dp, 'rank')}",
+            ),
             (
                 "corpus",
                 ("a stream" if corpus.train.endless else f"{tables.count(len(corpus.train))} sequences an epoch")
                 + f", {tables.count(len(corpus.eval))} held out",
             ),
         ],
-        memory=[(name, tables.size(value)) for name, value in states.rows()],
+        memory=[
+            ("counts", "the states of one rank, predicted; activations come on top"),
+            *zip(labels, tables.sizes(values)),
+            *([("the GPU has", tables.size(memory.device))] if memory.device else []),
+            ("the machine has", f"{tables.size(memory.host)} for {tables.number(node, 'process', 'es')}"),
+        ],
+        console=console,
     )
     if config.logging.types:
         infos = declarations(spec)
@@ -115,5 +128,6 @@ def print_start(
                     "lr scale": policies[name].lr_scale,
                 }
                 for name, info in infos.items()
-            ]
+            ],
+            console,
         )
