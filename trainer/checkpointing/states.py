@@ -15,17 +15,17 @@ from trainer.config.typed import Invalid, Problems, build
 def read_states(path: Path) -> dict[str, Any]:
     """The manifest of a run's checkpoint, whose states are of the kinds that `saving.contents` writes; its `spec` is
     complete. DamagedCheckpoint names the first that is not."""
-    manifest = read_manifest(path)
+    manifest = {"data": {}, "batch": {}} | read_manifest(path)
     manifest["spec"] = saved_spec(path, manifest).to_dict()
     for name in ("data", "batch", "scaler"):
-        state = manifest.setdefault(name, {})
+        state = manifest.get(name)
         _demand(path, name, isinstance(state, dict), state, "a mapping")
-    counts = {name: manifest.get(name) for name in ("tokens", "samples", "skipped")}
-    if manifest["scaler"]:  # a run without a loss scale saves an empty one
-        scale, counts["scaler._growth_tracker"] = (manifest["scaler"].get(key) for key in ("scale", "_growth_tracker"))
+    counts = {name: (manifest.get(name), LARGEST) for name in ("tokens", "samples", "skipped")}
+    if scaler := manifest["scaler"]:  # empty where the run had no loss scale
+        scale = scaler.get("scale")
         _demand(path, "scaler.scale", type(scale) in (int, float) and 0 < scale < 2.0**127, scale, "a loss scale")
-    for name, value in counts.items():
-        most = 2**31 - 1 if "." in name else LARGEST
+        counts["scaler._growth_tracker"] = scaler.get("_growth_tracker"), 2**31 - 1
+    for name, (value, most) in counts.items():
         _demand(path, name, type(value) is int and 0 <= value <= most, value, "a whole number in its range")
     compression = manifest.setdefault("compression", None)
     known = compression is None or isinstance(compression, dict) and _texts(compression.get("chosen"))
