@@ -145,7 +145,7 @@ WRONG = [  # overrides, what the one problem must say
     (["~parallel"], ["~parallel", "only entries of mappings"]),
     (["~run.steps"], ["~run.steps", "only entries of mappings"]),
     (["parallel=zero33"], ["parallel=zero33", "did you mean 'zero3'"]),
-    (["lr=3e-4"], ["lr=0.0003", "legal: constant, cosine, linear, wsd", "lr.NAME=VALUE"]),
+    (["lr=3e-4"], ["lr=0.0003", "legal: constant, cosine, linear, wsd", "lr.peak=VALUE"]),
     (["parallel={stage: 3}"], ["parallel={'stage': 3}", "parallel.NAME=VALUE"]),
     (["+config=debugg"], ["config=debugg", "recipe", "did you mean 'debug'"]),
     (["+config=[debug,nothing_like_it]"], ["config=nothing_like_it", "legal: ", "debug"]),

@@ -299,7 +299,8 @@ class RichConsole:
             completed=record["step"],
             eta="" if not record["eta_seconds"] else f"ETA {duration(record['eta_seconds'])}",
         )
-        parts = [" ".join(part.split()) for part in _summary(record | {"eta_seconds": None})]
+        # 80 columns are full without the word, which the unit stands for.
+        parts = [" ".join(part.removeprefix("memory").split()) for part in _summary(record | {"eta_seconds": None})]
         self.bar.numbers = Text("  ".join(parts), no_wrap=True, overflow="ellipsis")
         if time.monotonic() - self.drawn >= self.REFRESH:
             self.bar.refresh()
