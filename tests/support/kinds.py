@@ -151,7 +151,7 @@ def hf_config(folder: Path) -> File:
 
 
 def hf_folder(folder: Path, sharded: bool) -> tuple[Path, Callable[[], object]]:
-    from trainer.hf.weights import export
+    from trainer.hf.folder import export
 
     tensors = {name: torch.zeros(info.shape) for name, info in declarations(SPEC).items()}
     export(SPEC, tensors, folder / "model", torch.float32, shard_size=40_000 if sharded else "5GB")

@@ -37,8 +37,6 @@ from trainer.model.transformer import Transformer
 from trainer.planning.cost.parameters import ParameterInfo, declarations
 from trainer.util.reading import brief
 
-LOCAL = {"local_files_only": True, "trust_remote_code": False}
-"""Nothing is looked for on the hub, and no code of a folder is run."""
 LENGTH = 256
 """Tokens of the small model's sequence: as many as show scaled frequencies, and a window of half of them."""
 VOCABULARY = 64
@@ -100,9 +98,13 @@ def disagreement(spec: ModelSpec, config: dict[str, Any]) -> str | None:
     with quiet(), tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         try:
-            whole = transformers.AutoConfig.from_pretrained(written(folder / "whole", config), **LOCAL)
+            whole = transformers.AutoConfig.from_pretrained(
+                written(folder / "whole", config), local_files_only=True, trust_remote_code=False
+            )
             shallow, shallow_config = with_few_layers(spec, config)
-            opened = transformers.AutoConfig.from_pretrained(written(folder / "shallow", shallow_config), **LOCAL)
+            opened = transformers.AutoConfig.from_pretrained(
+                written(folder / "shallow", shallow_config), local_files_only=True, trust_remote_code=False
+            )
             if reason := other_sizes(replace(shallow, depth=spec.depth), whole) or other_shapes(shallow, opened):
                 return f"{who} {reason}"
             error = difference(*narrowed(shallow, shallow_config), folder / "small")
@@ -143,7 +145,12 @@ def difference(spec: ModelSpec, config: dict[str, Any], folder: Path) -> float:
     fill(ours, sample_weight)
     write_weights(written(folder, config), spec, dict(ours.named_parameters()).__getitem__)
     theirs, report = AutoModelForCausalLM.from_pretrained(
-        folder, **LOCAL, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
+        attn_implementation="eager",
+        dtype=torch.float32,
+        output_loading_info=True,
     )
     if wrong := [name for kind in ("missing_keys", "unexpected_keys") for name in report[kind]]:
         raise ValueError(f"the weights have other names: {', '.join(sorted(wrong)[:3])}")
