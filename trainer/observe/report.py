@@ -15,7 +15,7 @@ from trainer.observe.metrics import Meter
 from trainer.optim.groups import parameter_policies
 from trainer.planning.batch import BatchPlan
 from trainer.planning.cost import flops as cost
-from trainer.planning.cost.devices import peak_flops
+from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.memory import StateBytes
 from trainer.planning.cost.parameters import declarations
 from trainer.planning.gradient_comm import describe
@@ -37,8 +37,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> Meter:
     """The meter of a run: its FLOPs per token against the peak of its devices, where that is known."""
-    tensor_cores = config.precision.compute == "fp32" and config.precision.matmul == "high"
-    kind = "tf32" if tensor_cores else config.precision.compute
+    kind = product_type(config.precision)
     peak = peak_flops(device_name(world.device), kind) if world.device.type == "cuda" else None
     return Meter(
         config.run.steps,
