@@ -64,45 +64,51 @@ def print_start(
     activation = config.activation.mode + (
         f", every {config.activation.every} blocks" if config.activation.every > 1 else ""
     )
-    tables.startup(
-        model=[
-            ("name", f"{spec.name} ({spec.family})"),
-            ("parameters", tables.count(counts["total"])),
-            ("layers x width", f"{spec.depth} x {spec.width}"),
-            ("FLOPs per token", tables.flops(cost.flops_per_token(spec, batch.sequence_length, causal=True))),
-        ],
-        plan=[
-            ("processes", f"{world.size} x {device_name(world.device)}"),
-            ("plan", plan.describe()),
-            *([("pipeline", pipeline.describe())] if plan.pp > 1 else []),
-            (
-                "precision",
-                config.precision.compute
-                + ("" if config.precision.reduce == "fp32" else f", {config.precision.reduce} reduction"),
-            ),
-            *([("gradients", gradients)] if gradients else []),
-            ("recompute", activation),
-            ("compile", "each block" if config.compile else "off"),
-        ],
-        batch=[
-            ("sequence", f"{batch.sequence_length} tokens"),
-            (
-                "global batch",
-                f"{batch.global_size} sequences = {tables.count(batch.global_size * batch.sequence_length)} tokens",
-            ),
-            ("arithmetic", f"{batch.micro_size} a micro-batch x {batch.accumulation} micro-batches x {plan.dp} ranks"),
-            (
-                "corpus",
-                ("a stream" if corpus.train.endless else f"{tables.count(len(corpus.train))} sequences an epoch")
-                + f", {tables.count(len(corpus.eval))} held out",
-            ),
-        ],
-        memory=[(name, tables.size(value)) for name, value in states.rows()],
+    tables.sections(
+        {
+            "model": [
+                ("name", f"{spec.name} ({spec.family})"),
+                ("parameters", tables.count(counts["total"])),
+                ("layers x width", f"{spec.depth} x {spec.width}"),
+                ("FLOPs per token", tables.flops(cost.flops_per_token(spec, batch.sequence_length, causal=True))),
+            ],
+            "plan": [
+                ("processes", f"{world.size} x {device_name(world.device)}"),
+                ("plan", plan.describe()),
+                *([("pipeline", pipeline.describe())] if plan.pp > 1 else []),
+                (
+                    "precision",
+                    config.precision.compute
+                    + ("" if config.precision.reduce == "fp32" else f", {config.precision.reduce} reduction"),
+                ),
+                *([("gradients", gradients)] if gradients else []),
+                ("recompute", activation),
+                ("compile", "each block" if config.compile else "off"),
+            ],
+            "batch": [
+                ("sequence", f"{batch.sequence_length} tokens"),
+                (
+                    "global batch",
+                    f"{batch.global_size} sequences = {tables.count(batch.global_size * batch.sequence_length)} tokens",
+                ),
+                (
+                    "arithmetic",
+                    f"{batch.micro_size} a micro-batch x {batch.accumulation} micro-batches x {plan.dp} ranks",
+                ),
+                (
+                    "corpus",
+                    ("a stream" if corpus.train.endless else f"{tables.count(len(corpus.train))} sequences an epoch")
+                    + f", {tables.count(len(corpus.eval))} held out",
+                ),
+            ],
+            "memory": [(name, tables.size(value)) for name, value in states.rows()],
+        }
     )
     if config.logging.types:
         infos = declarations(spec)
         policies = parameter_policies(infos, config.precision.types, config.optimizer)
-        tables.parameter_types(
+        tables.rows(
+            "parameter types",
             [
                 {
                     "parameter": name,
@@ -114,5 +120,5 @@ def print_start(
                     "lr scale": policies[name].lr_scale,
                 }
                 for name, info in infos.items()
-            ]
+            ],
         )

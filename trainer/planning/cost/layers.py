@@ -103,7 +103,7 @@ class LayerWork:
     shapes: of the matrix of each projection, [outputs, inputs].
     weights: elements of the projections' matrices.
     input: bytes of the layer's input.
-    saved: bytes held for backward where nothing is recomputed.
+    saved: bytes held for backward where nothing is recomputed. blocks: those inside of attention and feed-forward.
     deferred: bytes held for the weight gradients: inputs of the projections and gradients of their outputs.
     """
 
@@ -114,6 +114,7 @@ class LayerWork:
     weights: float
     input: float
     saved: float
+    blocks: Mapping[str, float]
     deferred: float
 
     @property
@@ -158,7 +159,10 @@ def layer_work(
     # Of each block: input, norm's output, inputs of other norms.
     streams = 2 * (1 + (pre and post) + 1) - parallel_residual
     statistics = 2 * (pre + post) * (4.0 if layer.norm.kind == "rms" else 8.0) / tp
-    blocks = ATTENTION_SAVED[a.kind](layer, outputs) + FEED_FORWARD_SAVED[layer.feed_forward.kind](layer, outputs)
+    blocks = {
+        "attention": ATTENTION_SAVED[a.kind](layer, outputs),
+        "feed_forward": FEED_FORWARD_SAVED[layer.feed_forward.kind](layer, outputs),
+    }
     return LayerWork(
         flops=MappingProxyType(flops),
         outputs=MappingProxyType(outputs),
@@ -166,7 +170,8 @@ def layer_work(
         shapes=MappingProxyType(shapes),
         weights=sum(map(prod, shapes.values())),
         input=stream,
-        saved=streams * stream + statistics + blocks,
+        saved=streams * stream + statistics + sum(blocks.values()),
+        blocks=MappingProxyType(blocks),
         deferred=deferred,
     )
 
@@ -225,7 +230,8 @@ def recomputed(layer: LayerWork, index: int, config: ActivationConfig | None) ->
         return Remaining(layer.saved, {})
     if config.mode == "selective" and config.modules:
         again = [name for name in layer.flops if matches(index, name, config.modules)]
-        saved = layer.saved - sum(layer.outputs[name] for name in again if name in layer.needed)
+        # A block's input is a norm's output, which is kept. What a single projection returns is its consumer's to keep.
+        saved = layer.saved - sum(size for block, size in layer.blocks.items() if matches(index, block, config.modules))
     else:
         kept = [name for name in layer.flops if config.mode == "selective" and selected(layer, name, config.save)]
         saved = layer.input + sum(layer.outputs[name] for name in kept)
@@ -250,6 +256,6 @@ def selected(layer: LayerWork, name: str, entries: list[str]) -> bool:
 
 
 def matches(index: int, name: str, patterns: list[str]) -> bool:
-    """Whether `activation.modules` names a projection of layer `index`, or a module around it."""
+    """Whether `activation.modules` names a block or projection of layer `index`, or a module around it."""
     parts = f"layers.{index}.{name}".split(".")
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(3, len(parts) + 1) for pattern in patterns)

@@ -20,7 +20,7 @@ from trainer.planning.batch import BatchPlan
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
 from trainer.planning.estimate.pace import Pace
-from trainer.planning.estimate.step import GIB, Estimate, estimate, update_bytes
+from trainer.planning.estimate.step import GIB, Estimate, estimate_within, update_bytes
 from trainer.planning.estimate.timing import Timing, time_units
 from trainer.planning.pipeline import Pipeline, check_pipeline, estimated_costs, resolve_split
 from trainer.planning.plan import Plan, check_plan, lay
@@ -85,7 +85,8 @@ def rank_plans(config: Config, hardware: HardwareConfig, world: int, global_size
     best: list[Estimate] = []
     while queue and (len(best) < most or queue[0][0] < best[-1].seconds):
         candidate, limit = heapq.heappop(queue)[-1], best[-1].seconds if len(best) == most else inf
-        found = estimate(candidate.config, search.layout(candidate), hardware, lowered=False, within=limit)
+        layout = search.layout(candidate)
+        found = estimate_within(limit, candidate.config, layout, hardware, lowered=False)
         if found is not None and found.fits != "no":
             best = sorted([*best, found], key=lambda one: one.seconds)[:most]
     if not best:

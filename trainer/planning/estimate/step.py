@@ -73,16 +73,20 @@ class Estimate:
         return "no" if used > 1 + band else "perhaps" if used > 1 - band else "yes"
 
 
-def estimate(
-    config: Config, layout: Layout, hardware: HardwareConfig, lowered: bool = True, within: float = inf
-) -> Estimate | None:
-    """The step of a layout on a kind of machine; None where it takes longer than `within` seconds.
+def estimate(config: Config, layout: Layout, hardware: HardwareConfig) -> Estimate:
+    """The step of a layout on a kind of machine. Raises `ConfigError` for a device whose peak is not known."""
+    found = estimate_within(inf, config, layout, hardware)
+    assert found is not None  # every time is less than infinite
+    return found
 
-    lowered: see `memory.peaks`. Raises `ConfigError` for a device whose peak is not known.
-    """
+
+def estimate_within(
+    seconds: float, config: Config, layout: Layout, hardware: HardwareConfig, lowered: bool = True
+) -> Estimate | None:
+    """The same of a step that takes no longer than `seconds`, or None. lowered: see `memory.peaks`."""
     timing, pace = time_units(config, layout, hardware), Pace.of(hardware, config.precision)
     simulation, terms = step_terms(config, layout, timing, pace)
-    if sum(terms.values()) > within:
+    if sum(terms.values()) > seconds:
         return None
     ranks, moved = tuple(peaks(config, layout, lowered)), communication(layout, timing)
     return Estimate(config, layout, hardware, terms, moved, simulation, ranks, pace.peak)
