@@ -103,7 +103,10 @@ def step_terms(config: Config, layout: Layout, timing: Timing, pace: Pace) -> tu
     microbatches = pipeline.schedule.microbatches
     terms = {name: microbatches * timing.terms.get(name, 0.0) / plan.pp for name in TERMS}
     bubble = plain.makespan - sum(terms.values())
-    terms["sharding collectives"] += simulation.makespan - plain.makespan
+    longer = simulation.makespan - plain.makespan
+    copies = min(longer, sum(unit.copies for unit in timing.units) / plan.pp)
+    terms["sharding copies"] += copies
+    terms["sharding collectives"] += longer - copies
     terms["bubble"] = max(0.0, bubble)
     terms["optimizer"] = update_bytes(config) * held_by_fullest(layout) / pace.optimizer
     return simulation, terms

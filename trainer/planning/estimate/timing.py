@@ -57,8 +57,8 @@ class Unit:
     """Seconds of a unit in each pass of a micro-batch, and once a step.
 
     forward, input, weight: of F, I and W. gather, reduce: what the first forward and the last backward pass of a step
-    take longer, where parameters are gathered and gradients reduced once a step. collectives: seconds of all
-    communication of a micro-batch by axis, exposed or hidden. once: the same once a step.
+    take longer, where parameters are gathered and gradients reduced once a step; copies: their part in copies.
+    collectives: seconds of all communication of a micro-batch by axis, exposed or hidden. once: the same once a step.
     """
 
     forward: Terms
@@ -66,6 +66,7 @@ class Unit:
     weight: Terms
     gather: float
     reduce: float
+    copies: float
     collectives: Terms
     once: float
 
@@ -231,9 +232,9 @@ class _Timer:
         copy_out = (self.element + MASTER) * size / pace.memory
         f, b = sum(forward.values()), sum(backward.values()) + sum(weight.values())
         if plan.stage <= 2:
-            first, once = pace.exposed(gather, f) + copy_in, gather
+            first, once, copied = pace.exposed(gather, f) + copy_in, gather, copy_in
         else:
-            first, once = 0.0, 0.0
+            first, once, copied = 0.0, 0.0, 0.0
             axes["data"] = 2 * gather
             forward = _and(forward, pace.exposed(gather, f), copy_in)
             backward = _and(backward, pace.exposed(gather, b), copy_in)
@@ -244,8 +245,9 @@ class _Timer:
         else:
             if self.batch.accumulation > 1:  # added to the sums in fp32, tensor by tensor
                 backward = _and(backward, 0.0, (2 * MASTER + self.element) * size / pace.optimizer)
-            last, once = pace.exposed(reduce + replicas, b) + copy_out, once + reduce + replicas
-        return Unit(forward, backward, weight, first, last, axes, once)
+            last, once = pace.exposed(reduce + replicas, b), once + reduce + replicas
+            last, copied = last + copy_out, copied + copy_out
+        return Unit(forward, backward, weight, first, last, copied, axes, once)
 
 
 def _and(terms: Terms, exposed: float, copies: float) -> dict[str, float]:
