@@ -97,18 +97,24 @@ def planned(text: str, base: Config, overrides: list[str], config_dir: str | Non
     return config
 
 
+def parse_arguments(arguments: Sequence[str]) -> tuple[EstimateOptions, list[str], list[str], str | None]:
+    """Splits a command line into options, changes of the hardware, overrides and configuration folder. Raises
+    `ConfigError`."""
+    own, words, config_dir = split_words(arguments, [field.name for field in fields(EstimateOptions)], PROGRAM)
+    changes = [word.removeprefix("hardware.") for word in words if word.startswith("hardware.")]
+    overrides = [word for word in words if not word.startswith("hardware.")]
+    options = parse(EstimateOptions, [f"{name}={value}" for name, value in own.items()])
+    return options, changes, overrides, config_dir
+
+
 def main(arguments: Sequence[str]) -> int:
     """The command line; the exit code is 0, or 2 after one message about what is wrong."""
     if {"-h", "--help"} & set(arguments):
-        print(
-            usage(EstimateOptions, PROGRAM).replace(f"{PROGRAM} ", f"{PROGRAM} +config=RECIPE [SETTING=VALUE ...] ", 1)
-        )
+        page = usage(EstimateOptions, PROGRAM)
+        print(page.replace(PROGRAM, f"{PROGRAM} +config=RECIPE [SETTING=VALUE ...]", 1))
         return DONE
     try:
-        own, words, config_dir = split_words(arguments, [field.name for field in fields(EstimateOptions)], PROGRAM)
-        changes = [word.removeprefix("hardware.") for word in words if word.startswith("hardware.")]
-        options = parse(EstimateOptions, [f"{name}={value}" for name, value in own.items()])
-        run(options, changes, [word for word in words if not word.startswith("hardware.")], config_dir)
+        run(*parse_arguments(arguments))
     except ConfigError as error:
         return refuse(error)
     return DONE

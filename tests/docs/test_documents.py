@@ -24,13 +24,14 @@ import pytest
 from test_architecture import ROOMS
 
 import trainer
-from trainer import cli, export, plot, sample
+from trainer import cli, estimate, export, plot, sample
 from trainer.cluster.options import PreflightOptions
 from trainer.config import Config, ConfigError, options, typed
 from trainer.config.compose import CONFIGS
 from trainer.config.json_schema import json_schema
 from trainer.observe import metrics
 from trainer.parity import cli as parity
+from trainer.planning import variants
 from trainer.sweep import plan as sweep
 
 ROOT = Path(__file__).parents[2]
@@ -212,6 +213,13 @@ def module(
             from trainer.plots.runs import schedule_of
 
             assert [schedule_of(one, given.ranks, given.microbatches, given.chunks) for one in given.schedule]
+    elif name == "trainer.estimate" and output is not None:
+        capsys.readouterr()
+        assert estimate.main(words) == 0
+        assert capsys.readouterr().out.strip() == output.strip()
+    elif name == "trainer.estimate":
+        _, _, overrides, config_dir = estimate.parse_arguments(words)
+        assert variants.compose(overrides, config_dir, world)
     elif name == "trainer.parity":
         overrides, plans, _, _, config_dir = parity.parse_arguments(words)
         composed(tuple(overrides), world, config_dir)

@@ -74,30 +74,32 @@ def test_step_times_of_vtrain():
     for point, measured in points[32:92]:
         del point["gpus"]
         found.append(seconds(*megatron(full=True, **point), a100()) / measured - 1)
-    assert mean(map(abs, found)) < 0.12
-    assert abs(mean(found)) < 0.06
+    assert mean(map(abs, found)) < 0.1
+    assert abs(mean(found)) < 0.03
 
 
 TORCHTITAN = {
-    # torchtitan, benchmarks/: tokens/s of a GPU and GiB, Llama-3 8B on H100s, sequence 8192, two sequences a GPU,
-    # selective recompute by operation.
-    "8 GPUs": (8, {}, 5762, 82.4),
+    # torchtitan, benchmarks/: tokens/s of a GPU and GiB reserved, Llama-3 8B under ZeRO-3 at sequence length 8192, two
+    # sequences a GPU, selective recompute by operation.
     "8 GPUs, compiled": (8, {"compile": True}, 6667, 77.0),
+    "8 GPUs": (8, {}, 5762, 82.4),
     "128 GPUs": (128, {}, 5605, 67.0),
 }
+LIMITED = ["achieved.product=0.46", "achieved.attention=0.34", "bandwidth=2400", "memory=96"]
+"""Their H100s, with slower memory and a lower power limit than the one of the data sheet; the first two are fitted to
+the compiled run."""
 
 
 @pytest.mark.parametrize("name", TORCHTITAN)
 def test_llama_of_torchtitan(name):
-    """Their steps are not ours: eager kernels and what they keep differ. Within the band of hardware that was not
-    measured."""
     world, changes, speed, memory = TORCHTITAN[name]
     config = settings(
         shipped("llama3_8b"),
         **{"batch__sequence_length": 8192, "batch__micro_size": 2, "batch__accumulation": 1},
         **{"parallel__zero__stage": 3, "activation__mode": "selective"} | changes,
     )
-    hardware = load_hardware("h100")
-    one = estimated(config, world, hardware)
-    assert one.tokens_per_second / world == pytest.approx(speed, rel=hardware.band)
-    assert one.fullest.reserved / GIB == pytest.approx(memory, rel=0.25)
+    one = estimated(config, world, load_hardware("h100", LIMITED))
+    assert one.tokens_per_second / world == pytest.approx(speed, rel=0.05)
+    # Their loss keeps the logits, their fp32 copy, the log-softmax and its gradient; ours the logits alone.
+    loss = 10 * 2 * 8192 * 128256
+    assert (one.fullest.reserved + loss) / GIB == pytest.approx(memory, rel=0.12)

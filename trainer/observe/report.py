@@ -13,14 +13,14 @@ from trainer.config.model import ModelSpec
 from trainer.distributed.world import World
 from trainer.observe.metrics import Meter
 from trainer.optim.groups import parameter_policies
-from trainer.planning.batch import BatchPlan
 from trainer.planning.cost import flops as cost
 from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.memory import StateBytes
 from trainer.planning.cost.parameters import declarations
+from trainer.planning.estimate.memory import Peak
 from trainer.planning.gradient_comm import describe
-from trainer.planning.pipeline import Pipeline
-from trainer.planning.plan import Plan, node_size
+from trainer.planning.plan import node_size
+from trainer.planning.resolve import Layout
 from trainer.util import tables
 
 
@@ -48,17 +48,11 @@ def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> Me
     )
 
 
-def print_start(
-    config: Config,
-    spec: ModelSpec,
-    plan: Plan,
-    pipeline: Pipeline,
-    batch: BatchPlan,
-    states: StateBytes,
-    corpus: Any,
-    world: World,
-) -> None:
-    """Prints one table: model, plan, batch arithmetic, and state memory of the rank that holds most."""
+def print_start(config: Config, layout: Layout, states: StateBytes, peak: Peak, corpus: Any, world: World) -> None:
+    """Prints one table: model, plan, batch arithmetic, state memory of the rank that holds most, and the fullest moment
+    that is predicted of a step."""
+    spec, plan, pipeline, batch = layout.spec, layout.plan, layout.pipeline, layout.batch
+    moment = [("predicted peak", f"{tables.size(peak.reserved)}, rank {peak.rank} at {peak.where}")]
     counts = cost.parameter_counts(spec)
     gradients = describe(config.parallel.grad_comm, plan, node_size(world.size))
     activation = config.activation.mode + (
@@ -101,7 +95,8 @@ def print_start(
                     + f", {tables.count(len(corpus.eval))} held out",
                 ),
             ],
-            "memory": [(name, tables.size(value)) for name, value in states.rows()],
+            "memory": [(name, tables.size(value)) for name, value in states.rows()]
+            + moment * (plan.engine == "torch"),  # DeepSpeed reduces in buffers of its own
         }
     )
     if config.logging.types:

@@ -59,9 +59,10 @@ def draw_bars(found: Sequence[Estimate]) -> Figure:
         upper, lower = figure.subplots(2, 1, height_ratios=heights)
         bars(upper, memory)
         upper.axvline(first.hardware.memory, color="black", linewidth=1, linestyle="--")
-        upper.set_title(f"memory of {name_of(first)} (GiB; dashed: the device's)")
-        bars(lower, {f"{number}: {name_of(one)}": one.terms for number, one in enumerate(found, start=1)})
-        lower.set_title(f"time of a step (s; error to be expected: {100 * first.hardware.band:.0f}%)")
+        upper.set_title("memory (GiB; dashed: that of the device)")
+        bars(lower, {f"plan {number}": one.terms for number, one in enumerate(found, start=1)})
+        lower.set_title(f"time of a step (s; expected error {100 * first.hardware.band:.0f}%)")
+        figure.suptitle(name_of(first), x=0.01, ha="left", fontsize=10)
     return figure
 
 

@@ -19,6 +19,7 @@ from trainer.observe.report import print_start
 from trainer.observe.sinks import reason_of
 from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE, STEP, Watchdog
 from trainer.planning.cost.memory import fullest_rank
+from trainer.planning.estimate.memory import peaks
 from trainer.planning.resolve import Layout
 from trainer.training.adapt import Adaptation
 from trainer.training.auto_schedule import write_schedule
@@ -196,12 +197,12 @@ class Trainer:
         """Prints what is about to be trained, and leaves settings and tokenizer in the run folder."""
         config, state, world = self.config, self.state, self.world
         feedback = max(world.gather(state.compression.feedback_bytes))
-        states = fullest_rank(
-            config, state.spec, state.plan, state.pipeline, self.batch, state.compression.once, feedback
-        )
+        once, layout = state.compression.once, Layout(state.spec, state.plan, self.batch, state.pipeline)
         if world.rank != 0:
             return
         if config.logging.console != "none":
-            print_start(config, state.spec, state.plan, state.pipeline, self.batch, states, self.corpus, world)
+            states = fullest_rank(config, state.spec, state.plan, state.pipeline, self.batch, once, feedback)
+            moments = peaks(config, layout, lowered=False, once=once, feedback=feedback)
+            print_start(config, layout, states, max(moments, key=lambda peak: peak.reserved), self.corpus, world)
         self.corpus.tokenizer.save(self.folder / "tokenizer")
         (self.folder / "config.yaml").write_text(to_yaml(config))
