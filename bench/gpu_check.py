@@ -61,6 +61,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
     tests = [
         "tests/observe/test_observe.py",
         "tests/data/test_batches.py",
+        "tests/training/test_step.py",
         "-k",
         "cuda or gpu",
         "-p",
@@ -85,6 +86,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         runtime("circles", "synchronous", 2, 120),
         plans("deepspeed", "deepspeed", limit=180),
         Case("quantize", [sys.executable, "tests/workers/quantize.py", "cuda"], 180),
+        Case("multi_tensor", [sys.executable, "tests/workers/multi_tensor.py", "cuda"], 120),
         Case("tests", [sys.executable, "-m", "pytest", "-q", *tests], 120),
         run("demo"),
         *(run(name, f"parallel={name}") for name in ("pp2_zbv", "pp2_auto") if gpus % 2 == 0),

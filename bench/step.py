@@ -42,7 +42,7 @@ KERNELS = {
     "attention": "flash|fmha|cudnn.*sdpa|cudnn_generated|flex",
     "communication": "nccl",
     "matmul": "gemm|nvjet|cutlass|sm90_xmma|cublas",
-    "optimizer": "adam|multi_tensor",
+    "optimizer": "adam|multi_tensor(?!.*copy)|^_(squares|fold|updates)",
     "copy": "memcpy|memset|copy|chunk_cat|split_with_sizes",
 }
 

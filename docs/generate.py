@@ -23,12 +23,13 @@ import yaml
 from omegaconf import OmegaConf
 
 from trainer.config import SourceConfig, TypePolicy, typed
-from trainer.config.hardware import HardwareConfig, load_hardware
+from trainer.config.hardware import HardwareConfig
 from trainer.config.model import ModelSpec
 from trainer.observe.metrics import EVALUATION, METRICS
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.stages import StageCosts
 from trainer.planning.deepspeed import OWN, Key
+from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.schedules.simulate import Simulation, simulate
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy
 from trainer.sweep.plan import SweepConfig

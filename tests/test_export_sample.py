@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.launch import warm_python
 
 from trainer import export, sample
 from trainer.checkpointing.checkpointer import Checkpointer
@@ -149,7 +149,7 @@ def test_command_line(tmp_path: Path, capsys) -> None:
     assert "AutoModelForCausalLM" in capsys.readouterr().out
 
     make_run(tmp_path, mistral())
-    command = [sys.executable, "-m", "trainer.sample", f"checkpoint={tmp_path}", "prompt=a = ", "tokens=5", "seed=3"]
+    command = [warm_python(), "-m", "trainer.sample", f"checkpoint={tmp_path}", "prompt=a = ", "tokens=5", "seed=3"]
     done = subprocess.run(
         command,
         capture_output=True,

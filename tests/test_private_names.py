@@ -38,6 +38,9 @@ class Private(NamedTuple):
 
 
 PRIVATE = [
+    Private(
+        "_internal", ("config/user_files.py",), "hydra", "Hydra's own reader of files, behind a look at what they hold"
+    ),
     Private("_get_default_store", C10D, "torch.distributed.distributed_c10d", "a store of one's own, without ports"),
     Private("_set_pg_timeout", C10D, "torch.distributed.distributed_c10d", "groups that a mesh made have 10 minutes"),
     Private("_world", C10D, "torch.distributed.distributed_c10d", "ranks of groups, which gloo's recorder leaves out"),
@@ -46,6 +49,10 @@ PRIVATE = [
     Private("_dump_fr_trace", C10D, "torch._C._distributed_c10d", "the flight recorder, other backends than NCCL"),
     Private("_dump_nccl_trace", C10D, "NCCL", "the flight recorder of NCCL"),
     Private("_timeout", C10D, "torch/_C", "the time limit of an NCCL communicator made by hand"),
+    Private(
+        "_Options", C10D, "torch._C._distributed_c10d.ProcessGroupGloo", "gloo's two threads write one unlocked string"
+    ),
+    Private("_threads _devices", C10D, "torch._C._distributed_c10d.ProcessGroupGloo._Options", "the same"),
     Private(
         "_c10d_functional",
         ("distributed/collectives.py", "checkpointing/activation.py"),
@@ -74,7 +81,7 @@ PRIVATE = [
     Private("_apply", ("model/transformer.py",), "torch.nn.Module", "buffers that stay fp32 when a model is cast"),
     Private("_fused_adamw_", ("optim/optimizer.py",), "torch", "AdamW without state that is not ours"),
     Private("_amp_update_scale_", ("precision/scaler.py",), "torch", "a loss scale that stays on the device"),
-    Private("_foreach_norm _foreach_copy_", ("parallel/gradients.py",), "torch", "one kernel for many tensors"),
+    Private("_foreach_copy_", ("parallel/gradients.py",), "torch", "one kernel for many tensors"),
     Private(
         "_functorch _inductor _dynamo",
         ("parallel/parallelize.py", "checkpointing/activation.py", "model/compiled.py"),
@@ -82,12 +89,6 @@ PRIVATE = [
         "settings of the compiler",
     ),
     Private("_profiler_enabled", ("parallel/pipeline/runtime.py",), "torch.autograd", "names only where one looks"),
-    Private(
-        "__create_chunk_list__ __create_write_items__",
-        ("checkpointing/checkpointer.py",),
-        "torch/distributed/checkpoint",
-        "checkpoints of tensors in parts that are no DTensors",
-    ),
     Private("__compatible_ops__", DEEPSPEED, "deepspeed/ops", "an operator that DeepSpeed builds, where it need not"),
     Private(
         "_release_process_group_references _get_zero_param_intra_parallel_group",

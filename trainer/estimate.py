@@ -10,10 +10,10 @@ from pathlib import Path
 
 from trainer.config import Config, ConfigError
 from trainer.config.fields import option
-from trainer.config.hardware import load_hardware
 from trainer.config.options import parse, usage
 from trainer.config.schema import ModelConfig
 from trainer.planning.estimate import report
+from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.step import estimate
 from trainer.planning.plan import resolve_plan

@@ -27,6 +27,7 @@ from trainer.config import ConfigError
 from trainer.config.compose import quoted
 from trainer.planning.resolve import compose
 from trainer.util.exit_codes import LOST, REFUSED, UNFIT
+from trainer.util.reading import Malformed, read_bytes, read_json
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ def expand(arguments: list[str], task: int | None) -> list[str]:
         try:
             lines = [
                 words
-                for line in Path(argument[1:]).read_text().splitlines()
+                for line in read_bytes(argument[1:]).decode().splitlines()
                 if (words := shlex.split(line, comments=True))
             ]
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, Malformed) as error:
             raise ConfigError(f"{argument} cannot be read as lines of overrides: {error}") from None
         if task is not None and not 1 <= task <= len(lines):
             raise ConfigError(
@@ -83,8 +84,8 @@ def record_of(run_dir: Path, job: str) -> Path:
 def read_record(path: Path) -> tuple[Record | None, float]:
     """A job's record, and when its latest start was."""
     try:
-        return Record(**json.loads(path.read_text())), path.stat().st_mtime
-    except (OSError, ValueError, TypeError):
+        return Record(**read_json(path, {"idle": int, "saved": bool}, "it is left out")), path.stat().st_mtime
+    except (OSError, TypeError, ConfigError):
         return None, 0.0
 
 
@@ -200,9 +201,9 @@ def end(run_dir: Path, job: str, code: int, told: bool, state: str, retries: int
     status = run_dir / "status.json"
     try:
         word = (
-            json.loads(status.read_text())["status"] if status.stat().st_mtime >= when else None
+            read_json(status, {"status": str}, "it is left out")["status"] if status.stat().st_mtime >= when else None
         )  # else of an earlier start
-    except (OSError, ValueError, KeyError):
+    except (OSError, ConfigError):
         word = None
     progress = record is not None and newest_change(run_dir) > when
     return decide(word, code, told, state, record or Record(), progress, retries)

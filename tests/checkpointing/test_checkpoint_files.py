@@ -1,6 +1,7 @@
 """Checkpoint folders: what is written is read back bit by bit under any layout, or known to be damaged."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -14,17 +15,17 @@ from hypothesis import strategies as st
 from support.launch import WORKERS, launch
 
 from trainer.checkpointing import checkpointer as state
-from trainer.checkpointing import manifest
-from trainer.checkpointing.checkpointer import Checkpointer, assign_writers, load_tensors, read_tensors
+from trainer.checkpointing import files, manifest
+from trainer.checkpointing.checkpointer import Checkpointer
+from trainer.checkpointing.loading import load_tensors, read_tensors
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest, step_folder, verify
+from trainer.checkpointing.parts import assign_writers
 from trainer.checkpointing.resume import find_start
 from trainer.checkpointing.retention import find_newest, find_resume, steps_to_keep
 from trainer.config import CheckpointConfig, ConfigError
 
 sys.path.insert(0, str(WORKERS))
 from checkpoint_values import expected  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def save(folder: Path, *steps: int, config: CheckpointConfig | None = None) -> None:
@@ -91,17 +92,17 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(tmp_path, monkeypatch, 
 
             return act
 
-        files = at_risk(Path.unlink)
+        unlink = at_risk(Path.unlink)
 
         def rmtree(path, ignore_errors=False, erase=shutil.rmtree):
             for file in sorted(Path(path).glob("*")):
-                files(file)
+                unlink(file)
             erase(path, ignore_errors=ignore_errors)
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "rename", at_risk(Path.rename))
             patch.setattr(shutil, "rmtree", rmtree)
-            patch.setattr(state.os, "fsync", at_risk(state.os.fsync))
+            patch.setattr(os, "fsync", at_risk(os.fsync))
             try:
                 save(folder, step, config=config)
                 crashed = False
@@ -121,8 +122,8 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(tmp_path, monkeypatch, 
 
 
 def test_training_goes_on_while_the_checkpoint_is_written(tmp_path, monkeypatch):
-    go, write = threading.Event(), state.dcp.save
-    monkeypatch.setattr(state.dcp, "save", lambda *arguments, **options: go.wait(30) and write(*arguments, **options))
+    go, write = threading.Event(), state.write_parts
+    monkeypatch.setattr(state, "write_parts", lambda *arguments: go.wait(30) and write(*arguments))
     checkpointer = Checkpointer(tmp_path, CheckpointConfig())
     tensors, about = {"weights": torch.arange(50.0)}, {"position": [1]}
     checkpointer.save(1, tensors, about)
@@ -170,18 +171,18 @@ def test_a_folder_that_cannot_be_made_fails_the_save_not_the_run(tmp_path):
     assert "step 1 could not be saved" in message and "Not a directory" in message
 
 
-@pytest.mark.parametrize("kind", [".distcp", ".metadata.tmp"])
-def test_a_file_that_cannot_be_made_fails_the_save_not_the_run(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("module, kind", [(files, ".bin"), (manifest, "manifest.json")])
+def test_a_file_that_cannot_be_made_fails_the_save_not_the_run(tmp_path, monkeypatch, module, kind):
     save(tmp_path, 1)
     checkpointer = Checkpointer(tmp_path, CheckpointConfig())
 
-    def refuse(path, mode):
-        if str(path).endswith(kind):
+    def refuse(path, mode, **options):
+        if str(path).endswith(kind) and mode.startswith("w"):
             raise PermissionError(13, "Permission denied", str(path))
-        return open(path, mode)
+        return open(path, mode, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(state, "open", refuse, raising=False)
+        patch.setattr(module, "open", refuse, raising=False)
         checkpointer.save(2, {"weights": torch.ones(3)}, {})
         checkpointer.wait()
     (message,) = checkpointer.poll()
@@ -200,10 +201,9 @@ def another_step(path: Path) -> None:
 
 
 DAMAGE = {
-    "truncated": ("__0_0.distcp", lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes instead of"),
-    "flipped byte": ("__0_0.distcp", flip, "checksum"),
-    "flipped byte in the index": (".metadata", flip, "checksum"),
-    "missing file": ("__0_0.distcp", Path.unlink, "missing"),
+    "truncated": ("rank-00000.bin", lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes instead of"),
+    "flipped byte": ("rank-00000.bin", flip, "checksum"),
+    "missing file": ("rank-00000.bin", Path.unlink, "missing"),
     "missing manifest": ("manifest.json", Path.unlink, "missing"),
     "garbage manifest": ("manifest.json", lambda path: path.write_bytes(b"\xff\x00{"), "not a manifest"),
     "manifest of another kind": ("manifest.json", lambda path: path.write_text("[1, 2]"), "not a manifest"),
@@ -273,7 +273,8 @@ def test_the_manifest_describes_the_checkpoint(tmp_path):
     save(tmp_path, 7)
     about = read_manifest(tmp_path / "step-00000007")
     assert (about["step"], about["tokens"], about["torch"]) == (7, 70, torch.__version__)
-    assert about["tensors"] == {"weights": {"shape": [300], "dtype": "float32"}}
+    chunk = {"offsets": [0], "sizes": [300], "file": "rank-00000.bin", "start": 0}
+    assert about["tensors"] == {"weights": {"shape": [300], "dtype": "float32", "chunks": [chunk]}}
     assert about["files"].keys() == names(tmp_path / "step-00000007") - {"manifest.json"}
     with pytest.raises(ValueError, match="files"):
         Checkpointer(tmp_path, CheckpointConfig()).save(8, {}, {"files": 1})

@@ -7,8 +7,11 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import trainer
+from trainer.checkpointing.loading import read_tensors
 
 RUN = Path(__file__).parents[1] / "fixtures" / "run_0_1_0.tar.xz"
 """Of four processes (dp2 x tp2, ZeRO-2, fp16): the checkpoint of step 2, and the metrics of four steps."""
@@ -47,3 +50,12 @@ def test_it_resumes_under_another_plan_with_the_same_numbers(run):
         assert new["tokens"] == old["tokens"] and new["loss_scale"] == old["loss_scale"] == 65536
         assert new["loss"] == pytest.approx(old["loss"], abs=1e-3)
         assert new["grad_norm"] == pytest.approx(old["grad_norm"], rel=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_its_tensors_are_those_that_torch_reads(run):
+    path = run / "run_step2" / "checkpoints" / "step-00000002"
+    ours = read_tensors(path)
+    theirs = {name: torch.zeros_like(tensor) for name, tensor in ours.items()}
+    dcp.load(theirs, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    assert len(ours) == 64 and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.launch import warm_python
 
 from trainer.cluster import network, node, options
 from trainer.cluster.network import HUNG, Floors
@@ -249,7 +250,7 @@ def test_the_network_check_between_three_nodes():
         }
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "trainer.preflight", "check=network", *given],
+                [warm_python(), "-m", "trainer.preflight", "check=network", *given],
                 cwd=ROOT,
                 text=True,
                 stdout=subprocess.PIPE,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Cluster, missing, wait_for
+from support.launch import warm_python
 
 from trainer import compose
 from trainer.config import ConfigError
@@ -197,7 +198,8 @@ def script(folder: Path, *arguments: str, **environment: str) -> tuple[subproces
         "SLURM_JOB_NUM_NODES": "1",
         "SLURM_CPUS_ON_NODE": "1",
         "SLURM_JOB_ID": "44",
-        "TRAINER_PYTHON": sys.executable,
+        "TRAINER_PYTHON": warm_python(),
+        "PYTHON_EXEC": warm_python(),
         "TRAINER_PREFLIGHT": "0",
         "FAKES": str(folder),
     }
@@ -298,7 +300,13 @@ def cluster():
 
 def submit(cluster: Cluster, log: Path, *arguments: str, options: tuple[str, ...] = (), **environment: str) -> str:
     """Submits the script to two nodes of one process each, and returns the job's number."""
-    variables = {"TRAINER_PYTHON": sys.executable, "TRAINER_FREE_GIB": "0.1", "OMP_NUM_THREADS": "1", **environment}
+    variables = {
+        "TRAINER_PYTHON": warm_python(),
+        "PYTHON_EXEC": warm_python(),
+        "TRAINER_FREE_GIB": "0.1",
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
     return cluster.ask(
         "env",
         *(f"{name}={value}" for name, value in variables.items()),
@@ -410,7 +418,7 @@ def test_a_run_survives_time_limit_kill_and_preemption(cluster, tmp_path):
     calm = tmp_path / "calm"
     subprocess.run(
         [
-            sys.executable,
+            warm_python(),
             "-m",
             "torch.distributed.run",
             "--standalone",
@@ -427,7 +435,7 @@ def test_a_run_survives_time_limit_kill_and_preemption(cluster, tmp_path):
         check=True,
         timeout=300,
         capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": warm_python()},
     )
     assert [line["loss"] for line in lines] == [line["loss"] for line in metrics.read(calm)]
 

@@ -7,8 +7,9 @@ import yaml
 
 from trainer.config import ConfigError, PrecisionConfig
 from trainer.config.compose import CONFIGS
-from trainer.config.hardware import build_hardware, load_hardware
+from trainer.config.hardware import build_hardware
 from trainer.config.typed import plain
+from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.pace import Pace
 
 SHIPPED = sorted(path.stem for path in (CONFIGS / "hardware").glob("*.yaml"))
@@ -54,3 +55,11 @@ def test_a_file_of_ones_own(tmp_path):
     (tmp_path / "hardware" / "mine.yaml").write_text(yaml.safe_dump(plain(load_hardware("h200", ["devices=3"]))))
     assert load_hardware("mine", config_dir=tmp_path).devices == 3
     assert load_hardware(str(tmp_path / "hardware" / "mine.yaml"), ["peak.bf16=1"]).peak == {"bf16": 1.0}
+
+
+@pytest.mark.parametrize("content", [b"[1, 2]", b"3", b"a: b: c", b"\xff\xfe\x00", b"a: &a [*a]", b"[" * 10_000])
+def test_files_that_hold_no_hardware(content, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{path}|hardware.device has no value"):
+        load_hardware(str(path))

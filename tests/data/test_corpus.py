@@ -15,7 +15,7 @@ from support.corpora import DyingFiles, config, stream, texts, write_jsonl, writ
 from trainer.config import Config, ConfigError, SourceConfig
 from trainer.data import documents, shards
 from trainer.data.corpus import open_corpus
-from trainer.data.documents import CHUNK_BYTES, TextFiles
+from trainer.data.text import CHUNK_BYTES, TextFiles
 
 
 def sides(corpus):
@@ -190,7 +190,7 @@ def test_a_second_opening_tokenises_nothing(tmp_path, monkeypatch):
     settings.data.vocab_size = 270
     first = open_corpus(settings)
     with monkeypatch.context() as patch:
-        for module, name in ((shards, "write_shard"), (documents, "load_table")):
+        for module, name in ((shards, "write_shard"), (documents, "JsonLines")):
             patch.setattr(module, name, lambda *_, **__: pytest.fail("prepared again"))
         patch.setattr("trainer.data.corpus.train_tokenizer", lambda *_: pytest.fail("trained again"))
         again = open_corpus(settings)
@@ -353,9 +353,9 @@ def test_all_missing_sources_are_named_at_once(tmp_path):
         ("text", b"", "is empty: 1 file of no bytes"),
         ("text", b"short\n", "holds 7 tokens to train on, and one sequence of batch.sequence_length=16 needs 17"),
         ("text", b"\xff\xfe\x00" * 50, "is not UTF-8 text"),
-        ("jsonl", b'{"text": "a"}\n{"tex', "cannot be opened: .*one object a line"),
+        ("jsonl", b'{"text": "a"}\n{"tex', "the line at byte 14, is not JSON: .*one object a line"),
         ("jsonl", b'{"test": "a"}\n', "data.sources.corpus.field=text is no column of .*did you mean 'test'"),
-        ("jsonl", b'{"text": 1}\n', "data.sources.corpus.field=text holds int64 instead of text"),
+        ("jsonl", b'{"text": 1}\n', "the line at byte 0, holds 1 instead of text in data.sources.corpus.field=text"),
         ("parquet", b"no parquet", "cannot be opened: .*valid Parquet"),
     ],
 )

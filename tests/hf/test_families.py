@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec, RopeSpec
+from trainer.data.tokenizer import load_tokenizer
 from trainer.hf import HFWeights, export, spec_from_hf
 from trainer.hf.config import config_from_spec, first_difference, spec_from_config
 from trainer.hf.families import FAMILIES
@@ -225,6 +226,7 @@ def test_old_config_files_are_read(tmp_path: Path) -> None:
     "family, rope",
     [
         ("gpt_neox", RopeSpec(theta=500.0, fraction=0.5)),
+        ("gpt_neox", RopeSpec(theta=500.0, scaling="linear", factor=4.0)),
         ("phi3", RopeSpec(fraction=0.25)),
         ("llama", RopeSpec(scaling="linear", factor=4.0)),
         ("llama", RopeSpec(theta=500.0, scaling="llama3", factor=8.0, low_frequency_factor=2.0, original_length=64)),
@@ -236,13 +238,12 @@ def test_either_generation_of_rope_options_is_enough(family: str, rope: RopeSpec
     spec = spec_from_hf(tmp_path)
     spec.attention.rope = rope
     config = config_from_spec(spec)
-    dropped = ["rope_parameters"] + (["partial_rotary_factor", "rope_theta"] if family == "gpt_neox" else [])
-    old = {key: value for key, value in config.items() if key not in dropped}
+    old = {key: value for key, value in config.items() if key != "rope_parameters"}
     replaced = ("rope_theta", "rope_scaling", "rotary", "partial")
     new = {key: value for key, value in config.items() if not key.startswith(replaced)}
     assert spec_from_config(old).attention.rope == spec_from_config(new).attention.rope == rope
     for options in (old, new):
-        (tmp_path / "config.json").write_text(json.dumps(options))
+        (tmp_path / "config.json").write_text(json.dumps({**options, **MARKS}))
         assert spec_from_hf(tmp_path).attention.rope == rope
 
 
@@ -350,8 +351,59 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     index, shard = folder / "model.safetensors.index.json", "model-00001-of-00001.safetensors"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, shard)}))
     refused(shard, "cannot be read")
+    file.write_bytes(whole)
+    for elsewhere in ("../model/model.safetensors", str(file), "", "a\0b", ".."):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, elsewhere)}))
+        refused("is no name of a file in its folder")
     index.write_text("[]")
     refused(index.name)
+    index.unlink()
+    save_file({**tensors, name: tensors[name].to(torch.int64)}, file)
+    refused(name, "I64")
+    torch.save(tensors, folder / "pytorch_model.bin")
+    file.unlink()
+    refused("pytorch_model.bin", "pickle", "save_pretrained")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "of_its_own"])
+def test_code_of_a_folder_is_never_run(tmp_path: Path, model_type: str, monkeypatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks, where it is not told
+    folder, canary = saved(tmp_path / "model"), tmp_path / "canary"
+    edit_config(
+        folder, model_type=model_type, auto_map={"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", "own.Own"]}
+    )
+    (folder / "own.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Own:\n    pass\n")
+    tokenizer = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="is not a transformers tokenizer folder"):
+        load_tokenizer(folder)
+    if model_type == "llama":
+        assert spec_from_hf(folder).width == 32
+    else:
+        with pytest.raises(ConfigError, match="model_type='of_its_own' is not supported"):
+            spec_from_hf(folder)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 10**9},
+        {"hidden_size": 10**18},
+        {"num_hidden_layers": "two"},
+        {"num_hidden_layers": -1},
+        {"head_dim": [8]},
+        {"rope_parameters": "default"},
+        {"vocab_size": None},
+        {"layer_types": 7},
+        {"max_position_embeddings": {}},
+    ],
+)
+def test_numbers_and_types_of_no_model_are_refused(tmp_path: Path, changes: dict) -> None:
+    folder = saved(tmp_path / "model")
+    edit_config(folder, **changes)
+    with pytest.raises(ConfigError, match="config.json"):
+        spec_from_hf(folder)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,10 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.launch import WORKERS
+from support.launch import WORKERS, warm_python
 
 from trainer.config import GuardConfig
 from trainer.observe import flight
@@ -159,7 +158,7 @@ def test_a_stall_ends_every_rank_and_names_those_that_hold_up_the_others(tmp_pat
         path.touch()
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(WORKERS / "watchdog.py"), str(tmp_path)],
+            [warm_python(), str(WORKERS / "watchdog.py"), str(tmp_path)],
             env={**common, "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(half[rank])},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.kernels import compare_kernels
 from support.reference import tiny_spec
 from torch import nn
 
@@ -83,6 +84,15 @@ def test_a_skipped_step_changes_nothing(name):
     assert ours.updates == 1
 
 
+def test_kernels_in_tritons_interpreter_have_the_bits_of_the_torch_code():
+    compare_kernels("multi_tensor.py", "cpu", TRITON_INTERPRET="1")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_on_a_gpu_have_the_bits_of_the_torch_code():
+    compare_kernels("multi_tensor.py", "cuda")
+
+
 @given(
     st.sampled_from(["cosine", "wsd", "linear", "constant"]),
     st.integers(0, 20),
@@ -125,6 +135,14 @@ def test_scaler_is_idle_outside_fp16():
     scaler = GradScaler(PrecisionConfig(compute="bf16"), torch.device("cpu"))
     scaler.update(scalar(1))
     assert scaler.scale(scalar(3)) == 3 and scaler.value == 1
+    theirs = torch.amp.GradScaler("cpu", enabled=False)
+    assert scaler.state_dict() == theirs.state_dict() == {}
+
+
+def test_scaler_begins_with_its_own_scale_after_a_run_without_one():
+    scaler = GradScaler(PrecisionConfig(compute="fp16", loss_scale=512.0), torch.device("cpu"))
+    scaler.load_state_dict(GradScaler(PrecisionConfig(compute="bf16"), torch.device("cpu")).state_dict())
+    assert scaler.value == 512
 
 
 def test_parameter_types_by_role_and_rule():

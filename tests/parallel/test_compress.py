@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
 import itertools
 import json
 import json.decoder
 import math
-import os
 import shutil
 import subprocess
-import sys
 import textwrap
 from fnmatch import fnmatchcase
 from functools import cache
@@ -25,7 +22,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.launch import WORKERS, launch
+from support.kernels import compare_kernels
+from support.launch import launch
 from workers.compress import BROKEN, PLANS, RANKS, RESUMED, STEPS
 
 import trainer
@@ -470,31 +468,13 @@ def test_routes_cover_every_group_by_hops_that_join_as_many_ranks(node):
     assert refused or node in (1, 64)
 
 
-def compare_kernels(device: str, **environment: str) -> None:
-    """Runs tests/workers/quantize.py, in a process of its own: Triton reads its switches when it is imported."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-    environment |= {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(WORKERS.parent.parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, str(WORKERS / "quantize.py"), device],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-
-
 def test_kernels_in_tritons_interpreter_have_the_bits_of_the_torch_code():
-    compare_kernels("cpu", TRITON_INTERPRET="1")
+    compare_kernels("quantize.py", "cpu", TRITON_INTERPRET="1")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_kernels_on_a_gpu_have_the_bits_of_the_torch_code():
-    compare_kernels("cuda")
+    compare_kernels("quantize.py", "cuda")
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from trainer.config import Config
 from trainer.distributed.world import join
+from trainer.parallel.compress.reduction import compression_of
 from trainer.parallel.engine import ENGINES
+from trainer.parallel.fsdp import FSDPSharding
 from trainer.parallel.fsdp_internals import fsdp_units, is_set_up, parameter_group, sharded_sizes
+from trainer.planning.plan import resolve_plan
 
 PACKAGE = Path(__file__).parents[2] / "trainer"
 MESH = {"pp": 1, "replicate": 1, "shard": 1, "cp": 1, "tp": 1}
@@ -37,6 +41,34 @@ def test_what_carries_a_plan_out_does_not_ask_for_an_engine():
     }
     named -= {"training/out_of_memory.py"}  # advice on what to set, which is planning
     assert named and not [path for path in named if not path.startswith(tuple(allowed))]
+
+
+def test_a_step_does_not_look_for_units_among_all_modules(monkeypatch):
+    """FSDP's setters would, which takes longer than launching the layers' kernels."""
+    joined, walks = dist.is_initialized(), []
+    world = join(MESH, torch.device("cpu"))
+    try:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(3)))
+        for module in [*model, model]:
+            fully_shard(module, mesh=world.mesh["shard"])
+        config = Config()
+        plan = resolve_plan(config.parallel, 1)
+        sharding = FSDPSharding({0: model}, plan, 1, compression_of(config.parallel.grad_comm, plan, world))
+        model(torch.ones(2, 3))  # finds its units once
+        walk = nn.Module.named_modules
+        monkeypatch.setattr(nn.Module, "named_modules", lambda self, *a, **k: walks.append(self) or walk(self, *a, **k))
+        sharding.begin(0)
+        loss = model(torch.ones(2, 3)).sum()
+        sharding.begin_reducing_backward(0)
+        loss.backward()
+        sharding.end_reducing_backward(0)
+        sharding.reshard(0)
+        sharding.end(0)
+        assert not walks
+        assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
+    finally:
+        if not joined:
+            dist.destroy_process_group()
 
 
 def test_fsdp_has_the_private_names_that_are_used():

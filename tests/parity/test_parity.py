@@ -6,11 +6,10 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
-from support.launch import launch
+from support.launch import launch, warm_python
 
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
@@ -112,7 +111,7 @@ def test_the_table_tells_what_was_seen(runs):
 def test_exit_code_of_a_refused_command(tmp_path):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "-m", "trainer.parity", *DATA, f"data.cache={tmp_path}", "plans=[parallel.tp=2, zero9]"],
+        [warm_python(), "-m", "trainer.parity", *DATA, f"data.cache={tmp_path}", "plans=[parallel.tp=2, zero9]"],
         env=environment,
         capture_output=True,
         text=True,

@@ -9,8 +9,8 @@ from statistics import mean
 import pytest
 from support.estimates import SHARED, a100, estimated, megatron, seconds, settings, shipped
 
-from trainer.config.hardware import load_hardware
 from trainer.planning.cost.layers import layer_costs
+from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.step import GIB
 from trainer.planning.schedules.simulate import simulate
 
@@ -85,7 +85,7 @@ TORCHTITAN = {
     "8 GPUs": (8, {}, 5762, 82.4),
     "128 GPUs": (128, {}, 5605, 67.0),
 }
-LIMITED = ["achieved.product=0.46", "achieved.attention=0.34", "bandwidth=2400", "memory=96"]
+LIMITED = ["achieved.product=0.49", "achieved.attention=0.35", "bandwidth=2400", "memory=96"]
 """Their H100s, with slower memory and a lower power limit than the one of the data sheet; the first two are fitted to
 the compiled run."""
 

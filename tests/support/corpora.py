@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 from trainer.config import Config, SourceConfig
-from trainer.data.documents import TextFiles
+from trainer.data.text import TextFiles
 
 
 def config(folder: Path, length: int = 16, tokenizer: str = "bytes", **sources: SourceConfig) -> Config:

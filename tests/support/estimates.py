@@ -9,8 +9,9 @@ import yaml
 
 from trainer.config import Config
 from trainer.config.compose import CONFIGS
-from trainer.config.hardware import HardwareConfig, load_hardware
+from trainer.config.hardware import HardwareConfig
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, NormSpec, assign
+from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.pace import Pace
 from trainer.planning.estimate.step import Estimate, estimate, step_terms
 from trainer.planning.estimate.timing import time_units

@@ -3,18 +3,53 @@ everything."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 CAN_COMPILE = bool(shutil.which("g++") or shutil.which("clang++"))
 """Whether torch.compile can build for the CPU here."""
 
 WORKERS = Path(__file__).parents[1] / "workers"
+ROOT = WORKERS.parents[1]
+
+
+@functools.cache
+def warm_python() -> str:
+    """An interpreter for programs that import torch and the project: tests/support/warm.py, whose server this starts.
+    torchrun starts its workers with that which PYTHON_EXEC names."""
+    folder, script = Path(tempfile.mkdtemp(prefix="warm-")), Path(__file__).parent / "warm.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    server = subprocess.Popen(
+        [sys.executable, script, "serve", folder / "socket"], stdin=subprocess.PIPE, env=environment, cwd="/"
+    )
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(server.communicate)
+    while not (folder / "socket").exists():
+        if server.poll() is not None:
+            raise RuntimeError(f"tests/support/warm.py has ended with {server.returncode}")
+        time.sleep(0.02)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{script}" "{folder}/socket" "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def program_of(process: int) -> int:
+    """The program behind a process that `warm_python` is: signals that it cannot pass on go there."""
+    try:
+        name = Path(f"/proc/{process}/comm").read_text().split()
+    except OSError:
+        return process
+    return int(name[1]) if name[0] == "for" else process
 
 
 def launch(
@@ -26,13 +61,14 @@ def launch(
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([str(WORKERS.parent.parent), str(WORKERS.parent)]),
+        "PYTHON_EXEC": warm_python(),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(WORKERS.parent)]),
     }
     launcher = [] if forks else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     if forks:
         environment["WORLD_SIZE"] = str(world)
     done = subprocess.run(
-        [sys.executable, *launcher, str(WORKERS / worker), *map(str, arguments)],
+        [warm_python(), *launcher, str(WORKERS / worker), *map(str, arguments)],
         env=environment,
         timeout=timeout,
         capture_output=True,

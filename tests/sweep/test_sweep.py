@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Cluster, missing, wait_for
+from support.launch import warm_python
 
 import trainer
 from trainer import cli
@@ -22,7 +23,7 @@ from trainer.config import ConfigError
 from trainer.config.typed import to_yaml
 from trainer.sweep import main as run_sweep
 from trainer.sweep.plan import expand, make_trials, names
-from trainer.sweep.results import outcome
+from trainer.sweep.results import clear, note_exit, outcome, read_exit
 from trainer.training.out_of_memory import advice, missing_memory
 
 ROOT = Path(__file__).parents[2]
@@ -250,6 +251,16 @@ def test_outcomes(tmp_path):
     assert outcome(late, 1, requested="timeout")[0] == "out_of_memory"
 
 
+def test_the_exit_codes_of_a_job_are_those_of_its_nodes(tmp_path):
+    folder = put(tmp_path / "a", {"status": "running"}, log="Fatal\n")
+    (folder / "torchrun" / "latest").mkdir(parents=True)  # no number of a start
+    assert outcome(folder, 1) == ("failed", "Fatal")
+    note_exit(folder, 0, "17", 137)
+    assert [read_exit(folder, node, job) for node, job in ((0, "17"), (0, "18"), (1, "17"))] == [137, None, None]
+    clear(folder)
+    assert not list(folder.glob("exit-*"))
+
+
 def test_lack_of_memory_behind_another_error_and_advice():
     try:
         try:
@@ -286,6 +297,7 @@ def sweep(*arguments: object, **options) -> subprocess.Popen:
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "PYTHON_EXEC": warm_python(),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         **options.pop("environment", {}),
     }
@@ -299,7 +311,7 @@ def sweep(*arguments: object, **options) -> subprocess.Popen:
 
     SWEEPS.append(
         subprocess.Popen(
-            [sys.executable, "-m", "trainer", "--multirun", *map(str, arguments)],
+            [warm_python(), "-m", "trainer", "--multirun", *map(str, arguments)],
             cwd=ROOT,
             env=environment,
             text=True,
@@ -504,6 +516,11 @@ def test_no_trial_is_submitted_twice(tmp_path, monkeypatch):
         run_sweep(arguments)
     path = tmp_path / "sweep" / "results.jsonl"
     assert {name: line["status"] for name, line in lines(path.parent).items()} == {"peak-0.001": "submitted"}
+    assert (path.parent / "submitit").stat().st_mode & 0o777 == 0o700, "whoever can write there runs code"
+    path.parent.chmod(0o777)
+    with pytest.raises(ConfigError, match="can be written by others.*chmod go-w"):
+        run_sweep(arguments)
+    path.parent.chmod(0o755)
 
     path.write_text(
         path.read_text().replace('"submitted"', '"failed"')

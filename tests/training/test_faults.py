@@ -14,13 +14,12 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.launch import WORKERS
+from support.launch import WORKERS, program_of, warm_python
 
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest
 from trainer.checkpointing.retention import find_newest
@@ -71,6 +70,7 @@ class Launch:
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
+            "PYTHON_EXEC": warm_python(),
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "BREAK": str(folder.parent / "break"),
             **environment,
@@ -78,7 +78,7 @@ class Launch:
         with open(self.log, "ab") as out:
             self.process = subprocess.Popen(
                 [
-                    sys.executable,
+                    warm_python(),
                     *launcher,
                     str(WORKERS / "faults.py"),
                     *SETTINGS,
@@ -109,9 +109,9 @@ class Launch:
 
     def rank(self, number: int) -> int:
         """The process of a rank."""
-        for child in map(int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()):
+        for child in children(program_of(self.process.pid)):
             if f"RANK={number}" in Path(f"/proc/{child}/environ").read_text(errors="replace").split("\0"):
-                return child
+                return program_of(child)
         raise AssertionError(f"there is no rank {number}")
 
     def text(self) -> str:
@@ -126,13 +126,21 @@ class Launch:
 
     def kill(self) -> None:
         """Ends the launcher and its processes, without a word."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        for child in [self.process.pid, *map(int, children.read_text().split() if children.exists() else [])]:
+        launcher = program_of(self.process.pid)
+        for child in [launcher, self.process.pid, *children(launcher)]:
             try:
                 os.kill(child, signal.SIGKILL)
             except ProcessLookupError:
                 pass
         self.process.wait()
+
+
+def children(process: int) -> list[int]:
+    """None, where it has ended."""
+    try:
+        return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
+    except OSError:
+        return []
 
 
 def last_step(folder: Path) -> int:
@@ -324,9 +332,9 @@ def test_damaged_checkpoints_and_a_vanished_corpus(calm, folder):
     (folder / "status.json").unlink()
     checkpoints = list_checkpoints(folder / "checkpoints")
     truncated, flipped, whole = checkpoints  # newest first
-    file = next(checkpoints[truncated].glob("*.distcp"))
+    file = next(checkpoints[truncated].glob("*.bin"))
     os.truncate(file, file.stat().st_size // 2)
-    file = next(checkpoints[flipped].glob("*.distcp"))
+    file = next(checkpoints[flipped].glob("*.bin"))
     content = bytearray(file.read_bytes())
     content[random.Random(SEED).randrange(len(content))] ^= 1
     file.write_bytes(content)

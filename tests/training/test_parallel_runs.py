@@ -9,7 +9,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import textwrap
 import time
 
@@ -17,14 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from support.launch import WORKERS, launch
+from support.launch import WORKERS, launch, warm_python
 from transformers import AutoModelForCausalLM
 from workers.parallel_runs import CHAINS, COMMON, FIRST, LEG, PLANS, STOPPED, run, settings
 
 import trainer
 import trainer.training.run
 from trainer import cli, export, plot
-from trainer.checkpointing.checkpointer import read_tensors
+from trainer.checkpointing.loading import read_tensors
 from trainer.config import ConfigError
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.timeline import read_timeline
@@ -124,7 +123,7 @@ def test_export_from_any_plan(root, four):
     """Of ZeRO-3 on two tensor-parallel ranks and two pipeline ranks that hold two stages each."""
     out = root / "exported_tp2_pp2"
     command = [
-        sys.executable,
+        warm_python(),
         "-m",
         "trainer.export",
         f"checkpoint={root / 'tp2_pp2_interleaved'}",
@@ -216,7 +215,7 @@ def test_a_rank_that_vanishes_is_named_by_all_others(root):
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(WORKERS / "parallel_runs.py"), "dies", *arguments],
+            [warm_python(), str(WORKERS / "parallel_runs.py"), "dies", *arguments],
             text=True,
             stderr=subprocess.PIPE,
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},

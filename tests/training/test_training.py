@@ -6,12 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from support.launch import launch
+from support.launch import launch, warm_python
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +116,15 @@ def start(folder: Path, *overrides: str, processes: int = 1) -> subprocess.Popen
     torchrun = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHON_EXEC": warm_python(),
+    }
     return subprocess.Popen(
         [
-            sys.executable,
+            warm_python(),
             *torchrun,
             "-m",
             "trainer",
@@ -256,7 +260,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(undisturbed, tmp_
     folder = tmp_path / "run"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [
-        sys.executable,
+        warm_python(),
         "-m",
         "trainer",
         *COMMAND,
@@ -325,7 +329,7 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed, tmp_path):
 
     folder = tmp_path / "run"
     shutil.copytree(undisturbed[0], folder)
-    file = next((folder / "checkpoints" / "step-00000030").glob("*.distcp"))
+    file = next((folder / "checkpoints" / "step-00000030").glob("*.bin"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

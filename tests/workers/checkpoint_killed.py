@@ -9,25 +9,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trainer.checkpointing import checkpointer as state
+from trainer.checkpointing.checkpointer import Checkpointer
+from trainer.checkpointing.files import HashingFile
 from trainer.config import CheckpointConfig
 
 
 def main():
     dist.init_process_group("gloo")
-    checkpointer = state.Checkpointer(Path(sys.argv[1]), CheckpointConfig())
+    checkpointer = Checkpointer(Path(sys.argv[1]), CheckpointConfig())
     tensors = {f"layers.{i}": torch.full((100, 100), float(i)) for i in range(6)}
     checkpointer.save(1, tensors, {"tokens": 10}, wait=True)
-    write = state.HashingStream.write
+    write = HashingFile.write
 
-    def write_and_die(stream, data):
-        written = write(stream, data)
-        if stream.size > 50_000:
-            stream.file.flush()
+    def write_and_die(file, data):
+        write(file, data)
+        if file.size > 50_000:
             os.kill(os.getpid(), signal.SIGKILL)
-        return written
 
-    state.HashingStream.write = write_and_die
+    HashingFile.write = write_and_die
     checkpointer.save(2, tensors, {"tokens": 20})
     time.sleep(60)
 

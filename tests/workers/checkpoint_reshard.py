@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from trainer.checkpointing.checkpointer import Checkpointer, load_tensors, read_tensors
+from trainer.checkpointing.checkpointer import Checkpointer
+from trainer.checkpointing.loading import load_tensors, read_tensors
 from trainer.checkpointing.manifest import read_manifest, step_folder
 from trainer.checkpointing.retention import find_resume
 from trainer.config import CheckpointConfig, ConfigError
@@ -67,7 +68,7 @@ def reshard(folder, meshes):
         assert checkpointer.saved_step == 3
         saved[name] = folder / name
         files = read_manifest(step_folder(folder / name, 3))["files"]
-        sizes = [file["bytes"] for key, file in files.items() if key != ".metadata"]
+        sizes = [file["bytes"] for file in files.values()]
         assert len(sizes) == 4 and max(sizes) < 1.5 * min(sizes), f"{name}: ranks write {sizes} bytes"
     for source, path in saved.items():
         for target in ("dp4", "hsdp", "fsdp_tp", "plain", "dp2", "dp3"):
@@ -101,6 +102,21 @@ def agreed_error(folder, rank):
         assert "absent" in str(error)
     else:
         raise AssertionError("a missing tensor was not noticed")
+
+
+def agreed_damage(folder, rank):
+    """Damage that only the readers of one file meet is everybody's error, or the others would wait for them."""
+    path = step_folder(folder / "stages", 1)
+    dist.barrier()
+    if rank == 0:
+        os.truncate(path / "rank-00002.bin", 10)
+    dist.barrier()
+    try:
+        load_tensors(path, {f"stage{rank // 2}": torch.zeros_like(expected()["matrix"])})
+    except ConfigError as error:
+        assert "rank-00002.bin has 10 bytes" in str(error)
+    else:
+        raise AssertionError("a short file was not noticed")
 
 
 def failing_rank(folder, rank):
@@ -144,6 +160,7 @@ def main():
     reshard(folder, meshes)
     stages(folder, rank)
     agreed_error(folder, rank)
+    agreed_damage(folder, rank)
     failing_rank(folder, rank)
     dist.barrier()
 

@@ -28,7 +28,7 @@ from workers.plans import LENGTH, Worlds, config_of, spec_of
 import trainer
 import trainer.training.run
 import trainer.training.trainer
-from trainer.checkpointing.checkpointer import read_tensors
+from trainer.checkpointing.loading import read_tensors
 from trainer.config import Config
 from trainer.config.model import ModelSpec
 from trainer.data.batches import Batch

@@ -247,6 +247,8 @@ def overflows(cases: list[dict[str, Any]], victims: tuple[int, int, int, int]) -
             tracker = state.scaler.state_dict()
             state.scaler.load_state_dict(tracker)
             assert state.scaler.state_dict() == tracker
+            state.scaler.load_state_dict({})  # of a run without a loss scale
+            assert state.scaler.state_dict() == tracker
             seen[engine].append({"scaler": tracker})
             state.close()
         results.append(

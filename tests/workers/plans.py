@@ -204,10 +204,17 @@ def describe(case: Case) -> str:
 
 
 def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
-    """fp16 steps in which one rank's part of one gradient is infinite, seen by every rank."""
+    """fp16 steps in which one rank's part of one gradient is infinite, that of a tied embedding where the rank has it;
+    seen by every rank."""
     results = []
-    for layout in ({"tp": 2, "pp": 2}, {"dp": 2, "pp": 2, "stage": 2}, {"dp": 2, "tp": 2, "stage": 3}):
-        case = PLAIN | layout | {"precision": "fp16", "schedule": "1f1b" if "pp" in layout else "none"}
+    for layout in (
+        {"tp": 2, "pp": 2, "schedule": "1f1b"},
+        {"tp": 2, "pp": 2, "schedule": "1f1b", "tied": True},
+        {"tp": 2, "pp": 2, "schedule": "zb_v", "tied": True},
+        {"dp": 2, "pp": 2, "stage": 2, "schedule": "1f1b"},
+        {"dp": 2, "tp": 2, "stage": 3, "tied": True},
+    ):
+        case = PLAIN | layout | {"precision": "fp16"}
         spec, config = spec_of(case, device), config_of(case, Path())
         plan = resolve_plan(config.parallel, dist.get_world_size(), spec)
         batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // 2, 2)
@@ -222,8 +229,9 @@ def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
 
             def broken_sum() -> None:
                 if world.rank == victim:
-                    name = next(name for name in state.parameters if name.endswith("feed_forward.down.weight"))
-                    local(state.parameters[name].grad).view(-1)[0] = float("inf")
+                    broken = "embedding.weight" if spec.tied else "feed_forward.down.weight"
+                    names = sorted(state.parameters, key=lambda name: not name.endswith(broken))
+                    local(state.parameters[names[0]].grad).view(-1)[0] = float("inf")
                 whole_sum()
 
             before = [local(parameter).detach().clone() for parameter in state.parameters.values()]
@@ -232,6 +240,7 @@ def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
             scalars = train_step(state, second, False)
             state.shared.sum = whole_sum
             mine = {
+                "loss": scalars["loss"].item(),
                 "found_inf": scalars["found_inf"].item(),
                 "backoff": state.scaler.value.item() / scale,
                 "updates": state.optimizer.updates.item() - updates,
@@ -241,8 +250,9 @@ def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
             }
             everyone: list[Any] = [None] * world.size
             dist.all_gather_object(everyone, mine)
-            results.append({"case": f"{plan.describe()}, rank {victim}", "ranks": everyone})
-        results.append({"case": plan.describe(), "next": train_step(state, second, False)["found_inf"].item()})
+            results.append({"case": f"{describe(case)}, rank {victim}", "ranks": everyone})
+        scalars = train_step(state, second, False)
+        results.append({"case": describe(case), "next": scalars["found_inf"].item(), "loss": scalars["loss"].item()})
         if state.channels is not None:
             state.channels.close()
     return results

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.distributed.tensors import local
 from trainer.distributed.world import join
-from trainer.parallel.fsdp_internals import parameter_groups
+from trainer.parallel.fsdp_internals import fsdp_units, parameter_group
 from trainer.planning.batch import BatchPlan
 from trainer.planning.cost.memory import fullest_rank
 from trainer.planning.pipeline import resolve_pipeline
@@ -117,7 +117,7 @@ def accumulated_bytes(model: torch.nn.Module) -> tuple[int, int]:
     """Bytes of gradients that wait on this rank for the step's last micro-batch: where they are computed, whole or in
     shards, and in the parameters, wherever those are."""
     inside, outside = 0, 0
-    for group in parameter_groups(model):
+    for group in map(parameter_group, fsdp_units(model)):
         for parameter in group.fsdp_params:
             whole = getattr(parameter, "_unsharded_param", None)
             inside += sum(

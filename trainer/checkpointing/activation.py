@@ -69,6 +69,14 @@ def check_recompute(model: Stage, config: ActivationConfig) -> None:
         )
 
 
+def recomputes_attention(model: Stage, config: ActivationConfig) -> bool:
+    """Whether the backward pass runs the kernel of attention again, in some layer."""
+    if config.mode == "selective" and config.modules:
+        inside = submodules(model, list(model.layers.values()))
+        return any(name.endswith(".attention") and fnmatchcase(name, p) for name in inside for p in config.modules)
+    return config.mode == "full" or config.mode == "selective" and "attention" not in config.save
+
+
 def submodules(model: Stage, layers: list[nn.Module]) -> dict[str, nn.Module]:
     """What is inside of `layers`, by global name."""
     names = {module: name for name, module in model.named_modules()}

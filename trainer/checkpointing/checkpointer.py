@@ -1,51 +1,34 @@
-"""Saves and loads the tensors of a run: sharded over the ranks, written in the background, readable under any plan.
+"""Saves the tensors of a run: sharded over the ranks, written in the background, readable under any plan.
 
 A save has two halves. In the training thread each rank learns what it has to write and copies that to host memory; then
-training goes on. In a background thread it writes with torch.distributed.checkpoint into `step-N.tmp` while hashing,
-reads back and compares, writes the manifest, and renames the folder. A failure on any rank becomes a message to the
-user, never an exception in the training loop, and leaves older checkpoints untouched."""
+training goes on. In a background thread it writes its file into `step-N.tmp` while hashing, reads it back and compares;
+rank 0 writes the manifest and renames the folder. A failure on any rank becomes a message to the user, never an
+exception in the training loop, and leaves older checkpoints untouched."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 import threading
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Hashable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 
-from trainer.checkpointing.manifest import (
-    OWN_KEYS,
-    read_manifest,
-    step_folder,
-    verify,
-    verify_checksums,
-    write_manifest,
-)
+from trainer.checkpointing.chunks import StoredTensor
+from trainer.checkpointing.manifest import OWN_KEYS, step_folder, verify, verify_checksums, write_manifest
+from trainer.checkpointing.parts import TensorPart, assign_writers, join_parts, write_parts
 from trainer.checkpointing.retention import prune, publish, sync_folder, tidy
-from trainer.config import CheckpointConfig, ConfigError
-from trainer.distributed.tensors import Fragment, boxes
-from trainer.distributed.world import gather
+from trainer.config import CheckpointConfig
+from trainer.distributed.tensors import Fragment
 
-# A run of one process has no process group, which is nothing to warn of.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+T = TypeVar("T")
 
 # On a slow shared file system ranks may finish writing far apart. A dead rank does not take this long: its connections
 # break at once.
@@ -187,11 +170,11 @@ class Checkpointer:
         started, path = time.perf_counter(), step_folder(self.folder, step)
         try:
             size = self._write(path, parts, manifest, failure)
-        except (Exception, CheckpointException) as error:
+        except Exception as error:
             if self._rank == 0:
                 shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)
                 self._messages.append(
-                    f"the checkpoint of step {step} could not be saved: {_reason(error)}; "
+                    f"the checkpoint of step {step} could not be saved: {str(error) or type(error).__name__}; "
                     "training goes on, older checkpoints are untouched"
                 )
             return
@@ -217,18 +200,19 @@ class Checkpointer:
                 shutil.rmtree(written, ignore_errors=True)
                 written.mkdir(parents=True)
 
-        def verify_own_files() -> dict[str, dict[str, Any]]:
-            files = writer.written_files()
-            verify_checksums(written, files)
-            return files
+        def write() -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+            if not parts:
+                return {}, {}
+            file = f"rank-{self._rank:05d}.bin"
+            entry, stored = write_parts(written / file, parts)
+            verify_checksums(written, {file: entry})
+            return {file: entry}, stored
 
         def commit() -> int:
             if self._rank != 0:
                 return 0
-            tensors = {
-                name: {"shape": list(entry.size), "dtype": str(entry.properties.dtype).removeprefix("torch.")}
-                for name, entry in sorted(metadata.state_dict_metadata.items())
-            }
+            files = {name: entry for entries, _ in ranks for name, entry in entries.items()}
+            tensors = {name: tensor.to_json() for name, tensor in join_parts([stored for _, stored in ranks]).items()}
             write_manifest(written, {**manifest, "torch": torch.__version__, "files": files, "tensors": tensors})
             verify(written, checksums=False)  # whether this rank sees what the others wrote
             sync_folder(written)
@@ -236,254 +220,23 @@ class Checkpointer:
             return sum(file["bytes"] for file in files.values())
 
         self._together(prepare)
-        writer = HashingWriter(written)
-        metadata = dcp.save(
-            dict(parts),
-            storage_writer=writer,
-            planner=PartSavePlanner(),
-            process_group=self._group,
-            no_dist=self._group is None,
-        )
-        files = {name: file for written_by in self._together(verify_own_files) for name, file in written_by.items()}
-        return self._together(commit)[0]
+        ranks = self._together(write)
+        return sum(self._together(commit))
 
-    def _together(self, action: Callable[[], Any]) -> list[Any]:
-        """Runs `action` on every rank and returns what each returned; if it fails on any, raises SaveFailed on all."""
+    def _together(self, action: Callable[[], T]) -> list[T]:
+        """Runs `action` on every rank; if it fails on any, raises SaveFailed on all. Returns, on rank 0 alone, what
+        each rank's returned."""
         try:
             outcome = (action(), None)
         except Exception as error:
-            outcome = (None, _reason(error))
-        outcomes = [outcome]
+            outcome = (None, str(error) or type(error).__name__)
+        outcomes: list[Any] = [outcome]
         if self._group is not None:
-            outcomes = gather(outcome, self._group)
-        problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(outcomes) if problem is not None]
-        if problems:
-            raise SaveFailed("; ".join(problems[:3]))
+            outcomes = [None] * dist.get_world_size(self._group) if self._rank == 0 else []
+            dist.gather_object(outcome, outcomes or None, dst=0, group=self._group)
+        problems = [[f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(outcomes) if problem is not None]]
+        if self._group is not None:
+            dist.broadcast_object_list(problems, src=0, group=self._group)
+        if problems[0]:
+            raise SaveFailed("; ".join(problems[0][:3]))
         return [result for result, _ in outcomes]
-
-
-class TensorPart:
-    """This rank's part of a tensor of `shape`.
-
-    local: its values. boxes: the same values as rectangles of the whole tensor, by the offset at which each begins.
-    """
-
-    def __init__(self, tensor: Tensor | Fragment, local: Tensor):
-        self.tensor, self.local, self.shape = tensor, local, tensor.shape
-        whole = tensor.of(local) if isinstance(tensor, Fragment) else tensor
-        self.boxes = {offset: values if isinstance(tensor, Fragment) else local for offset, values in boxes(whole)}
-
-    @classmethod
-    def of(cls, tensor: Tensor | Fragment) -> TensorPart | None:
-        """The part of `tensor` that this rank holds, not copied; None where it holds nothing of it."""
-        if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
-            return None
-        local = (tensor.to_local() if isinstance(tensor, (DTensor, Fragment)) else tensor).detach()
-        return cls(tensor, local) if local.numel() or not tensor.shape.numel() else None
-
-    def copied(self, local: Tensor) -> TensorPart:
-        """The same part, with its values in the tensor `local`."""
-        return TensorPart(self.tensor, local)
-
-    # torch's planners call these two methods of tensor-like objects.
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offset, values.shape) for offset, values in self.boxes.items()]
-
-    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.local.dtype)
-        return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-
-class PartSavePlanner(dcp.DefaultSavePlanner):
-    """torch's save planner for a state dict of `TensorPart`s."""
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].boxes[index.offset]
-
-
-class PartLoadPlanner(dcp.DefaultLoadPlanner):
-    """torch's load planner for a state dict of `TensorPart`s."""
-
-    def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
-        self.state_dict = self.original_state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].boxes[index.offset]
-
-
-def assign_writers(layouts: list[dict[Hashable, int]]) -> list[set[Hashable]]:
-    """Assigns each part to one of the ranks that hold it, so that all ranks write about the same number of bytes.
-
-    `layouts[rank]` maps the parts that the rank holds to their bytes; equal keys are replicas. Parts that one rank
-    holds are assigned first; then each replicated one, the largest first, goes to the holder with the fewest bytes.
-    """
-    holders: dict[Hashable, list[int]] = {}
-    for rank, layout in enumerate(layouts):
-        for part in layout:
-            holders.setdefault(part, []).append(rank)
-    load = [0] * len(layouts)
-    assigned: list[set[Hashable]] = [set() for _ in layouts]
-    for part, ranks in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -layouts[item[1][0]][item[0]])):
-        rank = min(ranks, key=lambda rank: load[rank])
-        load[rank] += layouts[rank][part]
-        assigned[rank].add(part)
-    return assigned
-
-
-class HashingWriter(dcp.FileSystemWriter):
-    """torch's writer of sharded files, one a rank, on a file system that hashes them."""
-
-    def __init__(self, path: Path):
-        # Copying ahead would use the current stream of a device on which this thread has none.
-        super().__init__(path, per_thread_copy_ahead=0, sync_files=False, overwrite=False)
-        self.fs = HashingFileSystem()
-
-    def written_files(self) -> dict[str, dict[str, Any]]:
-        """Size and SHA-256 of what was meant to be in each file. Raises the first error that writing one had."""
-        if self.fs.error is not None:
-            raise self.fs.error
-        return self.fs.files
-
-
-class HashingFileSystem(FileSystem):
-    """Local files, hashed while they are written and synced to the disk. The first error is kept in `error`, not
-    raised.
-
-    Raised inside torch, "no space left on device" would appear as a failed assertion of its C++ archive writer. Before
-    torch 2.13 on Python 3.13, torch would also fail to send the error to the other ranks, which would go on waiting.
-    """
-
-    def __init__(self) -> None:
-        self.files: dict[str, dict[str, Any]] = {}
-        self.error: OSError | None = None
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[HashingStream, None, None]:
-        stream = HashingStream(path)
-        yield stream
-        stream.finish()
-        self.error = self.error or stream.error
-        self.files[Path(path).name] = {"bytes": stream.size, "sha256": stream.sha256.hexdigest()}
-
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        try:
-            super().rename(path, new_path)
-        except OSError as error:
-            self.error = self.error or error
-        self.files[Path(new_path).name] = self.files.pop(Path(path).name)
-
-
-class HashingStream:
-    """A new binary file. It hashes what is meant to be written, and keeps its first error."""
-
-    def __init__(self, path: str | os.PathLike):
-        self.sha256, self.size = hashlib.sha256(), 0
-        self.file, self.error = None, None
-        try:
-            self.file = open(path, "wb")
-        except OSError as error:
-            self.error = error
-
-    def write(self, data: Any) -> int:
-        data = memoryview(data).cast("B")
-        self.size += data.nbytes
-        if self.error is None:
-            self.sha256.update(data)
-            try:
-                self.file.write(data)
-            except OSError as error:
-                self.error = error
-        return data.nbytes
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        """Does nothing, since torch calls it after each tensor; `finish` flushes."""
-
-    close = flush
-
-    def finish(self) -> None:
-        """Syncs the file to the disk and closes it."""
-        try:
-            with self.file or nullcontext():
-                if self.error is None:
-                    self.file.flush()
-                    os.fsync(self.file.fileno())
-        except OSError as error:
-            self.error = self.error or error
-
-
-def load_tensors(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
-    """Fills `tensors` in place from the checkpoint folder `path`, whatever plan saved it. All ranks call it together.
-
-    Ranks may name different tensors; other tensors of the checkpoint are ignored. Raises ConfigError on every rank if
-    the checkpoint lacks a tensor of any rank, or has it in another shape or dtype.
-    """
-    problems = _mismatches(path, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
-    if dist.is_initialized():
-        everyone = gather(problems)
-        problems = list(dict.fromkeys(problem for one in everyone for problem in one))
-    if problems:
-        raise ConfigError(problems)
-    _read(path, dict(tensors))
-
-
-def read_tensors(path: Path, names: list[str] | None = None) -> dict[str, Tensor]:
-    """Whole tensors of the checkpoint folder `path` on the CPU: all, or those in `names`. Needs no other process."""
-    held = read_manifest(path)["tensors"]
-    missing = [name for name in names or () if name not in held]
-    if missing:
-        raise ConfigError(f"{path} has no tensor {_first(missing)}")
-    tensors = {
-        name: torch.empty(held[name]["shape"], dtype=getattr(torch, held[name]["dtype"]))
-        for name in (held if names is None else names)
-    }
-    _read(path, tensors)
-    return tensors
-
-
-def _read(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
-    """Reads without collectives, so that ranks may ask for different tensors."""
-    planner = PartLoadPlanner(flatten_state_dict=False)
-    parts = {name: part for name, tensor in tensors.items() if (part := TensorPart.of(tensor)) is not None}
-    dcp.load(parts, storage_reader=dcp.FileSystemReader(path), planner=planner, no_dist=True)
-
-
-def _mismatches(path: Path, wanted: dict[str, tuple[torch.Size, torch.dtype]]) -> list[str]:
-    held = {
-        name: (torch.Size(entry["shape"]), getattr(torch, entry["dtype"]))
-        for name, entry in read_manifest(path)["tensors"].items()
-    }
-    missing = [name for name in wanted if name not in held]
-    differing = [
-        f"{name} ({held[name][1]} {list(held[name][0])} there, {dtype} {list(shape)} here)"
-        for name, (shape, dtype) in wanted.items()
-        if name in held and held[name] != (shape, dtype)
-    ]
-    kinds = (missing, "are not in the checkpoint"), (differing, "differ from the checkpoint's")
-    return [
-        f"checkpoint.resume={path}: {len(names)} of {len(wanted)} tensors {what}: {_first(names)}; resume with the "
-        "settings it was saved with, or set checkpoint.resume=none"
-        for names, what in kinds
-        if names
-    ]
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def _reason(error: BaseException) -> str:
-    """One line: the error of each rank, without tracebacks."""
-    if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in list(error.failures.items())[:3])
-    return str(error) or type(error).__name__

@@ -1,8 +1,9 @@
 """What a checkpoint is on disk: a folder `step-00000100` whose `manifest.json` vouches for every other file in it.
 
-torch's distributed checkpoint format has no checksums: a flipped byte would load without an error. The manifest
-therefore holds the size and SHA-256 of each file as it was meant to be written, and a checksum of itself. Folders with
-other names (`.tmp` while being written or deleted) are never taken for checkpoints.
+The manifest is JSON. It holds where the values of each tensor lie, all other state of the run, the size and SHA-256 of
+each file as it was meant to be written, and a checksum of itself. The checksums tell damage, not intent: whoever writes
+the folder can write them too, so what is read from a manifest is checked before use. Folders with other names (`.tmp`
+while being written or deleted) are never taken for checkpoints.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError
+from trainer.checkpointing.chunks import count, shown
+from trainer.checkpointing.files import DamagedCheckpoint, open_inside
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 is torch's distributed checkpoint, which `format_1.py` reads."""
 MANIFEST = "manifest.json"
+MOST_BYTES = 2**30
+"""Of a manifest; a million chunks take a tenth of it."""
+FILE_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,255}")
 SAVED = re.compile(rb'"saved": ([0-9]+[.][0-9]+)')
 OWN_KEYS = ("format", "saved", "step", "torch", "files", "tensors", "sha256")
-
-
-class DamagedCheckpoint(ConfigError):
-    """A folder that is not a whole checkpoint; the message says what is wrong, naming the file."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -51,13 +53,13 @@ def saved_at(path: Path) -> float:
 
     0 where the manifest has no time (an older version wrote it); the folder's own time where there is no manifest."""
     try:
-        with open(path / MANIFEST, "rb") as file:
+        with open_inside(path, MANIFEST) as file:
             head = file.read(200)
-    except OSError:
+    except DamagedCheckpoint:
         head = b""
     if saved := SAVED.search(head):
         return float(saved[1])
-    return 0.0 if b'"format"' in head else path.stat().st_mtime
+    return 0.0 if b'"format"' in head else path.lstat().st_mtime
 
 
 def write_manifest(path: Path, content: dict[str, Any]) -> None:
@@ -76,22 +78,47 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint folder `path`.
 
     Keys: what the run saved about itself, and `step`, `format`, `saved` (seconds since 1970), `torch` (version),
-    `files` (name -> bytes, sha256), `tensors` (name -> shape, dtype). DamagedCheckpoint if it is missing, unreadable,
-    altered, or of a later format."""
-    try:
-        content = json.loads((path / MANIFEST).read_bytes())
-        claimed = content.pop("sha256")
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path / MANIFEST} is missing") from None
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path / MANIFEST} cannot be read: {error}") from None
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise DamagedCheckpoint(f"{path / MANIFEST} is not a manifest: {error!r}") from None
-    if claimed != _digest(content):
-        raise DamagedCheckpoint(f"{path / MANIFEST} does not match its own checksum")
-    if content["format"] > FORMAT:
-        raise DamagedCheckpoint(f"{path / MANIFEST} has format {content['format']}, this version reads up to {FORMAT}")
+    `files` (name -> bytes, sha256), `tensors` (name -> shape, dtype, chunks). DamagedCheckpoint if it is missing,
+    unreadable, altered, of a later format, or if its files are no names of files in the folder."""
+    with open_inside(path, MANIFEST) as file:
+        try:
+            if (size := file.seek(0, os.SEEK_END)) > MOST_BYTES:
+                raise ValueError(f"it has {size} bytes")
+            file.seek(0)
+            content = json.load(file)
+            version = _typed(content, dict)["format"]
+            if _typed(version, int) > FORMAT:
+                raise DamagedCheckpoint(
+                    f"{path / MANIFEST} has format {shown(version)}, this version reads up to {FORMAT}"
+                )
+            claimed = content.pop("sha256")
+            if claimed != _digest(content):
+                raise DamagedCheckpoint(f"{path / MANIFEST} does not match its own checksum")
+            _check(content)
+        except (ValueError, LookupError, RecursionError, MemoryError) as error:
+            raise DamagedCheckpoint(f"{path / MANIFEST} is not a manifest: {shown(str(error))}") from None
+        except OSError as error:
+            raise DamagedCheckpoint(f"{path / MANIFEST} cannot be read: {error.strerror}") from None
     return content
+
+
+def _check(content: dict[str, Any]) -> None:
+    """Raises ValueError or KeyError where what every manifest has is not there, or is something else."""
+    if content["format"] < 1:
+        raise ValueError(f"there is no format {shown(content['format'])}")
+    count(content["step"])
+    _typed(content["tensors"], dict)
+    for name, file in _typed(content["files"], dict).items():
+        if not FILE_NAME.fullmatch(name):
+            raise ValueError(f"{shown(name)} is no name of a file in the folder")
+        count(_typed(file, dict)["bytes"])
+        _typed(file["sha256"], str)
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{shown(value)} where a {kind.__name__} belongs")
+    return value
 
 
 def verify(path: Path, checksums: bool) -> dict[str, Any]:
@@ -101,10 +128,8 @@ def verify(path: Path, checksums: bool) -> dict[str, Any]:
     """
     manifest = read_manifest(path)
     for name, file in manifest["files"].items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError as error:
-            raise DamagedCheckpoint(f"{path / name} is missing or unreadable: {error.strerror}") from None
+        with open_inside(path, name) as opened:
+            size = opened.seek(0, os.SEEK_END)
         if size != file["bytes"]:
             raise DamagedCheckpoint(f"{path / name} has {size} bytes instead of {file['bytes']}")
     if checksums:
@@ -116,11 +141,11 @@ def verify_checksums(path: Path, files: dict[str, dict[str, Any]]) -> None:
     """Reads `files` of the folder `path` and compares SHA-256; in threads, since hashing releases the GIL."""
 
     def digest(name: str) -> str:
-        try:
-            with open(path / name, "rb") as file:
+        with open_inside(path, name) as file:
+            try:
                 return hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise DamagedCheckpoint(f"{path / name} cannot be read: {error.strerror}") from None
+            except OSError as error:
+                raise DamagedCheckpoint(f"{path / name} cannot be read: {error.strerror}") from None
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         for name, found in zip(files, pool.map(digest, files)):

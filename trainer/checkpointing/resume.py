@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpointing.manifest import read_manifest
+from trainer.checkpointing.files import WAY_OUT, DamagedCheckpoint
 from trainer.checkpointing.retention import find_newest, find_resume
+from trainer.checkpointing.states import read_launchers, read_states
 from trainer.config import CheckpointConfig, Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.config.typed import flat
@@ -21,7 +22,7 @@ def find_start(setting: CheckpointConfig, folder: Path, launchers: list[str]) ->
     the newest checkpoint that this launch has saved, whatever `checkpoint.resume` says."""
     if setting.resume != "auto" and launchers:
         newest, warnings = find_newest(folder, setting.verify)
-        if newest is not None and set(launchers) & set(read_manifest(newest).get("launchers", ())):
+        if newest is not None and set(launchers) & set(read_launchers(newest)):
             return newest, warnings
     return find_resume(setting.resume, folder, setting.verify)
 
@@ -35,13 +36,17 @@ def data_identity(fingerprint: str, seed: int, batch: BatchPlan) -> dict[str, An
     }
 
 
-def check_manifest(
-    manifest: dict[str, Any], config: Config, spec: ModelSpec, batch: BatchPlan, data: dict[str, Any]
+def fitting_manifest(
+    path: Path, config: Config, spec: ModelSpec, batch: BatchPlan, data: dict[str, Any]
 ) -> dict[str, Any]:
-    """The manifest itself, if the run may resume from its checkpoint; raises `ConfigError` if not.
+    """The manifest of the checkpoint `path`, if the run may resume from it; raises `ConfigError` if not.
 
-    Refused are another model, other data under the old position, and another global batch that no setting asks for but
-    that follows from another number of ranks. data: `data_identity` of this run."""
+    Refused are another model, other data under the old position, another global batch that no setting asks for but
+    that follows from another number of ranks, and states that cannot be. data: `data_identity` of this run."""
+    try:
+        manifest = read_states(path)
+    except DamagedCheckpoint as damage:
+        raise ConfigError(f"checkpoint.resume={config.checkpoint.resume}: {damage}; {WAY_OUT}") from None
     problems = []
     saved, mine = flat(manifest["spec"]), flat(spec.to_dict())
     differing = [

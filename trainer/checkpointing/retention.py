@@ -10,7 +10,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.checkpointing.manifest import DamagedCheckpoint, list_checkpoints, verify
+from trainer.checkpointing.files import DamagedCheckpoint
+from trainer.checkpointing.manifest import list_checkpoints, verify
 from trainer.config import CheckpointConfig, ConfigError
 
 

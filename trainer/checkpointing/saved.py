@@ -8,24 +8,33 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainer.checkpointing.checkpointer import read_tensors
-from trainer.checkpointing.manifest import MANIFEST, DamagedCheckpoint, list_checkpoints, read_manifest, verify
+from trainer.checkpointing.chunks import shown
+from trainer.checkpointing.files import DamagedCheckpoint
+from trainer.checkpointing.loading import Contents
+from trainer.checkpointing.manifest import MANIFEST, list_checkpoints, verify
 from trainer.checkpointing.retention import find_resume
+from trainer.checkpointing.states import saved_spec
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
+from trainer.planning.cost.parameters import declarations
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model on disk. path: the checkpoint's own folder; tokenizer: the run's tokenizer folder, if there is one."""
+    """A model on disk. contents: of its checkpoint; tokenizer: the run's tokenizer folder, if there is one."""
 
-    path: Path
+    contents: Contents
     spec: ModelSpec
     tokenizer: Path | None
 
+    @property
+    def path(self) -> Path:
+        """The checkpoint's own folder."""
+        return self.contents.path
+
     def tensor(self, name: str) -> Tensor:
         """The whole parameter `name`, read from disk."""
-        return read_tensors(self.path, [f"model.{name}"])[f"model.{name}"]
+        return self.contents.read([f"model.{name}"])[f"model.{name}"]
 
 
 def open_saved(checkpoint: str) -> SavedModel:
@@ -54,4 +63,27 @@ def open_saved(checkpoint: str) -> SavedModel:
                 "one of its checkpoints (runs/NAME/checkpoints/step-00000100)"
             )
     tokenizer = path.resolve().parent.parent / "tokenizer"
-    return SavedModel(path, ModelSpec.from_dict(read_manifest(path)["spec"]), tokenizer if tokenizer.is_dir() else None)
+    try:
+        contents = Contents(path)
+        spec = saved_spec(path, contents.manifest)
+        check_model(contents, spec)
+    except DamagedCheckpoint as damage:
+        raise ConfigError(f"checkpoint={checkpoint}: {damage}; give another checkpoint") from None
+    return SavedModel(contents, spec, tokenizer if tokenizer.is_dir() else None)
+
+
+def check_model(contents: Contents, spec: ModelSpec) -> None:
+    """Raises DamagedCheckpoint unless a checkpoint holds the parameters of `spec`; before memory is asked for."""
+    where = contents.path / MANIFEST
+    if spec.depth > len(contents.names):
+        raise DamagedCheckpoint(f"{where}: a model of {spec.depth} layers, but {len(contents.names)} tensors")
+    try:
+        wanted = {f"model.{name}": info.shape for name, info in declarations(spec).items()}
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        raise DamagedCheckpoint(f"{where}: a model that cannot be: {shown(str(error))}") from None
+    held = {name: tensor for name in wanted if (tensor := contents.find(name)) is not None}
+    if differing := [name for name, shape in wanted.items() if name not in held or held[name].shape != shape]:
+        raise DamagedCheckpoint(f"{where}: the model in it has a {differing[0]} that is not here, or of another shape")
+    contents.check_whole(held)
+    if problems := spec.check():
+        raise DamagedCheckpoint(f"{where}: {problems[0]}")

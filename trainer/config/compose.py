@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import Config, ConfigError, typed
 from trainer.config.fields import nearest
+from trainer.config.user_files import UserFiles
 
 HERE = Path(__file__).parents[1]
 
@@ -67,7 +68,7 @@ def hydra_over(config_dir: str | os.PathLike | None) -> Iterator[ConfigLoader]:
                 folder = Path(config_dir).expanduser().resolve()
                 if not folder.is_dir():
                     raise ConfigError(f"--config-dir {config_dir}: there is no folder {folder}")
-                loader.get_search_path().prepend("user", f"file://{folder}")
+                loader.get_search_path().prepend("user", f"{UserFiles.scheme()}://{folder}")
             yield loader
     finally:
         GlobalHydra.instance().hydra = before

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import math
 from dataclasses import field
 from typing import Any
 
@@ -46,7 +47,8 @@ def nearest(word: str, legal: list[str]) -> str:
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    low = [d for d in range(1, math.isqrt(max(n, 0)) + 1) if n % d == 0]
+    return low + [n // d for d in reversed(low) if d * d != n]
 
 
 class ConfigError(Exception):

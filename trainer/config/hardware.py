@@ -6,19 +6,12 @@ can write one. Peaks of known devices stand in `planning/cost/devices.py`.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from trainer.config import typed
-from trainer.config.compose import CONFIGS
-from trainer.config.fields import ConfigError, nearest, option
+from trainer.config.fields import ConfigError, option
 
 NEEDED = "???"
 
@@ -40,6 +33,7 @@ class AchievedConfig:
     attention: float = option(NEEDED, "share of the peak that causal flash attention reaches", range="(0, 1]")
     memory: float = option(NEEDED, "share of the memory's bandwidth that fused kernels reach", range="(0, 1]")
     optimizer: float = option(NEEDED, "the same for the kernels of the update", range="(0, 1]")
+    copy: float = option(NEEDED, "the same for casts, and copies in and out of flat buffers", range="(0, 1]")
     hidden: float = option(
         1.0, "share of the communication behind computation that does not slow it down", range="[0, 1]"
     )
@@ -66,30 +60,6 @@ class HardwareConfig:
     )
     band: float = option(NEEDED, "relative error of predicted times that is to be expected", range="[0, 1)")
     memory_band: float = option(0.05, "the same of predicted memory", range="[0, 1)")
-
-
-def load_hardware(
-    name: str, changes: Sequence[str] = (), config_dir: str | os.PathLike | None = None
-) -> HardwareConfig:
-    """The hardware of the file `hardware/NAME.yaml` of the user's folder or of the shipped one, or of a path.
-
-    changes: `node.bandwidth=300` and the like. Raises `ConfigError` with everything that is wrong.
-    """
-    folders = [Path(config_dir).expanduser() / "hardware"] if config_dir is not None else []
-    folders.append(CONFIGS / "hardware")
-    shipped = [folder / f"{name}.yaml" for folder in folders]
-    path = next((path for path in [*shipped, Path(name)] if path.is_file()), None)
-    if path is None:
-        known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-        raise ConfigError(f"hardware={name}: there is no such file; {nearest(name, known)}")
-    try:
-        values = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(changes)))
-        plain = OmegaConf.to_container(values)
-    except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"hardware={name}: cannot read {path} ({' '.join(str(error).split())})") from None
-    if not isinstance(plain, dict):
-        raise ConfigError(f"hardware={name}: {path} holds no settings")
-    return build_hardware({str(key): value for key, value in plain.items()})
 
 
 def build_hardware(values: Mapping[str, Any]) -> HardwareConfig:

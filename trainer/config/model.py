@@ -139,7 +139,7 @@ class ModelSpec:
     def layer(self, index: int) -> LayerSpec:
         """The resolved blocks of layer `index` (0-based): common fields, then pattern, then overrides."""
         layer = LayerSpec(copy.deepcopy(self.attention), copy.deepcopy(self.feed_forward), copy.deepcopy(self.norm))
-        cycle = [entry for entry in self.pattern for _ in range(int(entry.get("repeat", 1)))]
+        cycle = [entry for entry in self.pattern for _ in range(min(int(entry.get("repeat", 1)), self.depth))]
         changes = [cycle[index % len(cycle)]] if cycle else []
         changes += [change for where, change in self.overrides.items() if index in layer_range(where, self.depth)]
         for change in changes:

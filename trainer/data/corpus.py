@@ -1,7 +1,8 @@
 """Opens the corpus of a configuration: prepared once by whichever process comes first, then memory-mapped by all.
 
 The cache holds trained tokenizers (`tokenizers/`), token files (`tokens/`), what `datasets` downloads or converts
-(`datasets/`) and notes on streams (`streams/`); every name is a hash of what its content depends on.
+(`datasets/`), compressed files as lines (`expanded/`) and notes on streams (`streams/`); every name is a hash of what
+its content depends on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -283,8 +285,10 @@ def _once(target: Path, make: Callable[[], None], config: Config) -> None:
         return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(target.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        # Others may share the folder: a link that one of them has put there is not followed, and nothing is cut off.
+        lock = os.open(target.with_suffix(".lock"), os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        with open(lock) as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
             if not target.exists():
                 make()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The documents of one source: files as text, tables and streams through `datasets`; and which are held out."""
+"""The documents of one source: files, or data sets of the hub through `datasets`; and which are held out."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from trainer.config import ConfigError, SourceConfig
 from trainer.config.fields import nearest
 from trainer.data.progress import on_terminal
+from trainer.data.tables import JsonLines, ParquetRows
+from trainer.data.text import Document, TextFiles
 from trainer.data.tokens import DataError
-
-CHUNK_BYTES = 64 << 10
-"""Longer files are cut at line ends into chunks, so that a part of a single file can be held out or be a shard."""
+from trainer.util.reading import brief
 
 COUNTED = 10_000
 """Up to this many documents exactly the held-out share is held out; above, a threshold on hashes is close enough."""
 
 SUFFIXES = {
     "text": None,
-    "jsonl": (".jsonl", ".json", ".jsonl.gz", ".jsonl.zst"),
+    "jsonl": tuple(f".json{lines}{packed}" for packed in ("", ".gz", ".zst", ".xz", ".bz2") for lines in ("l", "")),
     "parquet": (".parquet",),
     "tokens": (".bin", ".npy"),
 }
@@ -35,54 +33,6 @@ SUFFIXES = {
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 """Folders in the standard library's folder that are left out: other packages, and tests, which some systems lack."""
-
-
-class Document(NamedTuple):
-    """A text, and whether a document ends with it (long files come in several chunks)."""
-
-    text: str
-    final: bool = True
-
-
-class TextFiles:
-    """Text files, one document each; `len` and `read` count chunks of at most about `CHUNK_BYTES`."""
-
-    def __init__(self, name: str, paths: list[str], strict: bool):
-        self.name, self.paths, self.strict = name, paths, strict
-        self.sizes = [os.path.getsize(path) for path in paths]
-        self.bytes = sum(self.sizes)
-        self._ends = np.cumsum([max(1, math.ceil(size / CHUNK_BYTES)) for size in self.sizes])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def read(self, first: int, last: int) -> Iterator[Document]:
-        for chunk in range(first, last):
-            file = int(np.searchsorted(self._ends, chunk, "right"))
-            document = self._chunk(file, chunk - (int(self._ends[file - 1]) if file else 0))
-            if document.text:
-                yield document
-
-    def _chunk(self, file: int, number: int) -> Document:
-        """The lines that start within the chunk's bytes: cuts never fall into a line, and so never into a character."""
-        path, start, end = self.paths[file], number * CHUNK_BYTES, (number + 1) * CHUNK_BYTES
-        try:
-            with open(path, "rb") as handle:
-                if start:
-                    handle.seek(start - 1)
-                    handle.readline()
-                data = handle.read(max(0, end - handle.tell()))
-                if data and not data.endswith(b"\n"):
-                    data += handle.readline()
-                text = data.decode("utf-8", "strict" if self.strict else "replace")
-                return Document(text, handle.tell() >= self.sizes[file])
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"data.sources.{self.name}.path: {path} is not UTF-8 text ({error}); convert it, or leave it "
-                "out with a glob such as 'folder/**/*.txt'"
-            ) from error
-        except OSError as error:
-            raise ConfigError(f"data.sources.{self.name}.path: {path} cannot be read: {error.strerror}") from error
 
 
 class Table:
@@ -112,7 +62,7 @@ class Stream:
 
     def open(self) -> Any:
         """A fresh `datasets.IterableDataset` at its first document."""
-        dataset = load_table(self.name, self.source, [], self.cache, streaming=True)
+        dataset = load_hub(self.name, self.source, self.cache, streaming=True)
         if dataset.column_names is not None:
             check_column(self.name, self.source, dataset.column_names, dataset.features)
         return dataset.take(self.source.limit) if self.source.limit else dataset
@@ -131,8 +81,17 @@ class Stream:
         for row in rows:
             if self.source.field not in row:
                 check_column(self.name, self.source, list(row), None)
-            if row[self.source.field]:
-                yield row[self.source.field]
+            if text := row[self.source.field]:
+                if not isinstance(text, str):
+                    raise ConfigError(
+                        f"data.sources.{self.name}.field={self.source.field} holds {brief(text)} instead of text in "
+                        f"the stream {self.source.path}; name another column"
+                    )
+                yield text
+
+
+Documents = TextFiles | JsonLines | ParquetRows | Table
+"""Documents that can be read in any order."""
 
 
 class Source:
@@ -160,13 +119,19 @@ class Source:
         return [*reading, [(path, state.st_size, state.st_mtime_ns) for path, state in states]]
 
     @cached_property
-    def documents(self) -> TextFiles | Table | Stream:
-        if self.config.kind in ("stdlib", "text"):
-            return TextFiles(self.name, self.paths, strict=self.config.kind == "text")
-        if self.streams:
-            return Stream(self.name, self.config, self.cache)
-        dataset = load_table(self.name, self.config, self.paths, self.cache, streaming=False)
-        return Table(self.name, dataset, self.config)
+    def documents(self) -> Documents | Stream:
+        name, config = self.name, self.config
+        if config.kind in ("stdlib", "text"):
+            return TextFiles(name, self.paths, strict=config.kind == "text")
+        if config.kind == "jsonl":
+            return JsonLines(name, self.paths, config, self.cache / "expanded")
+        if config.kind == "parquet":
+            return ParquetRows(name, self.paths, config)
+        return (
+            Stream(name, config, self.cache)
+            if self.streams
+            else Table(name, load_hub(name, config, self.cache), config)
+        )
 
     def sample_texts(self, size: int) -> Iterator[str]:
         """About `size` bytes of text, spread over the documents (a stream's first ones), to train a tokenizer on."""
@@ -222,23 +187,22 @@ def find_files(name: str, source: SourceConfig) -> list[str]:
     return sorted(os.path.abspath(path) for path in paths)
 
 
-def load_table(name: str, source: SourceConfig, paths: list[str], cache: Path, streaming: bool) -> Any:
-    """A JSONL, Parquet or hub source opened by `datasets`; its own errors become `ConfigError`."""
+def load_hub(name: str, source: SourceConfig, cache: Path, streaming: bool = False) -> Any:
+    """A data set of the hub opened by `datasets`, whose errors become `ConfigError`. Since version 4 it runs no code
+    that comes with a data set."""
     import datasets
 
     if not on_terminal():
         datasets.disable_progress_bars()
-    if source.kind == "hub":
-        what = {"path": source.path, "name": source.subset, "split": source.split}
-        way_out = "check path, subset and split, or the network"
-    else:
-        what = {"path": {"jsonl": "json", "parquet": "parquet"}[source.kind], "data_files": paths, "split": "train"}
-        way_out = f"each file must be valid {'JSON, one object a line' if source.kind == 'jsonl' else 'Parquet'}"
     try:
-        return datasets.load_dataset(**what, streaming=streaming, cache_dir=str(cache / "datasets"))
+        return datasets.load_dataset(
+            source.path, name=source.subset, split=source.split, streaming=streaming, cache_dir=str(cache / "datasets")
+        )
     except Exception as error:  # datasets passes on whatever its readers and its network layer raise
-        cause = error.__cause__ or error
-        raise ConfigError(f"data.sources.{name}.path={source.path} cannot be opened: {cause}; {way_out}") from error
+        raise ConfigError(
+            f"data.sources.{name}.path={source.path} cannot be opened: {brief(error.__cause__ or error)}; check path, "
+            "subset and split, or the network"
+        ) from error
 
 
 def check_column(name: str, source: SourceConfig, columns: list[str], features: Any) -> None:
@@ -257,10 +221,15 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
-def held_out_threshold(documents: TextFiles | Table | Stream, fraction: float) -> int:
+def held_out_threshold(documents: Documents | Stream, fraction: float) -> int:
     """Documents whose `digest` is below this are held out: at least one, never all, where documents can be counted."""
     if not fraction or isinstance(documents, Stream) or len(documents) > COUNTED:
         return int(fraction * 2**64)
-    digests = sorted({digest(document.text) for document in documents.read(0, len(documents))})
+    found = set()
+    for number, document in enumerate(documents.read(0, len(documents))):
+        if number == COUNTED:
+            return int(fraction * 2**64)
+        found.add(digest(document.text))
+    digests = sorted(found)
     count = min(math.ceil(fraction * len(digests)), len(digests) - 1)
     return digests[count] if digests else 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -20,9 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from trainer.data.documents import Stream, digest
+from trainer.data.progress import say
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokens import DataError, TokenWriter, number_documents
 from trainer.util.files import write_atomic
+from trainer.util.reading import Malformed, brief, read_json
 
 GROUP = 64
 """Documents tokenised together."""
@@ -55,13 +58,29 @@ class StreamedSequences:
 
     def _start(self, index: int) -> None:
         """Goes to the last saved state at or before sequence `index`, else to the start."""
-        noted = [int(path.stem) for path in self.notes.glob("*.json") if int(path.stem) <= index]
-        self._dataset, self._next, self._buffer, self._kept = self.documents.open(), 0, np.empty(0, np.int64), False
-        if noted:
-            note = json.loads((self.notes / f"{max(noted):012d}.json").read_text())
-            self._dataset.load_state_dict(note["state"])
-            self._next, self._buffer, self._kept = max(noted), np.asarray(note["tokens"], np.int64), True
+        self._next, self._buffer, self._kept, self._note_read = 0, np.empty(0, np.int64), False, None
+        self._dataset = self.documents.open()
+        found = {int(path.stem): path for path in self.notes.glob("*.json") if re.fullmatch("[0-9]{12,18}", path.stem)}
+        for number in sorted((number for number in found if number <= index), reverse=True):
+            try:
+                self._go_to(number, found[number])
+                break
+            except (OSError, Malformed) as error:
+                say(f"{error}; it is left out")
+                self._dataset = self.documents.open()
         self._noted, self._rows = self._next, self.documents.rows(self._dataset)
+
+    def _go_to(self, number: int, path: Path) -> None:
+        """Continues as the note at `path` says. Raises `Malformed` where it says nothing that could be true."""
+        note = read_json(path, {"state": dict, "tokens": [int]}, "delete it")
+        if not all(0 <= token < self.tokenizer.vocab_size for token in note["tokens"]):
+            raise Malformed(f"{path} holds tokens beyond the tokenizer's {self.tokenizer.vocab_size}; delete it")
+        try:
+            self._dataset.load_state_dict(note["state"])
+        except Exception as error:  # whatever datasets meets in a state that it has not written
+            raise Malformed(f"{path} is no state of the stream: {brief(error)}; delete it") from error
+        self._next, self._buffer, self._kept = number, np.asarray(note["tokens"], np.int64), True
+        self._note_read = path
 
     def _pull(self) -> None:
         """Tokenises the next group of documents; at the end of the stream, opens it again."""
@@ -69,9 +88,14 @@ class StreamedSequences:
             self._note()
         try:
             rows = list(islice(self._rows, GROUP))
-        except DataError:
+        except DataError as error:
             self._rows = None  # otherwise the failed reader would look as if it were at its end
-            raise
+            if self._note_read is None:
+                raise
+            raise DataError(
+                f"{error} (it was read on as {self._note_read} says; delete that if it is damaged)"
+            ) from error
+        self._note_read = None
         texts = [text for text in self.documents.texts(rows) if digest(text) >= self.threshold]
         if texts:
             self._kept = True

@@ -12,6 +12,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from trainer.config import ConfigError
+from trainer.hf.tokenizer import LIMIT, open_tokenizer
+from trainer.util.reading import brief, read_bytes
 
 END = "<|endoftext|>"
 """The end-of-text token (end mark) of tokenizers made here."""
@@ -119,25 +121,37 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"{named} does not exist; legal: bpe, bytes, a tokenizer.json, or a transformers tokenizer folder"
         )
     try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exception
-        raise ConfigError(f"{named} is not a tokenizer.json: {error}") from error
+        backend = Backend.from_str(read_bytes(path, LIMIT).decode())
+    except BaseException as error:  # tokenizers raises plain Exception, and for a panic in Rust not even that
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise ConfigError(f"{named} is not a tokenizer.json: {brief(error)}; write it anew, or name another") from error
     ends = [end for end in map(backend.token_to_id, KNOWN_ENDS) if end is not None]
     if not ends:
         raise ConfigError(
             f"{named} has none of the end marks {', '.join(KNOWN_ENDS)}; name a transformers tokenizer folder whose "
             "tokenizer_config.json has an eos_token"
         )
-    return Tokenizer(backend, ends[0])
+    return _made(named, backend, ends[0])
+
+
+def _made(named: str, backend: Backend, end_id: int, original: Any = None) -> Tokenizer:
+    """The tokenizer, if it can encode: a file may be well-formed, and its parts not fit each other."""
+    try:
+        tokenizer = Tokenizer(backend, end_id, original)
+        tokenizer.decode(tokenizer.encode("Words, 1 2 3\n\tä €"))
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise ConfigError(f"{named} cannot encode text: {brief(error)}; write it anew, or name another") from error
+    return tokenizer
 
 
 def _from_folder(path: Path, named: str) -> Tokenizer:
-    from transformers import AutoTokenizer
-
     try:
-        original = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # whatever the tokenizer's own class raises on files it cannot read
-        raise ConfigError(f"{named} is not a transformers tokenizer folder: {error}") from error
+        original = open_tokenizer(path)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{named} is not a transformers tokenizer folder: {brief(error)}") from error
     backend = getattr(original, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(
@@ -145,7 +159,7 @@ def _from_folder(path: Path, named: str) -> Tokenizer:
         )
     if original.eos_token_id is None:
         raise ConfigError(f"{named} has no end mark; set eos_token in its tokenizer_config.json")
-    return Tokenizer(backend, original.eos_token_id, original)
+    return _made(named, backend, original.eos_token_id, original)
 
 
 def _byte_level(backend: Backend) -> None:

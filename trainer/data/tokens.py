@@ -12,9 +12,14 @@ import numpy as np
 
 from trainer.config import ConfigError, SourceConfig
 from trainer.util.files import temporary_name
+from trainer.util.reading import brief
 
 SCAN = 1 << 20
 """Tokens looked at together in search of an end mark."""
+
+
+TOKEN_DTYPES = ("<u2", "<u4")
+"""Types of the token files that are written here, little-endian."""
 
 
 class DataError(RuntimeError):
@@ -110,7 +115,7 @@ def number_documents(tokens: np.ndarray, end_id: int, starts: np.ndarray | None 
 
 def token_dtype(vocab_size: int) -> str:
     """The smallest type of token files that holds all ids, little-endian."""
-    return "<u2" if vocab_size <= 1 << 16 else "<u4"
+    return TOKEN_DTYPES[vocab_size > 1 << 16]
 
 
 def open_token_file(name: str, source: SourceConfig, path: str, vocab_size: int) -> TokenRun:
@@ -118,9 +123,9 @@ def open_token_file(name: str, source: SourceConfig, path: str, vocab_size: int)
     named = f"data.sources.{name}.path: {path}"
     if path.endswith(".npy"):
         try:
-            array = np.load(path, mmap_mode="r")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{named} is no .npy array: {error}") from error
+            array = np.lib.format.open_memmap(path, "r")  # as np.load, which would open archives and pickles too
+        except (OSError, ValueError, TypeError, OverflowError, MemoryError, SyntaxError) as error:
+            raise ConfigError(f"{named} is no .npy array of numbers: {brief(error)}; write it anew") from error
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ConfigError(
                 f"{named} holds {array.dtype} of shape {array.shape}; legal: one dimension of whole numbers"

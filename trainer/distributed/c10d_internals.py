@@ -1,8 +1,10 @@
 """What is private in torch.distributed and used here, in one place: the default store, timeouts of groups and of
-communicators made by hand, the recorders of collectives."""
+communicators made by hand, threads of gloo, the recorders of collectives."""
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -23,6 +25,41 @@ def default_store() -> dist.Store:
 def set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
     """Sets how long a collective of a group that exists may take; torch has a public way for new groups only."""
     c10d._set_pg_timeout(limit, group)
+
+
+@functools.cache
+def give_gloo_one_thread() -> None:
+    """Every gloo communicator that this process makes from now on, by whatever function of torch, runs its collectives
+    one after the other.
+
+    By default two threads run them, and note the name of each collective that has ended in one string, without a lock
+    (`ProcessGroupGloo::runLoop`, torch 2.13). Two that end together free its memory twice. torch makes groups
+    with options for NCCL only."""
+    construct = dist.ProcessGroupGloo.__init__
+
+    def with_one_thread(
+        self: Backend,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        options: dist.ProcessGroupGloo._Options | None = None,
+        timeout: timedelta = dist.default_pg_timeout,
+    ) -> None:
+        if options is None:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices, options._timeout = gloo_devices(), timeout
+        options._threads = 1
+        construct(self, store, rank, size, options)
+
+    dist.ProcessGroupGloo.__init__ = with_one_thread
+
+
+def gloo_devices() -> list[Any]:
+    """The network interfaces that gloo uses: those of GLOO_SOCKET_IFNAME, or the one of this machine's name."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    if not names:
+        return [dist.ProcessGroupGloo.create_default_device()]
+    return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
 
 
 def gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Backend:

@@ -3,52 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from itertools import groupby
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError
+from trainer.config import ConfigError, typed
 from trainer.config.model import ModelSpec, RopeSpec
 from trainer.config.typed import flat
 from trainer.hf.families import ACTIVATIONS, FAMILIES, Family
+from trainer.util.reading import brief
+
+DEEPEST, LARGEST = 10_000, 1 << 31
+"""Layers, and any other number, of a model: what is made of a larger one would fill the memory."""
 
 ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
-ROPE_FIELDS = {
+ROPE_NAMES = {
+    "theta": "rope_theta",
+    "fraction": "partial_rotary_factor",
     "factor": "factor",
-    "low_freq_factor": "low_frequency_factor",
-    "high_freq_factor": "high_frequency_factor",
-    "original_max_position_embeddings": "original_length",
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+    "original_length": "original_max_position_embeddings",
 }
-ROPE_SCALING_FIELDS = {"none": (), "linear": ("factor",), "llama3": tuple(ROPE_FIELDS)}
-
-
-def spec_from_hf(folder: str | Path) -> ModelSpec:
-    """The architecture in `folder`/config.json. Raises `ConfigError` for what cannot be read or is not supported."""
-    folder = Path(folder).expanduser()
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(
-            f"model.from_hf={folder}: there is no {path.name} in it; give a folder as transformers saves "
-            "it (a model of the hub: hf download NAME --local-dir DIR)"
-        )
-    try:
-        raw = json.loads(path.read_text())
-        if raw.get("model_type") in FAMILIES:  # transformers fills in the defaults of its class
-            from transformers import AutoConfig
-
-            raw = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
-    except Exception as error:  # json, and every class of error by which transformers refuses a field
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model.from_hf={folder}: {path.name} cannot be read: {reason}") from error
-    try:
-        spec = spec_from_config(raw)
-    except ConfigError as error:
-        raise ConfigError([f"model.from_hf={folder}: {path.name}: {problem}" for problem in error.problems]) from error
-    spec.name = folder.resolve().name
-    return spec
+"""Field of `RopeSpec` -> its name in rope_parameters."""
+SCALING_FIELDS = {
+    "none": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_frequency_factor", "high_frequency_factor", "original_length"),
+}
+UNSUPPORTED = {
+    "quantization_config": "quantised weights are not supported; supported: fp32, bf16, fp16",
+    "per_layer_config": "options of single layers are not supported; supported: the same options for all layers",
+}
 
 
 def spec_from_config(config: dict[str, Any]) -> ModelSpec:
@@ -65,8 +52,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         for key, value in family.required.items()
         if config.get(key, value) != value
     ]
-    if config.get("quantization_config"):
-        problems.append("quantization_config: quantised weights are not supported; supported: fp32, bf16, fp16")
+    problems += [f"{key}: {reason}" for key, reason in UNSUPPORTED.items() if config.get(key)]
     spec = ModelSpec(family=model_type)
     for key, paths in family.fields.items():
         for path in (paths,) if isinstance(paths, str) else paths:
@@ -77,16 +63,29 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     for path, value in family.fixed.items():
         assign(spec, path, value(spec) if callable(value) else value)
     spec.feed_forward.width = spec.feed_forward.width or 4 * spec.width  # GPT-2's n_inner: null
-    if spec.attention.positions == "rope":
-        spec.attention.rope = rope_from_config(config, problems)
+    if family.rope:
+        spec.attention.rope = rope_from_config(config, family, problems)
     windows = windows_from_config(config, family, spec.depth, problems)
     if len(set(windows)) == 1:
         spec.attention.window = windows[0]
     else:
         spec.pattern = window_pattern(windows)
-    if problems := problems or spec.check():
+    wrong: dict[str, str] = {}
+    typed.build(spec.to_dict(), wrong, ModelSpec, "model")
+    if problems := problems or list(wrong.values()) or spec.check():
         raise ConfigError(problems)
     return spec
+
+
+def check_sizes(raw: dict[str, Any]) -> None:
+    """Raises `ConfigError` for numbers that no model has, before anything is made of them."""
+    problems = [
+        f"{key}={brief(value)} is beyond any model; legal: up to {most}"
+        for key, value in raw.items()
+        if isinstance(value, int | float) and value > (most := DEEPEST if "layer" in key else LARGEST)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
@@ -106,11 +105,11 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     for key, paths in family.fields.items():
         path = paths if isinstance(paths, str) else paths[0]
         config[key] = encode(path, attrgetter(path)(common))
-    if layer.attention.positions == "rope":
-        config.update(rope_to_config(layer.attention.rope))
+    if family.rope:
+        config.update(rope_to_config(layer.attention.rope, family))
     windows = [spec.layer(index).attention.window for index in range(spec.depth)]
     if family.windows != "none":
-        config["sliding_window"] = max(windows) or None
+        config["sliding_window"] = max(windows) or (spec.max_length if family.window_needed else None)
     if family.windows == "layers":
         config["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
     # Reading the result back shows whether it lost anything.
@@ -126,10 +125,11 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
 
 def first_difference(spec: ModelSpec, other: ModelSpec) -> str | None:
     """The first field in which two specs describe different functions: `model.attention.window=16 (layer 3)`."""
-    for field in dataclasses.fields(ModelSpec):
-        if field.name not in ("name", "init", "attention", "feed_forward", "pattern", "overrides"):
-            if not same(getattr(spec, field.name), getattr(other, field.name)):
-                return f"model.{field.name}={getattr(spec, field.name)}"
+    theirs = flat(dataclasses.asdict(other))
+    for path, value in flat(dataclasses.asdict(spec)).items():
+        if path.split(".")[0] not in ("name", "init", "attention", "feed_forward", "pattern", "overrides"):
+            if not same(value, theirs[path]):
+                return f"model.{path}={value}"
     for index in range(spec.depth):
         theirs = layer_facts(other, index)
         for key, value in layer_facts(spec, index).items():
@@ -142,8 +142,7 @@ def layer_facts(spec: ModelSpec, index: int) -> dict[str, Any]:
     """Dotted field -> value of a resolved layer, without fields that have no effect beside the others."""
     facts = flat(dataclasses.asdict(spec.layer(index)))
     rope = facts["attention.positions"] == "rope"
-    scaling = (ROPE_FIELDS[key] for key in ROPE_SCALING_FIELDS[facts["attention.rope.scaling"]])
-    used = ("theta", "fraction", "scaling", *scaling)
+    used = ("theta", "fraction", "scaling", *SCALING_FIELDS[facts["attention.rope.scaling"]])
     return {
         key: value
         for key, value in facts.items()
@@ -183,50 +182,56 @@ def encode(path: str, value: Any) -> Any:
     return None if path.endswith("soft_cap") and not value else value
 
 
-def rope_from_config(config: dict[str, Any], problems: list[str]) -> RopeSpec:
-    """Rotary positions from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    options = {
-        "rope_theta": config.get("rope_theta", config.get("rotary_emb_base", 10000.0)),
-        "partial_rotary_factor": config.get("partial_rotary_factor", config.get("rotary_pct", 1.0)),
-        **(config.get("rope_parameters") or config.get("rope_scaling") or {}),
-    }
-    kind = options.get("rope_type") or options.get("type") or "default"
-    rope = RopeSpec(theta=float(options["rope_theta"]), fraction=float(options["partial_rotary_factor"]))
+def rope_from_config(config: dict[str, Any], family: Family, problems: list[str]) -> RopeSpec:
+    """Rotary positions from `rope_parameters` (transformers 5) or from `rope_scaling` and options beside it (before).
+
+    What the architecture does not read is not read here either.
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    options = {**{ROPE_NAMES[name]: config.get(option) for option, name in family.rope.items()}, **given}
+    kind, rope = options.get("rope_type") or options.get("type") or "default", RopeSpec()
     if kind not in ROPE_TYPES:
         problems.append(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
         return rope
     rope.scaling = ROPE_TYPES[kind]
-    options.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
-    for key in ROPE_SCALING_FIELDS[rope.scaling]:
-        if options.get(key) is None:
-            problems.append(f"rope type {kind!r} needs {key}")
+    for name in (*family.rope.values(), *SCALING_FIELDS[rope.scaling]):
+        if options.get(ROPE_NAMES[name]) is None:
+            problems.append(f"rope type {kind!r} needs {ROPE_NAMES[name]}")
         else:
-            kept = type(getattr(rope, ROPE_FIELDS[key]))
-            setattr(rope, ROPE_FIELDS[key], kept(options[key]))
+            kept = type(getattr(rope, name))
+            setattr(rope, name, kept(options[ROPE_NAMES[name]]))
     return rope
 
 
-def rope_to_config(rope: RopeSpec) -> dict[str, Any]:
-    """The options of rotary positions under the names of transformers 5 and of its predecessors."""
+def rope_to_config(rope: RopeSpec, family: Family) -> dict[str, Any]:
+    """The options of rotary positions under the names of transformers 5 and of its predecessors. None is left to a
+    default."""
     kind = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == rope.scaling)
-    scaling = {key: getattr(rope, ROPE_FIELDS[key]) for key in ROPE_SCALING_FIELDS[rope.scaling]}
-    parameters = {"rope_type": kind, "rope_theta": rope.theta, "partial_rotary_factor": rope.fraction, **scaling}
-    if rope.fraction == 1.0:
-        del parameters["partial_rotary_factor"]
-    old = {"rope_theta": rope.theta, "rope_scaling": {"rope_type": kind, **scaling} if scaling else None}
-    if rope.fraction != 1.0:
-        old.update(partial_rotary_factor=rope.fraction, rotary_pct=rope.fraction, rotary_emb_base=rope.theta)
-    return {"rope_parameters": parameters, **old}
+    everywhere = {ROPE_NAMES[name]: getattr(rope, name) for name in family.rope.values()}
+    scaling = {ROPE_NAMES[name]: getattr(rope, name) for name in SCALING_FIELDS[rope.scaling]}
+    return {
+        "rope_parameters": {"rope_type": kind, **everywhere, **scaling},
+        "rope_scaling": {"rope_type": kind, **scaling} if scaling else None,
+        **{option: getattr(rope, name) for option, name in family.rope.items()},
+    }
 
 
 def windows_from_config(config: dict[str, Any], family: Family, depth: int, problems: list[str]) -> list[int]:
     """The sliding window of each layer; 0 means none."""
-    legal = ("full_attention", "sliding_attention")
-    types = config.get("layer_types") or ["sliding_attention"] * depth
+    if family.windows == "none":
+        return [0] * depth
+    window, legal = config.get("sliding_window"), ("full_attention", "sliding_attention")
+    if window is not None and window < 1:
+        problems.append(f"sliding_window={window} is not supported; supported: null, or at least 1")
+    types = config["layer_types"] if family.windows == "layers" else ["sliding_attention"] * depth
     if unknown := sorted(set(types) - set(legal)):
         problems.append(f"layer_types: {', '.join(map(repr, unknown))} is not supported; supported: {', '.join(legal)}")
-    window = 0 if family.windows == "none" else config.get("sliding_window") or 0
-    return [window if kind == "sliding_attention" else 0 for kind in types]
+    if window is None and family.windows == "layers" and "sliding_attention" in types:
+        problems.append(
+            "sliding_window=None is not supported beside sliding_attention in layer_types; supported: a number (with "
+            "use_sliding_window=True, where the family has it), or full_attention alone"
+        )
+    return [window or 0 if kind == "sliding_attention" else 0 for kind in types]
 
 
 def window_pattern(windows: list[int]) -> list[dict[str, Any]]:

@@ -33,7 +33,10 @@ class Family:
     fixed: fields whose value the architecture implies; a callable computes the value from the spec.
     required: options with the only supported value, which is also written on export.
     written: options that do not change the function computed here, with the value to write on export.
+    rope: options of rotary positions outside of rope_parameters -> field of `RopeSpec`; an architecture that always
+        rotates whole heads, whatever config.json says, has none for `fraction`.
     windows: which layers can have a sliding window: 'none', 'all', or 'layers', those that layer_types names.
+    window_needed: sliding_window must be a number even where no layer has a window.
     """
 
     architecture: str
@@ -45,7 +48,9 @@ class Family:
     fixed: dict[str, Any] = field(default_factory=dict)
     required: dict[str, Any] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
+    rope: dict[str, str] = field(default_factory=dict)
     windows: str = "none"
+    window_needed: bool = False
 
 
 ACTIVATIONS = {
@@ -75,6 +80,7 @@ LLAMA = {
     "rms_norm_eps": "norm.eps",
 }
 ACTIVATION = {"hidden_act": "feed_forward.activation"}
+ROPE = {"rope_theta": "theta"}
 BIAS = {"attention_bias": ("attention.bias", "attention.output_bias")}
 
 OUTER = (Rule("model.embed_tokens", ("embedding",)), Rule("model.norm", ("norm",)), Rule("lm_head", ("head",)))
@@ -105,6 +111,7 @@ def llama_like(
         OUTER,
         layer_rules,
         written={"attention_dropout": 0.0, **differences.pop("written", {})},
+        rope={**ROPE, **differences.pop("rope", {})},
         **differences,
     )
 
@@ -145,6 +152,7 @@ FAMILIES: dict[str, Family] = {
         + (Rule("mlp.gate_up_proj", ("feed_forward.gate", "feed_forward.up")),)
         + DOWN
         + PRE_NORM,
+        rope={"partial_rotary_factor": "fraction"},
         windows="all",
         written={"embd_pdrop": 0.0, "resid_pdrop": 0.0},
     ),
@@ -174,7 +182,9 @@ FAMILIES: dict[str, Family] = {
         fixed={"norm.offset": 1.0, "norm.placement": "both", "embedding_scale": lambda spec: spec.width**0.5},
         required={"use_bidirectional_attention": None},
         written={"attention_dropout": 0.0},
+        rope=ROPE,
         windows="layers",
+        window_needed=True,
     ),
     "gpt_neox": Family(
         "GPTNeoXForCausalLM",
@@ -195,6 +205,7 @@ FAMILIES: dict[str, Family] = {
         ),
         fixed={"norm.kind": "layer", "feed_forward.kind": "plain", "feed_forward.bias": True},
         written={"attention_dropout": 0.0, "hidden_dropout": 0.0},
+        rope={"rotary_emb_base": "theta", "rotary_pct": "fraction"},
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,17 @@ from torch import Tensor
 
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
-from trainer.hf.config import config_from_spec
 from trainer.hf.families import FAMILIES, Rule
 from trainer.planning.cost.parameters import ParameterInfo, declarations
+from trainer.util.reading import brief, inside, read_json
 
 # Buffers that older versions of transformers saved among the weights.
 BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)$")
 
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+STORED = ("F32", "BF16", "F16", "F64")
+"""Types of tensors that are weights as they stand."""
+
+SAVE = "save the model with transformers' save_pretrained, which writes safetensors"
 
 
 @dataclass(frozen=True)
@@ -114,22 +116,24 @@ class HFWeights:
         index, single = self.folder / "model.safetensors.index.json", "model.safetensors"
         if index.is_file():
             try:
-                return dict(json.loads(index.read_text())["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise self.error(f"{index.name} is not an index of safetensors files ({error!r})") from error
+                return dict(read_json(index, {"weight_map": {str: str}}, SAVE)["weight_map"])
+            except (OSError, ConfigError) as error:
+                raise self.error(f"{index.name} is not an index of safetensors files ({brief(error)})") from error
         if not (self.folder / single).is_file():
-            raise self.error(
-                f"there is neither {single} nor {index.name}; save the model with transformers' "
-                "save_pretrained(safe_serialization=True)"
-            )
+            others = sorted(path.name for path in self.folder.glob("*.bin"))
+            pickled = f" ({some(others)} may hold weights, but as a pickle, which can run code and is not read)"
+            raise self.error(f"there is neither {single} nor {index.name}{pickled if others else ''}; {SAVE}")
         return {name: single for name in self.open(single).keys()}
 
     def open(self, file: str) -> Any:
         if file not in self.handles:
             try:
-                self.handles[file] = safe_open(self.folder / file, "pt")
-            except (SafetensorError, OSError) as error:
-                raise self.error(f"{file} cannot be read: {error}") from error
+                path = inside(self.folder, file)
+                if not path.is_file():
+                    raise ValueError("it is missing")
+                self.handles[file] = safe_open(path, "pt")
+            except (SafetensorError, OSError, ValueError) as error:
+                raise self.error(f"{brief(file)} cannot be read: {brief(error)}") from error
         return self.handles[file]
 
     def stored_name(self, name: str) -> str:
@@ -147,18 +151,20 @@ class HFWeights:
             problems.append(f"{some(extra)} in the weights, but not part of the model that config.json describes")
         for name, shape in shapes.items():
             name = self.stored_name(name)
-            if name in self.files and (found := self.stored_shape(name)) != shape:
-                problems.append(
-                    f"{self.files[name]}: {name} has shape {list(found)}, but config.json asks for {list(shape)}"
-                )
+            if name in self.files:
+                problems += self.differences(name, shape)
         if problems:
             raise ConfigError([self.message(problem) for problem in problems[:5]])
 
-    def stored_shape(self, name: str) -> tuple[int, ...]:
+    def differences(self, name: str, shape: tuple[int, ...]) -> Iterator[str]:
         try:
-            return tuple(self.open(self.files[name]).get_slice(name).get_shape())
+            stored = self.open(self.files[name]).get_slice(name)
         except SafetensorError as error:
             raise self.error(f"{self.files[name]}: {name} cannot be read: {error}") from error
+        if (found := tuple(stored.get_shape())) != shape:
+            yield f"{self.files[name]}: {name} has shape {list(found)}, but config.json asks for {list(shape)}"
+        if (kind := stored.get_dtype()) not in STORED:
+            yield f"{self.files[name]}: {name} holds {kind}; supported: {', '.join(STORED)}"
 
     def message(self, problem: str) -> str:
         return f"model.from_hf={self.folder}: {problem}"
@@ -172,62 +178,27 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def export(
+def write_weights(
+    folder: Path,
     spec: ModelSpec,
-    tensors: Callable[[str], Tensor] | Mapping[str, Tensor],
-    folder: str | Path,
-    dtype: torch.dtype = torch.bfloat16,
-    tokenizer: str | Path | None = None,
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype = torch.float32,
     shard_size: int | str = "5GB",
 ) -> None:
-    """Writes a folder that `AutoModelForCausalLM.from_pretrained` opens: config, safetensors, tokenizer.
-
-    tensors: whole parameters by global name, read one at a time, so that at most one file's tensors are in memory
-    besides. tokenizer: folder to copy. The folder is written under another name and then renamed, so that it is
-    complete or absent. Raises `ConfigError` where the family cannot express the spec."""
+    """Writes the safetensors of a model into `folder`. read: whole parameters by global name; at most one file's
+    tensors are in memory at a time."""
     from huggingface_hub import split_torch_state_dict_into_shards
-    from transformers import GenerationConfig
 
-    folder = Path(folder).expanduser()
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"out={folder} exists and is not empty; give a new folder")
-    config = {**config_from_spec(spec), **special_tokens(tokenizer), "torch_dtype": str(dtype).removeprefix("torch.")}
-    read = tensors if callable(tensors) else tensors.__getitem__
     infos = declarations(spec)
     content = {e.theirs: e for e in entries(spec, infos)}
     shapes = {name: torch.empty(e.shape(infos), dtype=dtype, device="meta") for name, e in content.items()}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=shard_size)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     for file, names in split.filename_to_tensors.items():
-        save_file(
-            {
-                name: content[name].join([read(part).detach().cpu().to(dtype) for part in content[name].ours])
-                for name in names
-            },
-            partial / file,
-            {"format": "pt"},
-        )
+        tensors = {
+            name: content[name].join([read(part).detach().cpu().to(dtype) for part in content[name].ours])
+            for name in names
+        }
+        save_file(tensors, folder / file, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    if tokenizer:
-        shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    GenerationConfig(**{key: config[key] for key in SPECIAL}).save_pretrained(partial)
-    if folder.exists():
-        folder.rmdir()
-    partial.rename(folder)
-
-
-def special_tokens(tokenizer: str | Path | None) -> dict[str, int | None]:
-    """Ids of the tokens that generation stops at and pads with.
-
-    Without a tokenizer they are null: an id that is left out would take the architecture's default."""
-    if tokenizer is None:
-        return dict.fromkeys(SPECIAL)
-    from transformers import AutoTokenizer
-
-    opened = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
-    return {name: getattr(opened, name) for name in SPECIAL}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

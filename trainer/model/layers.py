@@ -86,7 +86,9 @@ class Norm(Declared):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.local("weight")
-        if self.offset or self.group is not None:  # in fp32: a small weight beside the offset would be lost in bf16
+        # In fp32: a small weight beside the offset would be lost in bf16, and a LayerNorm's gradients on CPUs, where
+        # torch adds them up in bf16 over all tokens.
+        if self.offset or self.group is not None or (self.kind == "layer" and not x.is_cuda):
             wide = torch.promote_types(x.dtype, torch.float32)
             return self.normalise(x.to(wide), weight.to(wide) + self.offset).to(x.dtype)
         return self.normalise(x, weight)

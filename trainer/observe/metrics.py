@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy
 
 from trainer.config import ConfigError
+from trainer.util.reading import parse_json, read_bytes
 
 # One line of metrics.jsonl is one object with these keys: a step line has all but eval_loss, an evaluation line has
 # those of EVALUATION. What is unknown, does not apply or is not finite is null.
@@ -44,6 +44,13 @@ METRICS: dict[str, str] = {
 }
 EVALUATION = ("step", "tokens", "eval_loss")
 STEP = tuple(name for name in METRICS if name != "eval_loss")
+
+
+LONGEST = 1 << 30
+"""Bytes of a metrics.jsonl: a million and a half logged steps."""
+
+LARGEST = 1e300
+"""Numbers of a metric are below, so that they can be drawn and added."""
 
 
 class Meter:
@@ -131,12 +138,17 @@ def _plain(value: Any) -> int | float | None:
 def parse_line(text: str | bytes) -> dict[str, Any] | None:
     """One line of metrics.jsonl as a dictionary; None when it is cut off or is no line of metrics."""
     try:
-        record = json.loads(text)
+        record = parse_json(text)
     except ValueError:
         return None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         return None
-    return record if all(value is None or isinstance(value, (int, float)) for value in record.values()) else None
+    return record if all(map(is_number, record.values())) else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value may stand in a line: None, or a number that can be drawn."""
+    return value is None or isinstance(value, (int, float)) and abs(value) < LARGEST
 
 
 def read(run: str | Path) -> list[dict[str, Any]]:
@@ -146,7 +158,7 @@ def read(run: str | Path) -> list[dict[str, Any]]:
     there is no file, no line, or a damaged line elsewhere."""
     path = Path(run) / "metrics.jsonl" if Path(run).is_dir() else Path(run)
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        lines = read_bytes(path, LONGEST).split(b"\n")[:-1]
     except OSError as error:
         raise ConfigError(f"{run}: cannot read {path} ({error.strerror}); give a run folder like runs/NAME") from None
     records = [parse_line(text) for text in lines]

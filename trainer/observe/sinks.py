@@ -10,6 +10,7 @@ import json
 import netrc
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ from trainer.observe import metrics
 from trainer.util.exit_codes import DONE, STOPPED
 from trainer.util.extras import needs
 from trainer.util.files import write_atomic
+from trainer.util.reading import read_bytes
 from trainer.util.tables import count, duration, percent, size
 
 MetricsLine = dict[str, Any]
@@ -138,7 +140,7 @@ class JsonLines:
             raise ConfigError(f"run.dir={folder}: {reason}") from None
 
     def _keep(self, resume_step: int) -> None:
-        before, kept = self.path.read_bytes(), b""
+        before, kept = read_bytes(self.path, metrics.LONGEST), b""
         for text in before.split(b"\n")[:-1]:
             record = metrics.parse_line(text)
             if resume_step and record is not None and record["step"] <= resume_step:
@@ -322,9 +324,10 @@ class Wandb:
     ):
         self.folder, self.settings, self.name, self.config, self.notify = folder, settings, name, config, notify
         kept = folder / "wandb-id"
-        if not (resume_step and kept.exists()):
-            kept.write_text(uuid.uuid4().hex[:8])
-        self.id = kept.read_text().strip()
+        self.id = kept_id(kept) if resume_step else None
+        if self.id is None:
+            self.id = uuid.uuid4().hex[:8]
+            write_atomic(kept, self.id)
         self.lines: queue.Queue[MetricsLine | str] = queue.Queue(maxsize=10_000)
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._work, name="wandb", daemon=True)
@@ -382,6 +385,15 @@ class Wandb:
             self.notify(f"wandb stays offline, `wandb sync` delivers the run later: {reason_of(error)}")
             wandb.teardown()  # its service still holds the run's id
             return wandb.init(mode="offline", **arguments)
+
+
+def kept_id(path: Path) -> str | None:
+    """The run's id as an earlier start has written it; None where there is none, or something else."""
+    try:
+        text = read_bytes(path, 200).decode().strip()
+    except (OSError, ConfigError, UnicodeDecodeError):
+        return None
+    return text if re.fullmatch("[A-Za-z0-9_-]{1,100}", text) else None
 
 
 def _has_key() -> bool:

@@ -29,6 +29,7 @@ from trainer.observe import flight
 from trainer.observe.sinks import write_status
 from trainer.util.exit_codes import STALLED
 from trainer.util.files import write_atomic
+from trainer.util.reading import Malformed, Shape, mismatch, parse_json, read_json
 
 STARTING, DATA, STEP, SCHEDULE, EVALUATING, SAVING, ENDING = (
     "starting",
@@ -70,6 +71,25 @@ class Heartbeat:
 
     def describe(self) -> str:
         return f"{self.phase} in step {self.step} for {self.said - self.since:.1f} s"
+
+
+BEAT: Shape = {
+    **dict.fromkeys(("rank", "count", "step"), int),
+    **dict.fromkeys(("node", "phase"), str),
+    **dict.fromkeys(("since", "until", "said"), float),
+}
+GROUPS: Shape = {str: {"desc": str, "ranks": [int], "entered": int}}
+INSIDE: Shape = {"number": int, "what": str, "at": str}
+"""What other ranks send, and write into the run's folder."""
+
+
+def heartbeat(text: bytes) -> Heartbeat | None:
+    """What a rank has sent; None where it is no heartbeat."""
+    try:
+        beat = parse_json(text)
+    except ValueError:
+        return None
+    return None if mismatch(beat, BEAT) else Heartbeat(**{name: beat[name] for name in BEAT})
 
 
 @dataclass(frozen=True)
@@ -190,10 +210,8 @@ class Watchdog:
                     self.stalled.set()
                 if self.asking.is_set():
                     present = keys if self.store.check(keys) else [key for key in keys if self.store.check([key])]
-                    self.beats = {
-                        int(key): Heartbeat(**json.loads(value))
-                        for key, value in zip(present, self.store.multi_get(present))
-                    }
+                    heard = zip(present, map(heartbeat, self.store.multi_get(present)))
+                    self.beats = {int(key): beat for key, beat in heard if beat}
                     self.asking.clear()
                     self.answered.set()
                 self.hurry.wait(self.period)
@@ -221,7 +239,7 @@ class Watchdog:
             )
         with contextlib.suppress(OSError):
             try:
-                json.loads(Path(error_file).read_text())
+                parse_json(Path(error_file).read_text())
             except ValueError:  # it has written half of one: torchrun would crash on it, and restart nothing
                 os.remove(error_file)
         os._exit(STALLED)
@@ -290,11 +308,19 @@ class Watchdog:
             if waited > self.patience / 5 and not missing & answering:
                 break
             for rank in missing:
-                with contextlib.suppress(FileNotFoundError):
-                    content = json.loads((self.reports / f"rank-{rank}.json").read_text())
-                    records[rank] = RankReport(Heartbeat(**content["beat"]), content["at"], content["groups"])
+                with contextlib.suppress(OSError, Malformed):
+                    records[rank] = read_report(self.reports / f"rank-{rank}.json")
             time.sleep(0.1)
         return records
+
+
+def read_report(path: Path) -> RankReport:
+    """What a rank has written. Raises `OSError`, and `Malformed` for what no rank writes."""
+    content = read_json(path, {"beat": BEAT, "at": str, "groups": GROUPS}, "the rank counts as silent")
+    for group in content["groups"].values():
+        if "number" in group and (wrong := mismatch(group, INSIDE)):
+            raise Malformed(f"{path} is not what it should be: {wrong}; the rank counts as silent")
+    return RankReport(Heartbeat(**{name: content["beat"][name] for name in BEAT}), content["at"], content["groups"])
 
 
 def describe(records: dict[int, RankReport], beats: dict[int, Heartbeat], size: int) -> list[str]:

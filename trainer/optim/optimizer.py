@@ -1,7 +1,8 @@
 """The optimizer: updates local shards in place, one parameter group per policy.
 
 The factor that unscales and clips, and the decision to skip, are scalars on the device, so that a step needs no host
-synchronisation. State is kept by global parameter name, and saved as tensors in the layout of the parameters."""
+synchronisation. On a GPU one kernel reads and writes each element once (`kernels/multi_tensor.py`). State is kept by
+global parameter name, and saved as tensors in the layout of the parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("mo
 
 
 class Optimizer:
-    """AdamW (arXiv 1711.05101, torch's fused kernel), Lion (arXiv 2302.06675) and SGD with momentum, by group.
+    """AdamW (arXiv 1711.05101; on a CPU torch's fused kernel), Lion (arXiv 2302.06675) and SGD with momentum, by group.
 
     parameters: global name -> parameter (sharded or not), with its gradient in `.grad`.
     """
@@ -54,10 +55,27 @@ class Optimizer:
         """`step` without counting the update."""
         for policy, names in self.groups.items():
             names = [name for name in names if local(self.parameters[name]).numel()]
-            if names:
+            if names and self.updates.is_cuda:
+                self._launch(policy, names, rate * policy.lr_scale, grad_scale, found_inf)
+            elif names:
                 {"adamw": self._adamw, "lion": self._lion, "sgd": self._sgd}[policy.optimizer](
                     policy, names, rate * policy.lr_scale, grad_scale, found_inf
                 )
+
+    def _launch(self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+        from trainer.kernels import multi_tensor  # Triton, which is needed on a GPU only
+
+        beta1, beta2 = self.config.beta1, self.config.beta2
+        multi_tensor.update(
+            policy.optimizer,
+            [local(self.parameters[name]) for name in names],
+            [local(self.parameters[name].grad) for name in names],
+            [[self.state[name, moment] for name in names] for moment in MOMENTS[policy.optimizer]],
+            multi_tensor.scalars(rate, grad_scale, found_inf, self.updates + 1, (beta1, beta2)),
+            (beta1, beta2),
+            self.config.eps,
+            policy.weight_decay,
+        )
 
     def _adamw(self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         first, second = ([self.state[name, moment] for name in names] for moment in MOMENTS["adamw"])

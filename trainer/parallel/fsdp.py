@@ -31,8 +31,8 @@ from trainer.optim.optimizer import Optimizer
 from trainer.parallel.compress.reduction import Compression, Uncompressed, compression_of
 from trainer.parallel.fsdp_internals import (
     accumulate_gradients,
-    drop_gathered,
     end_backward,
+    fsdp_units,
     is_set_up,
     reduce_accumulated,
 )
@@ -80,8 +80,10 @@ class FSDP:
             )
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # Losses are already divided by the global count of valid tokens: gradients are sums.
-                module.set_gradient_divide_factor(1.0)
+                # Losses are already divided by the global count of valid tokens: gradients are sums. A rank that is
+                # alone would divide by one, in a pass over all gradients.
+                if plan.dp > 1:
+                    module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
     def materialize(self, model: Stage) -> None:
@@ -111,13 +113,15 @@ class FSDP:
 class FSDPSharding:
     """What the schedule asks of FSDP for each stage of this rank: when gradients are reduced and what stays gathered.
 
-    stages: number -> stage, each a unit of its own with its layers inside; reductions: of each stage in a step.
+    stages: number -> stage, each a unit of its own with its layers inside; reductions: of each stage in a step. Units
+    are told one by one, since FSDP would look for them among all modules each time.
     """
 
     def __init__(
         self, stages: dict[int, nn.Module], plan: Plan, reductions: int, compression: Compression | Uncompressed
     ):
         self.stages, self.gather_again = stages, plan.stage == 3
+        self.units = {stage: fsdp_units(model) for stage, model in stages.items()}
         # FSDP may keep those of a unit's reductions until the last.
         self.partial_sums = plan.replicate > 1 or plan.offload
         self.reductions, self.compression = reductions, compression
@@ -139,7 +143,7 @@ class FSDPSharding:
 
     def accumulate(self, stage: int) -> None:
         """Takes over weight gradients that were computed outside of backward, in the type they are reduced in."""
-        accumulate_gradients(self.stages[stage])
+        accumulate_gradients(self.units[stage])
 
     def begin_reducing_backward(self, stage: int) -> None:
         """Before a full backward after which gradients are due: FSDP reduces those of each layer while the next
@@ -155,12 +159,13 @@ class FSDPSharding:
         """Reduces what has been accumulated, where the last gradients came from outside of backward."""
         self.accumulate(stage)
         self._reduce_next(stage, True)
-        reduce_accumulated(self.stages[stage], self.partial_sums, last=self.left[stage] == 1)
+        reduce_accumulated(self.units[stage], self.partial_sums, last=self.left[stage] == 1)
         self.end_reducing_backward(stage)
 
     def reshard(self, stage: int) -> None:
         """After the stage's last use in a step: its gathered parameters are about to change."""
-        drop_gathered(self.stages[stage])
+        for unit in self.units[stage]:  # the next forward pass gathers again
+            unit.reshard()
 
     def end(self, stage: int) -> None:
         """After the rank's last action of a step: the gradients are there when its next kernel runs."""
@@ -168,8 +173,9 @@ class FSDPSharding:
         end_backward(self.stages[stage])
 
     def _reduce_next(self, stage: int, wanted: bool) -> None:
-        model, last = self.stages[stage], wanted and self.left[stage] == 1
+        last = wanted and self.left[stage] == 1
         self.compression.last = last
-        model.set_requires_gradient_sync(wanted)
-        model.set_requires_all_reduce(last)
-        model.set_reshard_after_backward(last or self.gather_again)
+        for unit in self.units[stage]:
+            unit.set_requires_gradient_sync(wanted, recurse=False)
+            unit.set_requires_all_reduce(last, recurse=False)
+            unit.set_reshard_after_backward(last or self.gather_again, recurse=False)

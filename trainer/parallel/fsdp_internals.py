@@ -25,10 +25,6 @@ def parameter_group(unit: FSDPModule) -> Any:
     return unit._get_fsdp_state()._fsdp_param_group
 
 
-def parameter_groups(model: nn.Module) -> list:
-    return [parameter_group(unit) for unit in fsdp_units(model)]
-
-
 def sharded_sizes(unit: FSDPModule) -> list[tuple[nn.Parameter, int]]:
     """The unit's parameters as the model has them, each with the elements that it takes in a rank's row of the unit's
     reduce-scatter, padding included."""
@@ -43,10 +39,10 @@ def is_set_up(model: FSDPModule) -> bool:
     return bool(model._get_fsdp_state()._is_root)
 
 
-def accumulate_gradients(model: nn.Module) -> None:
+def accumulate_gradients(units: list[FSDPModule]) -> None:
     """Takes over gradients that were computed outside of backward, in the type they are reduced in."""
-    for group in parameter_groups(model):
-        for parameter in group.fsdp_params:
+    for unit in units:
+        for parameter in parameter_group(unit).fsdp_params:
             whole = getattr(parameter, "_unsharded_param", None)
             if whole is None or whole.grad is None:
                 continue
@@ -57,10 +53,11 @@ def accumulate_gradients(model: nn.Module) -> None:
                 parameter.unsharded_accumulated_grad += gradient
 
 
-def reduce_accumulated(model: nn.Module, partial_sums: bool, last: bool) -> None:
+def reduce_accumulated(units: list[FSDPModule], partial_sums: bool, last: bool) -> None:
     """Reduces what has been accumulated, as the end of a backward pass would. partial_sums: whether FSDP may keep those
     of earlier reductions; last: whether this is the step's last reduction, which ends them."""
-    for group in reversed(parameter_groups(model)):
+    for unit in reversed(units):
+        group = parameter_group(unit)
         if partial_sums:
             fill_missing(group, last)
         group.post_backward()
@@ -88,10 +85,3 @@ def fill_missing(group: Any, last: bool) -> None:
 def end_backward(model: FSDPModule) -> None:
     """What FSDP does after a root's last backward pass: makes the current stream wait for its reductions."""
     model._get_fsdp_state()._root_post_backward_final_callback()
-
-
-def drop_gathered(model: nn.Module) -> None:
-    """Frees gathered parameters; the next forward pass gathers again."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

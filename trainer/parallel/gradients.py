@@ -70,28 +70,28 @@ class SharedParameters:
 
     @torch.no_grad()
     def squares(self, gradients: list[Tensor]) -> Tensor:
-        """Squared norms in fp64 of what this rank holds of each parameter's gradient, zero where another counts it:
-        [parameters]."""
-        return torch.stack(squared_norms(gradients)).to(self.world.device) * self.counted
+        """Squared norms in fp64 of what this rank holds of each parameter's gradient, zero where another counts it, or
+        not a number if the gradient is not finite: [parameters]."""
+        return squared_norms(gradients).to(self.world.device) * self.counted
 
 
-def squared_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Squared norm of each tensor, summed in fp64: scalars on the tensors' device.
+def squared_norms(tensors: list[Tensor]) -> Tensor:
+    """Squared norm of each tensor, summed in fp64, on the tensors' device: [tensors].
 
     On a CPU by runs that fit its cache: torch's own norm in fp64 of fp32 elements takes ten times as long there.
     """
     if tensors[0].is_cuda:
-        filled = [tensor for tensor in tensors if tensor.numel()]
-        norms = iter(torch._foreach_norm(filled, 2, torch.float64) if filled else ())
-        return [
-            next(norms).square() if tensor.numel() else tensor.new_zeros((), dtype=torch.float64) for tensor in tensors
-        ]
+        from trainer.kernels import multi_tensor  # Triton, which is needed on a GPU only
+
+        return multi_tensor.squared_norms(tensors)
 
     def squared(run: Tensor) -> Tensor:
         wide = run.double()
         return wide.dot(wide)
 
-    return [torch.stack([squared(run) for run in tensor.flatten().split(CACHED)]).sum() for tensor in tensors]
+    return torch.stack(
+        [torch.stack([squared(run) for run in tensor.flatten().split(CACHED)]).sum() for tensor in tensors]
+    )
 
 
 def sum_flat(tensors: Iterable[Tensor], device: torch.device, all_reduce: Callable[[Tensor], object]) -> None:

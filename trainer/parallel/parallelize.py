@@ -10,7 +10,7 @@ import torch
 import torch._functorch.config as functorch
 import torch._inductor.config as inductor
 
-from trainer.checkpointing.activation import apply_recompute, check_recompute
+from trainer.checkpointing.activation import apply_recompute, check_recompute, recomputes_attention
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.distributed.world import World
@@ -32,10 +32,30 @@ def check_compiler(config: Config, device: torch.device) -> None:
         )
 
 
-def check_model(config: Config, spec: ModelSpec) -> None:
+def check_model(config: Config, spec: ModelSpec, device: torch.device) -> None:
     """What only the modules can tell, before any process group. Raises `ConfigError`."""
     with torch.device("meta"):
-        check_recompute(Transformer(spec), config.activation)
+        model = Transformer(spec)
+    check_recompute(model, config.activation)
+    if (
+        config.compile
+        and config.parallel.tp > 1
+        and device.type == "cpu"
+        and recomputes_attention(model, config.activation)
+    ):
+        check_compiled_recompute(config)
+
+
+def check_compiled_recompute(config: Config) -> None:
+    """The compiler takes attention for random: where it is recomputed, the state of the generator is saved. On CPUs it
+    goes behind the DeviceMesh of DTensors (`functionalize_rng_ops`), and the mesh is taken for a tensor. Raises
+    `ConfigError` on the versions of torch where meshes are saved."""
+    if torch.__version__ >= (2, 13):
+        raise ConfigError(
+            f"compile=true: torch {torch.__version__} cannot recompute attention in a compiled layer (activation.mode="
+            f"{config.activation.mode}) under parallel.tp={config.parallel.tp} on CPUs; set activation.mode=selective "
+            "with attention in activation.save, activation.mode=none, or compile=false"
+        )
 
 
 def parallelize(

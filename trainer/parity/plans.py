@@ -71,7 +71,7 @@ def make_case(
             raise ConfigError(problems)
         check_compiler(config, device)
         check_engine(config, device)
-        check_model(config, spec)
+        check_model(config, spec, device)
         return Case(text, [], config, resolve(config, processes, spec))
     except ConfigError as error:
         return Case(text, error.problems)

@@ -131,13 +131,9 @@ def named_schedule(settings: PipelineConfig, depth: int, plan: Plan, batch: Batc
         return build_schedule(name, plan.pp, batch.accumulation, chunks, settings.group_size)
     path = Path(name)
     try:
-        schedule = ir.loads(path.read_text(), name=path.stem)
+        schedule = ir.load(path, name=path.stem)
     except OSError as error:
         raise ConfigError(f"parallel.pipeline.schedule={name}: cannot read it ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise ConfigError(
-            f"parallel.pipeline.schedule={name} is not a text file; give a schedule in torch's notation"
-        ) from None
     problems = []
     if schedule.ranks != plan.pp:
         problems.append(f"it has {schedule.ranks} lines, one a rank, for parallel.pp={plan.pp}")

@@ -227,9 +227,9 @@ def schedule_of(given: str, ranks: int | None, microbatches: int | None, chunks:
             "ends in .csv"
         )
     try:
-        schedule = ir.loads(Path(given).read_text(), name=given)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--schedule {given}: cannot read ({getattr(error, 'strerror', 'no text')})") from None
+        schedule = ir.load(Path(given), name=given)
+    except OSError as error:
+        raise ConfigError(f"--schedule {given}: cannot read ({error.strerror})") from None
     problems = validate(schedule)
     if problems:
         raise ConfigError([f"{given}: {problem}" for problem in problems])

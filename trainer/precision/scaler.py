@@ -25,9 +25,10 @@ class LossScale(Protocol):
         """After a step. found_inf: scalar, 1 where its update was skipped on all ranks."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The keys of torch.amp.GradScaler."""
+        """The keys of torch.amp.GradScaler, which has none where it does not scale."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on with the scale of `state`; one that is empty changes nothing."""
 
 
 class GradScaler:
@@ -60,7 +61,8 @@ class GradScaler:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The keys of torch.amp.GradScaler."""
+        if not self.enabled:
+            return {}
         return {
             "scale": self.value.item(),
             "growth_factor": self.growth_factor,
@@ -70,6 +72,6 @@ class GradScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.enabled:
+        if self.enabled and state:
             self.value.fill_(state["scale"])
             self.growth_tracker.fill_(state["_growth_tracker"])

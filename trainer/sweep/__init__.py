@@ -35,10 +35,15 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
     gpus = local.visible_gpus() if sweep.launcher == "local" else []
     trials = make_trials(sweep, common, swept, config_dir, len(gpus))
     folder = Path(sweep.dir)
-    descriptor = lock_folder("sweep.dir", folder, "sweep", "sweep.name")
+    as_jobs = sweep.launcher == "submitit"
+    descriptor = lock_folder("sweep.dir", folder, "sweep", "sweep.name", mode=0o755 if as_jobs else 0o777)
     try:
+        if as_jobs:
+            from trainer.sweep import slurm
+
+            slurm.claim(folder)
         results = Results(folder)
-        waiting = _waiting(trials, results, sweep.launcher == "submitit")
+        waiting = _waiting(trials, results, as_jobs)
         _say(f"sweep {sweep.name}: {_counted(trials, results, waiting)}; results in {results.path}")
 
         reached = set()
@@ -53,9 +58,7 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
                 + (f" - {reason}" if reason else "")
             )
 
-        if sweep.launcher == "submitit":
-            from trainer.sweep import slurm
-
+        if as_jobs:
             slurm.run(waiting, sweep, config_dir, on_end, _say)
         else:
             local.run(waiting, sweep, config_dir, gpus, on_end, _say)

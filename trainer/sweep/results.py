@@ -9,6 +9,7 @@ import signal
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from rich.markup import escape
@@ -21,6 +22,7 @@ from trainer.sweep.plan import Trial
 from trainer.training.out_of_memory import lacks_memory, said
 from trainer.util.exit_codes import STOPPED
 from trainer.util.files import write_atomic
+from trainer.util.reading import brief, mismatch, parse_json, printable, read_bytes, read_json
 from trainer.util.tables import console_for, count, duration, percent, print_table, size
 
 TrialResult = dict[str, Any]
@@ -31,27 +33,57 @@ FINISHED = ("done", "out_of_memory")
 """Statuses of trials that a later start of the same sweep leaves as they are."""
 STARTED = "trial.json"
 
+RESULT: dict[str, Any] = {
+    "trial": str,
+    "overrides": [str],
+    "processes": int,
+    "status": str,
+    **dict.fromkeys(MEASURED, (int, float, NoneType)),
+    "reason": (str, NoneType),
+    "folder": str,
+}
+"""What has to stand in a line of results.jsonl."""
+
 
 def clear(folder: Path) -> None:
     """Prepares a trial's folder for a start: removes the status and errors that an earlier start has left."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "status.json").unlink(missing_ok=True)
+    for path in (folder / "status.json", *folder.glob("exit-*.json")):
+        path.unlink(missing_ok=True)
     shutil.rmtree(folder / "torchrun", ignore_errors=True)
 
 
 def note_start(trial: Trial, **more: Any) -> None:
     """Writes what a trial is started with, so that a later start can tell whether its settings are the same."""
-    (trial.folder / STARTED).write_text(
-        json.dumps({"processes": trial.processes, "settings": trial.settings, **more}) + "\n"
-    )
+    content = {"processes": trial.processes, "settings": trial.settings, **more}
+    write_atomic(trial.folder / STARTED, json.dumps(content) + "\n")
 
 
 def read_start(trial: Trial) -> dict[str, Any]:
-    """What `note_start` wrote at the trial's last start; empty if there was none."""
+    """What `note_start` wrote at the trial's last start; empty if there was none. Raises `ConfigError` for a file that
+    says something else."""
+    path, way_out = trial.folder / STARTED, f"set another sweep.name, or remove {trial.folder}"
     try:
-        return json.loads((trial.folder / STARTED).read_text())
-    except (OSError, ValueError):
+        start = read_json(path, {"processes": int, "settings": dict, "job": (str, NoneType)}, way_out)
+        flat(start["settings"])
+    except OSError:
         return {}
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply; {way_out}") from None
+    if not re.fullmatch("[0-9]{1,18}", start.get("job") or "0"):
+        raise ConfigError(f"{path} says job={brief(start['job'])}, which is no number of a job; {way_out}")
+    return start
+
+
+def note_exit(folder: Path, node: int, job: str, code: int) -> None:
+    """Writes, on a node of a trial's job, with what its agent has ended."""
+    write_atomic(folder / f"exit-{node}.json", json.dumps({"job": job, "code": code}) + "\n")
+
+
+def read_exit(folder: Path, node: int, job: str) -> int | None:
+    """What `note_exit` wrote for this job; None if nothing."""
+    found = _read(folder / f"exit-{node}.json")
+    return found["code"] if found.get("job") == job and type(found.get("code")) is int else None
 
 
 def changes(trial: Trial, started: dict[str, Any]) -> list[str]:
@@ -85,7 +117,7 @@ def outcome(
     status = _read(folder / "status.json")
     if code == 0 or code is None and status.get("status") == "done":
         return "done", None
-    errors = error_texts(folder) + ([status["reason"]] if "reason" in status else [])
+    errors = error_texts(folder) + ([str(status["reason"])] if "reason" in status else [])
     if short := next(filter(lacks_memory, errors), None):
         return "out_of_memory", said(short)
     if requested is not None:
@@ -108,12 +140,14 @@ def outcome(
 
 def error_texts(folder: Path) -> list[str]:
     """The errors that the ranks of a trial's last start left for torchrun, the first one first."""
-    starts = sorted((folder / "torchrun").glob("*/"), key=lambda path: int(path.name))
+    starts = [path for path in (folder / "torchrun").glob("*/") if re.fullmatch("[0-9]{1,9}", path.name)]
     found = []
-    for path in starts[-1].glob("**/error.json") if starts else []:
+    for path in max(starts, key=lambda path: int(path.name)).glob("**/error.json") if starts else []:
         message = _read(path).get("message")
         if isinstance(message, dict):
-            found.append((int(message.get("extraInfo", {}).get("timestamp", 0)), str(message.get("message"))))
+            extra = message.get("extraInfo")
+            stamp = str(extra.get("timestamp")) if isinstance(extra, dict) else ""
+            found.append((int(stamp) if re.fullmatch("[0-9]{1,18}", stamp) else 0, str(message.get("message"))))
     return [text for _, text in sorted(found)]
 
 
@@ -145,17 +179,18 @@ def measured(folder: Path) -> dict[str, float | None]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return read_json(path, dict, "it is left out")
+    except (OSError, ConfigError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _tail(path: Path) -> str:
     try:
+        if not path.is_file():
+            return ""
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - 2**16))
-            return file.read().decode(errors="replace")
+            return file.read(2**16).decode(errors="replace")
     except OSError:
         return ""
 
@@ -167,14 +202,19 @@ class Results:
     def __init__(self, folder: Path):
         self.path, self.lines = folder / "results.jsonl", {}
         try:
-            for text in self.path.read_text().splitlines():
-                line = json.loads(text)
-                self.lines[line["trial"]] = line
+            for number, text in enumerate(read_bytes(self.path).decode().splitlines(), 1):
+                line = parse_json(text)
+                if wrong := mismatch(line, RESULT):
+                    raise ValueError(f"line {number}: {wrong}")
+                if strange := [name for name in MEASURED if not metrics.is_number(line.get(name))]:
+                    raise ValueError(f"line {number}: {strange[0]} is no number that was measured")
+                self.lines[line["trial"]] = {name: line.get(name) for name in RESULT}
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{self.path} cannot be read as results of a sweep ({error}); set another sweep.name, or remove it"
+                f"{self.path} cannot be read as results of a sweep ({brief(error)}); set another sweep.name, or remove "
+                "it"
             ) from None
 
     def put(self, trial: Trial, status: str, reason: str | None = None) -> TrialResult:
@@ -224,10 +264,10 @@ def show(results: Iterable[TrialResult], sort: str) -> None:
         table.add_column(title, justify="left" if words else "right", no_wrap=title != "reason", overflow="fold")
     for row in rows:
         table.add_row(
-            escape(row["trial"]),
+            escape(printable(row["trial"])),
             str(row["processes"]),
-            row["status"].replace("_", " "),
+            escape(printable(row["status"].replace("_", " "))),
             *("-" if row[name] is None else COLUMNS[name][1](row[name]) for name in known),
-            *([escape(row["reason"] or "")] if reasons else []),
+            *([escape(printable(row["reason"] or ""))] if reasons else []),
         )
     print_table(console, table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -26,7 +27,6 @@ os.environ["SUBMITIT_PREEMPT_SIGNAL"] = SIGNAL
 
 with needs("slurm", "sweep.launcher=submitit"):
     import submitit
-    from submitit.core.utils import JobPaths
 
 POLL = 2.0
 """Seconds between looks at the queue."""
@@ -70,6 +70,7 @@ class Job:
             "--rdzv-id",
             f"{number}.{restart}",
         ]
+        (self.trial.folder / f"exit-{node}.json").unlink(missing_ok=True)  # of an earlier start
         # After a requeue the trial resumes what it has saved, whatever the recipe says.
         again = ["checkpoint.resume=auto"] if restart else []
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -86,7 +87,8 @@ class Job:
         code = self.agent.wait()
         if code == STOPPED and node == 0 and _state(number) == "RUNNING":  # a preemption signals the workers alone
             subprocess.run(["scontrol", "requeue", number], check=True)
-            sys.exit(code)  # without a return value, submitit stores no result
+            sys.exit(code)
+        results.note_exit(self.trial.folder, node, number, code)
         return code
 
     def ended(self) -> bool:
@@ -101,6 +103,22 @@ class Job:
         while not self.ended():
             time.sleep(0.5)
         return submitit.helpers.DelayedSubmission(Job(self.trial, self.processes, self.config_dir))
+
+
+def claim(folder: Path) -> None:
+    """Makes submitit's folder in that of a sweep, for this user alone: a job unpickles, and so runs, what it finds
+    there under its number. Raises `ConfigError` where others could put something in its place."""
+    state = folder.stat()
+    if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"sweep.dir={folder} belongs to another user or can be written by others, and jobs run what lies in its "
+            f"folder submitit; say chmod go-w {folder}, or set another sweep.dir"
+        )
+    own = folder / "submitit"
+    own.mkdir(0o700, exist_ok=True)
+    if own.is_symlink() or own.stat().st_uid != os.getuid():
+        raise ConfigError(f"{own} is a link, or belongs to another user, and jobs run what lies there; remove it")
+    own.chmod(0o700)
 
 
 def run(
@@ -121,7 +139,7 @@ def run(
             now = queued()
             for trial in [trial for trial in left if now is not None and trial.job not in now]:
                 left.remove(trial)
-                on_end(trial, *_outcome(trial, folder, sweep.slurm.nodes))
+                on_end(trial, *_outcome(trial, sweep.slurm.nodes))
             if not sweep.wait:
                 break
             look = time.monotonic() + POLL
@@ -173,15 +191,13 @@ def _asked(wanted: SlurmConfig) -> dict[str, object]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _outcome(trial: Trial, folder: Path, nodes: int) -> tuple[str, str | None]:
+def _outcome(trial: Trial, nodes: int) -> tuple[str, str | None]:
     """The status of a job that has left the queue, and the reason.
 
-    They follow from the agents' exit codes or, where Slurm ended the agents, from Slurm's state of the job."""
-    if all(JobPaths(folder, job_id=trial.job, task_id=task).result_pickle.exists() for task in range(nodes)):
-        try:
-            codes = submitit.SlurmJob(folder, trial.job, tasks=list(range(nodes))).results()
-        except submitit.core.utils.FailedJobError as error:
-            return "failed", str(error).strip().splitlines()[-1]
+    They follow from the agents' exit codes, which each node has noted, or, where Slurm ended the agents, from Slurm's
+    state of the job. submitit's own results are pickles, and are not read."""
+    codes = [results.read_exit(trial.folder, node, trial.job) for node in range(nodes)]
+    if None not in codes:
         return results.outcome(trial.folder, max(codes, key=lambda code: (code == 128 + signal.SIGKILL, code != 0)))
     state, (status, reason) = _state(trial.job), results.outcome(trial.folder, None)
     if state == "OUT_OF_MEMORY":

@@ -29,19 +29,23 @@ from trainer.planning.pipeline import Pipeline, estimated_costs
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules import ir
-from trainer.planning.schedules.partition import Split, from_sizes
+from trainer.planning.schedules.partition import Split, explicit, from_sizes
 from trainer.planning.schedules.search import Choice, Space, reorder, search
 from trainer.planning.schedules.simulate import Span, simulate
 from trainer.planning.schedules.timeline import write_timeline
 from trainer.planning.schedules.validate import validate
 from trainer.precision.dtypes import DTYPES
 from trainer.training.state import TrainState
+from trainer.util.reading import Shape, mismatch, read_yaml
 
 CHOSEN = "auto"
 """Name of a schedule that an earlier start of the run chose."""
 
 WORTH_REBUILDING = 0.03
 """Predicted gain, as a share of the step, for which the layers are cut anew; a new order of the same stages is free."""
+
+CHOICE: Shape = {"parallel": {"pipeline": {"split": [int]}}, "batch": {"micro_size": int, "accumulation": int}}
+"""What has to stand in `schedule/choice.yaml`."""
 
 USABLE = 0.92
 """Share of a GPU's memory that a schedule may plan with."""
@@ -267,16 +271,22 @@ def saved_choice(run: Path, config: Config, layout: Layout) -> Layout | None:
     if config.parallel.pipeline.schedule != "auto" or layout.plan.pp == 1:
         return None
     try:
-        if yaml.safe_load((folder / "conditions.yaml").read_text()) != conditions(config, layout.spec, layout.plan):
+        if read_yaml(folder / "conditions.yaml") != conditions(config, layout.spec, layout.plan):
             return None
-        settings = yaml.safe_load((folder / "choice.yaml").read_text())
-        schedule = ir.loads((folder / "chosen.csv").read_text(), name=CHOSEN)
-        pipeline = Pipeline(schedule, from_sizes(settings["parallel"]["pipeline"]["split"]))
-        sizes = {name: settings["batch"][name] for name in ("micro_size", "accumulation")}
-        batch = replace(layout.batch, **sizes)
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError, ConfigError):
+        settings = read_yaml(folder / "choice.yaml")
+        schedule = ir.load(folder / "chosen.csv", name=CHOSEN)
+        if mismatch(settings, CHOICE) or validate(schedule):
+            return None
+        split = explicit(settings["parallel"]["pipeline"]["split"], layout.spec.depth, schedule.stages)
+    except (OSError, ConfigError):
         return None  # none, or damaged: it is measured again
-    return None if validate(schedule) else replace(layout, pipeline=pipeline, batch=batch)
+    micro, accumulation = (settings["batch"][name] for name in ("micro_size", "accumulation"))
+    before = layout.batch
+    fits = micro > 0 and micro * accumulation == before.micro_size * before.accumulation
+    if not fits or schedule.microbatches != accumulation or schedule.ranks != layout.plan.pp:
+        return None
+    batch = replace(before, micro_size=micro, accumulation=accumulation)
+    return replace(layout, pipeline=Pipeline(schedule, split), batch=batch)
 
 
 def conditions(config: Config, spec: ModelSpec, plan: Plan) -> dict[str, Any]:

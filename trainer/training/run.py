@@ -54,7 +54,7 @@ def run(config: Config) -> Result:
     device = local_device(config.run)
     check_compiler(config, device)
     check_engine(config, device)
-    check_model(config, spec)
+    check_model(config, spec, device)
     corpus = open_corpus(config)
     joined_before = dist.is_initialized()
     warn_of_stale_store()

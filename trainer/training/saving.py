@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.checkpointing.checkpointer import load_tensors
-from trainer.checkpointing.manifest import read_manifest
-from trainer.checkpointing.resume import check_manifest, data_identity, find_start
+from trainer.checkpointing.loading import load_tensors
+from trainer.checkpointing.resume import data_identity, find_start, fitting_manifest
 from trainer.config import Config
 from trainer.distributed.tensors import Fragment
 from trainer.distributed.world import World
@@ -57,7 +56,7 @@ class Start:
         path, warnings = world.agree(lambda: find_start(config.checkpoint, folder, mine))
         manifest: dict[str, Any] = {}
         if path:
-            manifest = world.agree(lambda: check_manifest(read_manifest(path), config, layout.spec, layout.batch, data))
+            manifest = world.agree(lambda: fitting_manifest(path, config, layout.spec, layout.batch, data))
         return cls(path, manifest, mine, data, warnings)
 
     def resume(self, state: TrainState) -> tuple[Progress, list[str]]:
@@ -66,11 +65,23 @@ class Start:
         if self.path is None:
             return Progress(), self.warnings
         manifest = self.manifest
-        restore(state, self.path, manifest["step"], manifest["scaler"])
+        scaler = saved_scale(manifest)
+        restore(state, self.path, manifest["step"], scaler)
         kept = resume_error_feedback(state, self.path, manifest)
         samples = manifest["samples"] if state.config.checkpoint.data == "continue" else 0
         messages = [*self.warnings, *([] if kept else [DROPPED]), f"resumed from {self.path} at step {state.step}"]
+        if state.scaler.enabled and not scaler:
+            first = state.config.precision.loss_scale
+            messages.append(f"the checkpoint has no loss scale: it begins at precision.loss_scale={first:g}")
         return Progress(samples, manifest["tokens"], manifest["skipped"]), messages
+
+
+def saved_scale(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The state of the loss scale in a checkpoint, empty if its run had none. In format 1 such runs saved a scale of
+    one."""
+    scaler = manifest["scaler"]
+    idle = manifest["format"] == 1 and (scaler.get("scale"), scaler.get("_growth_tracker")) == (1.0, 0)
+    return {} if idle else scaler
 
 
 def restore(state: TrainState, path: Path, step: int, scaler: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from trainer.model.loss import IGNORE
 from trainer.optim.lr_schedule import learning_rate
-from trainer.training.state import TrainState
+from trainer.training.state import COPY, TrainState
 
 if TYPE_CHECKING:
     from trainer.data.batches import Batch
@@ -81,16 +82,22 @@ def sum_over_ranks(
     of the plan."""
     names = len(state.names)
     places = {name: index for index, name in enumerate(state.names, start=1)}
-    mine = [places.get(name, 0) for name in state.shared.parameters]  # copies are not counted: zeros for place 0
+    mine = [places[name.removesuffix(COPY)] for name in state.shared.parameters]  # copies have squares of zero
     starts = dict(zip(state.reports, itertools.accumulate(state.reports.values(), initial=1 + names)))
     for name in statistics:
         mine += range(starts[name], starts[name] + state.reports[name])
     vector = torch.zeros(1 + names + sum(state.reports.values()), dtype=torch.float64, device=squares.device)
-    vector.index_add_(0, torch.tensor(mine, device=squares.device), torch.cat([squares, *statistics.values()]))
+    vector.index_add_(0, on_device(tuple(mine), squares.device), torch.cat([squares, *statistics.values()]))
     if state.world.place("tp") == 0:
         vector[0] += loss
     vector = state.world.sum_all(vector)
     return vector[0], vector[1 : 1 + names], vector[1 + names :]
+
+
+@lru_cache(maxsize=16)
+def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept between steps: the host would wait for the copy, and so for all that the device still has to do."""
+    return torch.tensor(numbers, device=device)
 
 
 @torch.no_grad()

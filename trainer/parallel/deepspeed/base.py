@@ -102,9 +102,10 @@ class Scaler:
         self.theirs.last_overflow_iter = self.theirs.cur_iter - 2 - good_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """The keys of torch.amp.GradScaler."""
+        if not self.enabled:
+            return {}
         interval = self.precision.growth_interval
-        good_steps = (self.theirs.cur_iter - 2 - self.theirs.last_overflow_iter) % interval if self.enabled else 0
+        good_steps = (self.theirs.cur_iter - 2 - self.theirs.last_overflow_iter) % interval
         return {
             "scale": float(self.theirs.cur_scale),
             "growth_factor": self.precision.scale_growth,
@@ -114,7 +115,7 @@ class Scaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.enabled:
+        if self.enabled and state:
             self.theirs.cur_scale = state["scale"]
             self._set_tracker(state["_growth_tracker"])
 

@@ -18,7 +18,7 @@ from trainer.planning.plan import Plan
 
 @dataclass(frozen=True)
 class Pace:
-    """Rates of one device. peak, products, attention: FLOP/s; memory, optimizer: bytes/s; kernel, launch: seconds of
+    """Rates of one device. peak, products, attention: FLOP/s; memory, optimizer, copy: bytes/s; kernel, launch: seconds of
     one kernel, on the device and on the host; hidden: share of hidden communication that is free."""
 
     peak: float
@@ -26,6 +26,7 @@ class Pace:
     attention: float
     memory: float
     optimizer: float
+    copy: float
     kernel: float
     launch: float
     hidden: float
@@ -48,6 +49,7 @@ class Pace:
             attention=peak * reached.attention,
             memory=bandwidth * reached.memory,
             optimizer=bandwidth * reached.optimizer,
+            copy=bandwidth * reached.copy,
             kernel=hardware.kernel * 1e-6,
             launch=hardware.launch * 1e-6,
             hidden=reached.hidden,

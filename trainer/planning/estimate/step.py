@@ -113,10 +113,9 @@ def step_terms(config: Config, layout: Layout, timing: Timing, pace: Pace) -> tu
 
 
 def update_bytes(config: Config) -> int:
-    """Bytes that the update of one parameter moves: gradient norm and clipping, then gradient, master and moments read,
-    master and moments written."""
-    clipping = 3 if config.optimizer.clip_norm else 0
-    return MASTER_BYTES * (3 + 2 * MOMENTS[config.optimizer.name] + clipping)
+    """Bytes that the update of one parameter moves: the gradient's norm; then gradient, master and moments read, master
+    and moments written."""
+    return MASTER_BYTES * (1 + 3 + 2 * MOMENTS[config.optimizer.name])
 
 
 def held_by_fullest(layout: Layout) -> float:

@@ -228,8 +228,8 @@ class _Timer:
         gather = shards.seconds(self.element * size) if plan.stage else 0.0
         reduce = shards.seconds(self.gradient * size)
         replicas = 2 * self.rings["replicate"].seconds(self.gradient * size / shards.ranks)
-        copy_in = ((MASTER + self.element) / shards.ranks + 2 * self.element * (shards.ranks > 1)) * size / pace.memory
-        copy_out = (self.element + MASTER) * size / pace.memory
+        copy_in = ((MASTER + self.element) / shards.ranks + 2 * self.element * (shards.ranks > 1)) * size / pace.copy
+        copy_out = (self.element + MASTER) * size / pace.copy
         f, b = sum(forward.values()), sum(backward.values()) + sum(weight.values())
         if plan.stage <= 2:
             first, once, copied = pace.exposed(gather, f) + copy_in, gather, copy_in
@@ -244,7 +244,7 @@ class _Timer:
             last, once = pace.exposed(replicas, b), once + replicas
         else:
             if self.batch.accumulation > 1:  # added to the sums in fp32, tensor by tensor
-                backward = _and(backward, 0.0, (2 * MASTER + self.element) * size / pace.optimizer)
+                backward = _and(backward, 0.0, (2 * MASTER + self.element) * size / pace.copy)
             last, once = pace.exposed(reduce + replicas, b), once + reduce + replicas
             last, copied = last + copy_out, copied + copy_out
         return Unit(forward, backward, weight, first, last, copied, axes, once)

@@ -11,8 +11,10 @@ import io
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer.config import ConfigError
+from trainer.util.reading import Malformed, brief, read_bytes
 
 COMPUTE = ("F", "I", "W", "B")
 """Forward; gradient of the stage's input; gradient of its weights; both gradients at once (a full backward)."""
@@ -21,7 +23,11 @@ COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 PARAMETERS = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 """Actions on a stage's parameters, which have no micro-batch."""
 
-_SIMPLE = re.compile(rf"(\d+)(?:({'|'.join(COMPUTE + COMMUNICATION)})(\d+)|({'|'.join(PARAMETERS)}))")
+SHOWN = 20
+"""Problems of a schedule that are told: a file of another kind has one in every cell."""
+
+_NUMBER = r"([0-9]{1,6})"  # a million stages, or micro-batches, is beyond any run
+_SIMPLE = re.compile(rf"{_NUMBER}(?:({'|'.join(COMPUTE + COMMUNICATION)}){_NUMBER}|({'|'.join(PARAMETERS)}))")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
@@ -90,16 +96,31 @@ def parse_action(text: str) -> Action:
         if forward.kind == "F" and backward.kind in ("I", "B"):
             return Action(-1, "OVERLAP_F_B", None, (forward, backward))
         raise ConfigError(
-            f"'{text}' overlaps {forward.kind} with {backward.kind}; legal: a forward with a backward, "
+            f"'{brief(text)}' overlaps {forward.kind} with {backward.kind}; legal: a forward with a backward, "
             "such as (0F7;7B3)OVERLAP_F_B"
         )
     if match := _SIMPLE.fullmatch(text):
         stage, kind, microbatch, parameters = match.groups()
         return Action(int(stage), kind or parameters, None if microbatch is None else int(microbatch))
     raise ConfigError(
-        f"'{text}' is not an action; legal: stage, kind, micro-batch such as 2F0, 2I0, 2W0 or 2B0, "
+        f"'{brief(text)}' is not an action; legal: stage, kind, micro-batch such as 2F0, 2I0, 2W0 or 2B0, "
         "or (0F7;7B3)OVERLAP_F_B"
     )
+
+
+def _lines(text: str, name: str) -> Iterator[list[str]]:
+    try:
+        yield from csv.reader(io.StringIO(text.rstrip()))
+    except csv.Error as error:
+        raise ConfigError(f"{name} is not a schedule: {error}; give a line a rank, a cell an action") from None
+
+
+def load(path: Path, name: str) -> Schedule:
+    """The schedule in a CSV file. Raises `OSError`, and `ConfigError` as `loads` does."""
+    try:
+        return loads(read_bytes(path).decode(), name=name)
+    except UnicodeDecodeError:
+        raise Malformed(f"{path} is not a text file; give a schedule in torch's notation") from None
 
 
 def loads(text: str, placement: tuple[int, ...] | None = None, name: str = "csv") -> Schedule:
@@ -112,7 +133,7 @@ def loads(text: str, placement: tuple[int, ...] | None = None, name: str = "csv"
     orders: list[tuple[Action, ...]] = []
     held: dict[int, tuple[int, int]] = {}  # stage -> line and cell where it first stands
     problems: list[str] = []
-    for line, cells in enumerate(csv.reader(io.StringIO(text.rstrip())), 1):
+    for line, cells in enumerate(_lines(text, name), 1):
         order = []
         for cell, content in enumerate(cells, 1):
             if not content.strip():
@@ -147,7 +168,7 @@ def loads(text: str, placement: tuple[int, ...] | None = None, name: str = "csv"
             f"{stages - 1}"
         )
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems[:SHOWN])
     microbatches = 1 + max(action.microbatch or 0 for order in orders for action in split_overlaps(order))
     return Schedule(
         name, tuple(orders), placement or tuple(held[stage][0] - 1 for stage in range(stages)), microbatches

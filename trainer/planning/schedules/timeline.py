@@ -7,7 +7,6 @@ share of the makespan in which the rank does not compute."""
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,10 @@ from trainer.config import ConfigError
 from trainer.planning.schedules.ir import COMPUTE, parse_action
 from trainer.planning.schedules.simulate import Span
 from trainer.util.files import write_atomic
+from trainer.util.reading import brief, parse_json, read_bytes
+
+LONGEST = 1e9
+"""Seconds, some thirty years: no step is longer, and no sum of such numbers is infinite."""
 
 Timeline = Sequence[Sequence[Span]]
 
@@ -64,7 +67,7 @@ def read_timeline(path: Path) -> tuple[tuple[tuple[Span, ...], ...], float]:
     """The timeline that `write_timeline` wrote, and its makespan. Raises `ConfigError` naming the file and what is
     wrong."""
     try:
-        content = json.loads(Path(path).read_bytes())
+        content = parse_json(read_bytes(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read ({error.strerror})") from None
     except ValueError:
@@ -77,9 +80,9 @@ def read_timeline(path: Path) -> tuple[tuple[tuple[Span, ...], ...], float]:
         for rank, row in enumerate(rows)
     )
     makespan, last = content.get("makespan"), measure(ranks)[0]
-    if not isinstance(makespan, (int, float)) or not last <= makespan < math.inf:
+    if not isinstance(makespan, (int, float)) or not last <= makespan < LONGEST:
         raise ConfigError(
-            f"{path}: makespan {json.dumps(makespan)}, but the last action ends at {last}; the file is damaged"
+            f"{path}: makespan {brief(makespan)}, but the last action ends at {last}; the file is damaged"
         )
     return ranks, makespan
 
@@ -87,11 +90,9 @@ def read_timeline(path: Path) -> tuple[tuple[tuple[Span, ...], ...], float]:
 def _span(entry: Any, where: str) -> Span:
     try:
         span = Span(parse_action(entry["action"]), float(entry["start"]), float(entry["end"]))
-    except (ConfigError, KeyError, TypeError, ValueError):
-        raise ConfigError(
-            f"{where}: {json.dumps(entry)} is no action with start and end; the file is damaged"
-        ) from None
-    if not -math.inf < span.start <= span.end < math.inf:  # clocks of ranks may put a start before 0
+    except (ConfigError, AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{where}: no action with start and end; the file is damaged") from None
+    if not -LONGEST < span.start <= span.end < LONGEST:  # clocks of ranks may put a start before 0
         raise ConfigError(
             f"{where}: {span.action} from {span.start} to {span.end} is no time in a step; the file is damaged"
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
-from trainer.planning.schedules.ir import COMPUTE, Action, Schedule, split_overlaps
+from trainer.planning.schedules.ir import COMPUTE, SHOWN, Action, Schedule, split_overlaps
 from trainer.planning.schedules.lower import lower_all, replay
 
 
@@ -97,11 +98,11 @@ def _miscounted(schedule: Schedule, trains: bool) -> Iterator[str]:
                         did[kind, stage, microbatch] = index, whole
     for stage, rank in enumerate(schedule.placement):
         for kind in "FIW" if trains else "F":
-            missing = [f"{stage}{kind}{m}" for m in range(schedule.microbatches) if (kind, stage, m) not in did]
+            absent = (f"{stage}{kind}{m}" for m in range(schedule.microbatches) if (kind, stage, m) not in did)
+            missing = list(itertools.islice(absent, SHOWN + 1))
             if missing and 0 <= rank < schedule.ranks:
-                yield (
-                    f"rank {rank}, end of its {len(schedule.orders[rank])} actions: {', '.join(missing)} never computed"
-                )
+                names = ", ".join(missing[:SHOWN]) + (" and more" if len(missing) > SHOWN else "")
+                yield f"rank {rank}, end of its {len(schedule.orders[rank])} actions: {names} never computed"
 
 
 def _stuck(schedule: Schedule) -> list[str]:

@@ -1,0 +1,312 @@
+"""Every field of the spec and every option of transformers' configurations, varied: what is exported or imported has
+transformers' own logits, and what is not is refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.variations import FIELDS, other_options, small, variations
+from torch import Tensor
+
+from trainer.config import ConfigError
+from trainer.config.model import ModelSpec, RopeSpec
+from trainer.config.typed import flat
+from trainer.hf import HFWeights, export, spec_from_hf
+from trainer.hf.agreement import disagreement
+from trainer.hf.config import ROPE_NAMES, config_from_spec, first_difference, spec_from_config
+from trainer.hf.families import ACTIVATIONS, FAMILIES
+from trainer.model.initial import fill, name_seed
+from trainer.model.transformer import Transformer
+from trainer.planning.cost.parameters import ParameterInfo
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.randint(0, 24, (2, 48), generator=torch.Generator().manual_seed(0))
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+LLAMA3 = {
+    "attention__rope__scaling": "llama3",
+    "attention__rope__theta": 500.0,
+    "attention__rope__factor": 8.0,
+    "attention__rope__original_length": 32,
+}
+STARTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"attention__rope__scaling": "linear", "attention__rope__factor": 4.0},
+    LLAMA3,
+)
+"""Changes of a spec, one of which makes each field count."""
+INERT = {"name", "family", "max_length", "init.std", "init.truncate", "init.embedding_std", "init.residual"}
+"""Fields that change no logits of given weights."""
+
+
+@pytest.fixture(autouse=True)
+def silence() -> Iterator[None]:
+    """Thousands of warnings of transformers, about what is varied here."""
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    yield
+    logging.disable(logging.NOTSET)
+    transformers.utils.logging.enable_progress_bar()
+
+
+def weight(name: str, info: ParameterInfo) -> Tensor:
+    """Large enough for every part to count; norms around one, less what Gemma adds."""
+    value = torch.randn(info.shape, generator=torch.Generator().manual_seed(name_seed(1, name)))
+    return value * (0.02 if info.role in ("embedding", "head") else 0.3) + (0.5 if info.role == "norm" else 0)
+
+
+@torch.no_grad()
+def our_logits(spec: ModelSpec, weights: Callable[[str, ParameterInfo], Tensor] = weight) -> Tensor:
+    model = Transformer(spec).eval()
+    fill(model, weights)
+    return model(TOKENS)
+
+
+@torch.no_grad()
+def their_logits(model: torch.nn.Module) -> Tensor:
+    return model.eval()(TOKENS, use_cache=False, return_dict=True).logits
+
+
+def opened(folder: Path) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32, local_files_only=True
+    )
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and ((a - b).abs().max() <= 1e-5 * b.abs().max()).item()
+
+
+def exported(spec: ModelSpec, folder: Path) -> torch.nn.Module:
+    """What transformers makes of an export."""
+    model = Transformer(spec)
+    fill(model, weight)
+    export(spec, dict(model.named_parameters()), folder, torch.float32)
+    return opened(folder)
+
+
+def test_every_field_of_the_spec_has_a_start_in_which_it_counts() -> None:
+    """A field that none shows needs one: add what makes it count to STARTS."""
+    assert {path for path in FIELDS.keys() - starts().keys() if choices(path) != 1} == INERT
+
+
+def choices(path: str) -> int:
+    """How many values are legal, where they are counted."""
+    return len(FIELDS[path].choices or ())
+
+
+@cache
+def starts() -> dict[str, dict[str, Any]]:
+    """Field -> the first of STARTS in which varying it changes the logits or their shape."""
+    found: dict[str, dict[str, Any]] = {}
+    for start in STARTS:
+        spec = small("llama", **start)
+        before = our_logits(spec)
+        for path in FIELDS.keys() - found.keys() - INERT:
+            if any(not close(our_logits(other), before) for other in variations(spec, path)):
+                found[path] = start
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_is_exported_with_its_logits_or_refused_by_name(family: str, tmp_path: Path) -> None:
+    faithful, wrong = set(), []
+    for path in FIELDS.keys() - {"family"}:
+        start = starts().get(path, {})
+        base = small(family, **start)
+        for number, spec in enumerate(variations(base, path)):
+            if path in INERT and config_from_spec(spec) == config_from_spec(base):
+                continue
+            try:
+                model = exported(spec, tmp_path / f"{path}-{number}")
+            except ConfigError as error:
+                names = [*together(family, path), *(key.replace("__", ".") for key in start), *changed_fields(spec)]
+                if not any(f"model.{name}=" in str(error) for name in names):
+                    wrong.append((path, str(error)))
+            else:
+                faithful.add(path)
+                if not close(their_logits(model), our_logits(spec)):
+                    wrong.append((path, "other logits"))
+    assert not wrong
+    sizes = {"vocab_size", "depth", "width", "max_length", "attention.heads", "feed_forward.width"}
+    assert {*sizes, "tied", "norm.eps", "feed_forward.activation", "init.std"} <= faithful
+
+
+def together(family: str, path: str) -> tuple[str, ...]:
+    """The fields that one option of config.json holds, `path` among them."""
+    pairs = [paths for paths in FAMILIES[family].fields.values() if not isinstance(paths, str)]
+    return next((paths for paths in pairs if path in paths), (path,))
+
+
+def changed_fields(spec: ModelSpec) -> list[str]:
+    """What the overrides and the pattern's entries change."""
+    return [path for change in (*spec.overrides.values(), *spec.pattern) for path in flat(change)]
+
+
+def test_no_field_is_invisible_to_the_question() -> None:
+    """Where a spec is another one than the configuration is of, in any field, the answer is no."""
+    for path, start in starts().items():
+        base = small("llama", **start)
+        config = {**config_from_spec(base), **NO_TOKENS}
+        other = next(other for other in variations(base, path) if not close(our_logits(other), our_logits(base)))
+        assert disagreement(other, config), path
+    assert disagreement(base, config) is None
+
+
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        ("gpt_neox", {"attention__rope__fraction": 1.0}),
+        ("gpt_neox", {"attention__rope__scaling": "linear", "attention__rope__theta": 500.0}),
+        ("gemma2", {"attention__window": 0}),
+        ("gemma2", {"pattern": [{"attention": {"window": 9}}, {}]}),
+    ],
+)
+def test_no_option_is_left_to_a_default(family: str, changes: dict, tmp_path: Path) -> None:
+    """Whole heads rotated in GPT-NeoX, whose default is a quarter, and Gemma 2 with and without windows; again after
+    having been read."""
+    spec = small(family, **changes)
+    assert close(their_logits(exported(spec, tmp_path / "first")), our_logits(spec))
+    again = spec_from_hf(tmp_path / "first")
+    assert first_difference(spec, again) is None
+    assert close(their_logits(exported(again, tmp_path / "second")), our_logits(spec))
+
+
+WHOLE = [name for name, family in FAMILIES.items() if "theta" in family.rope.values() and len(family.rope) == 1]
+"""Families that rotate whole heads whatever config.json says."""
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_partial_rotation_is_ignored_where_transformers_ignores_it(family: str, tmp_path: Path) -> None:
+    config = small_config(family)
+    compare(family, config, {"rope_parameters": {**config["rope_parameters"], "partial_rotary_factor": 0.5}}, tmp_path)
+    assert spec_from_hf(tmp_path).attention.rope.fraction == 1.0
+    with pytest.raises(ConfigError, match=r"model.attention.rope.fraction=0.5 .*model.family="):
+        exported(small(family, attention__rope__fraction=0.5), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_layer_types_are_ignored_where_transformers_ignores_them(tmp_path: Path) -> None:
+    compare("phi3", small_config("phi3"), {"layer_types": ["full_attention"] * 3}, tmp_path)
+    assert spec_from_hf(tmp_path).attention.window == 5
+
+
+@pytest.mark.parametrize("scaling", [LLAMA3, {"attention__rope__scaling": "linear", "attention__rope__factor": 2.0}])
+def test_what_transformers_refuses_is_not_written(scaling: dict, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        exported(small("phi3", **scaling), tmp_path / "out")
+    field = "model.attention.rope.scaling="
+    for word in (field + scaling["attention__rope__scaling"], "transformers", "longrope", field + "none can"):
+        assert word in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "family, changes, word",
+    [
+        ("llama", {"is_causal": False}, "is_causal=False"),
+        ("gemma2", {"sliding_window": None, "layer_types": ["full_attention"] * 3}, "sliding_window=None"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0"),
+        ("phi3", {"pad_token_id": 1000}, "pad_token_id=1000"),
+    ],
+)
+def test_what_transformers_does_otherwise_is_refused_by_name(family, changes, word, tmp_path: Path) -> None:
+    """None of these is known to our reader as such: transformers was asked."""
+    (tmp_path / "config.json").write_text(json.dumps({**small_config(family), **changes}))
+    with pytest.raises(ConfigError, match=f"model.from_hf=.*{word}"):
+        spec_from_hf(tmp_path)
+
+
+COMMON = set(transformers.PretrainedConfig().to_dict())
+"""Options of every class, which one family stands for."""
+NAMES = {"hidden_act": [*ACTIVATIONS, "mish"], "dtype": ["bfloat16"]}
+"""Options whose values are names -> some of them; names of activations are those of every class too."""
+ACTIVATION_OPTIONS = ("hidden_act", "hidden_activation", "activation_function")
+ROPE = {
+    ROPE_NAMES[name]: value for name, value in asdict(RopeSpec(500.0, 0.5, factor=4.0)).items() if name != "scaling"
+}
+
+
+def small_config(family: str) -> dict[str, Any]:
+    """A complete config.json of the family, with every kind of layer."""
+    changes = {} if FAMILIES[family].windows == "none" else {"attention__window": 5}
+    if FAMILIES[family].windows == "layers":
+        changes["overrides"] = {"0": {"attention": {"window": 0}}}
+    config = {**config_from_spec(small(family, depth=3, **changes)), **NO_TOKENS}
+    return {**transformers.AutoConfig.for_model(**config).to_dict(), "architectures": config["architectures"]}
+
+
+def other_configs(family: str) -> Iterator[tuple[str, Any]]:
+    """Every option with other values; of rope_parameters, other values of its parts, and every type of positions."""
+    config = small_config(family)
+    names = NAMES if family == "llama" else dict.fromkeys(ACTIVATION_OPTIONS, ["relu", "mish"])
+    for key in config.keys() - (COMMON if family != "llama" else {"model_type"}):
+        yield from ((key, value) for value in other_options(key, config[key], names))
+    if rope := config.get("rope_parameters"):
+        for part in rope.keys() - {"rope_type"}:
+            yield from (("rope_parameters", {**rope, part: value}) for value in other_options(part, rope[part], names))
+        for kind in ("default", *transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS):
+            yield "rope_parameters", {**ROPE, **rope, "rope_type": kind}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_option_is_read_as_transformers_reads_it_or_refused_by_name(family: str, tmp_path: Path) -> None:
+    config = small_config(family)
+    base = spec_from_config(config)
+    others = [small_config(other) for other in FAMILIES if other != family]
+    alike = [{key: value for other in others for key, value in other.items() if key not in config}]
+    for key, value in other_configs(family):
+        try:
+            opened = transformers.AutoConfig.for_model(**{**config, key: value})
+            same = first_difference(base, spec_from_config(opened.to_dict())) is None
+        except Exception:
+            same = False
+        if not same:
+            compare(family, config, {key: value}, tmp_path)
+            continue
+        if all(key in group for group in alike):
+            alike.append({})
+        next(group for group in alike if key not in group)[key] = value
+    for group in alike:  # what is read as the same is also the same there, all together
+        compare(family, config, group, tmp_path)
+
+
+def compare(family: str, config: dict[str, Any], changes: dict[str, Any], folder: Path) -> None:
+    """Asserts that the changed configuration is read as the model that transformers makes of it, less the changes that
+    are refused by name."""
+    while changes:
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        try:
+            spec = spec_from_hf(folder)
+        except ConfigError as error:
+            refused = {key for key in changes if names(family, key, str(error))}
+            assert refused, (changes, str(error))
+            for key in refused if len(changes) > 1 else ():  # an error that names several may speak of one alone
+                compare(family, config, {key: changes[key]}, folder)
+            changes = {key: value for key, value in changes.items() if key not in refused}
+        else:
+            torch.manual_seed(0)
+            opened = transformers.AutoConfig.from_pretrained(folder)
+            reference = transformers.AutoModelForCausalLM.from_config(
+                opened, attn_implementation="eager", dtype=torch.float32
+            )
+            for parameter in reference.parameters():
+                parameter.data.add_(torch.randn_like(parameter) * 0.15)
+            reference.save_pretrained(folder / "weights")
+            assert close(our_logits(spec, HFWeights(folder / "weights", spec)), their_logits(reference)), changes
+            return
+
+
+def names(family: str, key: str, error: str) -> bool:
+    """Whether an error names an option, by its name or by the field that it becomes."""
+    paths = FAMILIES[family].fields.get(key, ())
+    words = [key, *(f"model.{path}=" for path in ([paths] if isinstance(paths, str) else paths))]
+    return any(word in error for word in words) or key == "rope_parameters" and "rope" in error

@@ -1,0 +1,334 @@
+"""A good file of each kind that the project reads, and what reads it."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import torch
+import yaml
+
+import trainer
+from trainer.config import ConfigError, SourceConfig
+from trainer.config.model import ModelSpec
+from trainer.config.user_files import UserFiles
+from trainer.data.shards import TokeniseJob, read_manifest, write_manifest
+from trainer.data.stream import StreamedSequences
+from trainer.data.tables import JsonLines, ParquetRows
+from trainer.data.text import TextFiles
+from trainer.data.tokenizer import byte_tokenizer, load_tokenizer
+from trainer.data.tokens import TokenWriter, file_digest, open_token_file
+from trainer.hf import HFWeights, spec_from_hf
+from trainer.hf.config import config_from_spec
+from trainer.observe import metrics
+from trainer.observe.sinks import kept_id
+from trainer.observe.watchdog import Heartbeat, RankReport, describe, heartbeat, read_report
+from trainer.planning.cost.parameters import declarations
+from trainer.planning.resolve import resolve
+from trainer.planning.schedules import ir
+from trainer.planning.schedules.templates import build_schedule
+from trainer.planning.schedules.timeline import read_timeline
+from trainer.planning.schedules.validate import validate
+from trainer.sweep import results
+from trainer.sweep.plan import Trial
+from trainer.training.auto_schedule import conditions, saved_choice
+
+ROOT = Path(__file__).parents[2]
+ROWS = [f"row {number} of a table with ä and €" for number in range(300)]
+SPEC = ModelSpec(vocab_size=512, width=16, depth=2, max_length=32)
+SPEC.attention.heads, SPEC.feed_forward.width = 2, 24
+
+File = tuple[Path, Callable[[], object]]
+"""A good file, and what reads it."""
+
+
+def written(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def token_file(folder: Path) -> dict[str, object]:
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = TokenWriter(str(folder / "shard-00000.train.bin"), "<u2")
+    writer.append(list(range(100)))
+    return writer.finish()
+
+
+def token_manifest(folder: Path) -> File:
+    write_manifest(folder, "<u2", {"train": [token_file(folder)], "eval": []})
+    return folder / "manifest.json", lambda: [run.map() for runs in read_manifest(folder)[0].values() for run in runs]
+
+
+def shard_description(folder: Path) -> File:
+    documents = TextFiles("corpus", [str(written(folder / "a.txt", "text\n"))], strict=True)
+    job = TokeniseJob(documents, byte_tokenizer(), "<u2", 0, folder)
+    return written(job.description(0), json.dumps({"documents": [0, 1], "train": token_file(folder)})), (
+        lambda: job.described(0)
+    )
+
+
+def stream_note(folder: Path) -> File:
+    data = SimpleNamespace(load_state_dict=lambda state: state["epoch"] + 1)
+    documents = SimpleNamespace(name="corpus", open=lambda: data, rows=lambda _: iter([{"text": "a" * 40}] * 64))
+    documents.texts, documents.source = lambda rows: [row["text"] for row in rows], SourceConfig("hub", "path")
+    sequences = StreamedSequences(documents, byte_tokenizer(), 0, 16, folder)
+    note = {"state": {"epoch": 0, "examples": [1, 2]}, "tokens": [1, 2, 256]}
+    return written(folder / "000000000005.json", json.dumps(note)), lambda: (sequences._start(6), sequences.get(6))
+
+
+def npy(folder: Path) -> File:
+    np.save(folder / "tokens.npy", np.arange(200, dtype=np.uint16) % 256)
+    path = folder / "tokens.npy"
+    return path, lambda: file_digest(open_token_file("corpus", SourceConfig("tokens"), str(path), 257))
+
+
+def jsonl(folder: Path, name: str = "a.jsonl", pack: Callable[[bytes], bytes] = bytes) -> File:
+    content = "".join(
+        json.dumps({"id": number, "text": row, "more": {"a": [1]}}) + "\n" for number, row in enumerate(ROWS)
+    )
+    path, source = written(folder / name, pack(content.encode())), SourceConfig("jsonl")
+
+    def read() -> None:
+        documents = JsonLines("corpus", [str(path)], source, folder / "expanded")
+        assert all(document.text.encode() for document in documents.read(0, len(documents)))
+
+    return path, read
+
+
+def packed(kind: str) -> Callable[[Path], File]:
+    return lambda folder: jsonl(folder, f"a.jsonl.{kind}", PACK[kind])
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+PACK = {
+    "gz": lambda content: gzip.compress(content, mtime=0),
+    "bz2": importlib.import_module("bz2").compress,
+    "xz": importlib.import_module("lzma").compress,
+    "zst": zstd,
+}
+
+
+def parquet(folder: Path) -> File:
+    path = folder / "a.parquet"
+    table = pyarrow.table({"id": list(range(300)), "text": ROWS, "nested": [{"a": [1, 2]}] * 300})
+    pyarrow.parquet.write_table(table, path, row_group_size=100, compression="zstd")
+
+    def read() -> None:
+        documents = ParquetRows("corpus", [str(path)], SourceConfig("parquet"))
+        assert all(document.text.encode() for document in documents.read(0, len(documents)))
+
+    return path, read
+
+
+def tokenizer_json(folder: Path) -> File:
+    byte_tokenizer().save(folder)
+    return folder / "tokenizer.json", lambda: load_tokenizer(folder / "tokenizer.json").encode("text")
+
+
+def tokenizer_config(folder: Path) -> File:
+    byte_tokenizer().save(folder)
+    return folder / "tokenizer_config.json", lambda: load_tokenizer(folder).encode("text")
+
+
+def hf_config(folder: Path) -> File:
+    return written(folder / "config.json", json.dumps(config_from_spec(SPEC))), lambda: spec_from_hf(folder)
+
+
+def hf_folder(folder: Path, sharded: bool) -> tuple[Path, Callable[[], object]]:
+    from trainer.hf.weights import export
+
+    tensors = {name: torch.zeros(info.shape) for name, info in declarations(SPEC).items()}
+    export(SPEC, tensors, folder / "model", torch.float32, shard_size=40_000 if sharded else "5GB")
+
+    def read() -> None:
+        weights = HFWeights(folder / "model", SPEC)
+        assert all(weights(name, info).shape == info.shape for name, info in declarations(SPEC).items())
+
+    return folder / "model", read
+
+
+def hf_index(folder: Path) -> File:
+    model, read = hf_folder(folder, sharded=True)
+    return model / "model.safetensors.index.json", read
+
+
+def hf_weights(folder: Path) -> File:
+    model, read = hf_folder(folder, sharded=False)
+    return model / "model.safetensors", read
+
+
+def schedule(folder: Path) -> File:
+    path = written(folder / "mine.csv", ir.dumps(build_schedule("zb_v", 2, 4)))
+
+    def read() -> None:
+        if problems := validate(ir.load(path, "mine")):
+            raise ConfigError([f"mine: {problem}" for problem in problems[:5]])
+
+    return path, read
+
+
+def timeline(folder: Path) -> File:
+    span = {"action": "0F0", "start": 0, "end": 1.5}
+    text = json.dumps({"makespan": 2, "bubble": 0, "ranks": [[span, {**span, "action": "1B0"}], [span]]})
+    return written(folder / "measured.json", text), lambda: read_timeline(folder / "measured.json")
+
+
+def choice(folder: Path, name: str) -> File:
+    overrides = ["+config=debug", "parallel.pp=2", "parallel.pipeline.schedule=auto", "batch.accumulation=4"]
+    config = trainer.compose([*overrides, "batch.global_size=null", "batch.micro_size=2"], world_size=2)
+    layout = resolve(config, 2, config.model)
+    place = folder / "schedule"
+    written(place / "chosen.csv", ir.dumps(build_schedule("zb_v", 2, 4)))
+    settings = {"parallel": {"pipeline": {"split": [1, 1, 1, 1]}}, "batch": {"micro_size": 2, "accumulation": 4}}
+    written(place / "choice.yaml", json.dumps(settings))
+    written(place / "conditions.yaml", yaml.safe_dump(conditions(config, layout.spec, layout.plan)))
+    assert saved_choice(folder, config, layout) is not None
+
+    def read() -> None:
+        if found := saved_choice(folder, config, layout):
+            assert found.batch.global_size == layout.batch.global_size and not validate(found.pipeline.schedule)
+
+    return place / name, read
+
+
+def metrics_lines(folder: Path) -> File:
+    record = metrics.line({"step": 1, "loss": 2.5, "skipped": 0}, metrics.STEP)
+    text = "".join(json.dumps({**record, "step": step}) + "\n" for step in (1, 2))
+    return written(folder / "metrics.jsonl", text), lambda: metrics.read(folder)
+
+
+def trial(folder: Path) -> Trial:
+    return Trial("single", folder, [], [], 2, {"run": {"steps": 3}, "lr": {"peak": 0.1}})
+
+
+def sweep_results(folder: Path) -> File:
+    made = results.Results(folder)
+    made.put(trial(folder / "single"), "refused", "no reason")
+    return made.path, lambda: results.show(results.Results(folder).lines.values(), "loss")
+
+
+def sweep_start(folder: Path) -> File:
+    results.note_start(trial(folder), job="17")
+
+    def read() -> None:
+        if started := results.read_start(trial(folder)):
+            assert (started.get("job") or "0").isdecimal()
+            results.changes(trial(folder), started)
+
+    return folder / results.STARTED, read
+
+
+def sweep_status(folder: Path) -> File:
+    return written(folder / "status.json", json.dumps({"status": "failed", "step": 1, "reason": "no"})), (
+        lambda: results.outcome(folder, 1)
+    )
+
+
+def sweep_error(folder: Path) -> File:
+    told = {"message": {"message": "RuntimeError: no", "extraInfo": {"timestamp": "17"}}}
+    written(folder / "torchrun" / "latest" / "error.json", "{}")
+    return written(folder / "torchrun" / "0" / "run" / "error.json", json.dumps(told)), (
+        lambda: results.outcome(folder, 1)
+    )
+
+
+def sweep_exit(folder: Path) -> File:
+    results.note_exit(folder, 0, "17", 1)
+    return folder / "exit-0.json", lambda: results.read_exit(folder, 0, "17")
+
+
+def rank_report(folder: Path) -> File:
+    beat = Heartbeat(1, "node", 5, "training", 3, 1.0, 2.0, 3.0)
+    group = {"desc": "dp", "ranks": [0, 1], "entered": 4, "number": 4, "what": "all_reduce", "at": "step.py:1"}
+    path = written(folder / "rank-1.json", json.dumps(asdict(RankReport(beat, "step.py:1", {"nccl 0": group}))))
+
+    def read() -> None:
+        heartbeat(path.read_bytes() if path.is_file() and path.stat().st_size else b"")
+        describe({1: read_report(path)}, {1: beat}, 2)
+
+    return path, read
+
+
+def slurm_record(folder: Path) -> File:
+    return written(folder / "slurm" / "17.json", json.dumps({"idle": 1, "saved": True})), (
+        lambda: job().end(folder, "17", 1, False, "RUNNING", 3)
+    )
+
+
+def slurm_status(folder: Path) -> File:
+    return written(folder / "status.json", json.dumps({"status": "stopped", "step": 1})), (
+        lambda: job().end(folder, "17", 1, False, "RUNNING", 3)
+    )
+
+
+def job():
+    name = "slurm_job"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "launch" / "slurm" / "job.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def wandb_id(folder: Path) -> File:
+    return written(folder / "wandb-id", "0123abcd"), lambda: kept_id(folder / "wandb-id")
+
+
+def recipe(folder: Path) -> File:
+    text = json.dumps({"run": {"name": "mine", "steps": 5}, "data": {"sources": {"a": {"kind": "text", "weight": 1}}}})
+    source = UserFiles("user", f"user://{folder}")
+    return written(folder / "mine.yaml", text), lambda: source.load_config("mine")
+
+
+KINDS: dict[str, Callable[[Path], File]] = {
+    function.__name__: function
+    for function in (
+        token_manifest,
+        shard_description,
+        stream_note,
+        npy,
+        jsonl,
+        parquet,
+        tokenizer_json,
+        tokenizer_config,
+        hf_config,
+        hf_index,
+        hf_weights,
+        schedule,
+        timeline,
+        metrics_lines,
+        sweep_results,
+        sweep_start,
+        sweep_status,
+        sweep_error,
+        sweep_exit,
+        rank_report,
+        slurm_record,
+        slurm_status,
+        wandb_id,
+        recipe,
+    )
+}
+KINDS |= {f"jsonl.{kind}": packed(kind) for kind in PACK}
+KINDS |= {
+    name: (lambda folder, name=name: choice(folder, name)) for name in ("choice.yaml", "conditions.yaml", "chosen.csv")
+}
+
+FOUND = {"npy", "jsonl", "parquet", *(f"jsonl.{kind}" for kind in PACK)}
+"""Kinds whose files `find_files` has found, which takes regular files only."""

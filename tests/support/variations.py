@@ -1,0 +1,97 @@
+"""Every field of a spec and every option of a config.json, varied by what their declarations say."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any
+
+from trainer.config.model import ModelSpec
+from trainer.config.typed import Setting, settings
+from trainer.hf.config import assign
+from trainer.hf.families import FAMILIES
+
+FIELDS = {setting.path: setting for setting in settings(ModelSpec())}
+"""Every leaf of the spec."""
+LAYER_FIELDS = [path for path in FIELDS if path.split(".")[0] in ("attention", "feed_forward", "norm")]
+
+
+def small(family: str, **changes: Any) -> ModelSpec:
+    """A tiny spec with the values that the architecture implies. changes: by path, two underscores for a dot."""
+    spec = ModelSpec(family=family, vocab_size=61, width=32, depth=2, max_length=64)
+    spec.attention.heads, spec.feed_forward.width = 4, 44
+    for path, value in changes.items():
+        assign(spec, path.replace("__", "."), value)
+    imply(spec)
+    return spec
+
+
+def imply(spec: ModelSpec, *but: str) -> None:
+    """Sets the fields whose value the architecture implies, but for some."""
+    for path, value in FAMILIES[spec.family].fixed.items():
+        if path not in but:
+            assign(spec, path, value(spec) if callable(value) else value)
+
+
+def variations(spec: ModelSpec, path: str) -> Iterator[ModelSpec]:
+    """Legal specs with another value at `path`: every choice; the first legal one of several numbers; in `pattern` and
+    `overrides`, another value of every field of a layer."""
+    if path in ("pattern", "overrides"):
+        for field in LAYER_FIELDS:
+            for other in variations(spec, field):
+                change: Any = attrgetter(field)(other)
+                for name in reversed(field.split(".")):
+                    change = {name: change}
+                assign(varied := copy.deepcopy(spec), path, {"-1": change} if path == "overrides" else [{}, change])
+                yield varied
+                break
+        return
+    found = False
+    for value in candidates(FIELDS[path], attrgetter(path)(spec)):
+        assign(varied := copy.deepcopy(spec), path, value)
+        if path == "family":
+            imply(varied)
+        derived = [name for name, implied in FAMILIES[spec.family].fixed.items() if not callable(implied)]
+        imply(varied, path, *derived)
+        if not varied.check():
+            yield varied
+            found = True
+            if not FIELDS[path].choices:
+                return
+    assert found or FIELDS[path].choices and len(FIELDS[path].choices) == 1, f"no legal variation of model.{path}"
+
+
+def candidates(setting: Setting, value: Any) -> list[Any]:
+    """Other values of a field, the likeliest to be legal first."""
+    if setting.choices:
+        return [choice for choice in setting.choices if choice != value]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, str):
+        return [value + "x"]
+    if isinstance(value, int):
+        return [n for n in (2 * value, value // 2, value + 2, value + 1) if n not in (0, value)]
+    assert isinstance(value, float), f"model.{setting.path} is of a type that has no variations here"
+    return [x for x in (2 * value, value / 2, value + 0.5) if x not in (0, value)]
+
+
+def other_options(key: str, value: Any, choices: dict[str, list[Any]]) -> list[Any]:
+    """Other values of an option of config.json: null, and values of its type or, where it is null, of several types.
+
+    choices: of options whose values are names."""
+    if key in choices:
+        others = choices[key]
+    elif isinstance(value, bool):
+        others = [not value]
+    elif isinstance(value, (int, float)):
+        others = [2 * value if value else type(value)(1)]
+    elif isinstance(value, str):
+        others = [value + "x"]
+    elif isinstance(value, list):
+        others = [value[::-1], *([item] * len(value) for item in dict.fromkeys(value))]
+    elif isinstance(value, dict):
+        others = [{}]
+    else:
+        others = [5, True, 0.5, "x"]
+    return [other for other in [*others, None] if other != value]

@@ -1,0 +1,262 @@
+"""Rows of JSON Lines and of Parquet files, one document each, read in place and within limits.
+
+Whoever wrote such a file decides how large it becomes when it is read. What it can take of memory and disk is therefore
+bounded: by the size of the file itself (`allowed`), and by the longest document (`LINE`)."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from trainer.config import ConfigError, SourceConfig
+from trainer.config.fields import nearest
+from trainer.data.text import LINE, Document, TextFiles
+from trainer.util.files import replacing
+from trainer.util.reading import brief, parse_json, read_bytes
+
+EXPANSION = 100
+"""How many times its own size a file may become. Text shrinks to a third or a tenth, logs to a fiftieth; what is made
+to fill a disk shrinks to a thousandth with gzip, and to far less with the others."""
+
+ALWAYS = 64 << 20
+"""Bytes that a file may become whatever its size: a small file of equal lines does no harm."""
+
+ARRAY = 256 << 20
+"""Bytes of a JSON file that holds one array instead of lines, and therefore has to be parsed whole."""
+
+PIECE = 1 << 20
+"""Bytes decompressed at a time."""
+
+ROWS = 64
+"""Rows of Parquet decoded at a time."""
+
+MAGIC = {"gzip": b"\x1f\x8b", "bzip2": b"BZh", "xz": b"\xfd7zXZ\0", "zstd": b"\x28\xb5\x2f\xfd"}
+"""How compressed files begin; their names say nothing."""
+
+
+def allowed(path: str) -> int:
+    """Bytes that a file may become when it is read."""
+    return max(ALWAYS, EXPANSION * os.path.getsize(path))
+
+
+class JsonLines(TextFiles):
+    """JSON Lines, a document a line; `len` and `read` count chunks of the files, as in `TextFiles`.
+
+    Files that are compressed, or hold one array, are written to the folder `expanded` as lines first."""
+
+    def __init__(self, name: str, paths: list[str], source: SourceConfig, expanded: Path):
+        self.field, self.original = source.field, {}
+        for path in paths:
+            self.original.setdefault(as_lines(name, path, expanded), path)
+        super().__init__(name, list(self.original), strict=True)
+        if source.limit:
+            self.keep_lines(source.limit)
+        list(self.read(0, min(1, len(self))))  # a wrong column is found before anything is prepared
+
+    def read(self, first: int, last: int) -> Iterator[Document]:
+        """The documents of the lines that start in these chunks. Raises `ConfigError` naming file and line."""
+        for chunk in range(first, last):
+            rows = list(self._rows(chunk))
+            if rows and self.locate(chunk)[1] == 0 and not any(self.field in row for row, _ in rows):
+                names = list(dict.fromkeys(name for row, _ in rows for name in row))
+                raise ConfigError(
+                    f"data.sources.{self.name}.field={self.field} is no column of {self.original[rows[0][1][0]]}; "
+                    f"{nearest(self.field, names)}"
+                )
+            for row, place in rows:
+                if (text := row.get(self.field)) and self._check(text, place):
+                    yield Document(text)
+
+    def _rows(self, chunk: int) -> Iterator[tuple[dict[str, Any], tuple[str, int]]]:
+        """The object of each line that is not blank, and its file and byte."""
+        file, number = self.locate(chunk)
+        offset, data = self.lines(file, number)
+        for line in data.split(b"\n"):
+            place = self.paths[file], offset
+            offset += len(line) + 1
+            if line.strip():
+                try:
+                    row = parse_json(line.decode("utf-8" if place[1] else "utf-8-sig"))
+                except ValueError as error:
+                    raise self._error(place, f"is not JSON: {brief(error)}") from None
+                if not isinstance(row, dict):
+                    raise self._error(place, f"holds {brief(row)} instead of an object")
+                yield row, place
+
+    def _check(self, text: Any, place: tuple[str, int]) -> bool:
+        if not isinstance(text, str):
+            raise self._error(
+                place, f"holds {brief(text)} instead of text in data.sources.{self.name}.field={self.field}"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise self._error(place, "holds half of a surrogate pair, which is no text") from None
+        return True
+
+    def _error(self, place: tuple[str, int], problem: str) -> ConfigError:
+        path, offset = place
+        unpacked = "" if path == self.original[path] else " of what it expands to"
+        return ConfigError(
+            f"data.sources.{self.name}.path: {self.original[path]}, the line at byte {offset}{unpacked}, {problem}; "
+            "each file must be valid JSON, one object a line"
+        )
+
+
+def as_lines(name: str, path: str, folder: Path) -> str:
+    """The file itself where it holds plain lines; else one in `folder` with the lines that it expands to.
+
+    Raises `ConfigError` for a file that expands beyond `allowed`, or cannot be read."""
+    state, named = os.stat(path), f"data.sources.{name}.path: {path}"
+    key = hashlib.blake2b(f"{path} {state.st_size} {state.st_mtime_ns}".encode(), digest_size=12).hexdigest()
+    try:
+        with open(path, "rb") as file:
+            head = file.read(8)
+        kind = next((kind for kind, magic in MAGIC.items() if head.startswith(magic)), None)
+        lines = path if kind is None else str(folder / f"{key}.jsonl")
+        if lines != path and not os.path.exists(lines):
+            folder.mkdir(parents=True, exist_ok=True)
+            with replacing(lines) as part:
+                _decompress(path, kind, part, named)
+        if not _is_array(lines):
+            return lines
+        rows = parse_json(read_bytes(lines, ARRAY))
+        lines = str(folder / f"{key}.array.jsonl")
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(lines) as part, open(part, "w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        return lines
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{named} cannot be opened: {brief(error)}; each file must be valid JSON, one object a line"
+        ) from error
+
+
+def _decompress(path: str, kind: str, target: str, named: str) -> None:
+    done, most = 0, allowed(path)
+    with opened(path, kind) as packed, open(target, "wb") as plain:
+        while piece := packed.read(PIECE):
+            done += len(piece)
+            if done > most:
+                raise ConfigError(
+                    f"{named} expands to more than {most} bytes, {EXPANSION} times its size and more than any text "
+                    "does; leave it out, or decompress it yourself if it is what you want"
+                )
+            plain.write(piece)
+
+
+def opened(path: str, kind: str) -> BinaryIO:
+    """A compressed file for reading."""
+    if kind == "zstd":
+        import pyarrow
+
+        return pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd")
+    return {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}[kind](path)
+
+
+def _is_array(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+
+
+class ParquetRows:
+    """Parquet files, a document a row; only the column with the text is read."""
+
+    def __init__(self, name: str, paths: list[str], source: SourceConfig):
+        self.name, self.field = name, source.field
+        self.groups: list[tuple[str, int]] = []
+        rows, self.bytes = [], 0
+        for path in paths:
+            for group, (count, size) in enumerate(self._checked(path)):
+                self.groups.append((path, group))
+                rows.append(count)
+                self.bytes += size
+        self._ends = np.cumsum(rows, dtype=np.int64)
+        self.length = int(self._ends[-1]) if rows else 0
+        if source.limit and source.limit < self.length:
+            self.bytes = self.bytes * source.limit // self.length
+            self.length = source.limit
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, first: int, last: int) -> Iterator[Document]:
+        """The documents of these rows. Raises `ConfigError` for a file that cannot be decoded, or holds less than it
+        says."""
+        while first < last:
+            group = int(np.searchsorted(self._ends, first, "right"))
+            start = int(self._ends[group - 1]) if group else 0
+            stop = min(last, int(self._ends[group]))
+            yield from self._decoded(*self.groups[group], first - start, stop - start)
+            first = stop
+
+    def _decoded(self, path: str, group: int, first: int, last: int) -> Iterator[Document]:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+
+        row, held, most = 0, 0, allowed(path)
+        try:
+            with ParquetFile(path) as file:
+                for batch in file.iter_batches(ROWS, row_groups=[group], columns=[self.field], use_threads=False):
+                    held += batch.nbytes
+                    if held > most or batch.nbytes > ROWS * LINE:
+                        raise self._error(path, f"expands to more than {most} bytes, more than any text does")
+                    if row + len(batch) > first:
+                        yield from map(
+                            Document, filter(None, batch.column(0)[max(0, first - row) : last - row].to_pylist())
+                        )
+                    row += len(batch)
+                    if row >= last:
+                        return
+        except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
+            raise self._error(path, f"cannot be decoded: {brief(error)}") from error
+        raise self._error(path, f"has {row} rows in row group {group}, fewer than it says")
+
+    def _checked(self, path: str) -> list[tuple[int, int]]:
+        """Rows and bytes of each row group, after what the file says of itself has been checked."""
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+
+        try:
+            with ParquetFile(path) as file:
+                self._check_column(path, file.schema_arrow)
+                leaf = [file.schema.column(index).path for index in range(len(file.schema))].index(self.field)
+                groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
+                found = [(group.num_rows, group.column(leaf).total_uncompressed_size) for group in groups]
+        except (pyarrow.ArrowException, OSError, ValueError, MemoryError, IndexError) as error:
+            raise self._error(path, f"cannot be opened: {brief(error)}") from error
+        rows, size, most = sum(rows for rows, _ in found), sum(size for _, size in found), allowed(path)
+        if size > most or rows > 8 * most or any(number < 0 for group in found for number in group):
+            raise self._error(path, f"says that it expands to {size} bytes in {rows} rows, more than any text does")
+        return found
+
+    def _check_column(self, path: str, schema: Any) -> None:
+        from pyarrow import types
+
+        named = f"data.sources.{self.name}.field={self.field}"
+        if self.field not in schema.names:
+            raise ConfigError(f"{named} is no column of {path}; {nearest(self.field, schema.names)}")
+        if schema.names.count(self.field) > 1:
+            raise ConfigError(f"{named} names several columns of {path}; give each a name of its own")
+        kind = schema.field(self.field).type
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        if not (types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)):
+            raise ConfigError(
+                f"{named} holds {brief(str(kind))} instead of text in {path}; columns: {brief(', '.join(schema.names))}"
+            )
+
+    def _error(self, path: str, problem: str) -> ConfigError:
+        return ConfigError(
+            f"data.sources.{self.name}.path: {path} {problem}; each file must be valid Parquet; leave it out, or write "
+            "it anew"
+        )

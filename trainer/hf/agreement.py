@@ -1,0 +1,287 @@
+"""Asks transformers itself whether its model of a config.json is the model that a spec describes.
+
+Reading back what was written shows only that our reader and our writer agree. What transformers ignores, fills in or
+refuses is known to transformers alone, in the version that is installed. So it is asked: it opens the very
+configuration, builds it without memory to show the shapes of all parameters, and computes a small model of it, whose
+weights come by the same files as a real one's. What is made smaller is the number of layers that are alike, the number
+of heads, the widths that follow from it, the vocabulary, and windows longer than the sequence, which takes the same
+time and memory for a model of any size. Head dimensions, frequencies and all that is no size stay what they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from math import isqrt
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config import ConfigError
+from trainer.config.model import LayerSpec, ModelSpec
+from trainer.config.typed import flat
+from trainer.hf.config import assign, config_from_spec, encode, same
+from trainer.hf.families import FAMILIES
+from trainer.hf.weights import entries, write_weights
+from trainer.model.initial import fill, name_seed
+from trainer.model.transformer import Transformer
+from trainer.planning.cost.parameters import ParameterInfo, declarations
+from trainer.util.reading import brief
+
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
+"""Nothing is looked for on the hub, and no code of a folder is run."""
+LENGTH = 256
+"""Tokens of the small model's sequence: as many as show scaled frequencies, and a window of half of them."""
+VOCABULARY = 64
+FEED_FORWARD = 48
+TOLERANCE = 3e-5
+"""Of the largest logit, for the largest difference. Rounding in fp32 stays below 5e-6; one approximation of GELU for
+another, which shows least of all that could be mistaken, is above 1e-4."""
+MOST = 1 << 28
+"""Parameters of the small model. Of published ones it has fewer than 2e7; a folder can claim anything."""
+SIZES = ("vocab_size", "width", "depth", "max_length", "attention.heads", "attention.kv_heads", "feed_forward.width")
+
+
+def check_export(spec: ModelSpec, config: dict[str, Any]) -> None:
+    """Raises `ConfigError` where transformers makes another model of `config` than `spec`; it names the field that is
+    to blame, which is one whose usual value would be exported faithfully."""
+    reason = disagreement(spec, config)
+    if reason is None:
+        return
+    written_of_spec = config_from_spec(spec)
+    outside = {key: value for key, value in config.items() if key not in written_of_spec}
+
+    def exported(other: ModelSpec) -> bool:
+        try:
+            return not other.check() and disagreement(other, {**config_from_spec(other), **outside}) is None
+        except ConfigError:
+            return False
+
+    usual = usual_values(spec.family)
+    for path, value in flat(asdict(spec)).items():
+        if path in usual and not same(value, usual[path]):
+            other = copy.deepcopy(spec)
+            assign(other, path, usual[path])
+            if exported(other):
+                raise ConfigError(
+                    f"model.{path}={value} cannot be exported as model.family={spec.family}: {reason}; "
+                    f"model.{path}={usual[path]} can, or choose another family (supported: {', '.join(FAMILIES)})"
+                )
+    raise ConfigError(f"model.family={spec.family} cannot be exported: {reason}; choose another family")
+
+
+def check_import(spec: ModelSpec, config: dict[str, Any]) -> None:
+    """Raises `ConfigError` where transformers makes another model of `config` than `spec`; it names the option that is
+    to blame, which is one without which both are the same."""
+    reason = disagreement(spec, config)
+    if reason is None:
+        return
+    for path, value in unusual(config, usual_config(config["model_type"])):
+        for other, advice in ((changed(config, path), "leaving it out"), (changed(config, path, None), "null")):
+            if disagreement(spec, other) is None:
+                raise ConfigError(f"{'.'.join(path)}={brief(value)} is not supported: {reason}; supported: {advice}")
+    raise ConfigError(f"model_type={config['model_type']!r}: {reason}")
+
+
+def disagreement(spec: ModelSpec, config: dict[str, Any]) -> str | None:
+    """How the model that transformers makes of a complete `config` differs from `spec`; None where it does not."""
+    import transformers
+
+    who = f"transformers {transformers.__version__}"
+    with quiet(), tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        try:
+            whole = transformers.AutoConfig.from_pretrained(written(folder / "whole", config), **LOCAL)
+            shallow, shallow_config = with_few_layers(spec, config)
+            opened = transformers.AutoConfig.from_pretrained(written(folder / "shallow", shallow_config), **LOCAL)
+            if reason := other_sizes(replace(shallow, depth=spec.depth), whole) or other_shapes(shallow, opened):
+                return f"{who} {reason}"
+            error = difference(*narrowed(shallow, shallow_config), folder / "small")
+        except Exception as error:  # whatever class of error transformers refuses an option with
+            return f"{who} refuses it ({type(error).__name__}: {brief(error)})"
+    return None if error <= TOLERANCE else f"{who} computes other logits (relative difference {error:.1g})"
+
+
+def other_sizes(spec: ModelSpec, opened: Any) -> str | None:
+    """Which size transformers' configuration has otherwise; null stands for what follows from others."""
+    for option, size in sizes(spec).items():
+        if (found := getattr(opened, option)) not in (size, None):
+            return f"reads {option}={found} instead of {size}"
+    return None
+
+
+def other_shapes(spec: ModelSpec, opened: Any) -> str | None:
+    """Which shapes of parameters transformers' model has otherwise; it is built without memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(opened, trust_remote_code=False)
+    infos = declarations(spec)
+    ours = Counter(entry.shape(infos) for entry in entries(spec, infos))
+    theirs = Counter(tuple(parameter.shape) for parameter in model.parameters())
+    return None if ours == theirs else f"has parameters of shapes {[*theirs - ours]} instead of {[*ours - theirs]}"
+
+
+@torch.no_grad()
+def difference(spec: ModelSpec, config: dict[str, Any], folder: Path) -> float:
+    """The largest difference between transformers' logits and ours, relative to the largest logit before a soft cap,
+    because that is what rounding errors grow with."""
+    from transformers import AutoModelForCausalLM
+
+    if (parameters := sum(info.size for info in declarations(spec).values())) > MOST:
+        raise ValueError(f"{parameters} parameters are left when it is made small: its heads are beyond any model's")
+    ours = Transformer(spec).eval()
+    fill(ours, sample_weight)
+    write_weights(written(folder, config), spec, dict(ours.named_parameters()).__getitem__)
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        folder, **LOCAL, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    if wrong := [name for kind in ("missing_keys", "unexpected_keys") for name in report[kind]]:
+        raise ValueError(f"the weights have other names: {', '.join(sorted(wrong)[:3])}")
+    length = min(spec.max_length, LENGTH) if spec.learned_positions else LENGTH
+    tokens = torch.randint(0, spec.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    error = (ours(tokens) - theirs.eval()(tokens, use_cache=False, return_dict=True).logits).abs().max()
+    ours.head.loss = replace(ours.head.loss, soft_cap=0.0)
+    return (error / ours(tokens).abs().max()).item()
+
+
+def sample_weight(name: str, info: ParameterInfo) -> Tensor:
+    """A weight with which every part of the model shows in the logits. Projections are large enough for attention to
+    be selective, and logits for a soft cap to count; rows of embeddings begin where the norm's eps counts."""
+    value = torch.randn(info.shape, generator=torch.Generator().manual_seed(name_seed(0, name)))
+    if info.role in ("norm", "bias"):
+        return value * 0.3 + (1 if info.role == "norm" and name.endswith("weight") else 0)
+    rows = torch.logspace(-3, 0, info.shape[0])[:, None] if info.role != "matrix" else 1
+    return value * rows * 2 / info.shape[1] ** 0.5
+
+
+def with_few_layers(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
+    """Both with the first layer of each kind and the last layer alone."""
+    by_layer = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == spec.depth}
+    layers = [spec.layer(index) for index in range(spec.depth)]
+    kinds = [(layer, [value[index] for value in by_layer.values()]) for index, layer in enumerate(layers)]
+    kept = sorted({kinds.index(kind) for kind in kinds} | {spec.depth - 1})
+    shallow = with_layers(spec, [layers[index] for index in kept])
+    lists = {key: [value[index] for index in kept] for key, value in by_layer.items()}
+    return shallow, {**config, **lists, **sizes(shallow, "depth")}
+
+
+def narrowed(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
+    """Both with few heads, narrow blocks, few tokens, and windows that end within `LENGTH`. The width keeps its
+    relation to the number of heads, and what an architecture derives from sizes is derived again."""
+    layers = [spec.layer(index) for index in range(spec.depth)]
+    given = {config.get("sliding_window"), *(layer.attention.window for layer in layers)}
+    long = sorted(window for window in given if window and window > LENGTH // 2)
+    windows = {window: LENGTH // 2 + index for index, window in enumerate(long)}
+    heads = layers[0].attention.heads
+    layers = [narrow_layer(layer, windows) for layer in layers]
+    small = with_layers(spec, layers)
+    if spec.width % heads == 0:
+        small.width = spec.width // heads * small.attention.heads
+    small.vocab_size = min(spec.vocab_size, VOCABULARY)
+    small.max_length = min(spec.max_length, LENGTH) if spec.learned_positions else spec.max_length
+    for path, value in FAMILIES[spec.family].fixed.items():
+        if callable(value) and same(attrgetter(path)(spec), value(spec)):
+            assign(small, path, value(small))
+    window = {key: windows.get(value, value) for key, value in config.items() if key == "sliding_window"}
+    tokens = {
+        key: value % small.vocab_size
+        for key, value in config.items()
+        if key.endswith("_token_id") and isinstance(value, int)
+    }
+    return small, {**config, **sizes(small), **window, **tokens}
+
+
+def narrow_layer(layer: LayerSpec, windows: dict[int, int]) -> LayerSpec:
+    """The layer with the fewest heads that are grouped alike."""
+    a = layer.attention
+    kv_heads = least_divisor(a.kv_heads)
+    heads = kv_heads * least_divisor(a.heads // a.kv_heads)
+    attention = replace(a, heads=heads, kv_heads=kv_heads, window=windows.get(a.window, a.window))
+    width = min(layer.feed_forward.width, FEED_FORWARD)
+    return replace(layer, attention=attention, feed_forward=replace(layer.feed_forward, width=width))
+
+
+def least_divisor(n: int) -> int:
+    """The smallest divisor above one, or one."""
+    return next((divisor for divisor in range(2, isqrt(n) + 1) if n % divisor == 0), n)
+
+
+def with_layers(spec: ModelSpec, layers: list[LayerSpec]) -> ModelSpec:
+    """The spec with these layers instead of its own."""
+    overrides = {str(index): asdict(layer) for index, layer in enumerate(layers)}
+    return replace(spec, depth=len(layers), **vars(copy.deepcopy(layers[0])), pattern=[], overrides=overrides)
+
+
+def sizes(spec: ModelSpec, *paths: str) -> dict[str, Any]:
+    """The options of config.json that say how large the model is, or some of them."""
+    names = {key: path if isinstance(path, str) else path[0] for key, path in FAMILIES[spec.family].fields.items()}
+    return {key: encode(path, attrgetter(path)(spec)) for key, path in names.items() if path in (paths or SIZES)}
+
+
+def usual_values(family: str) -> dict[str, Any]:
+    """Dotted field -> the value that an exportable model of the family commonly has."""
+    spec = ModelSpec(family=family)
+    for path, value in FAMILIES[family].fixed.items():
+        assign(spec, path, value(spec) if callable(value) else value)
+    return flat(asdict(spec))
+
+
+def usual_config(model_type: str) -> dict[str, Any]:
+    """The options that transformers' class has by default."""
+    from transformers import AutoConfig
+
+    with quiet():
+        return AutoConfig.for_model(model_type).to_dict()
+
+
+def unusual(config: dict[str, Any], usual: dict[str, Any]) -> Iterator[tuple[list[str], Any]]:
+    """The options that are not as usual, by their path of keys; those of a group (rope_parameters) before the group."""
+    for key, value in config.items():
+        if value != usual.get(key, ...):
+            if isinstance(value, dict):
+                yield from (([key, *path], inner) for path, inner in unusual(value, usual.get(key) or {}))
+            yield [str(key)], value
+
+
+def changed(config: dict[str, Any], path: list[str], *value: Any) -> dict[str, Any]:
+    """The configuration with another value at a path of keys, or without one."""
+    first, *rest = path
+    if rest:
+        return {**config, first: changed(config[first], rest, *value)}
+    kept = {key: old for key, old in config.items() if str(key) != first}
+    return {**kept, first: value[0]} if value else kept
+
+
+def written(folder: Path, config: dict[str, Any]) -> Path:
+    """`folder`, new, with the configuration as its config.json."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Transformers neither logs nor draws bars here, and takes no random numbers away."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

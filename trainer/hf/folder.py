@@ -1,0 +1,109 @@
+"""Whole transformers folders: the architecture of one, and a trained model as one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config import ConfigError
+from trainer.config.model import ModelSpec
+from trainer.hf.agreement import check_export, check_import, usual_config
+from trainer.hf.config import check_sizes, config_from_spec, spec_from_config
+from trainer.hf.families import FAMILIES
+from trainer.hf.tokenizer import open_tokenizer
+from trainer.hf.weights import write_weights
+from trainer.util.reading import brief, read_json
+
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def spec_from_hf(folder: str | Path) -> ModelSpec:
+    """The architecture in `folder`/config.json, as transformers understands it: a small model of it has computed the
+    same there and here. Raises `ConfigError` for what cannot be read or is not supported."""
+    folder = Path(folder).expanduser()
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"model.from_hf={folder}: there is no {path.name} in it; give a folder as transformers saves "
+            "it (a model of the hub: hf download NAME --local-dir DIR)"
+        )
+    try:
+        raw = read_json(path, {"model_type": (str, NoneType)}, "write it anew with transformers' save_pretrained")
+        check_sizes(raw)
+        config = completed(folder, raw) if raw["model_type"] in FAMILIES else raw
+        spec = spec_from_config(config)
+        check_import(spec, config)
+    except ConfigError as error:
+        raise ConfigError([f"model.from_hf={folder}: {path.name}: {problem}" for problem in error.problems]) from error
+    except Exception as error:  # every class of error by which transformers refuses a field, or a field is of no use
+        raise ConfigError(f"model.from_hf={folder}: {path.name} cannot be read: {brief(error)}") from error
+    spec.name = folder.resolve().name
+    return spec
+
+
+def completed(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """The configuration as transformers opens it, with the defaults of its class. Raises `ConfigError` where it takes
+    it for another architecture's."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).to_dict()
+    if config["model_type"] != raw["model_type"]:
+        foreign = [key for key in raw if key not in usual_config(raw["model_type"])]
+        raise ConfigError(
+            f"transformers takes model_type={raw['model_type']!r} for {config['model_type']!r}, which is not supported, "
+            f"because of options that are not its own: {brief(', '.join(foreign))}; supported: leaving them out"
+        )
+    return config
+
+
+def export(
+    spec: ModelSpec,
+    tensors: Callable[[str], Tensor] | Mapping[str, Tensor],
+    folder: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    tokenizer: str | Path | None = None,
+    shard_size: int | str = "5GB",
+) -> None:
+    """Writes a folder that `AutoModelForCausalLM.from_pretrained` opens: config, safetensors, tokenizer.
+
+    Before anything is written, transformers opens the configuration and computes a small model of it.
+
+    tensors: whole parameters by global name, read one at a time, so that at most one file's tensors are in memory
+    besides. tokenizer: folder to copy. The folder is written under another name and then renamed, so that it is
+    complete or absent. Raises `ConfigError` where transformers' model would be another one, naming the field."""
+    from transformers import GenerationConfig
+
+    folder = Path(folder).expanduser()
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"out={folder} exists and is not empty; give a new folder")
+    outside = {**special_tokens(tokenizer), "torch_dtype": str(dtype).removeprefix("torch.")}
+    config = {**config_from_spec(spec), **outside}
+    check_export(spec, config)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_weights(partial, spec, tensors if callable(tensors) else tensors.__getitem__, dtype, shard_size)
+    if tokenizer:
+        shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    GenerationConfig(**{key: config[key] for key in SPECIAL}).save_pretrained(partial)
+    if folder.exists():
+        folder.rmdir()
+    partial.rename(folder)
+
+
+def special_tokens(tokenizer: str | Path | None) -> dict[str, int | None]:
+    """Ids of the tokens that generation stops at and pads with.
+
+    Without a tokenizer they are null: an id that is left out would take the architecture's default."""
+    if tokenizer is None:
+        return dict.fromkeys(SPECIAL)
+    opened = open_tokenizer(Path(tokenizer))
+    return {name: getattr(opened, name) for name in SPECIAL}

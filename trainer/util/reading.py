@@ -1,0 +1,118 @@
+"""What stands in a file is data: it is read up to a limit and parsed into plain values, and nothing of it is run.
+
+Anyone may have written a file: other users of a shared cache, a node that died in the middle, strangers. What is read
+here ends in a value, in `OSError` where the file system refuses, or in `Malformed`, which names the file, what is wrong
+and the way out. docs/trust.md says what is done with each kind of file."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path, PurePath
+from typing import Any, TypeAlias
+
+import yaml
+
+from trainer.config import ConfigError
+from trainer.config.yaml_limits import BYTES, LOADER, check_yaml
+
+LIMIT = 64 << 20
+"""Bytes of a file that is read whole, unless its kind has a limit of its own: far above what the project writes in one
+piece (a schedule of 4,096 ranks takes 32 MiB), and parsed it still fits the memory of a laptop."""
+
+Shape: TypeAlias = "type | tuple[type, ...] | list[Any] | dict[Any, Any]"
+"""What a parsed value has to look like: a type or several, `[shape]` a list, `{"key": shape}` a mapping with these
+keys, `{str: shape}` a mapping with any. Types are exact, so that true is no number. A key that is absent counts as
+None."""
+
+
+class Malformed(ConfigError):
+    """A file does not hold what its kind holds."""
+
+
+def read_bytes(path: str | os.PathLike, limit: int = LIMIT) -> bytes:
+    """The content of a regular file. Raises `OSError`, and `Malformed` where it is no file or longer than `limit`.
+
+    A pipe or a device is refused before it is opened: reading it might never end."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise Malformed(f"{path} is not a regular file; put a file there, or name another one")
+    with open(path, "rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise Malformed(f"{path} has more than {limit} bytes, the most of a file of its kind; look at what it holds")
+    return content
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises `ValueError` for whatever is wrong with it, too deep a nesting included."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_yaml(path: str | os.PathLike) -> Any:
+    """The value in a YAML file of plain data. Raises `OSError` and `Malformed`."""
+    content = read_bytes(path, BYTES)
+    try:
+        check_yaml(content)
+        return yaml.load(content, LOADER)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise Malformed(f"{path} is not YAML: {brief(error)}; write it anew") from None
+
+
+def read_json(path: str | os.PathLike, shape: Shape, way_out: str, limit: int = LIMIT) -> Any:
+    """The value in a JSON file. Raises `OSError`, and `Malformed` unless it has the `shape`; `way_out` ends the
+    message."""
+    content = read_bytes(path, limit)
+    try:
+        value = parse_json(content)
+    except ValueError as error:
+        raise Malformed(f"{path} is not JSON ({brief(error)}); {way_out}") from None
+    if wrong := mismatch(value, shape):
+        raise Malformed(f"{path} is not what it should be: {wrong}; {way_out}")
+    return value
+
+
+def mismatch(value: Any, shape: Shape, place: str = "") -> str | None:
+    """The first thing in which a value differs from a shape, or None."""
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return _wrong(value, "a mapping", place)
+        pairs = [(key, item, shape[str]) for key, item in value.items()] if str in shape else []
+        pairs += [(key, value.get(key), item) for key, item in shape.items() if key is not str]
+        inner = ((item, wanted, f"{place}.{key}" if place else str(key)) for key, item, wanted in pairs)
+    elif isinstance(shape, list):
+        if not isinstance(value, list):
+            return _wrong(value, "a list", place)
+        inner = ((item, shape[0], f"{place}[{index}]") for index, item in enumerate(value))
+    else:
+        kinds = shape if isinstance(shape, tuple) else (shape,)
+        return None if type(value) in kinds else _wrong(value, " or ".join(kind.__name__ for kind in kinds), place)
+    return next((wrong for item in inner if (wrong := mismatch(*item))), None)
+
+
+def _wrong(value: Any, wanted: str, place: str) -> str:
+    return f"{place or 'it'} is {brief(value)} instead of {wanted}"
+
+
+def brief(value: object) -> str:
+    """A foreign value in a message: on one line, short, and without control characters."""
+    if isinstance(value, (dict, list)):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    text = " ".join(printable(str(value)[:1000] if isinstance(value, (str, BaseException)) else repr(value)).split())
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def printable(text: str) -> str:
+    """A foreign text for a terminal, which control characters could make show something else."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file that a list in `folder` names. Raises `ValueError` for a name that leads elsewhere."""
+    path = PurePath(name)
+    if not name or "\0" in name or path.is_absolute() or ".." in path.parts or not path.parts:
+        raise ValueError(f"{ascii(name[:200])} is no name of a file in its folder")
+    return folder / path
