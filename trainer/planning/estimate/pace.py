@@ -18,8 +18,8 @@ from trainer.planning.plan import Plan
 
 @dataclass(frozen=True)
 class Pace:
-    """Rates of one device. peak, products, attention: FLOP/s; memory, optimizer, copy: bytes/s; kernel, launch: seconds of
-    one kernel, on the device and on the host; hidden: share of hidden communication that is free."""
+    """Rates of one device. peak, products, attention: FLOP/s; memory, optimizer, copy: bytes/s; kernel, launch: seconds
+    of one kernel, on the device and on the host; hidden: share of hidden communication that is free."""
 
     peak: float
     products: float
