@@ -28,6 +28,7 @@ from trainer import cli, estimate, export, plot, sample
 from trainer.cluster.options import PreflightOptions
 from trainer.config import Config, ConfigError, options, typed
 from trainer.config.compose import CONFIGS
+from trainer.config.hardware import HardwareConfig
 from trainer.config.json_schema import json_schema
 from trainer.observe import metrics
 from trainer.parity import cli as parity
@@ -448,9 +449,10 @@ def known() -> tuple[set[str], set[str], dict[str, set[str]]]:
         for parts in [path.relative_to(ROOT).parts]
         for place in range(len(parts))
     }
-    settings = [*typed.settings(), *typed.settings(sweep.SweepConfig(), "sweep")]
+    extra = [typed.settings(sweep.SweepConfig(), "sweep"), typed.settings(HardwareConfig(), "hardware")]
+    settings = [setting for found in [typed.settings(), *extra] for setting in found]
     tails = {setting.path.split(".", place)[-1] for setting in settings for place in range(setting.path.count(".") + 1)}
-    small = (sample.SampleOptions, export.ExportOptions, PreflightOptions)
+    small = (sample.SampleOptions, export.ExportOptions, PreflightOptions, estimate.EstimateOptions)
     own = {name for schema in small for name in vars(schema())} | {"plans", "steps", "json", "only"}
     groups = {
         folder.name: {file.stem for file in folder.glob("*.yaml")} for folder in CONFIGS.iterdir() if folder.is_dir()

@@ -150,12 +150,12 @@ def test_the_best_of_all_plans():
     """The search leaves out nothing that is faster: beside every plan estimated by itself."""
     spec, hardware = shipped("llama_60m"), load_hardware("h200", ["memory=8"])
     config = settings(spec, batch__sequence_length=1024, compile=True)
-    ranking = rank_plans(config, hardware, 4, 16, most=3)
-    everything = rank_plans(config, hardware, 4, 16, most=10**6)
+    ranking = rank_plans(config, hardware, 4, 8, most=3)
+    everything = rank_plans(config, hardware, 4, 8, most=10**6)
     assert [one.seconds for one in ranking.best] == [one.seconds for one in everything.best[:3]]
     assert len(everything.best) <= everything.fitting <= everything.legal
     for one in ranking.best:
         again = estimated(one.config, 4, hardware)
         assert again.seconds == pytest.approx(one.seconds) and again.layout == one.layout
         assert again.memory == pytest.approx(one.memory, rel=0.05) and one.fits != "no"
-        assert one.layout.batch.global_size == 16
+        assert one.layout.batch.global_size == 8
