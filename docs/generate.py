@@ -10,7 +10,6 @@ the result of the function of that name in `TABLES`. tests/docs/test_documents.p
 from __future__ import annotations
 
 import ast
-import dataclasses
 import itertools
 import json
 import re
@@ -79,16 +78,13 @@ def settings(section: str) -> str:
 
 
 PARTS = {"source": (SourceConfig, "data.sources.NAME"), "policy": (TypePolicy, "precision.types.ROLE")}
-"""Dataclasses inside open mappings, which `--help` does not unfold."""
+"""Dataclasses inside open mappings."""
 
 
 def part(name: str) -> str:
     """The fields of what an open mapping holds."""
     schema, path = PARTS[name]
-    return _described(
-        typed.Setting(typed.join(path, field.name), typed.plain(field.default), **field.metadata)
-        for field in dataclasses.fields(schema)
-    )
+    return _described(typed.leaves(schema, path))
 
 
 def _described(found: Iterable[typed.Setting]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -14,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import trainer
-from trainer import cli
-from trainer.config import ConfigError
+from trainer import cli, command, torchrun
+from trainer.config import ConfigError, SourceConfig
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # captured streams have no descriptor
@@ -94,16 +96,83 @@ def test_pages(capsys, tmp_path):
     (tmp_path / "model" / "my_own.yaml").write_text("name: my_own\n")
     code, page, _ = main(capsys, "--help", "--config-dir", str(tmp_path))
     assert code == 0 and all(
-        word in page for word in ("usage: torchrun", "+config=", "debug", "zero3_offload", "my_own", "precision")
+        word in page for word in ("usage: trainer train", "+config=", "debug", "zero3_offload", "my_own", "precision")
     )
     code, page, _ = main(capsys, "--help", "lr")
     assert code == 0 and page.startswith("lr.schedule") and "one of cosine, wsd" in page
     assert "lr.warmup=10\n    linear warm-up from zero; in steps; range [0, inf)" in page
     assert main(capsys, "--help", "lrr")[0] == 2
+    for section in ("data.sources", "data.sources.stdlib"):
+        page = main(capsys, "--help", section)[1]
+        for field in dataclasses.fields(SourceConfig):
+            assert f"data.sources.NAME.{field.name}={json.dumps(field.default)}" in page
+    assert "in documents; range [0, inf)" in page
+    for section in ("model.pattern", "model.overrides", "precision.types.rules", "sweep.slurm", "parallel.pipeline"):
+        code, page, _ = main(capsys, "--help", section)
+        assert code == 0 and page.count(f"{section}.") >= 5, section
+    assert all(len(line) <= 120 for line in main(capsys, "--help", "model")[1].splitlines())
     code, shown, _ = main(capsys, "--cfg", "job", "+config=debug")
     assert code == 0 and "dir: runs/${run.name}" in shown
     code, shown, _ = main(capsys, "--cfg", "job", "--resolve", "parallel.dp=4")
     assert code == 0 and "dp: 4" in shown, "the plan of a later launch is not held against this process"
+    assert main(capsys, "--cfg", "job", "lr.warmup=100")[0] == 2, "what is wrong on any number of processes is"
+
+
+def test_no_arguments_are_answered_with_the_usage(capsys, monkeypatch):
+    code, out, error = main(capsys)
+    assert code == 2 and not out and error.startswith("usage: ") and "--help" in error
+    monkeypatch.setenv("RANK", "1")
+    assert main(capsys) == (2, "", "")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What our launcher would have been given."""
+    calls = []
+    monkeypatch.setattr(torchrun, "main", lambda arguments, brief: calls.append(arguments) or 75)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield calls
+    logging.disable(logging.NOTSET)
+
+
+def test_train_starts_the_processes_that_it_is_told(launched, capsys):
+    assert command.main(["train", "--processes", "2", "+config=debug", "parallel=tp2"]) == 75
+    assert command.main(["train", "--gpus", "2", "+config=debug"]) == 75
+    both = ["--standalone", "--nproc-per-node", "2", "-m", "trainer"]
+    assert launched == [[*both, "+config=debug", "parallel=tp2"], [*both, "run.device=cuda", "+config=debug"]]
+    assert capsys.readouterr().out.count("starting 2 processes") == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--processes", "4", "+config=debug", "parallel.tp=3"], "start 3 or 6 processes"),
+        (["--gpus", "0", "+config=debug"], "'0' is no number of processes"),
+        (["--gpus", "2", "--processes", "2"], "not allowed with"),
+    ],
+)
+def test_train_refuses_before_it_starts_a_process(launched, capsys, arguments, words):
+    assert command.main(["train", *arguments]) == 2 and not launched
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) <= 3
+
+
+def test_the_words_of_the_command_lead_where_they_say(launched, capsys):
+    assert command.main(["train", "--gpus", "8", "--help", "lr"]) == 0 and not launched
+    assert capsys.readouterr().out.startswith("lr.schedule")
+    assert command.main(["sample", "--help"]) == 0 and "trainer.sample" in capsys.readouterr().out
+    assert command.main(["sweep", "+config=debug", "lr.peek=1,2"]) == 2
+    assert "did you mean 'lr.peak'" in capsys.readouterr().err
+    assert command.main([]) == 2 and "usage: trainer train" in capsys.readouterr().err
+
+
+def test_cfg_job_checks_the_plan_for_the_processes_that_it_is_told(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    arguments = ["--cfg", "job", "+config=llama3_8b", "parallel=tp2_pp2"]
+    code, shown, error = main(capsys, *arguments, "parallel.tp=3", "parallel.pp=2")
+    assert code == 2 and not shown and "start 60 or 66 processes" in error
+    code, shown, error = main(capsys, *arguments)
+    assert code == 0 and "tp: 2" in shown and not error
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,21 @@
-"""`python -m trainer` and `torchrun -m trainer`."""
+"""`trainer`, `python -m trainer` and `torchrun -m trainer`."""
 
 import contextlib
 import os
 import sys
 
-from trainer.cli import main
+from trainer.command import main
 
-if __name__ == "__main__":
+
+def run() -> None:
+    """Ends the process with the command's exit code."""
     code = main(sys.argv[1:])
     with contextlib.suppress(BrokenPipeError):  # `--help | head`
         sys.stdout.flush()
     sys.stderr.flush()
     # os._exit skips the interpreter's tear-down, which gloo's threads now and then abort after the work has succeeded.
     os._exit(code)
+
+
+if __name__ == "__main__":
+    run()

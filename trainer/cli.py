@@ -9,25 +9,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 
 from omegaconf import OmegaConf
 
 from trainer.config import Config, ConfigError, typed
-from trainer.config.compose import _groups, _options, gather, hydra_over, to_config
+from trainer.config.compose import _groups, _options, gather, hydra_over
 from trainer.config.fields import nearest
 from trainer.config.json_schema import json_schema
-from trainer.planning.resolve import compose
-from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, rank, refuse
+from trainer.planning.resolve import checked, compose
+from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, rank, refuse
 
 USAGE = """\
-usage: torchrun --nproc-per-node N -m trainer +config=RECIPE [GROUP=OPTION ...] [SETTING=VALUE ...]
-       python -m trainer ...             the same on one process
-       python -m trainer --multirun ...  a sweep: each combination of values such as lr.peak=1e-3,3e-4 or
-                                         parallel=glob(zero*) is a trial, a run with processes of its own; its settings:
-                                         --help sweep
+usage: trainer train [--gpus N | --processes N] +config=RECIPE [GROUP=OPTION ...] [SETTING=VALUE ...]
+       trainer sweep ...                 each combination of values such as lr.peak=1e-3,3e-4 or parallel=glob(zero*)
+                                         is a trial, a run with processes of its own; its settings: --help sweep
+       trainer plot | sample | export | parity | preflight ...
+       python -m trainer ...             the same without installation
+       torchrun --nproc-per-node N -m trainer +config=RECIPE ...  a run whose processes torchrun starts
 
   --config-dir DIR   folder of your own groups and recipes (DIR/config/NAME.yaml); they win over the shipped ones
   --cfg job          print the composed configuration and stop; with --resolve, as the run will see it
@@ -43,9 +46,14 @@ def help_text(section: str, config_dir: str | os.PathLike | None = None) -> str:
     """The page of `--help`, or the settings of one section."""
     from trainer.sweep.plan import SweepConfig
 
-    everything = [*typed.settings(), *typed.settings(SweepConfig(), "sweep")]
+    everything = []
+    for setting in (*typed.settings(), *typed.settings(SweepConfig(), "sweep")):
+        everything.append(setting)
+        everything += typed.entry_settings(setting.path) if setting.path in typed.ENTRIES else []
     sections = list(dict.fromkeys(setting.path.split(".")[0] for setting in everything))
     if section:
+        # An entry that is named, such as data.sources.stdlib, has the settings of any.
+        section = next((path for path in typed.ENTRIES if section.startswith(f"{path}.")), section)
         found = [setting for setting in everything if f"{setting.path}.".startswith(f"{section}.")]
         if not found:
             raise ConfigError(f"--help {section}: there is no such section; {nearest(section, sections)}")
@@ -53,7 +61,7 @@ def help_text(section: str, config_dir: str | os.PathLike | None = None) -> str:
     with hydra_over(config_dir) as loader:
         groups = {group: _options(loader, group) for group in _groups(loader)}
     recipes = groups.pop("config", [])
-    lines = [f"  {group + '=':<14}{', '.join(options)}" for group, options in groups.items()]
+    lines = [_wrapped(f"  {group + '=':<14}{', '.join(options)}", 16) for group, options in groups.items()]
     return "\n".join(
         [
             USAGE,
@@ -64,7 +72,7 @@ def help_text(section: str, config_dir: str | os.PathLike | None = None) -> str:
             *lines,
             "",
             "sections of settings",
-            f"  {', '.join(sections)}",
+            _wrapped(f"  {', '.join(sections)}", 2),
         ]
     )
 
@@ -73,16 +81,25 @@ def _described(setting: typed.Setting) -> str:
     extra = [f"in {setting.unit}"] if setting.unit else []
     extra += ["one of " + ", ".join(map(str, setting.choices))] if setting.choices else []
     extra += [f"range {setting.range}"] if setting.range else []
-    return f"{setting.path}={json.dumps(setting.default)}\n    {'; '.join([setting.doc, *extra])}"
+    meaning = "; ".join([setting.doc, *extra])
+    return _wrapped(f"{setting.path}={json.dumps(setting.default)}", 2) + "\n" + _wrapped(f"    {meaning}", 4)
 
 
-class _Parser(argparse.ArgumentParser):
+def _wrapped(text: str, indent: int) -> str:
+    """The text in lines that fit the terminal, all but the first indented."""
+    width = max(60, min(120, shutil.get_terminal_size().columns))
+    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong options are a `ConfigError`."""
+
     def error(self, message: str):
         raise ConfigError(f"{message}; see python -m trainer --help")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="python -m trainer", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="python -m trainer", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--cfg", choices=["job"])
@@ -102,6 +119,10 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command line. The exit code: what `trainer.training.run.main` returns, 2 for a wrong configuration, 1
     for a crash."""
     try:
+        if not arguments:
+            if rank() == 0:
+                print(USAGE + "\n--help has recipes, groups and sections of settings", file=sys.stderr, flush=True)
+            return REFUSED
         options = _parse(arguments)
         if options.help is not None:
             return _print(help_text(options.help, options.config_dir))
@@ -117,6 +138,8 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         return refuse(error)
     except KeyboardInterrupt:
+        if rank() == 0:
+            print("interrupted before a run had started", file=sys.stderr, flush=True)
         return INTERRUPTED
     except Exception:
         traceback.print_exc()
@@ -124,11 +147,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _shown(options: argparse.Namespace) -> str:
-    """The composed configuration as YAML. Only settings are checked, since the number of processes is not known."""
+    """The composed configuration as YAML, once it is checked: with its plan where WORLD_SIZE says for how many
+    processes."""
     values, problems = gather(options.overrides, options.config_dir)
-    config = to_config(values, problems, int(os.environ.get("WORLD_SIZE", 1)))
-    if problems:
-        raise ConfigError(list(problems.values()))
+    config = checked(values, problems, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
     return (typed.to_yaml(config) if options.resolve else OmegaConf.to_yaml(OmegaConf.create(values))).rstrip()
 
 

@@ -26,7 +26,7 @@ from trainer.checkpointing.manifest import MANIFEST, list_checkpoints
 from trainer.config import ConfigError
 from trainer.config.compose import quoted
 from trainer.planning.resolve import compose
-from trainer.util.exit_codes import LOST, REFUSED, UNFIT
+from trainer.util.exit_codes import DONE, LOST, REFUSED, UNFIT
 from trainer.util.reading import Malformed, read_bytes, read_json
 
 
@@ -103,7 +103,7 @@ def decide(status: str | None, code: int, told: bool, state: str, record: Record
     is near; state: the job's, as Slurm has it, empty if it did not answer; progress: whether a checkpoint was written.
     A stop that nobody asked this script for was a preemption, or a signal from a person, who else would have used
     scancel: the job is requeued."""
-    if status == "done":
+    if status == "done" or code == DONE:
         return "exit=0 the run is done"
     if state not in ("RUNNING", ""):  # cancelled; or a node is lost, and Slurm itself requeues the job
         return f"exit=143 Slurm ends this job ({state}); the same command goes on from the newest checkpoint"

@@ -44,6 +44,7 @@ def decided(status=None, code=1, told=False, state="RUNNING", idle=0, progress=T
 
 
 def test_the_state_of_the_run_decides_and_not_the_exit_code():
+    assert decided(None, 0) == "exit=0"  # nothing was left to train, and the folder says what it said before
     assert decided("done", 1) == "exit=0"  # rank 0 was done; another process was killed while it ended
     assert decided("stopped", 1) == decided("stopped", 143) == "requeue"
     assert decided("running", 137) == decided("failed", 1) == decided(None, 1) == "again"
@@ -79,7 +80,7 @@ def checkpoint(folder: Path, step: int, age: float) -> None:
 
 def test_a_job_resumes_itself_only_after_it_has_saved(tmp_path):
     environment = {"SLURM_JOB_ID": "7"}
-    overrides = ["+config=debug", f"run.dir={tmp_path}"]  # the recipe starts anew: checkpoint.resume=none
+    overrides = ["+config=debug", f"run.dir={tmp_path}", "checkpoint.resume=none"]
     checkpoint(tmp_path, 90, age=100)  # of an earlier run
     assert job.begin(1, 2, overrides, environment)["args"] == overrides
     assert (
@@ -99,7 +100,7 @@ def test_a_job_resumes_itself_only_after_it_has_saved(tmp_path):
 
 
 def test_a_second_job_on_the_same_folder_changes_nothing_for_the_first(tmp_path):
-    overrides = ["+config=debug", f"run.dir={tmp_path}"]
+    overrides = ["+config=debug", f"run.dir={tmp_path}", "checkpoint.resume=none"]
     job.begin(1, 2, overrides, {"SLURM_JOB_ID": "7"})
     (tmp_path / "status.json").write_text('{"status": "running"}')
     checkpoint(tmp_path, 5, age=-1)

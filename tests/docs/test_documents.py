@@ -25,6 +25,7 @@ from test_architecture import ROOMS
 
 import trainer
 from trainer import cli, estimate, export, plot, sample
+from trainer import command as door
 from trainer.cluster.options import PreflightOptions
 from trainer.config import Config, ConfigError, options, typed
 from trainer.config.compose import CONFIGS
@@ -50,7 +51,7 @@ NOT_RUN = {
 
 PROGRAM = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?(?:python3?|torchrun|pytest)|bash|sbatch|(?:launch|bench)/\S+\.sh|"
-    + "|".join(NOT_RUN)
+    + "|".join(["trainer (?:train|sweep|plot|sample|export|parity|preflight)", *NOT_RUN])
     + r") \S"
 )
 """How inline code begins that is a command."""
@@ -153,6 +154,8 @@ def check(command: Command, capsys: pytest.CaptureFixture) -> None:
             torchrun(words[1:], patch)
         elif program == "python" and words[1] == "-m":
             module(words[2], words[3:], int(environment.get("WORLD_SIZE", 1)), command.output, capsys)
+        elif program == "trainer":
+            subcommand(words[1], words[2:])
         elif program in ("python", "bash") or "/" in program:
             script(words[program in ("python", "bash") :], environment)
         elif program == "sbatch":
@@ -164,6 +167,17 @@ def check(command: Command, capsys: pytest.CaptureFixture) -> None:
             assert program in NOT_RUN, (
                 f"{program} is a program that nobody tests: add it here, or to NOT_RUN with the reason"
             )
+
+
+def subcommand(word: str, words: list[str]) -> None:
+    """`trainer WORD WORDS`."""
+    if word == "train":
+        processes, words = door._launch(["2" if one == "N" else one for one in words])
+        train(words, processes)
+    elif word == "sweep":
+        train(["--multirun", *words], 1)
+    else:
+        module(door.OTHERS[word].removesuffix(".cli"), words, 1)
 
 
 def torchrun(words: list[str], patch: pytest.MonkeyPatch) -> None:

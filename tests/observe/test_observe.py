@@ -63,6 +63,7 @@ def test_lines_have_the_keys_of_the_contract(tmp_path):
     step, evaluation = written(tmp_path)
     contract = {
         "step",
+        "time",
         "loss",
         "grad_norm",
         "lr",
@@ -86,7 +87,8 @@ def test_lines_have_the_keys_of_the_contract(tmp_path):
         "comm/bytes_outer",
     }
     assert set(step) == contract
-    assert evaluation == {"step": 1, "tokens": 4096, "eval_loss": 2.0}
+    assert evaluation == {"step": 1, "time": evaluation["time"], "tokens": 4096, "eval_loss": 2.0}
+    assert abs(evaluation["time"] - time.time()) < 60 and step["time"] <= evaluation["time"]
     assert set(metrics.METRICS) == contract | {"eval_loss"} and all(metrics.METRICS.values())
 
 
@@ -299,7 +301,7 @@ def test_on_cuda_a_step_is_read_one_push_later_without_waiting_for_the_newest():
 # metrics.jsonl over crashes and resumes
 
 
-def test_a_resume_drops_what_the_lost_part_wrote(tmp_path):
+def test_a_resume_puts_away_what_the_lost_part_wrote(tmp_path):
     log = logger(tmp_path)
     for step in range(1, 6):
         log.step(record(step))
@@ -312,7 +314,26 @@ def test_a_resume_drops_what_the_lost_part_wrote(tmp_path):
     log.close("done")
     assert [line["step"] for line in metrics.read(tmp_path)] == [1, 1, 2, 2, 3, 3, 4]
     assert metrics.read(tmp_path)[-1]["loss"] == 0.5
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "status.json"]
+    again = [strict(text)["step"] for text in (tmp_path / "metrics-replaced.jsonl").read_text().splitlines()]
+    assert again == [4, 4, 5, 5]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "console.log",
+        "metrics.jsonl",
+        "metrics-replaced.jsonl",
+        "status.json",
+    }
+
+
+def test_the_log_has_what_the_console_shows_or_would_show(tmp_path):
+    for console in ("plain", "rich", "none"):
+        log = logger(tmp_path, console=console)
+        log.step(record(1))
+        log.event(f"saved on {console}")
+        log.close("failed", "OSError: no space")
+    text = (tmp_path / "console.log").read_text()
+    assert text.count("step   1/100  loss 10.0000") == text.count("failed: OSError: no space") == 3
+    assert "saved on rich" in text and "\x1b" not in text
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", line) for line in text.splitlines())
 
 
 def test_the_folder_says_what_became_of_the_run(tmp_path):

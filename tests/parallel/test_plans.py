@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support import matrix
 from support.launch import CAN_COMPILE, launch
 from support.reference import settings, tiny_spec
 
-from trainer.config import Config, ConfigError
+from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.planning.batch import resolve_batch
 from trainer.planning.pipeline import check_pipeline
-from trainer.planning.plan import check_plan, resolve_plan
+from trainer.planning.plan import check_plan, near, resolve_plan
 from trainer.planning.resolve import check
 
 
@@ -104,7 +106,7 @@ REFUSED = [  # processes, settings, words of the refusal, a legal neighbour that
     (
         4,
         {"tp": 4, "pp": 2},
-        ["multiple of 8 processes", "start 8 with --nproc-per-node", "parallel.tp=2 parallel.pp=2"],
+        ["multiple of 8 processes", "start 8 processes", "parallel.tp=2 parallel.pp=2"],
         {"tp": 2, "pp": 2},
     ),
     (4, {"tp": 2, "dp": 4}, ["needs 8 processes, but 4 run", "parallel.dp=2"], {"tp": 2, "dp": 2}),
@@ -216,3 +218,14 @@ def test_refusals_come_with_the_configuration():
     config.parallel.tp, config.parallel.pp, config.parallel.pipeline.schedule = 1, 2, "zb_v"
     config.parallel.pipeline.chunks = 3
     assert any("parallel.pipeline.chunks=3" in problem for problem in check(config, 2))
+
+
+@given(st.integers(1, 200), st.integers(1, 8), st.integers(1, 8), st.sampled_from([1, 2, 4, 8]))
+def test_offered_numbers_of_processes_run_and_are_the_nearest(world, tp, pp, node):
+    parallel = ParallelConfig(tp=tp, pp=pp, tp_across_nodes=True)
+    offered = near(world, tp * pp, node)
+    assert offered and all(check_plan(parallel, count, node=min(node, count)) == [] for count in offered)
+    if node < world:
+        assert all(count % node == 0 for count in offered)
+    else:
+        assert all(abs(count - world) <= tp * pp for count in offered)

@@ -246,6 +246,7 @@ def manifests(outside: Path) -> Iterator[Case]:
         "batch": [{}, {"a": [None]}, deep, REMOVED],
         "data": [{}, {"a": [None]}, deep, REMOVED],
         "compression": [None, REMOVED],
+        "scaler": [{}],
         **{key: [2**62] for key in ("step", "tokens", "samples", "skipped")},
     }
     for key in ("format", "step", "files", "tensors", "spec", *STATES, "saved", "torch"):

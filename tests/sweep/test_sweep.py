@@ -349,7 +349,7 @@ def lines(folder: Path) -> dict[str, dict]:
 
 RECIPES = {
     "fine": "eval: {every: 5, sequences: 8}",
-    "big_model": "model: {vocab_size: 1000000000000}",
+    "big_model": "run: {force: true}\nmodel: {vocab_size: 1000000000000}",
     "big_batch": "batch: {global_size: 8192, micro_size: 8192}",
     "illegal": "parallel: {tp: 3}",
     "diverges": "lr: {peak: 1.0e+30}\noptimizer: {clip_norm: 0}\nguard: {max_skipped: 1}",

@@ -307,7 +307,7 @@ def test_a_lost_node_and_a_stopped_launcher(calm, folder):
         first.wait_for(
             lambda: len(resumed(first)) > already and last_step(folder) > resumed(first)[-1] + 2, "progress on one node"
         )
-        assert resumed(first)[-1] >= saved > 0 and "2 a micro-batch x 2 micro-batches x 1 ranks" in first.text()
+        assert resumed(first)[-1] >= saved > 0 and "2 a micro-batch x 2 micro-batches x 1 rank" in first.text()
         first.process.send_signal(signal.SIGTERM)
         first.end()
     finally:

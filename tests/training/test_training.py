@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -112,10 +114,10 @@ COMMAND = [
 ]
 
 
-def start(folder: Path, *overrides: str, processes: int = 1) -> subprocess.Popen:
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
-    )
+def start(folder: Path, *overrides: str, processes: int = 1, launcher: Sequence[str] = ()) -> subprocess.Popen:
+    """A run by torchrun, or by words of our own command."""
+    by_torchrun = processes > 1 and not launcher
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] * by_torchrun
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[2]),
@@ -128,6 +130,7 @@ def start(folder: Path, *overrides: str, processes: int = 1) -> subprocess.Popen
             *torchrun,
             "-m",
             "trainer",
+            *launcher,
             *COMMAND,
             f"run.dir={folder}",
             f"data.cache={folder.parent / 'cache'}",
@@ -172,6 +175,8 @@ def test_the_run_folder_keeps_the_contract(undisturbed):
     assert {path.name for path in folder.iterdir()} == {
         "config.yaml",
         "metrics.jsonl",
+        "starts.jsonl",
+        "console.log",
         "status.json",
         "checkpoints",
         "tokenizer",
@@ -179,6 +184,7 @@ def test_the_run_folder_keeps_the_contract(undisturbed):
     assert len(losses(folder)) == 30 and "step 30/30" in output and f"everything is in {folder}" in output
     names = {
         "step",
+        "time",
         "loss",
         "grad_norm",
         "lr",
@@ -239,6 +245,18 @@ def test_sigterm_to_torchrun_saves_on_all_ranks(tmp_path):
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=100)[0]
     assert "stopped by a signal" in output, output
+    assert (folder / "checkpoints" / f"step-{len(losses(folder)):08d}" / "manifest.json").is_file()
+
+
+def test_ctrl_c_to_our_launcher_saves_without_a_report_of_its_own(tmp_path):
+    folder = tmp_path / "run"
+    process = start(folder, processes=2, launcher=["train", "--processes", "2"])
+    wait_for(folder, 6, process)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=100)[0]
+    assert process.returncode == 75 and not re.search("Traceback|^[WE][0-9]{4} ", output, re.MULTILINE), output
+    assert output.startswith("starting 2 processes; Ctrl-C saves and stops them\n"), output
+    assert output.count("stopping: this step ends") == 1 and output.count("the same command resumes") == 1, output
     assert (folder / "checkpoints" / f"step-{len(losses(folder)):08d}" / "manifest.json").is_file()
 
 

@@ -55,7 +55,8 @@ def fitting_manifest(
     if differing:
         problems.append(
             "; ".join(f"model.{name}={mine[name]} but the checkpoint has {saved.get(name)}" for name in differing[:3])
-            + ": set checkpoint.resume=none or another run.dir to start anew"
+            + ": set another run.name to train it beside the earlier run, or checkpoint.resume=none to train it here, "
+            "which sets the earlier run aside"
         )
     if manifest["data"] != data and config.checkpoint.data == "continue":
         changed = [name for name, value in data.items() if manifest["data"].get(name) != value]

@@ -103,15 +103,8 @@ def find_resume(setting: str, folder: Path, verify_files: bool) -> tuple[Path | 
         way_out = (
             f"the newest whole checkpoint is {newest}: set checkpoint.resume={newest}"
             if newest
-            else "no other whole checkpoint was found: set checkpoint.resume=none to start afresh"
+            else "no other whole checkpoint was found: set checkpoint.resume=none to begin anew, which sets what is in "
+            "run.dir aside"
         )
         raise ConfigError(f"checkpoint.resume={setting}: {damage}; {way_out}") from None
-    if path.resolve().parent == folder.resolve():
-        later = [other for other in list_checkpoints(folder).values() if other.name > path.name]
-        if later:
-            return path, [
-                f"{later[0]} is later than the checkpoint asked for, and checkpoint.resume=auto takes it until this "
-                "run has "
-                "saved: move it away, or give this run another run.dir"
-            ]
     return path, []

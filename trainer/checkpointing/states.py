@@ -15,16 +15,17 @@ from trainer.config.typed import Invalid, Problems, build
 def read_states(path: Path) -> dict[str, Any]:
     """The manifest of a run's checkpoint, whose states are of the kinds that `saving.contents` writes; its `spec` is
     complete. DamagedCheckpoint names the first that is not."""
-    manifest = read_manifest(path)
+    manifest = {"data": {}, "batch": {}} | read_manifest(path)
     manifest["spec"] = saved_spec(path, manifest).to_dict()
     for name in ("data", "batch", "scaler"):
-        state = manifest.setdefault(name, {})
+        state = manifest.get(name)
         _demand(path, name, isinstance(state, dict), state, "a mapping")
-    scale, good_steps = manifest["scaler"].get("scale"), manifest["scaler"].get("_growth_tracker")
-    _demand(path, "scaler.scale", type(scale) in (int, float) and 0 < scale < 2.0**127, scale, "a loss scale")
-    counts = {"tokens": LARGEST, "samples": LARGEST, "skipped": LARGEST, "scaler._growth_tracker": 2**31 - 1}
-    for name, most in counts.items():
-        value = good_steps if "." in name else manifest.get(name)
+    counts = {name: (manifest.get(name), LARGEST) for name in ("tokens", "samples", "skipped")}
+    if scaler := manifest["scaler"]:  # empty where the run had no loss scale
+        scale = scaler.get("scale")
+        _demand(path, "scaler.scale", type(scale) in (int, float) and 0 < scale < 2.0**127, scale, "a loss scale")
+        counts["scaler._growth_tracker"] = scaler.get("_growth_tracker"), 2**31 - 1
+    for name, (value, most) in counts.items():
         _demand(path, name, type(value) is int and 0 <= value <= most, value, "a whole number in its range")
     compression = manifest.setdefault("compression", None)
     known = compression is None or isinstance(compression, dict) and _texts(compression.get("chosen"))

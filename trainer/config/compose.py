@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import Config, ConfigError, typed
 from trainer.config.fields import nearest
+from trainer.config.synonyms import SETTINGS
 from trainer.config.user_files import UserFiles
 
 HERE = Path(__file__).parents[1]
@@ -87,6 +88,9 @@ def _groups(loader: ConfigLoader) -> list[str]:
 
 def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: typed.Problems) -> str | None:
     """The override as Hydra shall see it; None, and a problem, if it can mean nothing."""
+    if "=" not in override and not override.startswith("~"):
+        problems[override] = _word(override, loader, groups)
+        return None
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException as error:
@@ -115,7 +119,7 @@ def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: ty
             known = [setting.path for setting in typed.settings()] + groups
             problems[key] += "; " + typed.unknown("", key, known)
     elif key in groups:
-        return _choose(key, parsed.value(), override, loader, problems)
+        return _choose(key, parsed.value(), override, loader, groups, problems)
     elif "/" in key or "@" in override.split("=")[0]:  # a group in a group, or a package: Hydra's own answer is exact
         return override
     else:  # the schema decides which settings exist, not the YAML files that happen to name them
@@ -123,20 +127,39 @@ def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: ty
     return None
 
 
-def _choose(group: str, chosen: Any, override: str, loader: ConfigLoader, problems: typed.Problems) -> str | None:
+def _word(word: str, loader: ConfigLoader, groups: list[str]) -> str:
+    """What to say of a word that is no override."""
+    if word.endswith((".yaml", ".yml")):
+        return _path(word, "config", groups)
+    holders = [group for group in ("config", *groups) if word in _options(loader, group)]
+    ways = [("+" if group == "config" else "") + f"{group}={word}" for group in dict.fromkeys(holders)]
+    hint = f"did you mean {' or '.join(ways)}?" if ways else f"recipes: {', '.join(_options(loader, 'config'))}"
+    return f"'{word}' is not SETTING=VALUE, GROUP=OPTION or +config=RECIPE; {hint}"
+
+
+def _path(given: str, group: str, groups: list[str]) -> str:
+    """What to say of a path where the name of a recipe, or of a group's option, is expected."""
+    path = Path(given)
+    group = path.parent.name if path.parent.name in ("config", *groups) else group
+    folder = path.parent.parent if path.parent.name == group else Path("FOLDER")
+    put = "" if path.parent.name == group else f"put it into {folder / group}/ and "
+    plus, kind = ("+", "a recipe") if group == "config" else ("", f"an option of {group}")
+    return f"{given}: {kind} is named, not given as a path; {put}say --config-dir {folder} {plus}{group}={path.stem}"
+
+
+def _choose(
+    group: str, chosen: Any, override: str, loader: ConfigLoader, groups: list[str], problems: typed.Problems
+) -> str | None:
     """The override that chooses options of a group, with the + that Hydra asks for where the group has no default."""
     options = _options(loader, group)
     for option in chosen if isinstance(chosen, list) else [chosen]:
-        if option is not None and "/" not in str(option) and str(option) not in options:
+        if str(option).endswith((".yaml", ".yml")):
+            problems[group] = _path(str(option), group, groups)
+        elif option is not None and "/" not in str(option) and str(option) not in options:
             kind = "recipe" if group == "config" else "option"
-            single = f" (one setting: {group}.NAME=VALUE)" if typed.is_setting(group) else ""
+            setting = f"{SETTINGS.get(group, f'{group}.NAME')}=VALUE"
+            single = f" (one setting: {setting})" if typed.is_setting(group) else ""
             problems[group] = f"{group}={option}: there is no such {kind}; {nearest(str(option), options)}{single}"
-        elif group == "config" and str(option).endswith((".yaml", ".yml")):
-            problems[group] = (
-                f"config={option}: a recipe is named, not given as a path; for a recipe of your own put it in "
-                "FOLDER/config/ and "
-                f"say --config-dir FOLDER +config={Path(str(option)).stem}"
-            )
     if group in problems:
         return None
     defaults = OmegaConf.load(CONFIGS / "config.yaml").defaults

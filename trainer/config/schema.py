@@ -23,6 +23,7 @@ class RunConfig:
     steps: int = option(100, "training length", unit="optimizer steps", range="[1, inf)")
     device: str = option("auto", "auto takes a GPU where there is one", ("auto", "cpu", "cuda"))
     deterministic: bool = option(False, "deterministic kernels: the same plan gives the same bits")
+    force: bool = option(False, "go on although the model's states will not fit into memory, by what is predicted")
 
 
 @dataclass
@@ -309,7 +310,9 @@ class CheckpointConfig:
         0, "checkpoints at multiples of this many steps are kept for good; 0 means none", unit="steps", range="[0, inf)"
     )
     resume: str = option(
-        "auto", "auto (newest valid one of the run, if any), none, or the path of a checkpoint or of a run"
+        "auto",
+        "auto (newest valid one of the run, if any), none, or the path of a checkpoint or of a run; what an earlier "
+        "run left in run.dir and this one does not go on from is moved to earlier/ in it",
     )
     verify: bool = option(True, "compare checksums before loading")
     data: str = option(

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf, StringNode, ValidationError
 
+from trainer.config import synonyms
 from trainer.config.fields import nearest, outside
 from trainer.config.model import LayerSpec
-from trainer.config.schema import Config, TypePolicy
+from trainer.config.schema import Config, SourceConfig, TypePolicy
 
 Problems = dict[str, str]
 """What is wrong, by setting."""
@@ -35,11 +36,21 @@ LEAVES = {
 
 @dataclass
 class PatternEntry(LayerSpec):
-    repeat: int
+    repeat: int = dataclasses.field(
+        metadata={"doc": "layers in a row of this kind", "choices": None, "unit": "layers", "range": None}
+    )
 
 
 # Settings that hold partial dataclasses: only the fields that are given count, so they stay mappings.
 PARTIAL = {"model.pattern": PatternEntry, "model.overrides": LayerSpec, "precision.types.rules": TypePolicy}
+
+ENTRIES: dict[str, tuple[str, type]] = {
+    "data.sources": ("NAME", SourceConfig),
+    "model.pattern": ("PLACE", PatternEntry),
+    "model.overrides": ("LAYER", LayerSpec),
+    "precision.types.rules": ("PATTERN", TypePolicy),
+}
+"""Settings that hold any number of entries: what stands for the name of one, and what it is."""
 
 
 class Setting(NamedTuple):
@@ -62,6 +73,25 @@ def settings(section: Any = None, path: str = "") -> Iterator[Setting]:
             yield from settings(value, name)
         else:
             yield Setting(name, plain(value), **field.metadata)
+
+
+def entry_settings(path: str) -> Iterator[Setting]:
+    """Every setting of one entry of the setting `path`, which is in `ENTRIES`. Where what an entry leaves out stays as
+    it is elsewhere, the default is null."""
+    name, schema = ENTRIES[path]
+    for setting in leaves(schema, join(path, name)):
+        yield Setting(setting.path, None, *setting[2:]) if path in PARTIAL else setting
+
+
+def leaves(schema: type, path: str) -> Iterator[Setting]:
+    """Every setting of a dataclass."""
+    hints = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        name, hint = join(path, field.name), hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from leaves(typing.cast(type, hint), name)
+        else:
+            yield Setting(name, None if field.default is dataclasses.MISSING else field.default, **field.metadata)
 
 
 def out_of_range(section: Any, path: str = "") -> list[str]:
@@ -216,13 +246,15 @@ def unknown(path: str, name: str, names: list[str], value: Any = None) -> str:
     text = f"unknown setting '{join(path, name)}'"
     elsewhere = [setting.path for setting in settings() if setting.path.endswith(f".{name}")]
     elsewhere = [other for other in elsewhere if path and other.startswith(f"{path}.")] or elsewhere
-    if 0 < len(elsewhere) <= 3:
+    if known := synonyms.elsewhere(join(path, name)):
+        text += f"; {known}"
+    elif 0 < len(elsewhere) <= 3:
         text += "; did you mean " + " or ".join(map(repr, elsewhere)) + "?"
     elif close := difflib.get_close_matches(name, names, 1):
         text += f"; did you mean '{join(path, close[0])}'?"
     else:
         text += f"; {nearest(name, names)}"
-    if not path and isinstance(value, dict):
+    if not path and not known and isinstance(value, dict):
         text += " (a recipe, and a file of a group of one's own, starts with the line '# @package _global_')"
     return text
 

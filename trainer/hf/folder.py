@@ -57,7 +57,7 @@ def completed(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
     if config["model_type"] != raw["model_type"]:
         foreign = [key for key in raw if key not in usual_config(raw["model_type"])]
         raise ConfigError(
-            f"transformers takes model_type={raw['model_type']!r} for {config['model_type']!r}, which is not supported, "
+            f"transformers takes model_type={raw['model_type']!r} for {config['model_type']!r}, not supported, "
             f"because of options that are not its own: {brief(', '.join(foreign))}; supported: leaving them out"
         )
     return config

@@ -16,6 +16,7 @@ from trainer.util.reading import parse_json, read_bytes
 # those of EVALUATION. What is unknown, does not apply or is not finite is null.
 METRICS: dict[str, str] = {
     "step": "optimizer steps done, this one included",
+    "time": "when the line was written, in seconds since 1970",
     "tokens": "tokens trained on since the first step, over all ranks",
     "epoch": "passes over the training data, fractional",
     "loss": "mean loss per valid token of this step's global batch, in nats",
@@ -42,7 +43,7 @@ METRICS: dict[str, str] = {
     "skipped": "steps so far whose update was skipped for a non-finite loss or gradient",
     "eval_loss": "mean loss per token on held-out data, in nats",
 }
-EVALUATION = ("step", "tokens", "eval_loss")
+EVALUATION = ("step", "time", "tokens", "eval_loss")
 STEP = tuple(name for name in METRICS if name != "eval_loss")
 
 

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
@@ -17,8 +18,9 @@ from trainer.planning.cost import flops as cost
 from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.memory import StateBytes
 from trainer.planning.cost.parameters import declarations
-from trainer.planning.estimate.memory import Peak
-from trainer.planning.gradient_comm import describe
+from trainer.planning.estimate.memory import peaks
+from trainer.planning.fit import Memory
+from trainer.planning.gradient_comm import describe, reduces_once
 from trainer.planning.plan import node_size
 from trainer.planning.resolve import Layout
 from trainer.util import tables
@@ -48,16 +50,29 @@ def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> Me
     )
 
 
-def print_start(config: Config, layout: Layout, states: StateBytes, peak: Peak, corpus: Any, world: World) -> None:
-    """Prints one table: model, plan, batch arithmetic, state memory of the rank that holds most, and the fullest moment
-    that is predicted of a step."""
+def print_start(
+    config: Config,
+    layout: Layout,
+    states: StateBytes,
+    memory: Memory,
+    corpus: Any,
+    world: World,
+    console: Console | None = None,
+) -> None:
+    """Prints one table: model, plan, batch arithmetic, and predicted memory of the states on the rank that holds most
+    beside what there is."""
     spec, plan, pipeline, batch = layout.spec, layout.plan, layout.pipeline, layout.batch
-    moment = [("predicted peak", f"{tables.size(peak.reserved)}, rank {peak.rank} at {peak.where}")]
-    counts = cost.parameter_counts(spec)
-    gradients = describe(config.parallel.grad_comm, plan, node_size(world.size))
+    counts, (labels, values) = cost.parameter_counts(spec), zip(*states.rows())
+    node = node_size(world.size)
+    gradients = describe(config.parallel.grad_comm, plan, node)
     activation = config.activation.mode + (
         f", every {config.activation.every} blocks" if config.activation.every > 1 else ""
     )
+    peak: list[tuple[str, str]] = []
+    if plan.engine == "torch":  # DeepSpeed reduces in buffers of its own
+        once = reduces_once(config.parallel.grad_comm, plan, node)
+        moment = max(peaks(config, layout, lowered=False, once=once), key=lambda moment: moment.reserved)
+        peak = [("predicted peak", f"{tables.size(moment.reserved)}, rank {moment.rank} at {moment.where}")]
     tables.sections(
         {
             "model": [
@@ -87,7 +102,8 @@ def print_start(config: Config, layout: Layout, states: StateBytes, peak: Peak, 
                 ),
                 (
                     "arithmetic",
-                    f"{batch.micro_size} a micro-batch x {batch.accumulation} micro-batches x {plan.dp} ranks",
+                    f"{batch.micro_size} a micro-batch x {tables.number(batch.accumulation, 'micro-batch', 'es')} x "
+                    f"{tables.number(plan.dp, 'rank')}",
                 ),
                 (
                     "corpus",
@@ -95,9 +111,15 @@ def print_start(config: Config, layout: Layout, states: StateBytes, peak: Peak, 
                     + f", {tables.count(len(corpus.eval))} held out",
                 ),
             ],
-            "memory": [(name, tables.size(value)) for name, value in states.rows()]
-            + moment * (plan.engine == "torch"),  # DeepSpeed reduces in buffers of its own
-        }
+            "memory": [
+                ("counts", "the states of one rank, predicted; activations come on top"),
+                *zip(labels, tables.sizes(values)),
+                *peak,
+                *([("the GPU has", tables.size(memory.device))] if memory.device else []),
+                ("the machine has", f"{tables.size(memory.host)} for {tables.number(node, 'process', 'es')}"),
+            ],
+        },
+        console=console,
     )
     if config.logging.types:
         infos = declarations(spec)
@@ -116,4 +138,5 @@ def print_start(config: Config, layout: Layout, states: StateBytes, peak: Peak, 
                 }
                 for name, info in infos.items()
             ],
+            console,
         )

@@ -36,6 +36,7 @@ from trainer.util.tables import count, duration, percent, size
 
 MetricsLine = dict[str, Any]
 Notify = Callable[[str], None]
+METRICS_FILE, REPLACED, STATUS, LOG = "metrics.jsonl", "metrics-replaced.jsonl", "status.json", "console.log"
 
 
 class Logger:
@@ -55,16 +56,17 @@ class Logger:
         config: dict[str, Any],
         enabled: bool = True,
     ):
-        self._console: RichConsole | PlainConsole | None = None
+        self._listeners: list[LogFile | RichConsole | PlainConsole] = []
         self._sinks: list[Any] = []
         if not enabled:
             return
         folder = Path(folder)
         self._sinks.append(JsonLines(folder, resume_step, self.event))
+        self._listeners.append(LogFile(folder, run.steps))
         if logging.console != "none":
             rich = logging.console == "rich" or logging.console == "auto" and sys.stdout.isatty()
-            self._console = RichConsole(run.name, run.steps, resume_step) if rich else PlainConsole(run.steps)
-            self._sinks.append(self._console)
+            self._listeners.append(RichConsole(run.name, run.steps, resume_step) if rich else PlainConsole(run.steps))
+        self._sinks += self._listeners
         if logging.tensorboard:
             self._open("TensorBoard", lambda: TensorBoard(folder, resume_step))
         if logging.wandb.enabled:
@@ -82,16 +84,17 @@ class Logger:
         self._write(record, metrics.EVALUATION)
 
     def event(self, text: str) -> None:
-        """Shows a one-line notice, such as 'checkpoint saved', on the console."""
-        if self._console is not None:
-            self._try(self._console, self._console.event, text)
+        """Shows a one-line notice, such as 'checkpoint saved', on the console and in its log."""
+        for listener in list(self._listeners):
+            self._try(listener, listener.event, text)
 
     def close(self, status: str = "done", reason: str | None = None) -> None:
         """Flushes and ends every sink. `status` is 'done', 'stopped' (saved, to be continued) or else a failure for
         `reason`."""
         for sink in reversed(list(self._sinks)):  # the console last: others may have notices for it
-            self._try(sink, partial(sink.close, reason=reason) if isinstance(sink, Status) else sink.close, status)
-        self._sinks, self._console = [], None
+            tells = isinstance(sink, (Status, LogFile))
+            self._try(sink, partial(sink.close, reason=reason) if tells else sink.close, status)
+        self._sinks, self._listeners = [], []
 
     def _open(self, name: str, make: Callable[[], Any]) -> None:
         try:
@@ -101,7 +104,7 @@ class Logger:
 
     def _write(self, record: MetricsLine, names: tuple[str, ...]) -> None:
         if self._sinks:
-            record = metrics.line(record, names)
+            record = metrics.line({"time": time.time(), **record}, names)
         for sink in list(self._sinks):
             self._try(sink, sink.write, record)
 
@@ -110,8 +113,7 @@ class Logger:
             call(argument)
         except Exception as error:
             self._sinks.remove(sink)
-            if sink is self._console:
-                self._console = None
+            self._listeners = [listener for listener in self._listeners if listener is not sink]
             self.event(f"{type(sink).__name__} is off from here: {reason_of(error)}")
 
 
@@ -124,12 +126,12 @@ def reason_of(error: BaseException) -> str:
 class JsonLines:
     """metrics.jsonl: one JSON object a line, each written at once; NaN and infinities, which JSON lacks, are null.
 
-    A run that resumes after step s first drops the lines beyond s, which the lost part of the run had written, and
-    lines that are cut off. So the curve stays one curve. A new run (s = 0) starts an empty file. On a full disk a line
-    is lost, the run goes on, and the next line is tried again."""
+    A run that resumes after step s first moves the lines beyond s, whose steps it will train again, to
+    metrics-replaced.jsonl, and drops what is cut off. So the curve stays one curve. A new run (s = 0) moves all. On a
+    full disk a line is lost, the run goes on, and the next line is tried again."""
 
     def __init__(self, folder: Path, resume_step: int, notify: Notify):
-        self.path, self.notify, self.failing = folder / "metrics.jsonl", notify, False
+        self.path, self.notify, self.failing = folder / METRICS_FILE, notify, False
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if self.path.exists():
@@ -140,11 +142,17 @@ class JsonLines:
             raise ConfigError(f"run.dir={folder}: {reason}") from None
 
     def _keep(self, resume_step: int) -> None:
-        before, kept = read_bytes(self.path, metrics.LONGEST), b""
+        before, kept, replaced = read_bytes(self.path, metrics.LONGEST), b"", b""
         for text in before.split(b"\n")[:-1]:
             record = metrics.parse_line(text)
             if resume_step and record is not None and record["step"] <= resume_step:
                 kept += text + b"\n"
+            else:
+                replaced += text + b"\n"
+        if replaced:
+            with open(self.path.with_name(REPLACED), "ab") as file:
+                file.write(replaced)
+                os.fsync(file.fileno())
         if kept != before:
             write_atomic(self.path, kept, sync=True)
 
@@ -187,7 +195,7 @@ class Status:
 def write_status(folder: Path, status: str, step: int, total: int, reason: str | None = None) -> None:
     """Writes a run's status.json, whole or not at all."""
     content = {"status": status, "step": step, "steps": total} | ({"reason": reason} if reason else {})
-    write_atomic(folder / "status.json", json.dumps(content) + "\n")
+    write_atomic(folder / STATUS, json.dumps(content) + "\n")
 
 
 def _summary(record: MetricsLine) -> list[str]:
@@ -199,7 +207,7 @@ def _summary(record: MetricsLine) -> list[str]:
         f"lr {_number(record['lr'], '.2e')}" if record["lr"] is not None else None,
         f"MFU {percent(record['mfu']):>5}" if record["mfu"] is not None else None,
         f"bubble {percent(record['bubble']):>5}" if record["bubble"] is not None else None,
-        f"{size(record['memory_gib'] * 2**30):>9}" if record["memory_gib"] is not None else None,
+        f"memory {size(record['memory_gib'] * 2**30):>8}" if record["memory_gib"] is not None else None,
         f"skipped {record['skipped']}" if record["skipped"] else None,
         f"ETA {duration(record['eta_seconds'])}" if record["eta_seconds"] else None,
     ]
@@ -236,6 +244,21 @@ class PlainConsole:
 
     def close(self, status: str) -> None:
         pass
+
+
+class LogFile(PlainConsole):
+    """console.log: the plain lines with the time of day, whatever the console shows; every start appends to it."""
+
+    def __init__(self, folder: Path, total: int):
+        super().__init__(total)
+        self.file = open(folder / LOG, "a", buffering=1, encoding="utf-8")
+
+    def event(self, text: str) -> None:
+        self.file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+
+    def close(self, status: str, reason: str | None = None) -> None:
+        self.event(f"{status}: {reason}" if reason else status)
+        self.file.close()
 
 
 class _Bar(Progress):
@@ -301,8 +324,8 @@ class TensorBoard:
 
     def write(self, record: MetricsLine) -> None:
         for name, value in record.items():
-            if name != "step" and value is not None:
-                self.writer.add_scalar(name, value, record["step"])
+            if name not in ("step", "time") and value is not None:
+                self.writer.add_scalar(name, value, record["step"], walltime=record["time"])
 
     def close(self, status: str) -> None:
         self.writer.close()
@@ -355,7 +378,9 @@ class Wandb:
         try:
             run = self._start()
             while not isinstance(item := self.lines.get(), str):
-                values = {name: value for name, value in item.items() if value is not None and name != "step"}
+                values = {
+                    name: value for name, value in item.items() if value is not None and name not in ("step", "time")
+                }
                 run.log(values, step=item["step"])
             if item == "stopped":
                 run.mark_preempting()

@@ -58,6 +58,15 @@ def asked(settings: GradCommConfig) -> dict[str, HopConfig]:
     return {name: hop for name in ("inner", "outer") if (hop := getattr(settings, name)).codec != "none"}
 
 
+def reduces_once(settings: GradCommConfig, plan: Plan, node: int) -> bool:
+    """Whether gradients are reduced once a step whatever the ZeRO stage, since their reduce-scatter is quantised.
+    codec=auto begins without."""
+    scattered = routes(plan, node)[0] if asked(settings) else None
+    return scattered is not None and any(
+        getattr(settings, kind).codec not in ("none", "auto") for kind, _ in scattered.hops
+    )
+
+
 def describe(settings: GradCommConfig, plan: Plan, node: int) -> str:
     """The form of the gradients on their way under a plan, for people; empty where nothing is quantised."""
     words = []

@@ -91,7 +91,8 @@ def check_plan(
     model, dp, stage = parallel.tp * parallel.pp, parallel.dp, parallel.zero.stage
     degrees = f"parallel.tp={parallel.tp} x parallel.pp={parallel.pp}" + ("" if dp == -1 else f" x parallel.dp={dp}")
     if world % model or dp not in (-1, world // model):
-        ways = [f"start {model * max(dp, 1)} with --nproc-per-node"]
+        counts = [model * dp] if dp != -1 else near(world, model, node or world)
+        ways = [f"start {' or '.join(map(str, counts))} processes"]
         if world % model == 0:
             ways.append(f"set parallel.dp={world // model}, or -1 for what is left")
         else:
@@ -135,6 +136,13 @@ def check_plan(
             "set parallel.shard=-1, or parallel.zero.sum_on_host=false"
         )
     return problems + check_parallel(parallel, dp, world // (node or world))
+
+
+def near(world: int, model: int, node: int) -> list[int]:
+    """The numbers of processes around `world` that a plan can have whose model takes `model` of them, in whole nodes of
+    `node` where there are several."""
+    unit = model if node >= world else math.lcm(model, node)
+    return [count for count in (world // unit * unit, world // unit * unit + unit) if count]
 
 
 def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, node: int) -> list[str]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.config import Config, ConfigError, ModelSpec
+from trainer.config import Config, ConfigError, ModelSpec, typed
 from trainer.config.compose import gather, to_config
 from trainer.planning import checks
 from trainer.planning.batch import BatchPlan, resolve_batch
@@ -82,9 +82,15 @@ def compose(
     Raises `ConfigError` with everything that is wrong.
     """
     values, problems = gather(overrides, config_dir)
-    world = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
-    config = to_config(values, problems, world)
-    contradictions = check(config, world)
+    return checked(values, problems, int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size)
+
+
+def checked(values: dict, problems: typed.Problems, world: int | None) -> Config:
+    """The configuration of what `gather` returned, checked for `world` processes, or for any number of them if None.
+
+    Raises `ConfigError` with everything that is wrong."""
+    config = to_config(values, problems, world or 1)
+    contradictions = checks.check(config) if world is None else check(config, world)
     if problems:
         # A setting that was refused stands at its default: what contradicts only that default is no news.
         refused = re.compile(r"\b(" + "|".join(map(re.escape, problems)) + r")\b")

@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from trainer.sweep import results
 from trainer.sweep.plan import SweepConfig, Trial
+from trainer.util.processes import children
 
 SAVING = 300.0
 """Seconds that a trial has to save after a stop signal, before it is killed."""
@@ -71,10 +71,7 @@ class Running:
 
     def workers(self) -> list[int]:
         """The processes that the agent has started, each the head of a process group."""
-        try:
-            return list(map(int, Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split()))
-        except OSError:
-            return []
+        return children(self.agent.pid)
 
     def stop(self, status: str) -> None:
         """Signals the workers to save and end after the step in progress. Repeated calls signal workers started

@@ -21,6 +21,7 @@ from trainer.observe.stragglers import Stragglers, slowest
 from trainer.parallel.pipeline.timing import StepTimes
 from trainer.planning.batch import BatchPlan
 from trainer.planning.schedules.simulate import Simulation
+from trainer.training.history import way_on
 from trainer.training.state import TrainState
 from trainer.util.exit_codes import STOPPED
 
@@ -184,9 +185,7 @@ class Ledger:
     def summary(self, first: int, step: int, code: int) -> str:
         """How a run that began after step `first` ended after `step` with an exit code, for people."""
         folder, steps = Path(self.config.run.dir), self.config.run.steps
-        if step == first:
-            return f"{folder} is done: step {step} of {steps}. Raise run.steps to train on, or set another run.name"
         fell = f"loss {self.losses[0]:.3f} -> {self.losses[-1]:.3f}" if self.losses else "no step was logged"
         if code == STOPPED:
-            return f"stopped by a signal after step {step} of {steps} ({fell}); the same command resumes {folder}"
+            return f"stopped by a signal after step {step} of {steps} ({fell}); {way_on(self.config)}"
         return f"done: {fell} in steps {first + 1} to {step}; everything is in {folder}"

@@ -12,24 +12,37 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from trainer.checkpointing.manifest import list_checkpoints
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.data.corpus import open_corpus
 from trainer.data.tokens import DataError
 from trainer.distributed.channels import PeerError
-from trainer.distributed.world import join, local_device
+from trainer.distributed.world import World, join, local_device
 from trainer.model.initial import Weights
 from trainer.observe import flight, metrics
 from trainer.observe.sinks import reason_of, write_status
 from trainer.parallel.engine import check_engine
 from trainer.parallel.parallelize import check_compiler, check_model
+from trainer.planning.fit import check_fit
+from trainer.planning.plan import node_size
 from trainer.planning.resolve import resolve
 from trainer.training.auto_schedule import saved_choice
+from trainer.training.history import settle_status, way_on
 from trainer.training.ledger import NonFinite
 from trainer.training.out_of_memory import advice, missing_memory
-from trainer.training.session import claimed, host_threads, numeric_mode, warn_of_stale_store, watching
+from trainer.training.saving import Start
+from trainer.training.session import (
+    claimed,
+    compare_ranks,
+    host_threads,
+    memory_of,
+    numeric_mode,
+    warn_of_stale_store,
+    watching,
+)
 from trainer.training.trainer import Trainer
-from trainer.util.exit_codes import FAILED
+from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, rank
 
 
 @dataclass
@@ -55,6 +68,7 @@ def run(config: Config) -> Result:
     check_compiler(config, device)
     check_engine(config, device)
     check_model(config, spec, device)
+    check_fit(config, layout, world_size, node_size(world_size), memory_of(device))
     corpus = open_corpus(config)
     joined_before = dist.is_initialized()
     warn_of_stale_store()
@@ -67,22 +81,45 @@ def run(config: Config) -> Result:
         claimed(folder, world),
         watching(config, world) as watchdog,
     ):
-        try:
-            trainer = Trainer(config, layout, weights, corpus, world, watchdog)
-        except Exception as error:
-            if world.rank == 0 and missing_memory(error):  # before there was a log: a model too big for its plan
-                write_status(folder, "failed", 0, config.run.steps, reason_of(error))
-            raise
-        code = trainer.train()
+        compare_ranks(config, layout, corpus.fingerprint, world)
+        start = Start.find(config, layout, corpus.fingerprint, world)
+        if start.step >= config.run.steps:
+            say_done(config, start, world)
+            code = DONE
+        else:
+            try:
+                trainer = Trainer(config, layout, weights, corpus, world, watchdog, start)
+            except Exception as error:
+                if world.rank == 0 and missing_memory(error):  # before there was a log: a model too big for its plan
+                    write_status(folder, "failed", start.step, config.run.steps, reason_of(error))
+                raise
+            code = trainer.train()
     if not joined_before:  # not after a failure: other ranks may still wait in a collective
         dist.destroy_process_group()
     return Result(folder, code)
+
+
+def say_done(config: Config, start: Start, world: World) -> None:
+    """For a run that has all its steps: nothing is trained, and its folder says what it said before."""
+    if world.rank != 0:
+        return
+    folder = Path(config.run.dir)
+    settle_status(folder, start.step, config.run.steps)
+    if config.logging.console != "none":
+        done = f"{start.path} has {start.step} steps, and run.steps={config.run.steps} asks for no more"
+        print(*start.warnings, f"{done}: raise run.steps to train on, or set another run.name", sep="\n", flush=True)
 
 
 def main(config: Config) -> int:
     """The command line's run: returns the exit code."""
     try:
         return run(config).code
+    except KeyboardInterrupt:
+        if rank() == 0:
+            newest = next(iter(list_checkpoints(Path(config.run.dir) / "checkpoints").values()), None)
+            end = f"{newest} is the last that was saved; {way_on(config)}" if newest else "nothing had been saved"
+            print(f"left at once: {end}", file=sys.stderr, flush=True)
+        return INTERRUPTED
     except (NonFinite, DataError, PeerError) as error:
         print(f"training stopped: {error}", file=sys.stderr, flush=True)
         return FAILED

@@ -47,6 +47,11 @@ class Start:
     data: dict[str, Any]
     warnings: list[str]
 
+    @property
+    def step(self) -> int:
+        """After which the run goes on."""
+        return self.manifest["step"] if self.path else 0
+
     @classmethod
     def find(cls, config: Config, layout: Layout, fingerprint: str, world: World) -> Start:
         """The start that `checkpoint.resume` asks for; fingerprint: of the corpus. All ranks call it together. Raises

@@ -22,10 +22,12 @@ from trainer.distributed.world import World
 from trainer.model.attention import kernel_priority
 from trainer.model.initial import name_seed
 from trainer.observe.watchdog import Watchdog
+from trainer.planning.fit import Memory
 from trainer.planning.gradient_comm import asked
 from trainer.planning.plan import Plan, node_size
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules import ir
+from trainer.util.exit_codes import rank
 from trainer.util.files import lock_folder
 
 
@@ -56,6 +58,15 @@ def host_threads(plan: Plan, device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def memory_of(device: torch.device) -> Memory:
+    """The memory of a process's GPU, and of its machine: what the machine has, or its container may use."""
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        host = min(host, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    gpu = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return Memory(gpu, host)
 
 
 @contextlib.contextmanager
@@ -121,11 +132,21 @@ def watching(config: Config, world: World) -> Iterator[Watchdog]:
 
 @contextlib.contextmanager
 def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGUSR1 (a scheduler's warning) call `stop` meanwhile."""
+    """SIGTERM, SIGUSR1 (a scheduler's warning) and Ctrl-C call `stop` meanwhile; Ctrl-C again raises
+    `KeyboardInterrupt`."""
     if threading.current_thread() is not threading.main_thread():  # a notebook's worker: signals are not ours
         yield
         return
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if rank() == 0:  # by the descriptor: print may be what was interrupted
+            os.write(2, b"\nstopping: this step ends, then the run saves. Ctrl-C again leaves at once, unsaved\n")
+        stop()
+
     before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as for what a script starts in the background
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:

@@ -7,28 +7,30 @@ import sys
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.config import Config
-from trainer.config.typed import to_yaml
 from trainer.data.batches import Loader, eval_batches
 from trainer.data.corpus import Corpus
 from trainer.distributed.world import World
 from trainer.model.initial import Weights, name_seed
 from trainer.observe.report import print_start
-from trainer.observe.sinks import reason_of
+from trainer.observe.sinks import LOG, reason_of
 from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE, STEP, Watchdog
-from trainer.planning.cost.memory import fullest_rank
-from trainer.planning.estimate.memory import peaks
+from trainer.planning.fit import kept
+from trainer.planning.plan import node_size
 from trainer.planning.resolve import Layout
+from trainer.training import history
 from trainer.training.adapt import Adaptation
 from trainer.training.auto_schedule import write_schedule
 from trainer.training.ledger import Ledger
 from trainer.training.saving import Progress, Start, contents
-from trainer.training.session import compare_ranks, profiled, stop_signals
+from trainer.training.session import memory_of, profiled, stop_signals
 from trainer.training.state import TrainState
 from trainer.training.step import evaluate, train_step
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
+from trainer.util.tables import size
 
 
 class Trainer:
@@ -39,17 +41,24 @@ class Trainer:
     """
 
     def __init__(
-        self, config: Config, layout: Layout, weights: Weights | None, corpus: Corpus, world: World, watchdog: Watchdog
+        self,
+        config: Config,
+        layout: Layout,
+        weights: Weights | None,
+        corpus: Corpus,
+        world: World,
+        watchdog: Watchdog,
+        start: Start,
     ):
         self.config, self.corpus, self.world, self.watchdog = config, corpus, world, watchdog
-        self.batch, self.folder, self.stop_wanted = layout.batch, Path(config.run.dir), False
-        compare_ranks(config, layout, corpus.fingerprint, world)
-        self.start = Start.find(config, layout, corpus.fingerprint, world)
+        self.batch, self.folder, self.stop_wanted, self.start = layout.batch, Path(config.run.dir), False, start
+        if world.rank == 0 and config.logging.console != "none":
+            self.print_start(layout)
         self.state = TrainState.build(config, layout.spec, layout.plan, layout.pipeline, world, weights)
         progress, messages = self.start.resume(self.state)
         self.tokens, self.loader = progress.tokens, self.load_from(progress.samples)
+        messages = [*messages, *self.open_folder(layout)]
         self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
-        self.describe_run()
         self.ledger = Ledger(self.state, self.batch, progress.skipped)
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
         for text in messages:
@@ -71,11 +80,11 @@ class Trainer:
                     self.report_saves()
                 self.read_back(everything=True)
                 self.watchdog.enter(ENDING, self.state.step)
-                if self.state.step == first or self.save_at_end():
+                if self.save_at_end():
                     code = DONE if self.state.step >= steps else STOPPED
                     status = "stopped" if code == STOPPED else "done"
                     self.ledger.log.event(self.ledger.summary(first, self.state.step, code))
-                if self.state.step > first and self.state.plan.pp > 1:
+                if self.state.plan.pp > 1:
                     write_schedule(self.folder, self.state, self.batch)
             self.checkpointer.close()
             self.state.close()
@@ -176,7 +185,7 @@ class Trainer:
             self.ledger.log.event(text)
 
     def wish_stop(self) -> None:
-        """Lets the run end after the present step, with a checkpoint."""
+        """Lets the run end after the present step, with a checkpoint. Called between any two lines of the loop."""
         self.stop_wanted = True
 
     def load_from(self, position: int) -> Loader:
@@ -193,16 +202,28 @@ class Trainer:
             device=self.world.device,
         )
 
-    def describe_run(self) -> None:
-        """Prints what is about to be trained, and leaves settings and tokenizer in the run folder."""
-        config, state, world = self.config, self.state, self.world
-        feedback = max(world.gather(state.compression.feedback_bytes))
-        once, layout = state.compression.once, Layout(state.spec, state.plan, self.batch, state.pipeline)
-        if world.rank != 0:
-            return
-        if config.logging.console != "none":
-            states = fullest_rank(config, state.spec, state.plan, state.pipeline, self.batch, once, feedback)
-            moments = peaks(config, layout, lowered=False, once=once, feedback=feedback)
-            print_start(config, layout, states, max(moments, key=lambda peak: peak.reserved), self.corpus, world)
-        self.corpus.tokenizer.save(self.folder / "tokenizer")
-        (self.folder / "config.yaml").write_text(to_yaml(config))
+    def open_folder(self, layout: Layout) -> list[str]:
+        """Makes the run folder that of this start: sets an earlier run aside, and notes what is about to be trained,
+        with which settings, by whom. Returns what is to be said."""
+        places = self.world.gather(history.place(self.world))
+        feedback = max(self.world.gather(self.state.compression.feedback_bytes))
+        held = [f"error feedback takes {size(feedback)} more on the rank with most of it"] if feedback else []
+        return held + self.world.agree(lambda: self._open_folder(layout, places))
+
+    def _open_folder(self, layout: Layout, places: list[tuple[str, str]]) -> list[str]:
+        folder, resumed, step = self.folder, self.start.path, self.start.step
+        aside = history.set_aside(folder, resumed, step)
+        changed = history.note_start(self.config, step, resumed, aside, places)
+        self.corpus.tokenizer.save(folder / "tokenizer")
+        with open(folder / LOG, "a", encoding="utf-8") as log:
+            self.print_start(layout, Console(file=log))
+        return [
+            *([f"what an earlier run left in {folder} is now in {aside}"] if aside else []),
+            *([f"settings changed since: {history.shown(changed)}"] if changed else []),
+        ]
+
+    def print_start(self, layout: Layout, console: Console | None = None) -> None:
+        """Prints what is about to be trained."""
+        states = kept(self.config, layout, node_size(self.world.size))
+        memory = memory_of(self.world.device)
+        print_start(self.config, layout, states, memory, self.corpus, self.world, console)

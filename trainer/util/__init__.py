@@ -1,1 +1,1 @@
-"""What any room may use: files written whole, tables on the terminal, exit codes, packages that are extras."""
+"""What any room may use: whole files, tables on the terminal, exit codes, processes, packages that are extras."""

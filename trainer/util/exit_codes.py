@@ -19,11 +19,11 @@ UNFIT = 3
 LOST = 4
 """A node of a Slurm job does not answer."""
 STALLED = 70
-"""The watchdog ended a run that made no progress; started again, it resumes."""
+"""The watchdog ended a run that made no progress; it resumes from the last checkpoint."""
 STOPPED = 75
-"""A signal stopped the run, and its state is saved; started again, it resumes (sysexits.h: EX_TEMPFAIL)."""
+"""A signal or Ctrl-C stopped the run, and its state is saved, to go on from (sysexits.h: EX_TEMPFAIL)."""
 INTERRUPTED = 130
-"""Ctrl-C, by the convention of shells."""
+"""Ctrl-C twice, or before the first step: the run left at once. By the convention of shells."""
 
 
 def rank() -> int:

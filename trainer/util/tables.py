@@ -29,6 +29,18 @@ def size(value: float | None) -> str:
     return _scaled(value, ("B", "KiB", "MiB", "GiB", "TiB"), 1024, " ")
 
 
+def sizes(values: Sequence[float]) -> list[str]:
+    """Bytes in one unit, that of the largest, so that they can be compared: 0.12 GiB, 54.3 GiB."""
+    power = max(0, min(4, (int(max(values, default=0)).bit_length() - 1) // 10))
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    return [f"{_three_digits(value / 1024**power) if power else int(value)} {units[power]}" for value in values]
+
+
+def number(value: int, one: str, more: str = "s") -> str:
+    """A number with what it counts: 1 process, 4 processes."""
+    return f"{value} {one}{more if value != 1 else ''}"
+
+
 def percent(value: float | None) -> str:
     """A share of one: 0.532 is 53.2%."""
     return "-" if value is None else f"{100 * value:.1f}%"

@@ -13,6 +13,7 @@ from trainer.planning.cost.memory import MASTER_BYTES, held_parameters
 from trainer.planning.estimate.memory import Peak, peaks
 from trainer.planning.estimate.pace import Pace
 from trainer.planning.estimate.timing import TERMS, Timing, time_units
+from trainer.planning.gradient_comm import reduces_once
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.simulate import Simulation, simulate
 
@@ -88,7 +89,8 @@ def estimate_within(
     simulation, terms = step_terms(config, layout, timing, pace)
     if sum(terms.values()) > seconds:
         return None
-    ranks, moved = tuple(peaks(config, layout, lowered)), communication(layout, timing)
+    once = reduces_once(config.parallel.grad_comm, layout.plan, min(layout.plan.world, hardware.devices))
+    ranks, moved = tuple(peaks(config, layout, lowered, once)), communication(layout, timing)
     return Estimate(config, layout, hardware, terms, moved, simulation, ranks, pace.peak)
 
 

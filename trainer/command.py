@@ -1,0 +1,83 @@
+"""The command `trainer`: one word for what to do, then what that takes. `python -m trainer` is the same.
+
+`trainer train --gpus 8 +config=...` starts a run's processes on this machine by itself, checks their plan before, and
+says no more of them than is to be known. What begins with no such word is a run's own process, as torchrun starts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from trainer import cli
+from trainer.config import ConfigError
+from trainer.planning.resolve import compose
+from trainer.util.exit_codes import refuse
+
+OTHERS = {
+    "estimate": "trainer.estimate",
+    "plot": "trainer.plot",
+    "sample": "trainer.sample",
+    "export": "trainer.export",
+    "parity": "trainer.parity.cli",
+    "preflight": "trainer.preflight",
+}
+"""Words whose commands are modules with a `main`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line. The exit code is that of what was run."""
+    first, *rest = arguments = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
+    if first == "train":
+        return train(rest)
+    if first == "sweep":
+        return cli.main(["--multirun", *rest])
+    if first in OTHERS:
+        return importlib.import_module(OTHERS[first]).main(rest)
+    return cli.main(list(filter(None, arguments)))
+
+
+def train(arguments: Sequence[str]) -> int:
+    """A run on one process, or on as many as `--gpus N` or `--processes N` says. The exit code: of the process that
+    failed first."""
+    try:
+        processes, rest = _launch(arguments)
+        if processes == 1:
+            return cli.main(rest)
+        options = cli._parse(rest)
+        compose(options.overrides, options.config_dir, processes)
+    except ConfigError as error:
+        return refuse(error)
+    from trainer import torchrun
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets with a warning
+    logging.disable(logging.CRITICAL)  # torchrun's own lines: the processes have said what there is to say
+    print(f"starting {processes} processes; Ctrl-C saves and stops them", flush=True)
+    return torchrun.main(["--standalone", "--nproc-per-node", str(processes), "-m", "trainer", *rest], brief=True)
+
+
+def _launch(arguments: Sequence[str]) -> tuple[int, list[str]]:
+    """How many processes are to be started, and what they are given. Pages need none. Raises `ConfigError`."""
+    parser = cli.Parser(prog="trainer train", add_help=False, allow_abbrev=False)
+    counts = parser.add_mutually_exclusive_group()
+    counts.add_argument("--gpus", type=_count)
+    counts.add_argument("--processes", type=_count)
+    given, rest = parser.parse_known_args(arguments)
+    if {"RANK", "TORCHELASTIC_RUN_ID"} & os.environ.keys() and (given.gpus or given.processes):
+        raise ConfigError("--gpus and --processes start processes, and torchrun has done so; leave them out")
+    pages = {"--help", "-h", "--cfg", "--schema", "--multirun"} & set(rest)
+    return 1 if pages else given.gpus or given.processes or 1, ["run.device=cuda"] * bool(given.gpus) + rest
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no number of processes")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What settings are called elsewhere: in transformers, Megatron-LM, torchtitan, DeepSpeed, Lightning and nanoGPT."""
+
+from __future__ import annotations
+
+_NAMES = {
+    "run.steps": "max_steps train_iters max_iters num_steps training_steps total_steps num_training_steps iterations",
+    "run.dir": "output_dir save_dir out_dir default_root_dir dump_folder log_dir",
+    "run.name": "run_name experiment_name exp_name",
+    "run.seed": "random_seed",
+    "lr.peak": "learning_rate lr max_lr base_lr",
+    "lr.warmup": "warmup_steps warmup_iters num_warmup_steps lr_warmup_iters lr_warmup_steps",
+    "lr.final": "min_lr min_lr_ratio min_lr_factor",
+    "lr.schedule": "lr_scheduler lr_scheduler_type lr_decay_style scheduler",
+    "lr.decay": "lr_decay_iters decay_steps",
+    "batch.sequence_length": "seq_len seq_length max_seq_len max_seq_length block_size context_length ctx_len",
+    "batch.global_size": "batch_size global_batch_size train_batch_size",
+    "batch.micro_size": "micro_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu local_batch_size "
+    "device_batch_size mbs",
+    "batch.accumulation": "gradient_accumulation_steps grad_accum grad_accumulation accumulate_grad_batches",
+    "optimizer.beta1": "adam_beta1 momentum",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "adam_eps adam_epsilon epsilon",
+    "optimizer.weight_decay": "weight_decay wd",
+    "optimizer.clip_norm": "max_grad_norm clip_grad grad_clip gradient_clip_val gradient_clipping max_norm",
+    "model.width": "hidden_size d_model n_embd dim embedding_size",
+    "model.depth": "num_layers n_layers n_layer num_hidden_layers",
+    "model.attention.heads": "num_heads n_heads n_head num_attention_heads",
+    "model.attention.kv_heads": "num_key_value_heads n_kv_heads num_query_groups num_kv_heads",
+    "model.feed_forward.width": "ffn_hidden_size intermediate_size mlp_dim d_ff",
+    "model.tied": "tie_word_embeddings tie_embeddings",
+    "parallel.tp": "tensor_parallel tensor_model_parallel_size tensor_parallel_degree tp_size",
+    "parallel.pp": "pipeline_parallel pipeline_model_parallel_size pipeline_parallel_degree pp_size",
+    "parallel.dp": "data_parallel data_parallel_size dp_size",
+    "parallel.zero.stage": "zero_stage zero_optimization fsdp",
+    "activation.mode": "gradient_checkpointing activation_checkpointing activation_checkpoint recompute "
+    "recompute_granularity",
+    "precision.compute": "bf16 fp16 dtype torch_dtype mixed_precision",
+    "checkpoint.every": "save_steps save_interval save_every save_freq",
+    "checkpoint.keep_last": "save_total_limit keep_latest_k save_top_k",
+    "checkpoint.resume": "resume_from_checkpoint resume_from load_from resume ckpt_path",
+    "eval.every": "eval_steps eval_interval eval_every val_check_interval eval_freq",
+    "logging.every": "logging_steps log_interval log_every log_freq log_every_n_steps",
+    "logging.wandb.project": "wandb_project",
+    "logging.wandb.enabled": "use_wandb report_to",
+    "logging.trace": "profile profiler profiling",
+    "data.sources": "dataset datasets dataset_path train_file train_files data_path train_data",
+    "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_type",
+    "data.workers": "num_workers dataloader_num_workers",
+    "model.from_hf": "model_name_or_path pretrained_model_name_or_path hf_path init_from",
+}
+
+SETTINGS = {name: setting for setting, names in _NAMES.items() for name in names.split()}
+"""Name elsewhere -> setting here."""
+
+_LENGTH = "a run's length is run.steps; tokens are run.steps x the global batch, and the metric epoch counts passes"
+_EXPERTS = "there is no mixture of experts"
+_LORA = "there is no LoRA: all parameters are trained"
+ABSENT = {
+    **dict.fromkeys(("epochs", "epoch", "num_epochs", "max_epochs", "num_train_epochs"), _LENGTH),
+    **dict.fromkeys(("hours", "max_hours", "max_time", "tokens", "max_tokens", "train_tokens"), _LENGTH),
+    **dict.fromkeys(("lora", "peft", "qlora", "lora_rank", "lora_alpha"), _LORA),
+    **dict.fromkeys(("moe", "num_experts", "experts", "ep", "expert_parallel", "expert_model_parallel_size"), _EXPERTS),
+    **dict.fromkeys(("cp", "context_parallel", "context_parallel_size"), "there is no context parallelism"),
+    **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout"), "there is no dropout"),
+    **dict.fromkeys(("ema", "ema_decay"), "there is no averaging of weights"),
+    **dict.fromkeys(("early_stopping", "patience"), "there is no early stopping; Ctrl-C saves"),
+    "fp8": "nothing computes in fp8; parallel.grad_comm can send gradients in it",
+}
+"""Name elsewhere -> what is true here, where there is no such setting."""
+
+
+def elsewhere(path: str) -> str | None:
+    """What a setting of this path is called here, or that there is none; None for a name that nobody uses."""
+    name = path.lower().replace("-", "_").rpartition(".")[2]
+    if name in ABSENT:
+        return ABSENT[name]
+    return f"here it is '{SETTINGS[name]}'" if SETTINGS.get(name, path) != path else None

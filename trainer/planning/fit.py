@@ -1,0 +1,84 @@
+"""Whether what a plan keeps fits into memory, and what would fit. Pure: the caller says how much memory there is."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config import Config, ConfigError
+from trainer.config.model import ModelSpec
+from trainer.planning.cost.memory import StateBytes, fullest_rank
+from trainer.planning.gradient_comm import reduces_once
+from trainer.planning.resolve import Layout, resolve
+from trainer.util.tables import number, size, sizes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of memory. device: of one GPU, None where processes compute on CPUs; host: of this machine."""
+
+    device: int | None
+    host: int
+
+
+def kept(config: Config, layout: Layout, node: int) -> StateBytes:
+    """What the rank that has most keeps from step to step, without activations and without error feedback. node:
+    processes on this machine."""
+    once = reduces_once(config.parallel.grad_comm, layout.plan, node)
+    return fullest_rank(config, layout.spec, layout.plan, layout.pipeline, layout.batch, once, feedback=0)
+
+
+def lacking(states: StateBytes, node: int, memory: Memory) -> str | None:
+    """Which memory does not hold the states of `node` processes like this one; None where they fit."""
+    device, host = (0, states.total) if memory.device is None else (states.device, states.host)
+    if memory.device is not None and device > memory.device:
+        return f"{size(device)} on each GPU, which has {size(memory.device)}"
+    if host * node > memory.host:
+        return f"{size(host * node)} on a machine with {number(node, 'process', 'es')}, which has {size(memory.host)}"
+    return None
+
+
+def check_fit(config: Config, layout: Layout, world: int, node: int, memory: Memory) -> None:
+    """Raises `ConfigError`, with the smallest override that fits, where the plan's states alone do not."""
+    states = kept(config, layout, node)
+    if config.run.force or (lack := lacking(states, node, memory)) is None:
+        return
+    names, values = zip(*states.rows())
+    parts = ", ".join(f"{name} {value}" for name, value in zip(names, sizes(values)))
+    raise ConfigError(
+        f"the model's states do not fit: {lack}, and activations come on top (a rank keeps {parts}); "
+        f"{_way_out(config, layout.spec, world, node, memory)}, or go on all the same with run.force=true"
+    )
+
+
+def _way_out(config: Config, spec: ModelSpec, world: int, node: int, memory: Memory) -> str:
+    def fits(changes: dict[str, Any], processes: int) -> bool:
+        changed = copy.deepcopy(config)
+        for name, value in changes.items():
+            section, _, leaf = name.rpartition(".")
+            setattr(changed.parallel.zero if section else changed.parallel, leaf, value)
+        try:
+            return lacking(kept(changed, resolve(changed, processes, spec, node), node), node, memory) is None
+        except ConfigError:
+            return False
+
+    for changes in _candidates(config, world):
+        if fits(changes, world):
+            return "set " + " ".join(f"parallel.{name}={str(value).lower()}" for name, value in changes.items())
+    shared = {"zero.stage": 3}
+    more = next((count for power in range(1, 13) if fits(shared, count := world * 2**power)), None)
+    return f"set parallel.zero.stage=3 and start {more} processes" if more else "take a smaller model"
+
+
+def _candidates(config: Config, world: int) -> Iterator[dict[str, Any]]:
+    """Changes of the plan that need less memory: one setting, then two; of each, the least costly first."""
+    parallel = config.parallel
+    stages = [{"zero.stage": stage} for stage in range(parallel.zero.stage + 1, 4)]
+    doubled = [2**power for power in range(1, world.bit_length())]
+    cuts = [{"tp": n} for n in doubled if n > parallel.tp] + [{"pp": n} for n in doubled if n > parallel.pp]
+    offload = [] if parallel.zero.offload else [{"zero.offload": True}]
+    yield from (*stages, *cuts, *offload)
+    yield from (one | other for one, other in itertools.product(stages, [*cuts, *offload]))
