@@ -22,11 +22,13 @@ import yaml
 from omegaconf import OmegaConf
 
 from trainer.config import SourceConfig, TypePolicy, typed
+from trainer.config.hardware import HardwareConfig
 from trainer.config.model import ModelSpec
 from trainer.observe.metrics import EVALUATION, METRICS
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.stages import StageCosts
 from trainer.planning.deepspeed import OWN, Key
+from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.schedules.simulate import Simulation, simulate
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy
 from trainer.sweep.plan import SweepConfig
@@ -68,8 +70,8 @@ def exit_codes() -> str:
 
 
 def settings(section: str) -> str:
-    """The settings of one section of the schema, `sweep` included."""
-    schema = (SweepConfig(), "sweep") if section == "sweep" else (None, "")
+    """The settings of one section of the schema, `sweep` and `hardware` included."""
+    schema = {"sweep": (SweepConfig(), "sweep"), "hardware": (HardwareConfig(), "hardware")}.get(section, (None, ""))
     found = [one for one in typed.settings(*schema) if f"{one.path}.".startswith(f"{section}.")]
     assert found, f"there is no section {section}"
     return _described(found)
@@ -107,7 +109,7 @@ def groups() -> str:
     rows = [
         [f"`{folder.name}={path.stem}`", _purpose(path)]
         for folder in sorted(CONFIGS.iterdir())
-        if folder.is_dir() and folder.name not in ("config", "model")
+        if folder.is_dir() and folder.name not in ("config", "hardware", "model")
         for path in sorted(folder.glob("*.yaml"))
     ]
     return table(("override", "what it sets"), rows)
@@ -136,6 +138,17 @@ def models() -> str:
         for name, spec in specs.items()
     ]
     return table(("override", "family", "parameters", "layers", "width"), rows, right=(2, 3, 4))
+
+
+def hardware() -> str:
+    """The shipped files of hardware."""
+    rows = []
+    for path in sorted((CONFIGS / "hardware").glob("*.yaml")):
+        one = load_hardware(path.stem)
+        speeds = [one.memory, one.bandwidth, one.devices, one.node.bandwidth, one.network.bandwidth]
+        rows.append([f"`hardware={path.stem}`", one.device, *(f"{speed:g}" for speed in speeds), f"{one.band:.0%}"])
+    head = ("file", "device", "GiB", "memory GB/s", "a node", "node GB/s", "network GB/s", "band")
+    return table(head, rows, right=range(2, 8))
 
 
 def _spec(path: Path) -> ModelSpec:
@@ -216,7 +229,19 @@ def _keys(key: Key, path: str) -> Iterator[list[str]]:
 
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
-    for function in (metrics, exit_codes, settings, part, sections, groups, recipes, models, schedules, deepspeed)
+    for function in (
+        metrics,
+        exit_codes,
+        settings,
+        part,
+        sections,
+        groups,
+        recipes,
+        models,
+        hardware,
+        schedules,
+        deepspeed,
+    )
 }
 
 

@@ -19,6 +19,7 @@ from trainer.planning.resolve import compose
 from trainer.util.exit_codes import refuse
 
 OTHERS = {
+    "estimate": "trainer.estimate",
     "plot": "trainer.plot",
     "sample": "trainer.sample",
     "export": "trainer.export",

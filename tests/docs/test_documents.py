@@ -24,14 +24,16 @@ import pytest
 from test_architecture import ROOMS
 
 import trainer
-from trainer import cli, export, plot, sample
+from trainer import cli, estimate, export, plot, sample
 from trainer import command as door
 from trainer.cluster.options import PreflightOptions
 from trainer.config import Config, ConfigError, options, typed
 from trainer.config.compose import CONFIGS
+from trainer.config.hardware import HardwareConfig
 from trainer.config.json_schema import json_schema
 from trainer.observe import metrics
 from trainer.parity import cli as parity
+from trainer.planning import variants
 from trainer.sweep import plan as sweep
 
 ROOT = Path(__file__).parents[2]
@@ -226,6 +228,13 @@ def module(
             from trainer.plots.runs import schedule_of
 
             assert [schedule_of(one, given.ranks, given.microbatches, given.chunks) for one in given.schedule]
+    elif name == "trainer.estimate" and output is not None:
+        capsys.readouterr()
+        assert estimate.main(words) == 0
+        assert capsys.readouterr().out.strip() == output.strip()
+    elif name == "trainer.estimate":
+        _, _, overrides, config_dir = estimate.parse_arguments(words)
+        assert variants.compose(overrides, config_dir, world)
     elif name == "trainer.parity":
         overrides, plans, _, _, config_dir = parity.parse_arguments(words)
         composed(tuple(overrides), world, config_dir)
@@ -454,9 +463,10 @@ def known() -> tuple[set[str], set[str], dict[str, set[str]]]:
         for parts in [path.relative_to(ROOT).parts]
         for place in range(len(parts))
     }
-    settings = [*typed.settings(), *typed.settings(sweep.SweepConfig(), "sweep")]
+    extra = [typed.settings(sweep.SweepConfig(), "sweep"), typed.settings(HardwareConfig(), "hardware")]
+    settings = [setting for found in [typed.settings(), *extra] for setting in found]
     tails = {setting.path.split(".", place)[-1] for setting in settings for place in range(setting.path.count(".") + 1)}
-    small = (sample.SampleOptions, export.ExportOptions, PreflightOptions)
+    small = (sample.SampleOptions, export.ExportOptions, PreflightOptions, estimate.EstimateOptions)
     own = {name for schema in small for name in vars(schema())} | {"plans", "steps", "json", "only"}
     groups = {
         folder.name: {file.stem for file in folder.glob("*.yaml")} for folder in CONFIGS.iterdir() if folder.is_dir()

@@ -679,7 +679,7 @@ STARTUP = dict(
 
 def test_startup_is_aligned_plain_text_in_a_log():
     out = io.StringIO()
-    tables.startup(**STARTUP, console=Console(file=out))
+    tables.sections(STARTUP, console=Console(file=out))
     assert out.getvalue().splitlines() == [
         "model   name        llama3_8b",
         "        parameters  8.03B",
@@ -692,7 +692,7 @@ def test_startup_is_aligned_plain_text_in_a_log():
 
 def test_startup_is_one_framed_table_on_a_terminal():
     out = io.StringIO()
-    tables.startup(**STARTUP, console=Console(file=out, force_terminal=True, width=80, color_system=None))
+    tables.sections(STARTUP, console=Console(file=out, force_terminal=True, width=80, color_system=None))
     lines = out.getvalue().splitlines()
     assert sum("├" in line for line in lines) == 3 and len({len(line) for line in lines}) == 1
     assert "[shard] 8" in out.getvalue()
@@ -704,7 +704,7 @@ def test_the_parameter_type_map_is_a_table():
         {"type": "norm", "parameters": 266240, "weight decay": 0.0, "optimizer": "adamw"},
         {"type": "matrix", "parameters": 6979321856, "weight decay": 0.1, "optimizer": None},
     ]
-    tables.parameter_types(rows, console=Console(file=out))
+    tables.rows("parameter types", rows, console=Console(file=out))
     header, *body = [line.split() for line in out.getvalue().splitlines()[1:]]
     assert header == ["type", "parameters", "weight", "decay", "optimizer"]
     assert body == [["norm", "266k", "0.0", "adamw"], ["matrix", "6.98B", "0.1", "-"]]

@@ -13,12 +13,13 @@ from support.launch import launch, warm_python
 
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
-from trainer.parity.cli import global_size, main, parse_arguments
+from trainer.parity.cli import main, parse_arguments
 from trainer.parity.compare import TOLERANCES, coarsest, compare, judge, limits
-from trainer.parity.plans import fit_batch, generated, key
+from trainer.parity.plans import generated
 from trainer.parity.reference import Trajectory
 from trainer.planning.batch import resolve_batch
 from trainer.planning.plan import resolve_plan
+from trainer.planning.variants import fit_batch, global_size, key
 
 DATA = [
     "+config=debug",

@@ -83,7 +83,7 @@ def _options(loader: ConfigLoader, group: str) -> list[str]:
 
 def _groups(loader: ConfigLoader) -> list[str]:
     groups = loader.get_group_options("", ObjectType.GROUP, config_name="config", overrides=[SEARCH])
-    return [group for group in groups if group != "hydra"]
+    return [group for group in groups if group not in ("hydra", "hardware")]
 
 
 def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: typed.Problems) -> str | None:

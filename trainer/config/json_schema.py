@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.config.fields import ConfigError, bounds, nearest
+from trainer.config.hardware import HardwareConfig
 from trainer.config.schema import Config
 from trainer.config.typed import PARTIAL, join
 
@@ -22,7 +23,7 @@ TYPES = {int: "integer", float: "number", bool: "boolean", str: ["string", "numb
 
 def json_schema(section: str = "") -> dict[str, Any]:
     """The schema of a recipe, or of the files of one section's group. Raises `ConfigError` for an unknown section."""
-    hints = typing.get_type_hints(Config)
+    hints = typing.get_type_hints(Config) | {"hardware": HardwareConfig}
     if section and not dataclasses.is_dataclass(hints.get(section)):
         sections = [name for name, hint in hints.items() if dataclasses.is_dataclass(hint)]
         raise ConfigError(f"--schema {section}: there is no such section; {nearest(section, sections)}")

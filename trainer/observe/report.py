@@ -15,11 +15,12 @@ from trainer.distributed.world import World
 from trainer.observe.metrics import Meter
 from trainer.optim.groups import parameter_policies
 from trainer.planning.cost import flops as cost
-from trainer.planning.cost.devices import peak_flops
+from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.memory import StateBytes
 from trainer.planning.cost.parameters import declarations
+from trainer.planning.estimate.memory import peaks
 from trainer.planning.fit import Memory
-from trainer.planning.gradient_comm import describe
+from trainer.planning.gradient_comm import describe, reduces_once
 from trainer.planning.plan import node_size
 from trainer.planning.resolve import Layout
 from trainer.util import tables
@@ -38,8 +39,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> Meter:
     """The meter of a run: its FLOPs per token against the peak of its devices, where that is known."""
-    tensor_cores = config.precision.compute == "fp32" and config.precision.matmul == "high"
-    kind = "tf32" if tensor_cores else config.precision.compute
+    kind = product_type(config.precision)
     peak = peak_flops(device_name(world.device), kind) if world.device.type == "cuda" else None
     return Meter(
         config.run.steps,
@@ -68,55 +68,64 @@ def print_start(
     activation = config.activation.mode + (
         f", every {config.activation.every} blocks" if config.activation.every > 1 else ""
     )
-    tables.startup(
-        model=[
-            ("name", f"{spec.name} ({spec.family})"),
-            ("parameters", tables.count(counts["total"])),
-            ("layers x width", f"{spec.depth} x {spec.width}"),
-            ("FLOPs per token", tables.flops(cost.flops_per_token(spec, batch.sequence_length, causal=True))),
-        ],
-        plan=[
-            ("processes", f"{world.size} x {device_name(world.device)}"),
-            ("plan", plan.describe()),
-            *([("pipeline", pipeline.describe())] if plan.pp > 1 else []),
-            (
-                "precision",
-                config.precision.compute
-                + ("" if config.precision.reduce == "fp32" else f", {config.precision.reduce} reduction"),
-            ),
-            *([("gradients", gradients)] if gradients else []),
-            ("recompute", activation),
-            ("compile", "each block" if config.compile else "off"),
-        ],
-        batch=[
-            ("sequence", f"{batch.sequence_length} tokens"),
-            (
-                "global batch",
-                f"{batch.global_size} sequences = {tables.count(batch.global_size * batch.sequence_length)} tokens",
-            ),
-            (
-                "arithmetic",
-                f"{batch.micro_size} a micro-batch x {tables.number(batch.accumulation, 'micro-batch', 'es')} x "
-                f"{tables.number(plan.dp, 'rank')}",
-            ),
-            (
-                "corpus",
-                ("a stream" if corpus.train.endless else f"{tables.count(len(corpus.train))} sequences an epoch")
-                + f", {tables.count(len(corpus.eval))} held out",
-            ),
-        ],
-        memory=[
-            ("counts", "the states of one rank, predicted; activations come on top"),
-            *zip(labels, tables.sizes(values)),
-            *([("the GPU has", tables.size(memory.device))] if memory.device else []),
-            ("the machine has", f"{tables.size(memory.host)} for {tables.number(node, 'process', 'es')}"),
-        ],
+    peak: list[tuple[str, str]] = []
+    if plan.engine == "torch":  # DeepSpeed reduces in buffers of its own
+        once = reduces_once(config.parallel.grad_comm, plan, node)
+        moment = max(peaks(config, layout, lowered=False, once=once), key=lambda moment: moment.reserved)
+        peak = [("predicted peak", f"{tables.size(moment.reserved)}, rank {moment.rank} at {moment.where}")]
+    tables.sections(
+        {
+            "model": [
+                ("name", f"{spec.name} ({spec.family})"),
+                ("parameters", tables.count(counts["total"])),
+                ("layers x width", f"{spec.depth} x {spec.width}"),
+                ("FLOPs per token", tables.flops(cost.flops_per_token(spec, batch.sequence_length, causal=True))),
+            ],
+            "plan": [
+                ("processes", f"{world.size} x {device_name(world.device)}"),
+                ("plan", plan.describe()),
+                *([("pipeline", pipeline.describe())] if plan.pp > 1 else []),
+                (
+                    "precision",
+                    config.precision.compute
+                    + ("" if config.precision.reduce == "fp32" else f", {config.precision.reduce} reduction"),
+                ),
+                *([("gradients", gradients)] if gradients else []),
+                ("recompute", activation),
+                ("compile", "each block" if config.compile else "off"),
+            ],
+            "batch": [
+                ("sequence", f"{batch.sequence_length} tokens"),
+                (
+                    "global batch",
+                    f"{batch.global_size} sequences = {tables.count(batch.global_size * batch.sequence_length)} tokens",
+                ),
+                (
+                    "arithmetic",
+                    f"{batch.micro_size} a micro-batch x {tables.number(batch.accumulation, 'micro-batch', 'es')} x "
+                    f"{tables.number(plan.dp, 'rank')}",
+                ),
+                (
+                    "corpus",
+                    ("a stream" if corpus.train.endless else f"{tables.count(len(corpus.train))} sequences an epoch")
+                    + f", {tables.count(len(corpus.eval))} held out",
+                ),
+            ],
+            "memory": [
+                ("counts", "the states of one rank, predicted; activations come on top"),
+                *zip(labels, tables.sizes(values)),
+                *peak,
+                *([("the GPU has", tables.size(memory.device))] if memory.device else []),
+                ("the machine has", f"{tables.size(memory.host)} for {tables.number(node, 'process', 'es')}"),
+            ],
+        },
         console=console,
     )
     if config.logging.types:
         infos = declarations(spec)
         policies = parameter_policies(infos, config.precision.types, config.optimizer)
-        tables.parameter_types(
+        tables.rows(
+            "parameter types",
             [
                 {
                     "parameter": name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -12,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import yaml
 
 from trainer.config import BatchConfig, Config, ConfigError, PrecisionConfig
 from trainer.config.model import ModelSpec
@@ -23,11 +21,12 @@ from trainer.distributed.world import World, join, local_device
 from trainer.model.initial import Weights, initial_value
 from trainer.optim.groups import parameter_policies
 from trainer.parity.compare import Comparison, PlanResult, coarsest, compare, judge, show
-from trainer.parity.plans import compose, generated, make_case
+from trainer.parity.plans import generated, make_case
 from trainer.parity.reference import Trajectory, reference
 from trainer.parity.watch import train
 from trainer.planning.batch import BatchPlan, resolve_batch
 from trainer.planning.cost.parameters import declarations
+from trainer.planning.variants import compose, global_size, plan_list, split_words
 from trainer.precision.dtypes import DTYPES
 from trainer.training.run import starting_point
 from trainer.training.session import numeric_mode
@@ -150,13 +149,6 @@ def run(
     return int(any(result.verdict == "FAIL" for result in results))
 
 
-def global_size(batch: BatchConfig, processes: int) -> int:
-    """Sequences in an optimizer step, the same under every plan."""
-    if batch.global_size or batch.global_tokens:
-        return resolve_batch(dataclasses.replace(batch, micro_size=None, accumulation=None), 1).global_size
-    return resolve_batch(batch, processes).global_size
-
-
 def halved(steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
     """The same sequences in micro-batches of half the size, last first, so that sums are taken in another order."""
     for batches in steps:
@@ -199,35 +191,10 @@ def report(
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str] | None, int, str | None, str | None]:
     """Splits a command line into overrides, plans, steps, JSON file and configuration folder. Raises `ConfigError`."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--config-dir", "-cd")
-    options, unknown = parser.parse_known_intermixed_args(arguments)
-    if unknown:
-        raise ConfigError(f"{unknown[0]} is no option; see python -m trainer.parity --help")
-    own = {
-        name: value
-        for name, equals, value in (word.partition("=") for word in options.words)
-        if equals and name in ("plans", "steps", "json")
-    }
-    overrides = [word for word in options.words if word.partition("=")[0] not in own]
+    own, overrides, config_dir = split_words(arguments, ("plans", "steps", "json"), "trainer.parity")
     if not own.get("steps", "3").isdecimal():
         raise ConfigError(f"steps={own['steps']} must be a whole number")
-    try:
-        plans = yaml.safe_load(own.get("plans", "[]"))
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"plans={own['plans']} cannot be read as a list ({' '.join(str(error).split())}); quote plans that hold "
-            "a comma or a bracket"
-        ) from None
-    plans = plans if isinstance(plans, list) else [plans]
-    return (
-        overrides,
-        [str(plan) for plan in plans] or None,
-        int(own.get("steps", 3)),
-        own.get("json"),
-        options.config_dir,
-    )
+    return overrides, plan_list(own.get("plans", "[]")) or None, int(own.get("steps", 3)), own.get("json"), config_dir
 
 
 def main(arguments: Sequence[str]) -> int:

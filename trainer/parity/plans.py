@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from trainer.config import Config, ConfigError, ParallelConfig
-from trainer.config.compose import gather, to_config
 from trainer.config.fields import divisors
 from trainer.config.model import ModelSpec
-from trainer.config.typed import flat
 from trainer.parallel.engine import check_engine
 from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.planning.gradient_comm import asked, describe
-from trainer.planning.plan import Plan, check_plan, node_size, resolve_plan
+from trainer.planning.plan import check_plan, node_size, resolve_plan
 from trainer.planning.resolve import Layout, check, resolve
-
-FREE = (
-    "parallel.",
-    "precision.compute",
-    "precision.reduce",
-    "precision.matmul",
-    "precision.loss_scale",
-    "precision.scale_",
-    "precision.growth_interval",
-    "activation.",
-    "batch.micro_size",
-    "batch.accumulation",
-    "loss.chunk",
-    "compile",
-)
-"""Settings that do not change the mathematics of training, which plans may therefore choose."""
+from trainer.planning.variants import fit_batch, variant
 
 SCHEDULES = ("1f1b", "zb_h1", "interleaved", "zb_v")
 """The schedules that `generated` runs on each pipeline, where the model has enough layers."""
@@ -64,19 +45,6 @@ class Case:
         ]
 
 
-def compose(overrides: Sequence[str], config_dir: str | None, processes: int) -> Config:
-    """The typed configuration, before contradictions between settings are checked. Raises `ConfigError`."""
-    values, problems = gather(overrides, config_dir)
-    config = to_config(values, problems, processes)
-    if problems:
-        raise ConfigError(list(problems.values()))
-    return config
-
-
-def key(override: str) -> str:
-    return override.lstrip("+").partition("=")[0]
-
-
 def make_case(
     text: str,
     base: Config,
@@ -89,19 +57,7 @@ def make_case(
 ) -> Case:
     """A plan's text as a case, refused or not."""
     try:
-        chosen = [word if "=" in word else f"parallel={word}" for word in shlex.split(text)]
-        named = {key(word) for word in chosen}
-        config = compose([*(word for word in overrides if key(word) not in named), *chosen], config_dir, processes)
-        common = flat(dataclasses.asdict(base))
-        fixed = [
-            name
-            for name, value in flat(dataclasses.asdict(config)).items()
-            if value != common.get(name) and not name.startswith(FREE)
-        ]
-        if fixed:
-            raise ConfigError(
-                f"a plan cannot set {', '.join(fixed)}: the reference has it too; set it outside of plans=[...]"
-            )
+        config, named = variant(text, base, overrides, config_dir, processes)
         if config.parallel.pipeline.schedule == "auto" and config.parallel.pp > 1:
             raise ConfigError(
                 "parallel.pipeline.schedule=auto is chosen while a run trains; name the CSV file that the run saved, "
@@ -119,26 +75,6 @@ def make_case(
         return Case(text, [], config, resolve(config, processes, spec))
     except ConfigError as error:
         return Case(text, error.problems)
-    except ValueError as error:  # shlex: quotes that do not close
-        return Case(text, [f"'{text}' cannot be read as settings: {error}"])
-
-
-def fit_batch(config: Config, plan: Plan, global_size: int, named: set[str]) -> None:
-    """Sets the global batch, and the micro-batches where the plan names neither their size nor their number.
-
-    Their size is the recipe's, where it divides the batch. Otherwise a pipeline gets at least two micro-batches a
-    rank."""
-    batch, share = config.batch, global_size // plan.dp
-    batch.global_size, batch.global_tokens = global_size, None
-    if "batch.micro_size" in named or "batch.accumulation" in named:
-        batch.micro_size = batch.micro_size if "batch.micro_size" in named else None
-        batch.accumulation = batch.accumulation if "batch.accumulation" in named else None
-        return
-    batch.accumulation = None
-    if batch.micro_size and share % batch.micro_size:
-        batch.micro_size = None
-    if batch.micro_size is None and plan.pp > 1:
-        batch.accumulation = next((n for n in divisors(share) if n >= 2 * plan.pp), share or None)
 
 
 def generated(spec: ModelSpec, processes: int) -> list[str]:

@@ -209,6 +209,11 @@ def resolve_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = 
     problems = check_plan(parallel, world, spec, node)
     if problems:
         raise ConfigError(problems)
+    return lay(parallel, world)
+
+
+def lay(parallel: ParallelConfig, world: int) -> Plan:
+    """The plan of settings that `check_plan` has nothing against."""
     stage, dp = parallel.zero.stage, world // (parallel.tp * parallel.pp)
     shard = 1 if stage == 0 else dp if parallel.shard == -1 else parallel.shard
     return Plan(

@@ -43,13 +43,14 @@ def resolve(config: Config, world_size: int, spec: ModelSpec, node: int | None =
     return layout
 
 
-def check(config: Config, world_size: int) -> list[str]:
+def check(config: Config, world_size: int, node: int | None = None) -> list[str]:
     """Everything that is wrong with a typed configuration on `world_size` processes, one sentence each.
 
-    The model of `model.from_hf` is not known before it is read: what depends on it is left to `resolve`.
+    node: as for `resolve`. The model of `model.from_hf` is not known before it is read: what depends on it is left to
+    `resolve`.
     """
     spec = None if config.model.from_hf or config.model.check() else config.model
-    found = [*checks.check(config), *_decide(config, world_size, spec)[1]]
+    found = [*checks.check(config), *_decide(config, world_size, spec, node)[1]]
     return list(dict.fromkeys(found))  # plan and batch find by themselves what lies outside of their ranges
 
 

@@ -99,8 +99,8 @@ def titled_table(title: str, frame: box.Box | None) -> Table:
     )
 
 
-def startup(model: Rows, plan: Rows, batch: Rows, memory: Rows, console: Console | None = None) -> None:
-    """Prints what is about to run as one table of four sections, each a list of (label, value) rows.
+def sections(rows: Mapping[str, Rows], console: Console | None = None) -> None:
+    """Prints one table of titled sections, each a list of (label, value) rows.
 
     Values are printed by `str`; numbers should be formatted by this module's functions. On a terminal the table has a
     frame; elsewhere it is aligned plain text.
@@ -110,16 +110,16 @@ def startup(model: Rows, plan: Rows, batch: Rows, memory: Rows, console: Console
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for title, rows in (("model", model), ("plan", plan), ("batch", batch), ("memory", memory)):
-        for index, (label, value) in enumerate(rows):
-            table.add_row("" if index else title, label, _cell(value), end_section=index == len(rows) - 1)
+    for title, section in rows.items():
+        for index, (label, value) in enumerate(section):
+            table.add_row("" if index else title, label, _cell(value), end_section=index == len(section) - 1)
     print_table(console, table)
 
 
-def parameter_types(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
-    """Prints the parameter-type map: one row a type, the keys of the first row as header, whole numbers abbreviated."""
+def rows(title: str, rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+    """Prints a titled table: the keys of the first row as header, whole numbers abbreviated."""
     console, frame = console_for(console)
-    table = titled_table("parameter types", frame)
+    table = titled_table(title, frame)
     names = list(rows[0]) if rows else []
     for name in names:
         table.add_column(name, justify="right" if isinstance(rows[0][name], (int, float)) else "left", no_wrap=True)

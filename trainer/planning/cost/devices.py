@@ -6,6 +6,8 @@ a utilisation is either right or absent, never a guess.
 
 from __future__ import annotations
 
+from trainer.config import PrecisionConfig
+
 DTYPES = ("bf16", "fp16", "fp8", "tf32", "fp32")
 
 # Dense peaks in TFLOP/s, from the vendors' data sheets (their sparse figures halved where only those are given), with
@@ -66,6 +68,11 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
         raise ValueError(f"dtype={dtype!r} has no peak; legal: {', '.join(DTYPES)}")
     peak = _BY_NAME.get(device_name.strip().removeprefix("NVIDIA "), {}).get(dtype)
     return None if peak is None else peak * 1e12
+
+
+def product_type(precision: PrecisionConfig) -> str:
+    """The type that matrix products read their operands in: one of `DTYPES`."""
+    return "tf32" if precision.compute == "fp32" and precision.matmul == "high" else precision.compute
 
 
 def known_devices() -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import inf, prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config.model import LayerSpec, ModelSpec
 from trainer.planning.cost.flops import attention_flops, product_flops, seen_keys
@@ -58,14 +58,15 @@ def layer_costs(
     table = prod(head(spec).multiplied(tp))  # elements of the head, and of the embedding, which has its shape
     f, i, w, activation, sizes = [collective], [0.0], [collective], [8.0 * tokens], [table]
     layers = model_work(spec, length, tp, element_bytes)
-    remaining = [recomputed(layer, index, recompute) for index, layer in enumerate(layers)]
-    for layer, (saved, again) in zip(layers, remaining, strict=True):
+    remaining = left_by_recompute(layers, recompute)
+    for layer, left in zip(layers, remaining, strict=True):
         # Two gathers and two reduce-scatters each way; the inputs gathered again in backward overlap with its products.
+        again = sum(share * layer.flops[name] for name, share in left.again.items())
         backward = layer.matmul + ATTENTION_BACKWARD * layer.attention + again
         f.append(rate * layer.forward + 4 * collective)
         i.append(rate * backward + 4 * collective * (1 + again / layer.forward))
         w.append(rate * layer.matmul)
-        activation.append(tokens * saved)
+        activation.append(tokens * left.saved)
         sizes.append(layer.weights)
     logits = product_flops(head(spec), tp)
     f.append(rate * logits + collective)
@@ -79,7 +80,7 @@ def layer_costs(
         i=tuple(i),
         w=tuple(w),
         activation=tuple(activation),
-        kept=sum(layer.deferred for layer in layers) / sum(saved for saved, _ in remaining),
+        kept=sum(layer.deferred for layer in layers) / sum(left.saved for left in remaining),
         host=host,
         transfer=latency + element_bytes * tokens * spec.width / tp / bandwidth,
         unshard=tuple(ring(element_bytes * size, shard, bandwidth, latency) for size in sizes),
@@ -99,18 +100,21 @@ class LayerWork:
     flops: forward FLOPs by operation: the projections, by name and in the order in which they run, then `attention`.
     outputs: bytes of each operation's result, as it is held where it is kept for backward.
     needed: operations whose result the backward pass reads.
+    shapes: of the matrix of each projection, [outputs, inputs].
     weights: elements of the projections' matrices.
     input: bytes of the layer's input.
-    saved: bytes held for backward where nothing is recomputed.
+    saved: bytes held for backward where nothing is recomputed. blocks: those inside of attention and feed-forward.
     deferred: bytes held for the weight gradients: inputs of the projections and gradients of their outputs.
     """
 
     flops: Mapping[str, float]
     outputs: Mapping[str, float]
     needed: frozenset[str]
+    shapes: Mapping[str, tuple[float, ...]]
     weights: float
     input: float
     saved: float
+    blocks: Mapping[str, float]
     deferred: float
 
     @property
@@ -155,14 +159,19 @@ def layer_work(
     # Of each block: input, norm's output, inputs of other norms.
     streams = 2 * (1 + (pre and post) + 1) - parallel_residual
     statistics = 2 * (pre + post) * (4.0 if layer.norm.kind == "rms" else 8.0) / tp
-    blocks = ATTENTION_SAVED[a.kind](layer, outputs) + FEED_FORWARD_SAVED[layer.feed_forward.kind](layer, outputs)
+    blocks = {
+        "attention": ATTENTION_SAVED[a.kind](layer, outputs),
+        "feed_forward": FEED_FORWARD_SAVED[layer.feed_forward.kind](layer, outputs),
+    }
     return LayerWork(
         flops=MappingProxyType(flops),
         outputs=MappingProxyType(outputs),
         needed=frozenset(flops) - (set() if post else {"feed_forward.down"}),  # an addition needs none of its terms
+        shapes=MappingProxyType(shapes),
         weights=sum(map(prod, shapes.values())),
         input=stream,
-        saved=streams * stream + statistics + blocks,
+        saved=streams * stream + statistics + sum(blocks.values()),
+        blocks=MappingProxyType(blocks),
         deferred=deferred,
     )
 
@@ -191,22 +200,46 @@ ATTENTION_SAVED: dict[str, Saved] = {"softmax": softmax_saved}
 FEED_FORWARD_SAVED: dict[str, Saved] = {"gated": gated_saved, "plain": plain_saved}
 
 
-def recomputed(layer: LayerWork, index: int, config: ActivationConfig | None) -> tuple[float, float]:
-    """What a recompute policy (see `checkpointing/activation.py`) leaves of layer `index`: the bytes of one token that
-    are held for backward, and the FLOPs that the backward pass repeats."""
+class Remaining(NamedTuple):
+    """What a recompute policy leaves of a layer.
+
+    saved: bytes of one token that are held for backward. again: operations that the backward pass repeats, and the
+    share of each: below 1 where it is not known which.
+    """
+
+    saved: float
+    again: Mapping[str, float]
+
+
+def left_by_recompute(layers: Sequence[LayerWork], config: ActivationConfig | None) -> list[Remaining]:
+    """What a recompute policy leaves of each layer of a model."""
+    known: dict[tuple[int, int], Remaining] = {}
+    left = []
+    for index, layer in enumerate(layers):
+        # Equal layers share one `LayerWork`; patterns on modules may name single layers.
+        key = id(layer), 0 if config is None else index if config.modules else index % config.every
+        if key not in known:
+            known[key] = recomputed(layer, index, config)
+        left.append(known[key])
+    return left
+
+
+def recomputed(layer: LayerWork, index: int, config: ActivationConfig | None) -> Remaining:
+    """What a recompute policy (see `checkpointing/activation.py`) leaves of layer `index`."""
     if config is None or config.mode == "none" or (config.mode != "budget" and index % config.every):
-        return layer.saved, 0.0
+        return Remaining(layer.saved, {})
     if config.mode == "selective" and config.modules:
         again = [name for name in layer.flops if matches(index, name, config.modules)]
-        saved = layer.saved - sum(layer.outputs[name] for name in again if name in layer.needed)
+        # A block's input is a norm's output, which is kept. What a single projection returns is its consumer's to keep.
+        saved = layer.saved - sum(size for block, size in layer.blocks.items() if matches(index, block, config.modules))
     else:
         kept = [name for name in layer.flops if config.mode == "selective" and selected(layer, name, config.save)]
         saved = layer.input + sum(layer.outputs[name] for name in kept)
         again = [name for name in layer.flops if name not in kept]
-    flops = sum(layer.flops[name] for name in again if name in layer.needed)
+    share = 1.0
     if config.mode == "budget":  # which operations the compiler keeps is not known: between all and none
-        return saved + config.budget * (layer.saved - saved), flops * (1 - config.budget)
-    return saved, flops
+        saved, share = saved + config.budget * (layer.saved - saved), 1 - config.budget
+    return Remaining(saved, {name: share for name in again if name in layer.needed})
 
 
 def selected(layer: LayerWork, name: str, entries: list[str]) -> bool:
@@ -223,6 +256,6 @@ def selected(layer: LayerWork, name: str, entries: list[str]) -> bool:
 
 
 def matches(index: int, name: str, patterns: list[str]) -> bool:
-    """Whether `activation.modules` names a projection of layer `index`, or a module around it."""
+    """Whether `activation.modules` names a block or projection of layer `index`, or a module around it."""
     parts = f"layers.{index}.{name}".split(".")
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(3, len(parts) + 1) for pattern in patterns)

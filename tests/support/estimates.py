@@ -1,0 +1,98 @@
+"""Configurations of published and measured runs, and their estimates, without Hydra."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.config import Config
+from trainer.config.compose import CONFIGS
+from trainer.config.hardware import HardwareConfig
+from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, NormSpec, assign
+from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.estimate.pace import Pace
+from trainer.planning.estimate.step import Estimate, estimate, step_terms
+from trainer.planning.estimate.timing import time_units
+from trainer.planning.resolve import Layout, resolve
+
+
+def shipped(name: str) -> ModelSpec:
+    """A model of the configuration folder, with the files it builds on."""
+    values = yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text())
+    bases = [entry for entry in values.pop("defaults", []) if entry != "_self_"]
+    spec = shipped(bases[0]) if bases else ModelSpec()
+    assign(spec, values, "model")
+    return spec
+
+
+def settings(spec: ModelSpec, **changes: Any) -> Config:
+    """bf16; `changes` by the setting's path with two underscores for a dot."""
+    config = Config()
+    config.model, config.precision.compute = spec, "bf16"  # type: ignore[assignment]
+    for path, value in changes.items():
+        target = config
+        *parents, last = path.split("__")
+        for parent in parents:
+            target = getattr(target, parent)
+        assert hasattr(target, last), path
+        setattr(target, last, value)
+    return config
+
+
+def estimated(config: Config, world: int, hardware: HardwareConfig, node: int = 8) -> Estimate:
+    return estimate(config, resolve(config, world, config.model, min(node, world)), hardware)
+
+
+def seconds(config: Config, layout: Layout, hardware: HardwareConfig) -> float:
+    """Of a step, without its memory."""
+    pace = Pace.of(hardware, config.precision)
+    return sum(step_terms(config, layout, time_units(config, layout, hardware), pace)[1].values())
+
+
+def megatron(
+    width: int, heads: int, depth: int, length: int, *, tp: int, pp: int, dp: int, micro: int, size: int, full: bool,
+    chunks: int | None = None,
+) -> tuple[Config, Layout]:  # fmt: skip
+    """A GPT as Megatron-LM trained it: 51,200 tokens, plain feed-forward, even stages, 1F1B or interleaved.
+
+    full: whole layers are recomputed, their last product too, which ours leaves out; norms behind the blocks, whose
+    backward pass reads it, stand for that. Else only attention's scores are, as flash attention does anyway.
+    """
+    spec = ModelSpec(
+        vocab_size=51200,
+        width=width,
+        depth=depth,
+        max_length=length,
+        tied=True,
+        learned_positions=True,
+        attention=AttentionSpec(heads=heads, kv_heads=heads, head_dim=width // heads, bias=True, output_bias=True),
+        feed_forward=FeedForwardSpec(kind="plain", width=4 * width, activation="gelu", bias=True),
+        norm=NormSpec(kind="layer", placement="both" if full else "pre"),
+    )
+    config = settings(
+        spec,
+        batch__sequence_length=length,
+        batch__global_size=size,
+        batch__micro_size=micro,
+        parallel__tp=tp,
+        parallel__pp=pp,
+        parallel__pipeline__schedule="interleaved" if chunks else "1f1b",
+        parallel__pipeline__chunks=chunks,
+        parallel__pipeline__split="even",
+        activation__mode="full" if full else "none",
+    )
+    return config, resolve(config, tp * pp * dp, spec, min(8, tp * pp * dp))
+
+
+def a100() -> HardwareConfig:
+    return load_hardware("a100")
+
+
+def h200() -> HardwareConfig:
+    return load_hardware("h200")
+
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+"""Data beside the checkout, which are not part of the project."""

@@ -1,0 +1,324 @@
+"""Memory of a device over one step, by category: the schedule's program is replayed, action by action, layer by layer.
+
+States that stay (parameters, optimizer) are those of `planning/cost/memory.py`, activations those of
+`planning/cost/layers.py`. Between them a step has what comes and goes: gathered parameters, gradients, which grow while
+activations shrink, buffers of reductions and transfers, and what a layer's backward pass needs at once.
+
+FSDP reduces on a stream of its own, and the caching allocator keeps a pool for each stream: memory that activations
+have left is not given to reduced gradients. So more is reserved than is ever allocated at once (`Peak.pools`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from trainer.config import Config
+from trainer.planning.cost.layers import layer_costs, left_by_recompute, model_work
+from trainer.planning.cost.memory import (
+    ELEMENT_BYTES,
+    MASTER_BYTES,
+    HeldParameters,
+    StateBytes,
+    held_parameters,
+    rank_states,
+    sums_on_device,
+)
+from trainer.planning.cost.parameters import head
+from trainer.planning.resolve import Layout
+from trainer.planning.schedules.ir import Action, Schedule, split_overlaps
+from trainer.planning.schedules.lower import lower_all
+
+CATEGORIES = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "gathered parameters",
+    "activations",
+    "logits and loss",
+    "backward of a layer",
+    "communication buffers",
+    "error feedback",
+)
+
+
+MOMENTARY = ("backward of a layer", "gradients", "communication buffers", "gathered parameters")
+"""Categories of what is held for a moment within an action, in the order of `_Replay.look`."""
+
+FRAGMENTS = 0.15
+"""What the allocator cannot use between blocks, as a share of the most that activations take: fitted to the reserved
+memory of eleven plans in docs/performance.md."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The fullest moment of a rank. All sizes in bytes.
+
+    rank: in the pipeline. where: the action, its place among the rank's actions, and the unit in it. categories: what
+    is allocated. pools: what the allocator holds beside, in pools of other streams and of freed blocks.
+    """
+
+    rank: int
+    where: str
+    categories: dict[str, float]
+    pools: float
+
+    @cached_property
+    def allocated(self) -> float:
+        return sum(self.categories.values())
+
+    @property
+    def reserved(self) -> float:
+        return self.allocated + self.pools
+
+    def rows(self) -> list[tuple[str, float]]:
+        """Labels and bytes for a table; terms of zero are left out."""
+        rows = [*self.categories.items(), ("allocator's pools", self.pools), ("sum", self.reserved)]
+        return [(label, size) for label, size in rows if size >= 1]
+
+
+def peaks(config: Config, layout: Layout, lowered: bool = True, once: bool = False, feedback: int = 0) -> list[Peak]:
+    """The fullest moment of each pipeline rank.
+
+    lowered: whether transfers are replayed too, and not computation alone, which is quicker.
+    once: whether gradients are reduced once a step whatever the ZeRO stage.
+    feedback: bytes that quantised gradients have left out.
+    """
+    model = _Model(config, layout, once, feedback)
+    schedule = layout.pipeline.schedule
+    programs = programs_of(schedule) if lowered else [tuple(split_overlaps(order)) for order in schedule.orders]
+    return [_Replay(model, rank, programs[rank]).peak() for rank in range(schedule.ranks)]
+
+
+@lru_cache(64)
+def programs_of(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """What all ranks execute, transfers included."""
+    return lower_all(schedule)
+
+
+class _Model:
+    """Bytes of each unit of the model (embedding, layers, head) on a tensor-parallel rank."""
+
+    def __init__(self, config: Config, layout: Layout, once: bool, feedback: int):
+        self.layout, self.plan, self.feedback = layout, layout.plan, feedback
+        spec, plan, batch = layout.spec, layout.plan, layout.batch
+        self.element = ELEMENT_BYTES[config.precision.compute]
+        self.tokens = batch.sequence_length * batch.micro_size
+        self.stream = self.element * self.tokens * spec.width / plan.tp
+        costs = layer_costs(
+            spec,
+            batch.sequence_length,
+            batch.micro_size,
+            plan.tp,
+            1.0,
+            recompute=config.activation,
+            element_bytes=self.element,
+        )
+        self.activation, self.kept = costs.activation, costs.kept
+        works = model_work(spec, batch.sequence_length, plan.tp, self.element)
+        # What the backward pass of a layer holds beside: what it computes again, gradients of the hidden states and of
+        # the widest products, and the whole tokens where ranks share them.
+        self.working = tuple(
+            self.tokens
+            * (
+                work.saved
+                - left.saved
+                + (2 + (plan.tp if plan.tp > 1 else 0)) * work.input
+                + 2 * max(work.outputs.values())
+            )
+            for work, left in zip(works, left_by_recompute(works, config.activation))
+        )
+        rows, columns = head(spec).multiplied(plan.tp)
+        chunk = min(config.loss.chunk or self.tokens, self.tokens)
+        self.logits = self.element * self.tokens * rows
+        # Four fp32 tensors: scores, exponentials, gradients, and those where there is a target. Compiled: none.
+        self.loss = 0.0 if config.compile else 4.0 * MASTER_BYTES * chunk * rows
+        self.head_gradient = self.element * rows * columns
+        self.held: HeldParameters = held_parameters(spec, plan.tp)
+        sums = batch.accumulation > 1 and sums_on_device(plan, config.precision.reduce == "fp32")
+        placement = layout.pipeline.schedule.placement
+        self.states: list[StateBytes] = rank_states(
+            spec, plan, self.element, layout.pipeline.split, placement, once, sums
+        )
+        self.shard = plan.shard if plan.stage else 1
+        self.every = plan.stage >= 2 and not once  # whether each micro-batch's gradients are reduced
+
+
+class _Replay:
+    """One rank's program, with the bytes held of each category."""
+
+    def __init__(self, model: _Model, rank: int, program: Sequence[Action]):
+        self.model, self.rank, self.program = model, rank, program
+        layout, states = model.layout, model.states[rank]
+        self.stages = layout.pipeline.stages(rank)
+        self.units = {stage: model.held.units(layers) for stage, layers in self.stages.items()}
+        self.placement, self.depth = layout.pipeline.schedule.placement, layout.spec.depth
+        self.held, self.total = dict.fromkeys(CATEGORIES, 0.0), 0.0
+        if not states.offloaded:
+            self.hold("parameters", states.parameters)
+            self.hold("optimizer", states.optimizer)
+        self.hold("error feedback", model.feedback)
+        self.gathered = {stage: self.gathered_bytes(stage) for stage in self.stages}
+        self.lowered = any(action.kind == "UNSHARD" for action in program)
+        if not self.lowered:
+            self.hold("gathered parameters", sum(self.gathered.values()))
+        self.ahead = 0.0
+        if model.plan.stage == 3:  # the layer that is gathered while one computes
+            self.ahead = model.element * max(max(units[1:]) for units in self.units.values())
+        self.keeps_reduced = not states.offloaded or states.sums > 0
+        self.backwards = dict.fromkeys(self.stages, layout.batch.accumulation)  # to come
+        self.accumulated: set[int] = set()  # stages that have gradients
+        self.most, self.best = -1.0, Peak(rank, "", {}, 0.0)
+        self.reduced, self.apart, self.rest = 0.0, 0.0, 0.0  # in the pool of reductions; most in it, and in the other
+        self.churn = 0.0  # most that activations take
+
+    def peak(self) -> Peak:
+        for place, action in enumerate(self.program):
+            self.place, self.action = place, action
+            self.look("start", gathered=self.ahead)
+            match action.kind:
+                case "F":
+                    self.forward(action.stage)
+                case "B":
+                    self.backward(action.stage, 1.0, True)
+                case "I":
+                    self.backward(action.stage, 1.0 - self.model.kept, False)
+                case "W":
+                    self.weights(action.stage)
+                case "UNSHARD":
+                    self.hold("gathered parameters", self.gathered[action.stage])
+                case "RESHARD":
+                    self.drop(action.stage, self.gathered[action.stage])
+                case "RECV_F" | "RECV_B":
+                    self.hold("communication buffers", self.model.stream)
+                case "SEND_F" | "SEND_B":
+                    self.hold("communication buffers", -self.model.stream)
+        gather = self.model.element * max(max(units) for units in self.units.values()) * (self.model.shard > 1)
+        pools = self.rest + self.apart + gather - self.most + FRAGMENTS * self.churn
+        return replace(self.best, pools=pools)
+
+    def hold(self, category: str, size: float) -> None:
+        self.held[category] += size
+        self.total += size
+
+    def look(
+        self, unit: str, working: float = 0.0, gradients: float = 0.0, buffers: float = 0.0, gathered: float = 0.0
+    ) -> None:
+        """Notes the moment if it is the fullest so far. What is named is held for this moment only."""
+        total = self.total + working + gradients + buffers + gathered
+        self.rest = max(self.rest, total - self.reduced)
+        self.churn = max(self.churn, self.held["activations"])
+        if total > self.most:
+            self.most = total
+            categories = dict(self.held)
+            for name, size in zip(MOMENTARY, (working, gradients, buffers, gathered)):
+                categories[name] += size
+            where = f"{self.action}, action {self.place + 1} of {len(self.program)}, {unit}"
+            self.best = Peak(self.rank, where, categories, 0.0)
+
+    def gathered_bytes(self, stage: int) -> float:
+        """Copies of a stage's parameters in the compute type: of all, or of embedding, head and one layer."""
+        units = self.units[stage]
+        return self.model.element * float(units[0] + max(units[1:]) if self.model.plan.stage == 3 else sum(units))
+
+    def drop(self, stage: int, size: float) -> None:
+        """Frees gathered parameters of a stage."""
+        size = min(size, self.gathered[stage])
+        self.gathered[stage] -= size
+        self.hold("gathered parameters", -size)
+
+    def exchanges(self, stage: int, other: int) -> bool:
+        """Whether hidden states go between two stages on different ranks, in a program with transfers."""
+        return self.lowered and 0 <= other < len(self.placement) and self.placement[other] != self.placement[stage]
+
+    def forward(self, stage: int) -> None:
+        model, layers = self.model, self.stages[stage]
+        for layer in layers:
+            self.hold("activations", model.activation[layer + 1])
+        if layers.start == 0:
+            self.hold("activations", model.activation[0])
+        if layers.stop == self.depth:
+            self.hold("activations", model.activation[-1] - model.logits)
+            self.hold("logits and loss", model.logits)
+            self.look("loss", working=model.loss)
+        if self.exchanges(stage, stage - 1):  # what was received is the input that is kept
+            self.hold("communication buffers", -model.stream)
+        if self.exchanges(stage, stage + 1):
+            self.hold("communication buffers", model.stream)
+
+    def backward(self, stage: int, share: float, whole: bool) -> None:
+        """B, or I, which frees a share of what is held. The head's part of it is never put off."""
+        model, layers, units = self.model, self.stages[stage], self.units[stage]
+        outer = 0.0
+        if layers.stop == self.depth:
+            outer = model.head_gradient
+            self.look("head", working=2 * model.stream, gradients=outer)
+            self.hold("logits and loss", -model.logits)
+            self.hold("activations", model.logits - model.activation[-1])
+        mode, last = self.reduction(stage) if whole else "", whole and self.backwards[stage] == 1
+        buffer = MASTER_BYTES * (mode in ("direct", "last"))  # of a parameter in the reduction's input
+        steady = not whole or (mode == "sum" and stage in self.accumulated)  # whether every layer only frees
+        for place in reversed(range(len(layers))):
+            layer, size = layers[place], units[1 + place]
+            if not steady or place == len(layers) - 1:
+                gradients = (outer + model.element * size) * whole
+                self.look(f"layer {layer}", model.working[layer], gradients, buffer * size, self.ahead)
+            self.hold("activations", -share * model.activation[layer + 1])
+            if whole:
+                self.gradients(stage, mode, size)
+                if last and model.plan.stage != 3:
+                    self.drop(stage, model.element * size)
+        if layers.start == 0:
+            self.hold("activations", -share * model.activation[0])
+        if whole:
+            freed = model.element * units[0] * (last or model.plan.stage == 3)  # before the reduction
+            self.look("embedding, norm and head", 0.0, model.element * units[0], buffer * units[0], -freed)
+            self.gradients(stage, mode, units[0])
+            self.done(stage)
+        if self.exchanges(stage, stage + 1):
+            self.hold("communication buffers", -model.stream)
+        if self.exchanges(stage, stage - 1):
+            self.hold("communication buffers", model.stream)
+
+    def weights(self, stage: int) -> None:
+        model, layers, units = self.model, self.stages[stage], self.units[stage]
+        mode = self.reduction(stage)
+        self.look("weight gradients", gradients=model.element * max(units))
+        for layer in layers:
+            self.hold("activations", -model.kept * model.activation[layer + 1])
+        if layers.start == 0:
+            self.hold("activations", -model.kept * model.activation[0])
+        if mode != "sum":  # outside of backward all of a stage is accumulated before it is reduced
+            accumulated = 0.0 if mode == "last" else MASTER_BYTES * sum(units)
+            self.look("reduction", gradients=accumulated, buffers=MASTER_BYTES * max(units))
+        for size in units:
+            self.gradients(stage, mode, size)
+        self.done(stage)
+
+    def reduction(self, stage: int) -> str:
+        """What happens to the gradients of the stage's next full backward pass: they are reduced at once (`direct`),
+        added up (`sum`), or added up and reduced (`last`)."""
+        if self.model.every:
+            return "direct"
+        if self.backwards[stage] > 1:
+            return "sum"
+        return "last" if stage in self.accumulated else "direct"
+
+    def gradients(self, stage: int, mode: str, size: int) -> None:
+        """The gradients of a unit of `size` parameters have been computed."""
+        new = stage not in self.accumulated
+        if mode == "sum":
+            self.hold("gradients", MASTER_BYTES * size * new)
+            return
+        if mode == "last":
+            self.hold("gradients", -MASTER_BYTES * size)
+        if self.keeps_reduced and (new or mode == "last"):
+            kept = MASTER_BYTES * size / self.model.shard
+            self.hold("gradients", kept)
+            self.reduced += kept
+            self.apart = max(self.apart, self.reduced)
+
+    def done(self, stage: int) -> None:
+        self.accumulated.add(stage)
+        self.backwards[stage] -= 1

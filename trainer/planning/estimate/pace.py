@@ -1,0 +1,94 @@
+"""How long amounts of work take on a kind of machine.
+
+An operation takes the time of its arithmetic at the share of the peak that large operations reach, or that of its
+bytes at the share of the memory's bandwidth (a smooth maximum of the two, the root of the sum of their squares), and
+the fixed time of a kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.config import ConfigError, PrecisionConfig
+from trainer.config.hardware import HardwareConfig, LinkConfig
+from trainer.planning.cost.devices import peak_flops, product_type
+from trainer.planning.cost.layers import ring
+from trainer.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Rates of one device. peak, products, attention: FLOP/s; memory, optimizer, copy: bytes/s; kernel, launch: seconds
+    of one kernel, on the device and on the host; hidden: share of hidden communication that is free."""
+
+    peak: float
+    products: float
+    attention: float
+    memory: float
+    optimizer: float
+    copy: float
+    kernel: float
+    launch: float
+    hidden: float
+
+    @classmethod
+    def of(cls, hardware: HardwareConfig, precision: PrecisionConfig) -> Pace:
+        """Raises `ConfigError` where the peak in the type of the products is not known."""
+        kind, reached = product_type(precision), hardware.achieved
+        given = hardware.peak.get(kind)
+        peak = given * 1e12 if given else peak_flops(hardware.device, kind)
+        if peak is None:
+            raise ConfigError(
+                f"hardware.device={hardware.device} has no known peak in {kind}; set hardware.peak.{kind}=TFLOP/s, or "
+                "another precision.compute"
+            )
+        bandwidth = hardware.bandwidth * 1e9
+        return cls(
+            peak=peak,
+            products=peak * reached.product,
+            attention=peak * reached.attention,
+            memory=bandwidth * reached.memory,
+            optimizer=bandwidth * reached.optimizer,
+            copy=bandwidth * reached.copy,
+            kernel=hardware.kernel * 1e-6,
+            launch=hardware.launch * 1e-6,
+            hidden=reached.hidden,
+        )
+
+    def exposed(self, communication: float, computation: float) -> float:
+        """Seconds that communication adds to the computation that it runs behind."""
+        behind = min(communication, computation)
+        return communication - self.hidden * behind
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A group of ranks that gather and reduce. bandwidth: bytes/s into a device; latency: seconds of a step."""
+
+    ranks: int
+    bandwidth: float
+    latency: float
+
+    @classmethod
+    def of(cls, hardware: HardwareConfig, plan: Plan, dimension: str) -> Ring:
+        """The groups of a dimension of the mesh. Those that span nodes use all adapters of their ranks on a node."""
+        size, node = plan.mesh[dimension], hardware.devices
+        first = plan.groups(dimension)[0]
+        local = sum(rank // node == first[0] // node for rank in first)
+        if local == size:
+            return cls(size, speed(hardware.node), hardware.node.latency * 1e-6)
+        between = min(speed(hardware.node), local * speed(hardware.network))
+        return cls(size, between, hardware.network.latency * 1e-6)
+
+    def seconds(self, size: float) -> float:
+        """Of an all-gather or reduce-scatter whose whole tensor has `size` bytes; an all-reduce takes twice as long."""
+        return ring(size, self.ranks, self.bandwidth, self.latency)
+
+    def transfer(self, size: float) -> float:
+        """Of `size` bytes from one rank to the next."""
+        return self.latency + size / self.bandwidth
+
+
+def speed(link: LinkConfig) -> float:
+    """Bytes per second that large transfers reach."""
+    return link.bandwidth * 1e9 * link.achieved

@@ -1,0 +1,202 @@
+"""All plans of a model on a number of devices, the best of them by predicted time, within their memory.
+
+Every plan has a bound that is quick: its step is no shorter than the mean work of its ranks without a bubble. Plans are
+simulated in the order of their bounds, until the bound of the next is longer than the slowest of the wanted ones: no
+plan that is left out can be among them. Plans whose states and activations are far above the memory are not simulated.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import inf
+
+from trainer.config import Config, ConfigError, ParallelConfig
+from trainer.config.fields import divisors
+from trainer.config.hardware import HardwareConfig
+from trainer.planning.batch import BatchPlan
+from trainer.planning.cost.flops import parameter_counts
+from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
+from trainer.planning.estimate.pace import Pace
+from trainer.planning.estimate.step import GIB, Estimate, estimate_within, update_bytes
+from trainer.planning.estimate.timing import Timing, time_units
+from trainer.planning.pipeline import Pipeline, check_pipeline, estimated_costs, resolve_split
+from trainer.planning.plan import Plan, check_plan, lay
+from trainer.planning.resolve import Layout
+from trainer.planning.schedules.ir import Schedule
+
+SCHEDULES = (
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 4),
+    ("zb_h1", 1),
+    ("zb_h2", 1),
+    ("zb_v", 2),
+    ("v_half", 2),
+    ("v_min", 2),
+    ("dualpipe_v", 2),
+)
+"""Schedules that are tried under a pipeline, with stages a rank. GPipe is 1F1B with more memory."""
+
+IN_FLIGHT = {"v_half": 1 / 2, "v_min": 1 / 3}
+"""Activations that a rank holds, over those of one micro-batch in the whole model, where they are fewer."""
+
+RECOMPUTE = ("none", "selective", "full")
+
+MOST_MICRO_BATCHES = 256
+"""Of a rank, in plans that are tried: more make nothing faster, and take long to simulate."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A legal plan. bound: seconds that its step takes at least; config: of a run under it."""
+
+    bound: float
+    config: Config
+    plan: Plan
+    batch: BatchPlan
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """best: estimates of plans that fit or may fit, fastest first. legal, fitting: numbers of plans that are legal, and
+    of those whose states and least activations fit."""
+
+    best: tuple[Estimate, ...]
+    legal: int
+    fitting: int
+
+
+def rank_plans(config: Config, hardware: HardwareConfig, world: int, global_size: int, most: int = 10) -> Ranking:
+    """The fastest `most` plans on `world` devices for a step of `global_size` sequences.
+
+    config: what all plans share; its own plan, recompute and micro-batches are replaced. Raises `ConfigError` where no
+    plan is legal, or none fits.
+    """
+    search = _Search(config, hardware, world, global_size)
+    queue = [(candidate.bound, index, candidate) for index, candidate in enumerate(search.candidates())]
+    if not queue:
+        reasons = search.reasons or ["every plan needs more memory than a device has"]
+        raise ConfigError(f"no plan of {world} processes can be run: {reasons[0]}")
+    fitting = len(queue)
+    heapq.heapify(queue)
+    best: list[Estimate] = []
+    while queue and (len(best) < most or queue[0][0] < best[-1].seconds):
+        candidate, limit = heapq.heappop(queue)[-1], best[-1].seconds if len(best) == most else inf
+        layout = search.layout(candidate)
+        found = estimate_within(limit, candidate.config, layout, hardware, lowered=False)
+        if found is not None and found.fits != "no":
+            best = sorted([*best, found], key=lambda one: one.seconds)[:most]
+    if not best:
+        raise ConfigError(
+            f"no plan of {world} processes fits {hardware.memory:g} GiB a device; set a smaller "
+            "batch.sequence_length, more nodes, or parallel.zero.offload=true"
+        )
+    return Ranking(tuple(best), search.legal, fitting)
+
+
+class _Search:
+    def __init__(self, config: Config, hardware: HardwareConfig, world: int, global_size: int):
+        self.base, self.spec, self.hardware = config, config.model, hardware
+        self.world, self.global_size, self.node = world, global_size, min(world, hardware.devices)
+        self.pace = Pace.of(hardware, config.precision)
+        self.element = ELEMENT_BYTES[config.precision.compute]
+        self.legal, self.reasons = 0, list[str]()
+        self.splits: dict[tuple, tuple[range, ...]] = {}
+        self.orders: dict[tuple, tuple[tuple[int, ...], Schedule | None]] = {}
+
+    def candidates(self) -> Iterator[Candidate]:
+        """All legal plans whose states and activations of one micro-batch may fit."""
+        for parallel in self.parallels():
+            plan = lay(parallel, self.world)
+            for micro in divisors(self.global_size // plan.dp):
+                accumulation = self.global_size // plan.dp // micro
+                if accumulation > MOST_MICRO_BATCHES or accumulation < plan.pp:
+                    continue
+                for mode in RECOMPUTE:
+                    yield from self.with_schedules(parallel, plan, micro, accumulation, mode)
+
+    def parallels(self) -> Iterator[ParallelConfig]:
+        """Degrees, ZeRO stages and shard sizes."""
+        for tp in divisors(self.world):
+            for pp in divisors(self.world // tp):
+                dp = self.world // tp // pp
+                if self.global_size % dp or self.base.batch.sequence_length % tp:
+                    continue
+                whole = replace(self.base.parallel, dp=-1, tp=tp, pp=pp, shard=-1)
+                problems = check_plan(whole, self.world, self.spec, self.node)
+                self.reasons += problems
+                for stage in () if problems else (0, 1, 2, 3) if dp > 1 else (0,):
+                    inside = self.node // tp  # ranks of a group that stays within a node
+                    for shard in (-1, inside) if stage and 1 < inside < dp and dp % inside == 0 else (-1,):
+                        yield replace(whole, shard=shard, zero=replace(whole.zero, stage=stage))
+
+    def with_schedules(
+        self, parallel: ParallelConfig, plan: Plan, micro: int, accumulation: int, mode: str
+    ) -> Iterator[Candidate]:
+        schedules = [
+            (name, chunks) for name, chunks in SCHEDULES if plan.pp > 1 and plan.pp * chunks <= self.spec.depth
+        ]
+        self.legal += len(schedules) if plan.pp > 1 else 1
+        config = self.config(parallel, micro, accumulation, mode)
+        batch = BatchPlan(config.batch.sequence_length, self.global_size, micro, accumulation)
+        timing = self.timing(config, plan, batch)
+        sharded = parameter_counts(self.spec)["total"] / (plan.tp * plan.pp * plan.shard)
+        bound = accumulation * sum(timing.terms.values()) / plan.pp
+        bound += update_bytes(config) * sharded / self.pace.optimizer
+        for name, chunks in schedules if plan.pp > 1 else [("1f1b", 1)]:
+            if self.rough_memory(plan, batch, timing, name) > self.hardware.memory * GIB:
+                continue
+            chosen = copy.copy(config)
+            pipeline = replace(
+                config.parallel.pipeline,
+                schedule=name,
+                chunks=chunks if name == "interleaved" else None,
+                group_size=None,
+                split="balanced",
+                memory_cap=None,
+            )
+            chosen.parallel = replace(config.parallel, pipeline=pipeline)
+            yield Candidate(bound, chosen, plan, batch)
+
+    def config(self, parallel: ParallelConfig, micro: int, accumulation: int, mode: str) -> Config:
+        config = copy.copy(self.base)
+        config.parallel = parallel
+        config.activation = replace(self.base.activation, mode=mode, modules=[], every=1)
+        config.batch = replace(
+            self.base.batch,
+            global_size=self.global_size,
+            global_tokens=None,
+            micro_size=micro,
+            accumulation=accumulation,
+        )
+        return config
+
+    def timing(self, config: Config, plan: Plan, batch: BatchPlan) -> Timing:
+        """The timing of units depends on no schedule and on no split."""
+        unused = Pipeline(Schedule("", ((),), (0,), batch.accumulation), (range(self.spec.depth),))
+        return time_units(config, Layout(self.spec, plan, batch, unused), self.hardware)
+
+    def layout(self, candidate: Candidate) -> Layout:
+        """The layout that `resolve` gives; splits and schedules that other candidates have too are made once."""
+        config, plan, batch = candidate.config, candidate.plan, candidate.batch
+        pipeline = config.parallel.pipeline
+        order = plan.pp, pipeline.schedule, pipeline.chunks, batch.accumulation
+        if order not in self.orders:
+            self.orders[order] = check_pipeline(config, self.spec.depth, plan, batch)
+        placement, schedule = self.orders[order]
+        cut = placement, plan.tp, config.activation.mode
+        if cut not in self.splits:
+            self.splits[cut] = resolve_split("balanced", estimated_costs(config, self.spec, plan, batch), placement)
+        assert schedule is not None  # greedy is not among SCHEDULES
+        return Layout(self.spec, plan, batch, Pipeline(schedule, self.splits[cut]))
+
+    def rough_memory(self, plan: Plan, batch: BatchPlan, timing: Timing, schedule: str) -> float:
+        """Less than what the fullest rank holds: the mean of states, and four fifths of the activations in flight."""
+        states = state_bytes(self.spec, plan, self.element)
+        held = 0 if states.offloaded else states.parameters + states.optimizer
+        held += states.gathered if plan.stage < 3 else 0
+        held += states.gradients if batch.accumulation > 1 and not states.offloaded else 0
+        return held / plan.pp + 0.8 * IN_FLIGHT.get(schedule, 1.0) * sum(timing.costs.activation[:-1])

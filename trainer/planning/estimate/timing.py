@@ -1,0 +1,255 @@
+"""Seconds of each unit of the model (embedding, layers, head) by pass and term, for one micro-batch under a plan."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import hypot
+
+from trainer.config import Config
+from trainer.config.hardware import HardwareConfig
+from trainer.planning.cost.flops import product_flops
+from trainer.planning.cost.layers import (
+    ATTENTION_BACKWARD,
+    LayerWork,
+    Remaining,
+    layer_costs,
+    left_by_recompute,
+    model_work,
+)
+from trainer.planning.cost.memory import ELEMENT_BYTES
+from trainer.planning.cost.parameters import head
+from trainer.planning.cost.stages import LayerCosts
+from trainer.planning.estimate.pace import Pace, Ring
+from trainer.planning.gradient_comm import asked
+from trainer.planning.resolve import Layout
+
+TERMS = (
+    "matrix products",
+    "attention",
+    "memory-bound kernels",
+    "recompute",
+    "launching",
+    "tensor collectives",
+    "sharding collectives",
+    "sharding copies",
+)
+"""What a pass of a unit takes time for; collectives as far as they are exposed."""
+
+Terms = Mapping[str, float]
+
+EAGER = 3.5
+"""How many times the bytes of fused kernels eager ones move: docs/performance.md, eager instead of compiled."""
+
+KERNELS = {True: 6, False: 25}
+"""Memory-bound kernels of a layer's forward pass, by whether it is compiled."""
+
+CODEC_BYTES = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
+"""Of an element of quantised gradients, less the scales."""
+
+MASTER = 4
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Seconds of a unit in each pass of a micro-batch, and once a step.
+
+    forward, input, weight: of F, I and W. gather, reduce: what the first forward and the last backward pass of a step
+    take longer, where parameters are gathered and gradients reduced once a step; copies: their part in copies.
+    collectives: seconds of all communication of a micro-batch by axis, exposed or hidden. once: the same once a step.
+    """
+
+    forward: Terms
+    input: Terms
+    weight: Terms
+    gather: float
+    reduce: float
+    copies: float
+    collectives: Terms
+    once: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """All units of a model under a layout, and the costs that schedules are simulated with."""
+
+    units: tuple[Unit, ...]
+    costs: LayerCosts
+
+    @cached_property
+    def terms(self) -> dict[str, float]:
+        """Seconds of one micro-batch by term, over all units and passes."""
+        total: dict[str, float] = defaultdict(float)
+        for unit, count in self.counted:
+            for terms in (unit.forward, unit.input, unit.weight):
+                for name, seconds in terms.items():
+                    total[name] += count * seconds
+        return total
+
+    @cached_property
+    def counted(self) -> list[tuple[Unit, int]]:
+        """Units, and how many are the same."""
+        counts = Counter(map(id, self.units))
+        return [(unit, counts[place]) for place, unit in {id(unit): unit for unit in self.units}.items()]
+
+    def collectives(self, microbatches: int) -> dict[str, float]:
+        """Seconds of communication of a step by axis over all units, exposed and hidden."""
+        total: dict[str, float] = defaultdict(float)
+        for unit, count in self.counted:
+            for axis, seconds in unit.collectives.items():
+                total[axis] += count * microbatches * seconds
+            total["data"] += count * unit.once
+        return total
+
+
+def time_units(config: Config, layout: Layout, hardware: HardwareConfig) -> Timing:
+    """The timing of a layout on a kind of machine."""
+    return _Timer(config, layout, hardware).timing()
+
+
+class _Timer:
+    def __init__(self, config: Config, layout: Layout, hardware: HardwareConfig):
+        self.config, self.plan, self.spec, self.batch = config, layout.plan, layout.spec, layout.batch
+        self.pace = Pace.of(hardware, config.precision)
+        self.element = ELEMENT_BYTES[config.precision.compute]
+        self.tokens = self.batch.sequence_length * self.batch.micro_size
+        self.rings = {name: Ring.of(hardware, self.plan, name) for name in ("tp", "shard", "replicate", "pp")}
+        self.fused = 1.0 if config.compile else EAGER
+        stream = self.element * self.tokens * self.spec.width
+        self.collective = self.rings["tp"].seconds(stream)
+        self.transfer = self.rings["pp"].transfer(stream / self.plan.tp) if self.plan.pp > 1 else 0.0
+        self.gradient = self._gradient_bytes(hardware)
+
+    def _gradient_bytes(self, hardware: HardwareConfig) -> float:
+        """Of an element of gradients on their way."""
+        plain, spans = float(ELEMENT_BYTES[self.config.precision.reduce]), self.plan.world > hardware.devices
+        hop = asked(self.config.parallel.grad_comm).get("outer" if spans or self.plan.replicate > 1 else "inner")
+        return CODEC_BYTES.get(hop.codec, plain) if hop else plain
+
+    def timing(self) -> Timing:
+        spec, plan, batch = self.spec, self.plan, self.batch
+        costs = layer_costs(
+            spec,
+            batch.sequence_length,
+            batch.micro_size,
+            plan.tp,
+            1.0,
+            recompute=self.config.activation,
+            element_bytes=self.element,
+        )
+        works = model_work(spec, batch.sequence_length, plan.tp, self.element)
+        left = left_by_recompute(works, self.config.activation)
+        known: dict[tuple[int, float], Unit] = {}
+        layers = []
+        for work, remaining in zip(works, left):
+            key = id(work), remaining.saved
+            if key not in known:
+                known[key] = self._layer(work, remaining)
+            layers.append(known[key])
+        units = (self._embedding(), *layers, self._head())
+        return Timing(
+            units,
+            replace(
+                costs,
+                f=tuple(sum(unit.forward.values()) for unit in units),
+                i=tuple(sum(unit.input.values()) for unit in units),
+                w=tuple(sum(unit.weight.values()) for unit in units),
+                b=tuple(sum(unit.input.values()) + sum(unit.weight.values()) for unit in units),
+                unshard=tuple(unit.gather for unit in units),
+                reduce=tuple(unit.reduce for unit in units),
+                transfer=self.transfer,
+            ),
+        )
+
+    def _product(self, flops: float, outputs: float, inputs: float) -> float:
+        moved = self.element * (self.tokens * (outputs + inputs) + outputs * inputs)
+        return hypot(flops / self.pace.products, moved / self.pace.memory) + self.pace.kernel
+
+    def _layer(self, work: LayerWork, left: Remaining) -> Unit:
+        tokens, pace = self.tokens, self.pace
+        products = {name: self._product(tokens * work.flops[name], *shape) for name, shape in work.shapes.items()}
+        attention = tokens * work.attention / pace.attention
+        kernels = KERNELS[self.config.compile]
+        bound = self.fused * tokens * work.saved / pace.memory + kernels * pace.kernel
+        matmul = sum(products.values())
+        again = sum(share * products.get(name, attention) for name, share in left.again.items())
+        again += self.fused * tokens * max(0.0, work.saved - left.saved) / pace.memory
+        communication = 4 * self.collective
+        repeated = sum(share * work.flops[name] for name, share in left.again.items()) / work.forward
+        forward = {
+            "matrix products": matmul,
+            "attention": attention + pace.kernel,
+            "memory-bound kernels": bound,
+            "tensor collectives": communication,
+        }
+        backward = {
+            "matrix products": matmul,
+            "attention": ATTENTION_BACKWARD * attention + pace.kernel,
+            "memory-bound kernels": 2 * bound,
+            "recompute": again,
+            "tensor collectives": communication * (1 + repeated),
+        }
+        launches = (len(products) + kernels + 1) * pace.launch
+        forward["launching"] = max(0.0, launches - sum(forward.values()))
+        backward["launching"] = max(0.0, (2 + bool(left.again)) * launches - sum(backward.values()) - matmul)
+        return self._sharded(work.weights, forward, backward, {"matrix products": matmul}, 2 + repeated)
+
+    def _embedding(self) -> Unit:
+        """The look-up, and the gradient of the whole table, most of which is zero."""
+        stream = self.element * self.tokens * self.spec.width / self.plan.tp
+        table = self.spec.vocab_size * self.spec.width / self.plan.tp
+        forward = {"memory-bound kernels": 3 * stream / self.pace.memory, "tensor collectives": self.collective}
+        weight = {
+            "memory-bound kernels": (3 * stream + self.element * table) / self.pace.memory,
+            "tensor collectives": self.collective,
+        }
+        return self._sharded(table, forward, {}, weight, 0.5)
+
+    def _head(self) -> Unit:
+        """Norm, logits and loss, whose compiled chunks read the logits twice and write their gradient over them."""
+        matrix = head(self.spec)
+        rows, columns = matrix.multiplied(self.plan.tp)
+        product = self._product(self.tokens * product_flops(matrix, self.plan.tp), rows, columns)
+        passes = 3 * self.fused
+        loss = passes * self.element * self.tokens * rows / self.pace.memory
+        forward = {"matrix products": product, "memory-bound kernels": loss, "tensor collectives": self.collective}
+        backward = {"matrix products": product, "tensor collectives": self.collective}
+        # A tied head of one stage is the embedding's parameter, which that unit gathers.
+        size = 0.0 if self.spec.tied and self.plan.pp == 1 else rows * columns
+        return self._sharded(size, forward, backward, {"matrix products": product}, 0.5)
+
+    def _sharded(self, size: float, forward: dict, backward: dict, weight: dict, tensor: float) -> Unit:
+        """A unit of `size` parameters with what data-parallel ranks do around its passes: gathers, reductions, and
+        copies in and out of flat buffers. tensor: tensor collectives of a micro-batch, in units of four."""
+        plan, pace, shards = self.plan, self.pace, self.rings["shard"]
+        axes = {"tensor": 4 * tensor * self.collective}
+        gather = shards.seconds(self.element * size) if plan.stage else 0.0
+        reduce = shards.seconds(self.gradient * size)
+        replicas = 2 * self.rings["replicate"].seconds(self.gradient * size / shards.ranks)
+        copy_in = ((MASTER + self.element) / shards.ranks + 2 * self.element * (shards.ranks > 1)) * size / pace.copy
+        copy_out = (self.element + MASTER) * size / pace.copy
+        f, b = sum(forward.values()), sum(backward.values()) + sum(weight.values())
+        if plan.stage <= 2:
+            first, once, copied = pace.exposed(gather, f) + copy_in, gather, copy_in
+        else:
+            first, once, copied = 0.0, 0.0, 0.0
+            axes["data"] = 2 * gather
+            forward = _and(forward, pace.exposed(gather, f), copy_in)
+            backward = _and(backward, pace.exposed(gather, b), copy_in)
+        if plan.stage >= 2:
+            axes["data"] = axes.get("data", 0.0) + reduce
+            backward = _and(backward, pace.exposed(reduce, b), copy_out)
+            last, once = pace.exposed(replicas, b), once + replicas
+        else:
+            if self.batch.accumulation > 1:  # added to the sums in fp32, tensor by tensor
+                backward = _and(backward, 0.0, (2 * MASTER + self.element) * size / pace.copy)
+            last, once = pace.exposed(reduce + replicas, b), once + reduce + replicas
+            last, copied = last + copy_out, copied + copy_out
+        return Unit(forward, backward, weight, first, last, copied, axes, once)
+
+
+def _and(terms: Terms, exposed: float, copies: float) -> dict[str, float]:
+    added = {"sharding collectives": exposed, "sharding copies": copies}
+    return {name: terms.get(name, 0.0) + added.get(name, 0.0) for name in {**terms, **added}}
