@@ -302,7 +302,7 @@ def cluster():
 def submit(cluster: Cluster, log: Path, *arguments: str, options: tuple[str, ...] = (), **environment: str) -> str:
     """Submits the script to two nodes of one process each, and returns the job's number."""
     variables = {
-        "TRAINER_PYTHON": warm_python(),
+        "TRAINER_PYTHON": sys.executable,  # torchrun has to be a process of Slurm's, which signals what it has started
         "PYTHON_EXEC": warm_python(),
         "TRAINER_FREE_GIB": "0.1",
         "OMP_NUM_THREADS": "1",
