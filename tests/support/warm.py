@@ -86,6 +86,7 @@ def serve(address: str) -> None:
     import importlib
     import selectors
 
+    del sys.path[0]  # this file's folder, which is no program's
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
