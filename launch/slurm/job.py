@@ -103,7 +103,7 @@ def decide(status: str | None, code: int, told: bool, state: str, record: Record
     is near; state: the job's, as Slurm has it, empty if it did not answer; progress: whether a checkpoint was written.
     A stop that nobody asked this script for was a preemption, or a signal from a person, who else would have used
     scancel: the job is requeued."""
-    if status == "done" or code == DONE:
+    if status == "done" or status is None and code == DONE:  # a run that was done before says nothing anew
         return "exit=0 the run is done"
     if state not in ("RUNNING", ""):  # cancelled; or a node is lost, and Slurm itself requeues the job
         return f"exit=143 Slurm ends this job ({state}); the same command goes on from the newest checkpoint"
