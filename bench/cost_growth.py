@@ -159,8 +159,7 @@ def growth(spec: ModelSpec, stages: int, rate: float, counts: list[int]) -> list
     per_token = flops_per_token(spec, LENGTH, causal=True)
     lines = [
         "| GPUs | tp x pp x dp | million tokens a step | micro-batches | schedule | step, s | bubble | tokens/s per "
-        "GPU "
-        "| MFU, causal | GiB |",
+        "GPU | MFU, causal | GiB |",
         "|---:|---|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
     for gpus in counts:
@@ -171,10 +170,9 @@ def growth(spec: ModelSpec, stages: int, rate: float, counts: list[int]) -> list
             label = f"{name}, v={SCHEDULES[name]}" if layout.pp > 1 else "no pipeline"
             lines.append(
                 f"| {gpus:,} | {layout.tp} x {layout.pp} x {layout.dp} | {layout.tokens / 1e6:.1f} | "
-                f"{layout.microbatches} "
-                f"| {label} | {found.seconds:,.2f} | {100 * found.bubble:.1f}% | {speed:,.0f} | "
-                f"{100 * speed * per_token / PEAK:.1f}% "
-                f"| {found.memory / GIB:,.0f}{' (does not fit)' if found.memory > DEVICE_MEMORY else ''} |"
+                f"{layout.microbatches} | {label} | {found.seconds:,.2f} | {100 * found.bubble:.1f}% | {speed:,.0f} | "
+                f"{100 * speed * per_token / PEAK:.1f}% | "
+                f"{found.memory / GIB:,.0f}{' (does not fit)' if found.memory > DEVICE_MEMORY else ''} |"
             )
     return lines
 

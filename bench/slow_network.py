@@ -227,8 +227,8 @@ def main() -> None:
             row |= {"expected_seconds": expected[gbit, name], "expected_ratio": expected_ratio[gbit, name]}
             rows.append({"rate_gbit": gbit, "measured_gbit": measured[gbit], "case": name, **row})
             tell(
-                f"{gbit:<9g}{name:<16}{row['seconds']:>7.3f} s{expected[gbit, name]:>8.3f} s{row['ratio']:>7.2f}"
-                f"{expected_ratio[gbit, name]:>10.2f}{row['bytes_outer'] or '':>13}"
+                f"{gbit:<9g}{name:<16}{row['seconds']:>7.3f} s{expected[gbit, name]:>8.3f} "
+                f"s{row['ratio']:>7.2f}{expected_ratio[gbit, name]:>10.2f}{row['bytes_outer'] or '':>13}"
                 + (f"  chose {row['chosen']}" if name == "auto" else "")
             )
     if first:

@@ -104,18 +104,18 @@ PRIVATE = [
         "which part of a parameter lies where in DeepSpeed's flat buffers",
     ),
     Private(
-        "_gradient_averaging_world_size _wait_for_offload_copies averaged_gradients norm_for_param_grads grad_position"
-        " get_param_id params_in_partition use_grad_accum_attribute process_gradients setup_buckets"
-        " overlapping_partition_gradients_reduce_epilogue grad_partitions_flat_buffer gradient_accumulation_dtype"
-        " get_fp32_grad_partitions finalize_gradient_accumulation_boundary set_gradient_accumulation_boundary",
+        "_gradient_averaging_world_size _wait_for_offload_copies averaged_gradients norm_for_param_grads "
+        "grad_position get_param_id params_in_partition use_grad_accum_attribute process_gradients setup_buckets "
+        "overlapping_partition_gradients_reduce_epilogue grad_partitions_flat_buffer gradient_accumulation_dtype "
+        "get_fp32_grad_partitions finalize_gradient_accumulation_boundary set_gradient_accumulation_boundary",
         DEEPSPEED,
         ZERO,
         "gradients: that they are sums, where they are, and when DeepSpeed reduces them",
     ),
     Private(
-        "_swappable_optimizer_subgroup _optimizer_states_and_gradient_swap_in _partition_all_parameters swap_optimizer"
-        " _optimizer_states_and_gradient_swap_out _reassign_or_swap_out_partitioned_parameters _post_step fp16_groups"
-        " fp32_partitioned_groups_flat single_partition_of_fp32_groups update_lp_params",
+        "_swappable_optimizer_subgroup _optimizer_states_and_gradient_swap_in _partition_all_parameters "
+        "swap_optimizer _optimizer_states_and_gradient_swap_out _reassign_or_swap_out_partitioned_parameters "
+        "_post_step fp16_groups fp32_partitioned_groups_flat single_partition_of_fp32_groups update_lp_params",
         DEEPSPEED,
         ZERO,
         "an update group by group, with states on a disk",

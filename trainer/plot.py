@@ -22,19 +22,18 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m trainer.plot",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s RUN [RUN ...] [--x step|tokens] [--smooth N] [--out FILE] [--trace FILE]\n"
-        "       %(prog)s --schedule NAME|CSV [...] [--ranks N] [--microbatches N] [--chunks N] [--costs F,I,W]\n"
-        "                              [--out FILE] [--trace FILE]",
+        usage="%(prog)s RUN [RUN ...] [--x step|tokens] [--smooth N] [--out FILE] [--trace FILE]\n       %(prog)s "
+        "--schedule NAME|CSV [...] [--ranks N] [--microbatches N] [--chunks N] [--costs "
+        "F,I,W]\n                              [--out FILE] [--trace FILE]",
         description="Draw loss, learning rate, gradient norm and throughput of one or more runs, and the pipeline "
-        "schedule of\n"
-        "one run, planned above measured; or pipeline schedules without a run.",
+        "schedule of\none run, planned above measured; or pipeline schedules without a run.",
     )
     parser.add_argument(
         "--out",
         metavar="FILE",
         type=Path,
-        help="picture to write, .png, .svg, .pdf, ... (default: RUN/metrics.png, or ./metrics.png for several "
-        "runs, or ./schedule.png); a run's schedule goes to RUN/schedule.png, or beside FILE as NAME-schedule",
+        help="picture to write, .png, .svg, .pdf, ... (default: RUN/metrics.png, or ./metrics.png for several runs, "
+        "or ./schedule.png); a run's schedule goes to RUN/schedule.png, or beside FILE as NAME-schedule",
     )
     parser.add_argument(
         "--trace",
@@ -60,8 +59,8 @@ def command_line() -> argparse.ArgumentParser:
     schedules.add_argument(
         "--costs",
         metavar="F,I,W",
-        help="time that a rank takes for one micro-batch's forward, input gradient and weight gradient, "
-        "shared by its chunks; a full backward takes I + W (default: 1,1,1)",
+        help="time that a rank takes for one micro-batch's forward, input gradient and weight gradient, shared by its "
+        "chunks; a full backward takes I + W (default: 1,1,1)",
     )
     return parser
 

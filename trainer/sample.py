@@ -40,8 +40,8 @@ def run(options: SampleOptions) -> None:
     saved = open_saved(options.checkpoint)
     if saved.tokenizer is None:
         raise ConfigError(
-            f"checkpoint={options.checkpoint}: the run's folder has no tokenizer/ beside checkpoints/; "
-            "restore it, or give the checkpoint in the folder of its run"
+            f"checkpoint={options.checkpoint}: the run's folder has no tokenizer/ beside checkpoints/; restore it, or "
+            "give the checkpoint in the folder of its run"
         )
     tokenizer = load_tokenizer(saved.tokenizer)
     tokens = tokenizer.encode(options.prompt)

@@ -111,13 +111,13 @@ def decide(status: str | None, code: int, told: bool, state: str, record: Record
         return f"exit={REFUSED} the settings were refused, see above"
     if code == UNFIT and not told:
         return (
-            f"exit={UNFIT} a node is not fit, see above; leave it out with sbatch --exclude, or mend it, and "
-            "submit again"
+            f"exit={UNFIT} a node is not fit, see above; leave it out with sbatch --exclude, or mend it, and submit "
+            "again"
         )
     if not progress and record.idle + 1 >= retries:
         return (
-            f"exit=1 {record.idle + 1} starts in a row ended without a new checkpoint "
-            f"(TRAINER_RETRIES={retries}): giving up"
+            f"exit=1 {record.idle + 1} starts in a row ended without a new checkpoint (TRAINER_RETRIES={retries}): "
+            "giving up"
         )
     if status == "stopped" or told:
         return "requeue the run stopped " + ("after saving" if progress else "with nothing new to save")

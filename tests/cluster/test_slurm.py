@@ -259,13 +259,9 @@ def test_a_node_ends_as_its_workers_and_leaves_signals_to_them(tmp_path):
     """torchrun's launcher with a worker that needs longer to stop than the launcher would wait for a dead one."""
     worker = tmp_path / "worker.py"
     worker.write_text(
-        "import os, signal, sys, time\n"
-        "got = []\n"
-        "[signal.signal(number, lambda number, _: got.append(number)) for number in (signal.SIGTERM, signal.SIGUSR1)]\n"
-        f"open({str(tmp_path / 'ready')!r}, 'w').close()\n"
-        "while len(got) < 1: time.sleep(0.05)\n"
-        "time.sleep(1)\n"
-        "os._exit(75 if got == [signal.SIGUSR1] else 9)\n"
+        "import os, signal, sys, time\ngot = []\n[signal.signal(number, lambda number, _: got.append(number)) for "
+        f"number in (signal.SIGTERM, signal.SIGUSR1)]\nopen({str(tmp_path / 'ready')!r}, 'w').close()\nwhile len(got) "
+        "< 1: time.sleep(0.05)\ntime.sleep(1)\nos._exit(75 if got == [signal.SIGUSR1] else 9)\n"
     )
     agent = subprocess.Popen(
         [sys.executable, "-m", "trainer.torchrun", "--standalone", "--nproc-per-node", "1", str(worker)],

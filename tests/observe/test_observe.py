@@ -423,9 +423,8 @@ def test_plain_lines(tmp_path, capsys):
     log.event("checkpoint saved: runs/[demo]/checkpoints/step-00000010")
     log.close("done")
     assert capsys.readouterr().out.splitlines() == [
-        "step    5/1200  loss  2.3457  12.3k tokens/s  grad norm   0.812  lr 3.00e-04  MFU 53.2%  "
-        "memory 54.3 GiB  ETA 2m "
-        "10s",
+        "step    5/1200  loss  2.3457  12.3k tokens/s  grad norm   0.812  lr 3.00e-04  MFU 53.2%  memory 54.3 GiB  "
+        "ETA 2m 10s",
         "step   10/1200  loss not finite  12.3k tokens/s  grad norm      11  lr 3.00e-04  memory 54.3 GiB  skipped 2",
         "step   10/1200  evaluation loss 3.2100",
         "checkpoint saved: runs/[demo]/checkpoints/step-00000010",

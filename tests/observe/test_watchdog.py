@@ -105,8 +105,7 @@ def test_the_recorder_says_who_waits_for_whom():
     behind = flight.summary({"entries": [entry(6, retired=True)]}, {"0": [0, 1, 2, 3]})
     assert flight.waits({0: ahead, 1: ahead, 2: behind}) == [
         "ranks 0-1 in all_reduce Float[2, 3] (number 7 of dp) at step.py:32 train_step, which rank 2 did not enter, "
-        "which rank 3 may not "
-        "have entered"
+        "which rank 3 may not have entered"
     ]
     assert flight.waits({0: behind, 1: behind}) == []
     assert flight.ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8" and flight.ranks([4]) == "rank 4"
@@ -134,8 +133,7 @@ def test_the_report_begins_with_who_holds_up_the_others():
     records = {rank: RankReport(beats[rank], "step.py:32 train_step") for rank in (0, 1, 2)}
     assert describe(records, beats, 4) == [
         "rank 3 does not answer: its process is stopped or stuck, or its machine is lost; last heard of: starting in "
-        "step 8 for 12.0 s, "
-        "on node1",
+        "step 8 for 12.0 s, on node1",
         "rank 2 (behind the others) on node1: waiting for data in step 8 for 12.0 s, at step.py:32 train_step",
         "ranks 0-1 on node0: training in step 8 for 12.0 s, at step.py:32 train_step",
     ]

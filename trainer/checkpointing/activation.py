@@ -103,8 +103,8 @@ def saved_operations(names: list[str]) -> dict[Any, tuple[str, int]]:
         found = [operator for target in ALIASES.get(name, (name,)) for operator in find_operators(target)]
         if not found or (every and not every.isdigit()) or every == "0":
             raise ConfigError(
-                f"activation.save: '{entry}' names no operation; legal: {', '.join(ALIASES)}, or a torch operator such "
-                "as 'aten.mm', each also as NAME/2 for every second call"
+                f"activation.save: '{entry}' names no operation; legal: {', '.join(ALIASES)}, or a torch operator "
+                "such as 'aten.mm', each also as NAME/2 for every second call"
             )
         operations.update({operator: (name, int(every or 1)) for operator in found})
     return operations

@@ -69,10 +69,9 @@ def fitting_manifest(
         dp = batch.global_size // (batch.micro_size * batch.accumulation)
         problems.append(
             f"the checkpoint's steps have {before} sequences, but batch.micro_size={batch.micro_size} x "
-            "batch.accumulation="
-            f"{batch.accumulation} x {dp} data-parallel ranks make {batch.global_size}: set batch.global_size={before} "
-            f"batch.accumulation=null, which fits any number of ranks, or batch.global_size={batch.global_size} to "
-            "train on so"
+            f"batch.accumulation={batch.accumulation} x {dp} data-parallel ranks make {batch.global_size}: set "
+            f"batch.global_size={before} batch.accumulation=null, which fits any number of ranks, or "
+            f"batch.global_size={batch.global_size} to train on so"
         )
     if problems:
         raise ConfigError(problems)

@@ -103,8 +103,8 @@ def find_resume(setting: str, folder: Path, verify_files: bool) -> tuple[Path | 
         way_out = (
             f"the newest whole checkpoint is {newest}: set checkpoint.resume={newest}"
             if newest
-            else "no other whole checkpoint was found: set checkpoint.resume=none to begin anew, which sets what is in "
-            "run.dir aside"
+            else "no other whole checkpoint was found: set checkpoint.resume=none to begin anew, which sets what is "
+            "in run.dir aside"
         )
         raise ConfigError(f"checkpoint.resume={setting}: {damage}; {way_out}") from None
     return path, []

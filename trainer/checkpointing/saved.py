@@ -59,8 +59,8 @@ def open_saved(checkpoint: str) -> SavedModel:
             print(warning, file=sys.stderr)
         if path is None:
             raise ConfigError(
-                f"checkpoint={checkpoint} holds no whole checkpoint; give a run's folder (runs/NAME) or "
-                "one of its checkpoints (runs/NAME/checkpoints/step-00000100)"
+                f"checkpoint={checkpoint} holds no whole checkpoint; give a run's folder (runs/NAME) or one of its "
+                "checkpoints (runs/NAME/checkpoints/step-00000100)"
             )
     tokenizer = path.resolve().parent.parent / "tokenizer"
     try:

@@ -47,8 +47,8 @@ def pairings(nodes: int) -> list[list[tuple[int, int]]]:
 def bandwidth_problems(within: dict[str, float], between: dict[tuple[str, str], float], floors: Floors) -> list[str]:
     """Which nodes, or pairs of nodes, are slower than they may be. GB/s; `HUNG` where an all-reduce did not end."""
     problems = [
-        f"{node}: all-reduce over its processes {speed}; look at nvidia-smi topo -m and nvlink --status, and leave "
-        "it out meanwhile"
+        f"{node}: all-reduce over its processes {speed}; look at nvidia-smi topo -m and nvlink --status, and leave it "
+        "out meanwhile"
         for node, speed in _slow(within, floors.within, floors.share)
     ]
     slow = dict(_slow(between, floors.between, floors.share))
@@ -57,14 +57,12 @@ def bandwidth_problems(within: dict[str, float], between: dict[tuple[str, str], 
         if len(links) > 1 and all(link in slow for link in links):
             problems.append(
                 f"{node}: all-reduce with each of {len(links)} other nodes {slow[links[0]]}; look at its network "
-                "adapter "
-                "(ibstat, ethtool), and leave it out meanwhile"
+                "adapter (ibstat, ethtool), and leave it out meanwhile"
             )
             slow = {pair: speed for pair, speed in slow.items() if node not in pair}
     return problems + [
         f"{first} with {second}: all-reduce {speed}; look at the adapters of both, their cables and "
-        "NCCL_SOCKET_IFNAME, "
-        "NCCL_IB_HCA"
+        "NCCL_SOCKET_IFNAME, NCCL_IB_HCA"
         for (first, second), speed in slow.items()
     ]
 
@@ -92,9 +90,8 @@ def clock_problems(rounds: Sequence[dict[str, float]], limit: float) -> list[str
         for node, clock in clocks.items():
             least[node] = min(least.get(node, float("inf")), clock - median, key=abs)
     return [
-        f"{node}: its clock is {abs(difference):.1f} s {'ahead of' if difference > 0 else 'behind'} the others' "
-        f"(more than {limit:g}): "
-        "start chrony or ntpd there"
+        f"{node}: its clock is {abs(difference):.1f} s {'ahead of' if difference > 0 else 'behind'} the others' (more "
+        f"than {limit:g}): start chrony or ntpd there"
         for node, difference in least.items()
         if abs(difference) > limit
     ]

@@ -88,8 +88,8 @@ def _gpu_problems(row: dict[str, str]) -> Iterator[str]:
     errors, pending, failed, used, degrees, reasons = (row.get(name, "") for name in FIELDS[2:])
     if _number(errors) > 0:
         yield (
-            f"{errors} uncorrected ECC errors since the last reset: reset it (nvidia-smi --gpu-reset) or reboot "
-            "the node"
+            f"{errors} uncorrected ECC errors since the last reset: reset it (nvidia-smi --gpu-reset) or reboot the "
+            "node"
         )
     if failed in ("Yes", "1"):
         yield "a row of its memory could not be remapped: have it replaced"
@@ -172,8 +172,7 @@ def check_node(options: PreflightOptions) -> list[str]:
                         shutil.rmtree(old, ignore_errors=True)
                 problems += [
                     f"sees nothing in run.dir={folder} from {node} for {options.patience:g} s: either that node did "
-                    "not start, or "
-                    "the folder is not the same on both; put run.dir on a shared file system"
+                    "not start, or the folder is not the same on both; put run.dir on a shared file system"
                     for node in unseen(marks / options.stamp, nodes, options.patience)
                 ]
             except OSError as error:

@@ -95,10 +95,8 @@ def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: ty
         parsed = OverridesParser.create().parse_override(override)
     except HydraException as error:
         problems[override] = (
-            f"'{override}' is not SETTING=VALUE, GROUP=OPTION or +config=RECIPE "
-            f"({_sentence(error)}); quote values with special characters ('run.name=\"a=b\"'), but not keys within "
-            "braces, "
-            "where a colon is written as \\:"
+            f"'{override}' is not SETTING=VALUE, GROUP=OPTION or +config=RECIPE ({_sentence(error)}); quote values "
+            "with special characters ('run.name=\"a=b\"'), but not keys within braces, where a colon is written as \\:"
         )
         return None
     key = parsed.key_or_group
@@ -108,8 +106,8 @@ def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: ty
         problems[key] = f"{override}: the settings of a sweep need --multirun"
     elif re.match(r"hydra\b", key):
         problems[key] = (
-            f"{override}: Hydra only composes here, its own settings have no effect; "
-            "a folder of groups and recipes is named by --config-dir DIR"
+            f"{override}: Hydra only composes here, its own settings have no effect; a folder of groups and recipes "
+            "is named by --config-dir DIR"
         )
     elif parsed.is_delete():
         if typed.is_entry(key):

@@ -85,8 +85,8 @@ class InitSpec:
     embedding_std: float = option(0.0, "standard deviation of the token embedding; 0 means std")
     residual: str = option(
         "depth",
-        "projections that write to the residual stream: 'depth' divides std by sqrt(2 depth) "
-        "(GPT-2, Llama), 'wang' uses 2 / (depth sqrt(width)) (GPT-NeoX), 'none' leaves std",
+        "projections that write to the residual stream: 'depth' divides std by sqrt(2 depth) (GPT-2, Llama), 'wang' "
+        "uses 2 / (depth sqrt(width)) (GPT-NeoX), 'none' leaves std",
         ("depth", "wang", "none"),
     )
 
@@ -127,8 +127,8 @@ class ModelSpec:
     init: InitSpec = option(InitSpec(), "initial weights")
     pattern: list[Any] = option(
         [],
-        "partial overrides of attention, feed_forward or norm, repeated cyclically over the depth; "
-        "`repeat: n` in an entry stands for n layers",
+        "partial overrides of attention, feed_forward or norm, repeated cyclically over the depth; `repeat: n` in an "
+        "entry stands for n layers",
     )
     overrides: dict[str, Any] = option(
         {},
@@ -170,13 +170,13 @@ class ModelSpec:
             elif a.head_dim * a.heads != self.width and self.attention.head_dim == 0:
                 legal = [n for n in divisors(self.width) if n <= 128 and (self.width // n) % 2 == 0]
                 found.append(
-                    f"model.attention.heads={a.heads} does not divide model.width={self.width}; "
-                    f"legal: {', '.join(map(str, legal))} (or set model.attention.head_dim)"
+                    f"model.attention.heads={a.heads} does not divide model.width={self.width}; legal: "
+                    f"{', '.join(map(str, legal))} (or set model.attention.head_dim)"
                 )
             elif a.kv_heads < 1 or a.heads % a.kv_heads:
                 found.append(
-                    f"model.attention.kv_heads={a.kv_heads} does not divide model.attention.heads={a.heads}; "
-                    f"legal: {', '.join(map(str, divisors(a.heads)))}"
+                    f"model.attention.kv_heads={a.kv_heads} does not divide model.attention.heads={a.heads}; legal: "
+                    f"{', '.join(map(str, divisors(a.heads)))}"
                 )
             elif a.head_dim < 1:
                 found.append(

@@ -30,8 +30,8 @@ class RunConfig:
 class ModelConfig(ModelSpec):
     from_hf: str | None = option(
         None,
-        "folder with config.json and safetensors of a transformers model: its architecture "
-        "replaces the other model fields, its weights are where training starts",
+        "folder with config.json and safetensors of a transformers model: its architecture replaces the other model "
+        "fields, its weights are where training starts",
     )
 
 
@@ -63,8 +63,8 @@ class DataConfig:
     sources: dict[str, SourceConfig] = option({"stdlib": SourceConfig()}, "corpora by name, mixed by weight")
     tokenizer: str = option(
         "bpe",
-        "bpe (trained once on the sources; with model.from_hf, the tokenizer in that folder), bytes "
-        "(256 bytes and an end mark), or the path of a tokenizer.json or of a transformers tokenizer folder",
+        "bpe (trained once on the sources; with model.from_hf, the tokenizer in that folder), bytes (256 bytes and an "
+        "end mark), or the path of a tokenizer.json or of a transformers tokenizer folder",
     )
     vocab_size: int = option(4096, "size of a trained bpe tokenizer", unit="tokens", range="[1, inf)")
     cache: str = option("~/.cache/trainer", "folder of trained tokenizers and tokenised corpora")
@@ -95,13 +95,13 @@ class ZeroConfig:
     offload: bool = option(False, "keep sharded parameters, gradients and optimizer state in host memory")
     sum_on_host: bool = option(
         False,
-        "with offload in stages 2 and 3, add up the micro-batches' gradients in host memory too: 4 bytes less "
-        "on the device for each parameter of the shard, and slow",
+        "with offload in stages 2 and 3, add up the micro-batches' gradients in host memory too: 4 bytes less on the "
+        "device for each parameter of the shard, and slow",
     )
     engine: str = option(
         "torch",
-        "what shards and updates: torch (FSDP2), or DeepSpeed: stage 1 under any tp x pp, stages 2 and 3 with "
-        "data parallelism alone",
+        "what shards and updates: torch (FSDP2), or DeepSpeed: stage 1 under any tp x pp, stages 2 and 3 with data "
+        "parallelism alone",
         ("torch", "deepspeed"),
     )
     nvme: str | None = option(
@@ -118,8 +118,8 @@ class PipelineConfig:
 
     schedule: str = option(
         "1f1b",
-        "gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v, greedy (planned from the "
-        "layers' costs), auto (measures the layers, then chooses), or the path of a CSV file in torch's notation",
+        "gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v, greedy (planned from the layers' "
+        "costs), auto (measures the layers, then chooses), or the path of a CSV file in torch's notation",
     )
     chunks: int | None = option(
         None,
@@ -135,13 +135,13 @@ class PipelineConfig:
     )
     split: Any = option(
         "balanced",
-        "layers of each stage: balanced (by cost, embedding and head counted), even (by number), or a list "
-        "such as [9, 8, 8, 7]",
+        "layers of each stage: balanced (by cost, embedding and head counted), even (by number), or a list such as "
+        "[9, 8, 8, 7]",
     )
     memory_cap: float | None = option(
         None,
-        "greedy, auto: largest number of micro-batches whose activations a rank keeps; null means "
-        "parallel.pp for greedy, and what the device holds for auto",
+        "greedy, auto: largest number of micro-batches whose activations a rank keeps; null means parallel.pp for "
+        "greedy, and what the device holds for auto",
         unit="micro-batches",
         range="[1, inf)",
     )
@@ -154,8 +154,8 @@ class HopConfig:
 
     codec: str = option(
         "none",
-        "form of the gradients: none (as precision.reduce has them), bf16, int8, int4, fp8, or auto (int8 if the first "
-        "steps are measurably faster with it)",
+        "form of the gradients: none (as precision.reduce has them), bf16, int8, int4, fp8, or auto (int8 if the "
+        "first steps are measurably faster with it)",
         ("none", "bf16", "int8", "int4", "fp8", "auto"),
     )
     block: int | None = option(
@@ -172,8 +172,8 @@ class HopConfig:
     stochastic: bool = option(False, "int8, int4: round up or down at random, so that the mean error is zero")
     error_feedback: str = option(
         "none",
-        "add what earlier steps left out: classic keeps all of it in fp32, average8 a moving average in "
-        "8 bits; both twice, for steps that are skipped",
+        "add what earlier steps left out: classic keeps all of it in fp32, average8 a moving average in 8 bits; both "
+        "twice, for steps that are skipped",
         ("none", "classic", "average8"),
     )
 
@@ -249,20 +249,20 @@ class ActivationConfig:
 
     mode: str = option(
         "none",
-        "none saves all; full recomputes whole blocks; selective recomputes all but `save` (or only "
-        "`modules`); budget lets the compiler choose",
+        "none saves all; full recomputes whole blocks; selective recomputes all but `save` (or only `modules`); "
+        "budget lets the compiler choose",
         ("none", "full", "selective", "budget"),
     )
     every: int = option(1, "full, selective: recompute every k-th block only", unit="blocks", range="[1, inf)")
     save: list[str] = option(
         ["attention", "matmul/2"],
-        "selective: operations whose outputs are kept; 'attention', 'matmul', "
-        "any aten name such as 'aten.mm'; NAME/2 keeps every second call",
+        "selective: operations whose outputs are kept; 'attention', 'matmul', any aten name such as 'aten.mm'; NAME/2 "
+        "keeps every second call",
     )
     modules: list[str] = option(
         [],
-        "selective: recompute only the submodules that match these patterns, such as '*.feed_forward'; "
-        "`save` is then unused",
+        "selective: recompute only the submodules that match these patterns, such as '*.feed_forward'; `save` is then "
+        "unused",
     )
     budget: float = option(
         0.5, "budget: share of the block's activation memory to keep, 0 to 1 (needs compile)", range="[0, 1]"
@@ -338,16 +338,16 @@ class GuardConfig:
     )
     stall_factor: float = option(
         10.0,
-        "a run without progress for this many times its median step ends itself, with the stacks of all "
-        "ranks, to be started again; 0 means never",
+        "a run without progress for this many times its median step ends itself, with the stacks of all ranks, to be "
+        "started again; 0 means never",
         unit="median steps",
         range="[0, inf)",
     )
     stall_seconds: float = option(300.0, "but not before so long without progress", unit="seconds", range="(0, inf)")
     stall_allowance: float = option(
         900.0,
-        "the same for what is not an ordinary step: the start, the first steps (which compile), "
-        "evaluations, saves, a new schedule",
+        "the same for what is not an ordinary step: the start, the first steps (which compile), evaluations, saves, a "
+        "new schedule",
         unit="seconds",
         range="(0, inf)",
     )

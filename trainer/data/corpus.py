@@ -103,9 +103,8 @@ def open_corpus(config: Config) -> Corpus:
     limit = _model_vocab_size(config)
     if tokenizer.vocab_size > limit:
         raise ConfigError(
-            f"data.tokenizer={config.data.tokenizer} has {tokenizer.vocab_size} tokens, more than the "
-            f"model's vocab_size={limit}; set model.vocab_size={tokenizer.vocab_size} or more, or take a "
-            "smaller tokenizer"
+            f"data.tokenizer={config.data.tokenizer} has {tokenizer.vocab_size} tokens, more than the model's "
+            f"vocab_size={limit}; set model.vocab_size={tokenizer.vocab_size} or more, or take a smaller tokenizer"
         )
     opened = _collect(lambda source=source: _open(config, source, tokenizer) for source in sources)
     weights = [source.config.weight for source in sources]
@@ -160,13 +159,13 @@ def _tokenizer(config: Config, sources: list[Source]) -> Tokenizer:
     texts = [source for source in sources if source.config.kind != "tokens"]
     if not texts:
         raise ConfigError(
-            "data.tokenizer=bpe is trained on text, and all of data.sources are token files; name the "
-            "tokenizer that they were made with"
+            "data.tokenizer=bpe is trained on text, and all of data.sources are token files; name the tokenizer that "
+            "they were made with"
         )
     if not 257 <= data.vocab_size <= _model_vocab_size(config):
         raise ConfigError(
-            f"data.vocab_size={data.vocab_size} must lie between 257 (256 bytes and the end mark) and the "
-            f"model's vocab_size={_model_vocab_size(config)}"
+            f"data.vocab_size={data.vocab_size} must lie between 257 (256 bytes and the end mark) and the model's "
+            f"vocab_size={_model_vocab_size(config)}"
         )
     key = _key(["bpe", data.vocab_size, [source.identity for source in texts]])
     path = _cache(config) / "tokenizers" / f"{key}.json"
@@ -227,8 +226,8 @@ def _open_stream(config: Config, source: Source, tokenizer: Tokenizer) -> tuple[
 def _token_files(config: Config, source: Source, tokenizer: Tokenizer) -> tuple[dict[str, list[TokenRun]], Any]:
     if source.config.limit:
         raise ConfigError(
-            f"data.sources.{source.name}.limit={source.config.limit} counts documents, and token files "
-            "are not read by documents; leave it at 0"
+            f"data.sources.{source.name}.limit={source.config.limit} counts documents, and token files are not read "
+            "by documents; leave it at 0"
         )
     whole = [open_token_file(source.name, source.config, path, tokenizer.vocab_size) for path in source.paths]
     parts = [hold_out_tail(run, config.data.eval_fraction, tokenizer.end_id) for run in whole]
@@ -254,10 +253,9 @@ def _check_sizes(config: Config, train: Samples, held: Samples) -> None:
     if config.eval.every and not len(held):
         tokens = sum(source.tokens for source in held.sources)
         problems.append(
-            f"eval.every={config.eval.every} needs at least one held-out sequence of "
-            f"batch.sequence_length={length}, and data.eval_fraction={config.data.eval_fraction} holds out "
-            f"{tokens} tokens in whole documents; raise data.eval_fraction, shorten the sequence, or set "
-            "eval.every=0"
+            f"eval.every={config.eval.every} needs at least one held-out sequence of batch.sequence_length={length}, "
+            f"and data.eval_fraction={config.data.eval_fraction} holds out {tokens} tokens in whole documents; raise "
+            "data.eval_fraction, shorten the sequence, or set eval.every=0"
         )
     if problems:
         raise ConfigError(problems)

@@ -73,8 +73,8 @@ class Stream:
             yield from dataset
         except Exception as error:  # the network, or a reader of datasets, gave up
             raise DataError(
-                f"data.sources.{self.name}: the stream {self.source.path} broke off: {error}; start the run "
-                "again, it resumes there"
+                f"data.sources.{self.name}: the stream {self.source.path} broke off: {error}; start the run again, it "
+                "resumes there"
             ) from error
 
     def texts(self, rows: Iterable[dict]) -> Iterator[str]:

@@ -220,8 +220,8 @@ def _in_processes(job: TokeniseJob, numbers: list[int], workers: int) -> Iterato
         codes = [process.wait() for process in processes]
         if any(codes):
             raise RuntimeError(
-                f"processes that tokenise ended with {codes}; finished shards are kept, run it again "
-                "(with fewer data.workers if memory ran out)"
+                f"processes that tokenise ended with {codes}; finished shards are kept, run it again (with fewer "
+                "data.workers if memory ran out)"
             )
     finally:
         for process in processes:

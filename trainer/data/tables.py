@@ -257,6 +257,6 @@ class ParquetRows:
 
     def _error(self, path: str, problem: str) -> ConfigError:
         return ConfigError(
-            f"data.sources.{self.name}.path: {path} {problem}; each file must be valid Parquet; leave it out, or write "
-            "it anew"
+            f"data.sources.{self.name}.path: {path} {problem}; each file must be valid Parquet; leave it out, or "
+            "write it anew"
         )

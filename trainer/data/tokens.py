@@ -57,8 +57,8 @@ class TokenRun:
             return np.memmap(self.path, self.dtype, "r", self.offset, (self.length,))
         except (OSError, ValueError) as error:
             raise DataError(
-                f"token file {self.path} vanished or changed since the run started ({error}); start the run again, "
-                "it resumes and prepares what is missing"
+                f"token file {self.path} vanished or changed since the run started ({error}); start the run again, it "
+                "resumes and prepares what is missing"
             ) from error
 
 

@@ -28,8 +28,8 @@ def local_device(run: RunConfig) -> torch.device:
         raise ConfigError("run.device=cuda: this machine has no GPU that torch can use; set run.device=cpu, or auto")
     if local >= count:
         raise ConfigError(
-            f"run.device={run.device}: this machine has {count} GPUs, but runs at least {local + 1} processes; "
-            f"start at most {count} with --nproc-per-node, or set run.device=cpu"
+            f"run.device={run.device}: this machine has {count} GPUs, but runs at least {local + 1} processes; start "
+            f"at most {count} with --nproc-per-node, or set run.device=cpu"
         )
     return torch.device("cuda", local)
 

@@ -116,9 +116,9 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     difference = first_difference(spec, spec_from_config(config))
     if difference:
         raise ConfigError(
-            f"{difference}, which the transformers family of model.family={spec.family} cannot express; "
-            f"choose the family that has it (supported: {', '.join(FAMILIES)}), or train without it if "
-            "the model is to be exported"
+            f"{difference}, which the transformers family of model.family={spec.family} cannot express; choose the "
+            f"family that has it (supported: {', '.join(FAMILIES)}), or train without it if the model is to be "
+            "exported"
         )
     return config
 

@@ -31,8 +31,8 @@ def spec_from_hf(folder: str | Path) -> ModelSpec:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(
-            f"model.from_hf={folder}: there is no {path.name} in it; give a folder as transformers saves "
-            "it (a model of the hub: hf download NAME --local-dir DIR)"
+            f"model.from_hf={folder}: there is no {path.name} in it; give a folder as transformers saves it (a model "
+            "of the hub: hf download NAME --local-dir DIR)"
         )
     try:
         raw = read_json(path, {"model_type": (str, NoneType)}, "write it anew with transformers' save_pretrained")

@@ -27,7 +27,7 @@ def open_tokenizer(folder: Path) -> Any:
             raise
         if "trust_remote_code" in str(error):
             raise ValueError(
-                "it brings code of its own (auto_map), which is never run; save it as a tokenizer of transformers' own "
-                "classes"
+                "it brings code of its own (auto_map), which is never run; save it as a tokenizer of transformers' "
+                "own classes"
             ) from error
         raise ValueError(str(error)) from error

@@ -35,9 +35,8 @@ METRICS: dict[str, str] = {
     "straggler": "time in forward passes of the slowest rank, as a multiple of the median of the ranks with the same "
     "stages",
     "straggler_rank": "that rank",
-    "comm/bytes_inner": "bytes of gradients that a rank sends in a step within its shard group on a node, the most "
-    "of any rank; null "
-    "without parallel.grad_comm",
+    "comm/bytes_inner": "bytes of gradients that a rank sends in a step within its shard group on a node, the most of "
+    "any rank; null without parallel.grad_comm",
     "comm/bytes_outer": "the same between replicas and between nodes",
     "loss_scale": "fp16 loss scale of this step",
     "skipped": "steps so far whose update was skipped for a non-finite loss or gradient",

@@ -270,8 +270,7 @@ class Watchdog:
             return f"guard.stall_allowance={guard.stall_allowance:g}"
         return (
             f"guard.stall_factor={guard.stall_factor:g} x the median step of {statistics.median(self.steps):.3g} s, "
-            "at least "
-            f"guard.stall_seconds={guard.stall_seconds:g}"
+            f"at least guard.stall_seconds={guard.stall_seconds:g}"
         )
 
     def _recorded(self) -> flight.Groups:

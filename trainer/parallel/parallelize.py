@@ -52,9 +52,9 @@ def check_compiled_recompute(config: Config) -> None:
     `ConfigError` on the versions of torch where meshes are saved."""
     if torch.__version__ >= (2, 13):
         raise ConfigError(
-            f"compile=true: torch {torch.__version__} cannot recompute attention in a compiled layer (activation.mode="
-            f"{config.activation.mode}) under parallel.tp={config.parallel.tp} on CPUs; set activation.mode=selective "
-            "with attention in activation.save, activation.mode=none, or compile=false"
+            f"compile=true: torch {torch.__version__} cannot recompute attention in a compiled layer "
+            f"(activation.mode={config.activation.mode}) under parallel.tp={config.parallel.tp} on CPUs; set "
+            "activation.mode=selective with attention in activation.save, activation.mode=none, or compile=false"
         )
 
 

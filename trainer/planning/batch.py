@@ -45,8 +45,7 @@ def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1, pp: int = 1) -> Batc
     if batch.sequence_length % tp:
         problems.append(
             f"batch.sequence_length={batch.sequence_length} is not a multiple of parallel.tp={tp}, whose ranks share "
-            "the tokens; "
-            f"legal: {_either(_multiples(batch.sequence_length, tp))}"
+            f"the tokens; legal: {_either(_multiples(batch.sequence_length, tp))}"
         )
     if problems:
         raise ConfigError(problems)
@@ -65,8 +64,8 @@ def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1, pp: int = 1) -> Batc
     stated = f"batch.{named}={size * scale}" + (f" ({size} sequences)" if scale > 1 else "")
     if len(given) == 2 and size != unit:
         raise ConfigError(
-            f"{stated} is not {product}; set batch.{named}={unit * scale}, "
-            "or leave one of the three out and it is derived"
+            f"{stated} is not {product}; set batch.{named}={unit * scale}, or leave one of the three out and it is "
+            "derived"
         )
     if size % unit:
         legal = [f"batch.{named}={_either(_multiples(size, unit), scale)}"]
@@ -89,8 +88,8 @@ def _global_size(batch: BatchConfig) -> int | None:
         return size
     if tokens % length:
         raise ConfigError(
-            f"batch.global_tokens={tokens} is not a multiple of batch.sequence_length={length}; "
-            f"legal: batch.global_tokens={_either(_multiples(tokens, length))}"
+            f"batch.global_tokens={tokens} is not a multiple of batch.sequence_length={length}; legal: "
+            f"batch.global_tokens={_either(_multiples(tokens, length))}"
         )
     if size not in (None, tokens // length):
         raise ConfigError(

@@ -25,8 +25,8 @@ def _contradictions(config: Config) -> Iterator[str]:
     elif lr.schedule == "wsd" and lr.warmup + (lr.decay or run.steps // 5) > run.steps:
         decay = f"lr.decay={lr.decay}" if lr.decay else f"lr.decay={run.steps // 5} (a fifth of the run)"
         yield (
-            f"lr.warmup={lr.warmup} + {decay} exceeds run.steps={run.steps}; "
-            f"set lr.decay={run.steps - lr.warmup} or less"
+            f"lr.warmup={lr.warmup} + {decay} exceeds run.steps={run.steps}; set lr.decay={run.steps - lr.warmup} or "
+            "less"
         )
     if model.learned_positions and not model.from_hf and config.batch.sequence_length > model.max_length:
         yield (
@@ -43,8 +43,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield f"model.vocab_size={model.vocab_size} has no rows for {size}; set model.vocab_size={tokens}{other}"
     if 0 < config.guard.stall_factor <= 1:
         yield (
-            f"guard.stall_factor={config.guard.stall_factor:g} would end ordinary steps; set 2 or more, or 0 for "
-            "no watchdog"
+            f"guard.stall_factor={config.guard.stall_factor:g} would end ordinary steps; set 2 or more, or 0 for no "
+            "watchdog"
         )
     if config.activation.mode == "budget" and not config.compile:
         yield (

@@ -108,9 +108,9 @@ WHY = {
     ),
     "compute_grad_norm": "takes away the norm by which gradients are clipped and judged; leave it out "
     "(optimizer.clip_norm=0 does not clip)",
-    "zero_quantized_gradients": "sums over ranks but averages over nodes, so gradients would be scaled wrongly; "
-    "leave it out, or set "
-    "parallel.grad_comm with parallel.zero.engine=torch, which quantises gradients too",
+    "zero_quantized_gradients": "sums over ranks but averages over nodes, so gradients would be scaled wrongly; leave "
+    "it out, or set parallel.grad_comm with parallel.zero.engine=torch, which quantises "
+    "gradients too",
     "zero_quantized_nontrainable_weights": "is for frozen parameters, and there are none; leave it out",
 }
 """Of keys that are refused whatever their value: what they would do, and the way out."""
@@ -130,8 +130,8 @@ def check_parallel(parallel: ParallelConfig, dp: int, nodes: int) -> list[str]:
         return [f"{setting} is for DeepSpeed; set parallel.zero.engine=deepspeed" for setting in given]
     if zero.stage == 0:
         return [
-            "parallel.zero.engine=deepspeed has nothing to share at parallel.zero.stage=0; set "
-            f"parallel.zero.stage=1, or {TORCH}"
+            "parallel.zero.engine=deepspeed has nothing to share at parallel.zero.stage=0; set parallel.zero.stage=1, "
+            f"or {TORCH}"
         ]
     problems, stage = [], f"parallel.zero.stage={zero.stage}"
     for name, size in (("pp", parallel.pp), ("tp", parallel.tp)):
@@ -148,8 +148,7 @@ def check_parallel(parallel: ParallelConfig, dp: int, nodes: int) -> list[str]:
     if parallel.shard not in (-1, dp):
         problems.append(
             f"parallel.zero.engine=deepspeed shares over all {dp} data-parallel ranks, not over "
-            f"parallel.shard={parallel.shard}; set "
-            f"parallel.shard=-1, or {TORCH}, which runs this plan"
+            f"parallel.shard={parallel.shard}; set parallel.shard=-1, or {TORCH}, which runs this plan"
         )
     if zero.nvme is not None and zero.stage < 3:
         problems.append(
@@ -186,8 +185,8 @@ def _check_own(parallel: ParallelConfig, dp: int, nodes: int) -> Iterator[str]:
     path += f".zero_hpz_partition_size={size}"
     if zero.nvme is not None:
         yield (
-            f"{path} keeps second copies of parameters in memory, and DeepSpeed has none of what is on a disk; "
-            "leave it out, or parallel.zero.nvme"
+            f"{path} keeps second copies of parameters in memory, and DeepSpeed has none of what is on a disk; leave "
+            "it out, or parallel.zero.nvme"
         )
     elif (node := dp // nodes) % size:
         yield f"{path} does not divide the {node} processes of a node; legal: {', '.join(map(str, divisors(node)))}"
@@ -209,8 +208,8 @@ def _check_key(given: Any, key: Key, present: set[str], path: str) -> Iterator[s
             else:
                 yield f"{path}.{name} " + WHY.get(
                     name,
-                    "contradicts other settings, has no effect here or has never been tried; leave it out. "
-                    f"What can be given is {', '.join(key.value)}",
+                    "contradicts other settings, has no effect here or has never been tried; leave it out. What can "
+                    f"be given is {', '.join(key.value)}",
                 )
 
 
@@ -234,19 +233,16 @@ def check_settings(config: Config) -> Iterator[str]:
         return
     if precision.compute == "fp16" and not math.isclose(precision.scale_growth * precision.scale_backoff, 1):
         yield (
-            f"precision.scale_backoff={precision.scale_backoff}: DeepSpeed's loss scale shrinks by the factor that "
-            "it grows by; set "
-            f"precision.scale_backoff={1 / precision.scale_growth:g}, or {TORCH}"
+            f"precision.scale_backoff={precision.scale_backoff}: DeepSpeed's loss scale shrinks by the factor that it "
+            f"grows by; set precision.scale_backoff={1 / precision.scale_growth:g}, or {TORCH}"
         )
     if config.compile and zero.stage == 3:
         yield (
             "compile=true: DeepSpeed's stage 3 swaps the memory of parameters under the compiled code; set "
-            "compile=false, "
-            f"parallel.zero.stage=1 or 2, or {TORCH}"
+            f"compile=false, parallel.zero.stage=1 or 2, or {TORCH}"
         )
     if config.parallel.pipeline.schedule == "auto" and config.parallel.pp > 1:
         yield (
             "parallel.pipeline.schedule=auto may cut the model anew, which DeepSpeed cannot; name a schedule (a run "
-            "with "
-            f"{TORCH} finds one), such as interleaved"
+            f"with {TORCH} finds one), such as interleaved"
         )

@@ -126,8 +126,7 @@ def check_grad_comm(settings: GradCommConfig, types: ParameterTypes, plan: Plan,
         name, hop = next(iter(asked(settings).items()))
         problems.append(
             f"parallel.grad_comm.{name}.codec={hop.codec}: precision.types lets no parameter's gradients be "
-            "quantised; set "
-            "precision.types.matrix.quantise=true, or codec=none"
+            "quantised; set precision.types.matrix.quantise=true, or codec=none"
         )
     return problems
 

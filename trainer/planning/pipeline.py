@@ -62,9 +62,8 @@ def check_pipeline(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> 
     problems = unread_settings(settings) if plan.pp > 1 else []
     if not (settings.schedule in (*TEMPLATES, "greedy", "auto") or settings.schedule.endswith(".csv")):
         problems.append(
-            f"parallel.pipeline.schedule={settings.schedule} is unknown; legal: {', '.join(TEMPLATES)}, greedy, "
-            "auto, or the "
-            "path of a .csv file"
+            f"parallel.pipeline.schedule={settings.schedule} is unknown; legal: {', '.join(TEMPLATES)}, greedy, auto, "
+            "or the path of a .csv file"
         )
     if not isinstance(settings.split, list) and settings.split not in ("balanced", "even"):
         problems.append(
@@ -83,8 +82,8 @@ def check_pipeline(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> 
     if len(placement) > depth:
         raise ConfigError(
             f"parallel.pp={plan.pp} x {len(placement) // plan.pp} stages a rank needs {len(placement)} layers, and "
-            "the model has "
-            f"{depth}; set parallel.pipeline.chunks or parallel.pp lower, or parallel.pipeline.schedule=1f1b"
+            f"the model has {depth}; set parallel.pipeline.chunks or parallel.pp lower, or "
+            "parallel.pipeline.schedule=1f1b"
         )
     if isinstance(settings.split, list):
         explicit(settings.split, depth, len(placement))
@@ -108,8 +107,7 @@ def unread_settings(settings: PipelineConfig) -> list[str]:
     if name == "auto" and settings.split == "even":
         problems.append(
             "parallel.pipeline.split=even: parallel.pipeline.schedule=auto chooses the split itself; leave it at "
-            "balanced, or "
-            "give the number of layers of each stage"
+            "balanced, or give the number of layers of each stage"
         )
     return problems
 

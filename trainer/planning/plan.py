@@ -115,8 +115,7 @@ def check_plan(
     if stage == 0 and parallel.shard not in (-1, 1):
         problems.append(
             f"parallel.shard={parallel.shard} has nothing to share at parallel.zero.stage=0; set "
-            "parallel.zero.stage=1, 2 or 3, "
-            "or parallel.shard=-1"
+            "parallel.zero.stage=1, 2 or 3, or parallel.shard=-1"
         )
     if stage == 0 and parallel.zero.offload:
         problems.append(
@@ -126,14 +125,13 @@ def check_plan(
     if parallel.zero.sum_on_host and not (parallel.zero.offload and stage >= 2 and parallel.zero.engine == "torch"):
         problems.append(
             "parallel.zero.sum_on_host=true is for gradients that FSDP offloads after every micro-batch; set "
-            "parallel.zero.offload=true, "
-            "parallel.zero.stage=2 or 3 and parallel.zero.engine=torch, or parallel.zero.sum_on_host=false"
+            "parallel.zero.offload=true, parallel.zero.stage=2 or 3 and parallel.zero.engine=torch, or "
+            "parallel.zero.sum_on_host=false"
         )
     elif parallel.zero.sum_on_host and parallel.shard not in (-1, dp):
         problems.append(
-            f"parallel.zero.sum_on_host=true: with replicas (parallel.shard={parallel.shard} of {dp} ranks) FSDP "
-            "adds up on the device; "
-            "set parallel.shard=-1, or parallel.zero.sum_on_host=false"
+            f"parallel.zero.sum_on_host=true: with replicas (parallel.shard={parallel.shard} of {dp} ranks) FSDP adds "
+            "up on the device; set parallel.shard=-1, or parallel.zero.sum_on_host=false"
         )
     return problems + check_parallel(parallel, dp, world // (node or world))
 

@@ -58,8 +58,8 @@ def plan_list(text: str) -> list[str]:
         plans = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"plans={text} cannot be read as a list ({' '.join(str(error).split())}); quote plans that hold "
-            "a comma or a bracket"
+            f"plans={text} cannot be read as a list ({' '.join(str(error).split())}); quote plans that hold a comma "
+            "or a bracket"
         ) from None
     return [str(plan) for plan in (plans if isinstance(plans, list) else [plans])]
 

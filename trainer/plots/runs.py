@@ -223,8 +223,8 @@ def schedule_of(given: str, ranks: int | None, microbatches: int | None, chunks:
             raise ConfigError([_option_names(problem) for problem in error.problems]) from None
     if not given.endswith(".csv"):
         raise ConfigError(
-            f"--schedule {given}: no such template; legal: {', '.join(TEMPLATES)}, or the name of a file that "
-            "ends in .csv"
+            f"--schedule {given}: no such template; legal: {', '.join(TEMPLATES)}, or the name of a file that ends in "
+            ".csv"
         )
     try:
         schedule = ir.load(Path(given), name=given)

@@ -93,8 +93,7 @@ def _waiting(trials: list[Trial], results: Results, as_jobs: bool) -> list[Trial
         if changed and (under_way or before.get("status") in (*FINISHED, "stopped", "timeout", "submitted")):
             problems.append(
                 f"{trial.folder} holds this trial with other settings ({'; '.join(changed[:3])}); set another "
-                "sweep.name, or "
-                "remove it"
+                "sweep.name, or remove it"
             )
         elif under_way or not (started and before.get("status") in FINISHED):
             # The trial's job counts, unless it has ended and its outcome is recorded. If an earlier start of the sweep

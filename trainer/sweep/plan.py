@@ -58,8 +58,8 @@ class SweepConfig:
     dir: str | None = option(None, "folder of the results, with one of each trial; null means runs/NAME")
     processes: int | None = option(
         None,
-        "processes of each trial; null means those that its plan names (parallel.dp is set), else "
-        "the machine's GPUs over sweep.parallel, or the fewest that the plan can have on CPUs",
+        "processes of each trial; null means those that its plan names (parallel.dp is set), else the machine's GPUs "
+        "over sweep.parallel, or the fewest that the plan can have on CPUs",
         range="[1, inf)",
     )
     parallel: int = option(1, "local: trials that run at a time, each on GPUs of its own", range="[1, inf)")

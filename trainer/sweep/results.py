@@ -213,8 +213,8 @@ class Results:
             pass
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{self.path} cannot be read as results of a sweep ({brief(error)}); set another sweep.name, or remove "
-                "it"
+                f"{self.path} cannot be read as results of a sweep ({brief(error)}); set another sweep.name, or "
+                "remove it"
             ) from None
 
     def put(self, trial: Trial, status: str, reason: str | None = None) -> TrialResult:

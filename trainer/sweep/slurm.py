@@ -148,8 +148,7 @@ def run(
     if left:
         say(
             f"{len(left)} jobs go on by themselves ({' '.join(str(trial.job) for trial in left)}): the same command, "
-            "given again, collects "
-            "what has ended; scancel ends them"
+            "given again, collects what has ended; scancel ends them"
         )
 
 

@@ -156,8 +156,8 @@ class Ledger:
         node = [socket.gethostname()]
         dist.broadcast_object_list(node, src=rank)
         self.log.event(
-            f"rank {rank} on {node[0]} has been slow for {self.config.guard.straggler_lines} logged steps, in this one "
-            f"{share:.2f} times its peers' median; look at its clocks and temperature (nvidia-smi -q -d "
+            f"rank {rank} on {node[0]} has been slow for {self.config.guard.straggler_lines} logged steps, in this "
+            f"one {share:.2f} times its peers' median; look at its clocks and temperature (nvidia-smi -q -d "
             "CLOCK,PERFORMANCE,TEMPERATURE), and at what else runs there"
         )
 
@@ -177,8 +177,8 @@ class Ledger:
         samples = list(dict.fromkeys(str(sample) for some in self.world.gather(mine) for sample in some))
         raise NonFinite(
             f"{self.skipped_in_row} steps in a row without an update "
-            f"(guard.max_skipped={self.config.guard.max_skipped}), "
-            f"the last at step {step}: {self.describe_non_finite(numbers)}; samples with a non-finite loss: "
+            f"(guard.max_skipped={self.config.guard.max_skipped}), the last at step {step}: "
+            f"{self.describe_non_finite(numbers)}; samples with a non-finite loss: "
             f"{', '.join(samples[:20]) or 'none'}. Look at these samples, lower lr.peak, or raise guard.max_skipped"
         )
 

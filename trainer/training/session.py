@@ -102,8 +102,8 @@ def compare_ranks(config: Config, layout: Layout, fingerprint: str, world: World
     everyone = world.gather((mine, socket.gethostname()))
     first = everyone[0][0]
     problems = [
-        f"{name}={first.get(name)} on rank 0, but {other.get(name)} on rank {rank}; start every process with the "
-        "same settings"
+        f"{name}={first.get(name)} on rank 0, but {other.get(name)} on rank {rank}; start every process with the same "
+        "settings"
         for rank, (other, _) in enumerate(everyone)
         for name in first
         if first.get(name) != other.get(name)
@@ -112,8 +112,7 @@ def compare_ranks(config: Config, layout: Layout, fingerprint: str, world: World
     if quantised and machines > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
         problems.append(
             f"parallel.grad_comm needs to know which of the processes on {machines} machines are on one: set "
-            "LOCAL_WORLD_SIZE, the "
-            "processes of a machine, for every process, as torchrun does"
+            "LOCAL_WORLD_SIZE, the processes of a machine, for every process, as torchrun does"
         )
     if problems:
         raise ConfigError(problems[:5])
@@ -197,8 +196,7 @@ def warn_of_stale_store() -> None:
     ):
         print(
             "torchrun --max-restarts will not work: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's "
-            "environment, or start it with "
-            "launch/elastic.sh",
+            "environment, or start it with launch/elastic.sh",
             file=sys.stderr,
             flush=True,
         )

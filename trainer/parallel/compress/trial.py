@@ -59,8 +59,8 @@ class CodecTrial:
             for chosen, seconds in zip(self.candidates, times.tolist())
         )
         return (
-            f"gradients: quantised hops {' and '.join(sorted(self.candidates[best])) or 'none'}; a step takes "
-            f"with {listed}"
+            f"gradients: quantised hops {' and '.join(sorted(self.candidates[best])) or 'none'}; a step takes with "
+            f"{listed}"
         )
 
     def _begin(self, step: int, chosen: set[str]) -> None:

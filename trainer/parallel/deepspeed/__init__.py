@@ -24,8 +24,7 @@ def load(device: torch.device) -> ModuleType:
         raise ConfigError(
             [
                 f"run.device={device.type}: DeepSpeed has already been imported in this process, for "
-                f"run.device={kind}; set that, or run "
-                "in a process of its own"
+                f"run.device={kind}; set that, or run in a process of its own"
             ]
         )
     return module

@@ -55,8 +55,7 @@ def check_deepspeed(config: Config, device: torch.device) -> None:
     if config.precision.compute == "fp16" and not get_accelerator().is_fp16_supported():
         problems.append(
             f"precision.compute=fp16: DeepSpeed has none on a {device.type.upper()} like this one; set "
-            "precision.compute=bf16, or "
-            "parallel.zero.engine=torch"
+            "precision.compute=bf16, or parallel.zero.engine=torch"
         )
     if zero.nvme is not None:
         if not (os.path.isdir(zero.nvme) and os.access(zero.nvme, os.W_OK | os.X_OK)):
@@ -71,20 +70,17 @@ def check_deepspeed(config: Config, device: torch.device) -> None:
         if lacking := [tool for tool in (need.split()[0] for need in needs) if not shutil.which(tool)]:
             problems.append(
                 f"parallel.zero.nvme={zero.nvme}: DeepSpeed compiles what reads and writes the disk, and finds no "
-                f"{', '.join(lacking)} "
-                "here; install it, or set parallel.zero.offload=true instead"
+                f"{', '.join(lacking)} here; install it, or set parallel.zero.offload=true instead"
             )
         elif not AsyncIOBuilder().is_compatible(verbose=False):
             problems.append(
                 f"parallel.zero.nvme={zero.nvme}: DeepSpeed compiles what reads and writes the disk with libaio, and "
-                "finds none here; "
-                "install libaio-dev, or set parallel.zero.offload=true instead"
+                "finds none here; install libaio-dev, or set parallel.zero.offload=true instead"
             )
     if device.type == "cpu" and zero.deepspeed.get("zero_optimization", {}).get("zero_quantized_weights"):
         problems.append(
             "parallel.zero.deepspeed.zero_optimization.zero_quantized_weights=true: DeepSpeed's kernels for it are "
-            "for GPUs; leave it out, or "
-            "set run.device=cuda"
+            "for GPUs; leave it out, or set run.device=cuda"
         )
     try:
         DeepSpeedConfig(generate(config, device))

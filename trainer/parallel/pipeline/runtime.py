@@ -321,8 +321,8 @@ class Runtime:
         )
         if told is None and isinstance(error, TransferError):
             told = channels.failures.tell(
-                f"rank {error.peer} was lost: it ended, or its connection broke, without a word of why; "
-                f"rank {me} noticed at {where}, {error}"
+                f"rank {error.peer} was lost: it ended, or its connection broke, without a word of why; rank {me} "
+                f"noticed at {where}, {error}"
             )
         elif told is None:
             mine = f"rank {me} failed in {where}: {type(error).__name__}: {error}"

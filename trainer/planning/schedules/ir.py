@@ -96,15 +96,15 @@ def parse_action(text: str) -> Action:
         if forward.kind == "F" and backward.kind in ("I", "B"):
             return Action(-1, "OVERLAP_F_B", None, (forward, backward))
         raise ConfigError(
-            f"'{brief(text)}' overlaps {forward.kind} with {backward.kind}; legal: a forward with a backward, "
-            "such as (0F7;7B3)OVERLAP_F_B"
+            f"'{brief(text)}' overlaps {forward.kind} with {backward.kind}; legal: a forward with a backward, such as "
+            "(0F7;7B3)OVERLAP_F_B"
         )
     if match := _SIMPLE.fullmatch(text):
         stage, kind, microbatch, parameters = match.groups()
         return Action(int(stage), kind or parameters, None if microbatch is None else int(microbatch))
     raise ConfigError(
-        f"'{brief(text)}' is not an action; legal: stage, kind, micro-batch such as 2F0, 2I0, 2W0 or 2B0, "
-        "or (0F7;7B3)OVERLAP_F_B"
+        f"'{brief(text)}' is not an action; legal: stage, kind, micro-batch such as 2F0, 2I0, 2W0 or 2B0, or "
+        "(0F7;7B3)OVERLAP_F_B"
     )
 
 
@@ -151,8 +151,8 @@ def loads(text: str, placement: tuple[int, ...] | None = None, name: str = "csv"
                 first = held.setdefault(part.stage, (line, cell))
                 if placement is None and first[0] != line:
                     problems.append(
-                        f"{where}: {action} puts stage {part.stage} on rank {line - 1}, but line {first[0]}, "
-                        f"cell {first[1]} puts it on rank {first[0] - 1}"
+                        f"{where}: {action} puts stage {part.stage} on rank {line - 1}, but line {first[0]}, cell "
+                        f"{first[1]} puts it on rank {first[0] - 1}"
                     )
         if not order and not problems:
             problems.append(

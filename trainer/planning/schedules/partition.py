@@ -28,9 +28,8 @@ def partition(layers: LayerCosts, stages: int, placement: Sequence[int] | None =
     depth = layers.depth
     if stages > depth:
         raise ConfigError(
-            f"parallel.pp x parallel.pipeline.chunks={stages} stages, but model.depth={depth} has a layer for each "
-            "of at "
-            f"most {depth}; lower parallel.pp or parallel.pipeline.chunks"
+            f"parallel.pp x parallel.pipeline.chunks={stages} stages, but model.depth={depth} has a layer for each of "
+            f"at most {depth}; lower parallel.pp or parallel.pipeline.chunks"
         )
     cost = StageSums(layers.total, stages)
     enough = max(cost(stage, part.start, part.stop) for stage, part in enumerate(even(depth, stages)))

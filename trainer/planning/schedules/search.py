@@ -134,8 +134,8 @@ class Choice:
                 target = target.setdefault(block, {})
             target[last] = value
         predicted = (
-            f"step {self.predicted.makespan:.6g} s, bubble {self.predicted.bubble:.4f}, memory "
-            f"{max(self.memory):.6g} bytes"
+            f"step {self.predicted.makespan:.6g} s, bubble {self.predicted.bubble:.4f}, memory {max(self.memory):.6g} "
+            "bytes"
         )
         return f"# predicted: {predicted}\n" + yaml.safe_dump(nested, sort_keys=False, default_flow_style=None)
 
@@ -184,8 +184,7 @@ def search(
         depth = layers_for(samples_per_rank // counts[0]).depth
         raise ConfigError(
             f"parallel.pp={ranks} with parallel.pipeline.chunks in {list(space.chunks)}: no split of "
-            f"model.depth={depth} "
-            "layers gives every stage a layer; lower parallel.pp"
+            f"model.depth={depth} layers gives every stage a layer; lower parallel.pp"
         )
     return Finder(space, memory_limit_bytes, refine=space.split is None, constant=constant_bytes).choose(setups)
 
@@ -389,15 +388,14 @@ class Finder:
             tried = sorted({setup.microbatches for setup in setups})
             return (
                 f"parallel.pipeline.schedule: none of {', '.join(self.space.schedules)} can be built for "
-                f"parallel.pp={setups[0].ranks} and batch.accumulation in {tried}; "
-                "take more micro-batches: a multiple of parallel.pp is always legal"
+                f"parallel.pp={setups[0].ranks} and batch.accumulation in {tried}; take more micro-batches: a "
+                "multiple of parallel.pp is always legal"
             )
         assert self.limit is not None  # without one, whatever can be built fits
         return (
             f"no schedule fits {self.limit / 2**30:.2f} GiB: the one with the least memory needs "
-            f"{self.smallest / 2**30:.2f} GiB on "
-            "its fullest rank; set activation.mode=full, a smaller batch.micro_size, or a higher parallel.tp or "
-            "parallel.pp"
+            f"{self.smallest / 2**30:.2f} GiB on its fullest rank; set activation.mode=full, a smaller "
+            "batch.micro_size, or a higher parallel.tp or parallel.pp"
         )
 
 

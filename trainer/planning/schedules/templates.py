@@ -78,8 +78,7 @@ def build_schedule(
     ):
         problems.append(
             f"parallel.pipeline.group_size={group_size}: a group has a micro-batch for each of the "
-            f"parallel.pp={ranks} ranks "
-            f"or more, and at most the step's {microbatches} micro-batches; legal: "
+            f"parallel.pp={ranks} ranks or more, and at most the step's {microbatches} micro-batches; legal: "
             + (f"{low} to {microbatches}" if low < microbatches else str(low))
         )
     if problems:

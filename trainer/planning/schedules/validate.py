@@ -49,8 +49,7 @@ def validate(schedule: Schedule, cap: float | None = None, trains: bool = True) 
             if above:
                 problems.append(
                     f"{_where(rank, *above[:2])}: the rank then holds the activations of {above[2] / share:g} "
-                    "micro-batches, "
-                    f"above the cap of {cap:g}"
+                    f"micro-batches, above the cap of {cap:g}"
                 )
     return problems
 
