@@ -46,10 +46,10 @@ def warm_python() -> str:
 def program_of(process: int) -> int:
     """The program behind a process that `warm_python` is: signals that it cannot pass on go there."""
     try:
-        name = Path(f"/proc/{process}/comm").read_text().split()
+        name = Path(f"/proc/{process}/comm").read_text().strip()
     except OSError:
         return process
-    return int(name[1]) if name[0] == "for" else process
+    return int(name.removeprefix("for-")) if name.startswith("for-") else process
 
 
 def launch(

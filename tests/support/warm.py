@@ -7,7 +7,7 @@ hundreds. So one process imports them once, and forks where a test starts a prog
 
 The client is as cheap as an interpreter can be. It hands over its arguments, environment, limits, working folder and
 standard files, passes on signals, and ends as the program ends; if it is killed, so is the program. Its name says which
-process the program is ("for 1234"), since SIGSTOP cannot be passed on."""
+process the program is ("for-1234"), since SIGSTOP cannot be passed on."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def client(address: str, arguments: list[str]) -> int:
         server.sendall(message)
         program = int.from_bytes(receive(server, 8), "big")
         with open("/proc/self/comm", "w") as name:
-            name.write(f"for {program}")
+            name.write(f"for-{program}")  # no space: Slurm reads /proc/PID/stat by spaces
         for number in PASSED_ON:
             if number not in request["ignored"]:
                 signal.signal(number, lambda number, _: send(program, number))
