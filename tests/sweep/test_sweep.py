@@ -569,6 +569,7 @@ def test_trials_as_jobs(cluster, tmp_path):
     jobs = {"environment": {"SLURM_CONF": cluster.environment["SLURM_CONF"]}}
     arguments = [
         "+config=debug",
+        "run.force=true",  # the model of the second trial is refused before it lacks memory
         f"sweep.dir={tmp_path}",
         "sweep.launcher=submitit",
         "sweep.slurm={nodes: 2, time_minutes: 30, options: {mem: 100}}",
