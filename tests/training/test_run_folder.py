@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -185,7 +187,7 @@ def test_every_start_is_noted_and_what_changed_is_named(used, settings, capsys):
         assert second["code"]["commit"] == commit.stdout.strip() and second["code"]["dirty"] in (True, False)
     assert (first["step"], first["resumed"], second["step"]) == (0, None, 4)
     assert second["resumed"] == f"{used}/checkpoints/step-00000004"
-    assert "pytest" in second["command"] and second["processes"] == sum(second["hosts"].values()) == 1
+    assert second["command"] == shlex.join(sys.orig_argv) and second["processes"] == sum(second["hosts"].values()) == 1
     assert second["devices"] == {"CPU": 1} and second["versions"]["torch"] == torch.__version__
     assert first["settings"]["lr"]["peak"] == 3e-4 and second["settings"]["lr"]["peak"] == 5e-3
     changed = {"lr.peak": [3e-4, 5e-3], "run.steps": [4, 6], "run.dir": [first["settings"]["run"]["dir"], str(used)]}

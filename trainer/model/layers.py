@@ -90,7 +90,8 @@ class Norm(Declared):
         # torch adds them up in bf16 over all tokens.
         if self.offset or self.group is not None or (self.kind == "layer" and not x.is_cuda):
             wide = torch.promote_types(x.dtype, torch.float32)
-            return self.normalise(x.to(wide), weight.to(wide) + self.offset).to(x.dtype)
+            weight = weight.to(wide) + self.offset if self.offset else weight.to(wide)
+            return self.normalise(x.to(wide), weight).to(x.dtype)
         return self.normalise(x, weight)
 
     def normalise(self, x: Tensor, weight: Tensor) -> Tensor:

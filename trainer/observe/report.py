@@ -18,7 +18,7 @@ from trainer.planning.cost import flops as cost
 from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.memory import StateBytes
 from trainer.planning.cost.parameters import declarations
-from trainer.planning.estimate.memory import peaks
+from trainer.planning.estimate.memory import peaks, replays
 from trainer.planning.fit import Memory
 from trainer.planning.gradient_comm import describe, reduces_once
 from trainer.planning.plan import node_size
@@ -69,7 +69,7 @@ def print_start(
         f", every {config.activation.every} blocks" if config.activation.every > 1 else ""
     )
     peak: list[tuple[str, str]] = []
-    if plan.engine == "torch":  # DeepSpeed reduces in buffers of its own
+    if replays(plan):
         once = reduces_once(config.parallel.grad_comm, plan, node)
         moment = max(peaks(config, layout, lowered=False, once=once), key=lambda moment: moment.reserved)
         peak = [("predicted peak", f"{tables.size(moment.reserved)}, rank {moment.rank} at {moment.where}")]

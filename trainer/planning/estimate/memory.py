@@ -26,6 +26,7 @@ from trainer.planning.cost.memory import (
     sums_on_device,
 )
 from trainer.planning.cost.parameters import head
+from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.ir import Action, Schedule, split_overlaps
 from trainer.planning.schedules.lower import lower_all
@@ -89,6 +90,11 @@ def peaks(config: Config, layout: Layout, lowered: bool = True, once: bool = Fal
     schedule = layout.pipeline.schedule
     programs = programs_of(schedule) if lowered else [tuple(split_overlaps(order)) for order in schedule.orders]
     return [_Replay(model, rank, programs[rank]).peak() for rank in range(schedule.ranks)]
+
+
+def replays(plan: Plan) -> bool:
+    """Whether `peaks` counts what the plan's engine holds: DeepSpeed reduces in buffers of its own."""
+    return plan.engine == "torch"
 
 
 @lru_cache(64)
