@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import malformed
+from support.damage import pickled
 from support.malformed import Case
 from torch import Tensor
 
@@ -73,7 +74,7 @@ def wrong(case: Case, good: Path, folder: Path) -> str | None:
 
 
 def test_what_a_case_calls_would_leave_a_trace(tmp_path):
-    pickle.loads(pickle.dumps(malformed.Call(tmp_path / "canary")))
+    pickle.loads(pickled(tmp_path / "canary"))
     assert (tmp_path / "canary").is_dir()
 
 
@@ -93,7 +94,7 @@ def test_malformed_checkpoints_are_refused(tmp_path, little_memory, kind):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_refusal_names_what_a_checkpoint_would_call(tmp_path):
     path = malformed.save_format_1(tmp_path)
-    malformed.rewritten(".metadata", lambda _: pickle.dumps(malformed.Call(tmp_path / "canary")))(path)
+    malformed.rewritten(".metadata", lambda _: pickled(tmp_path / "canary"))(path)
     with pytest.raises(ConfigError, match="step-00000002/.metadata: it names 'posix.mkdir', .* nothing was run"):
         read_tensors(path)
     assert not (tmp_path / "canary").exists()

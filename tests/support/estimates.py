@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from support.reference import changed
 
 from trainer.config import Config
 from trainer.config.compose import CONFIGS
@@ -31,14 +32,7 @@ def settings(spec: ModelSpec, **changes: Any) -> Config:
     """bf16; `changes` by the setting's path with two underscores for a dot."""
     config = Config()
     config.model, config.precision.compute = spec, "bf16"  # type: ignore[assignment]
-    for path, value in changes.items():
-        target = config
-        *parents, last = path.split("__")
-        for parent in parents:
-            target = getattr(target, parent)
-        assert hasattr(target, last), path
-        setattr(target, last, value)
-    return config
+    return changed(config, changes)
 
 
 def estimated(config: Config, world: int, hardware: HardwareConfig, node: int = 8) -> Estimate:

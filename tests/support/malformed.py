@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
+from support.damage import ODD as ANYWHERE
+from support.damage import REMOVED, Call, pickled
 from torch import Tensor
 
 from trainer.checkpointing.checkpointer import Checkpointer
@@ -35,8 +37,7 @@ STATES = {
     "data": {"run.seed": 0},
     "compression": {"chosen": ["inner"]},
 }
-ODD = [None, True, "text", -1, 1.5, 2**62, 2**70, float("inf"), [], {}, [[]], {"a": [None]}]
-"""Values of all kinds; which of them fit where they are put is known there."""
+ODD = [*ANYWHERE, 2**62]
 
 PATHS = [
     "../secret.bin",
@@ -67,16 +68,6 @@ class Case(NamedTuple):
     name: str
     damage: Callable[[Path], object]
     outcome: str = "refused"
-
-
-class Call:
-    """Pickled, it is a call that makes the folder `canary`."""
-
-    def __init__(self, canary: Path):
-        self.canary = canary
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.canary),)
 
 
 def model() -> tuple[ModelSpec, dict[str, Tensor]]:
@@ -153,9 +144,6 @@ def at(place: tuple, value: Any) -> Callable[[Path], None]:
     return damage
 
 
-REMOVED = object()
-
-
 def rewritten(name: str, change: Callable[[bytes], bytes], fitted: bool = True) -> Callable[[Path], None]:
     """Changes the content of a file; with checksums that fit, unless told otherwise."""
 
@@ -221,11 +209,7 @@ def manifests(outside: Path) -> Iterator[Case]:
     for seed in range(20):
         yield Case(f"{name} flip {seed}", rewritten(name, flipped(seed)))
     texts = [b"\xff\xfe{", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"{}", b"null", b'"text"', b"[1]"]
-    texts += [
-        b'{"format": ' + b"9" * 4000 + b"}",
-        b'{"format": 2, "sha256": 1}',
-        pickle.dumps(Call(outside / "canary")),
-    ]
+    texts += [b'{"format": ' + b"9" * 4000 + b"}", b'{"format": 2, "sha256": 1}', pickled(outside / "canary")]
     for number, text in enumerate(texts):
         yield Case(f"{name} text {number}", rewritten(name, lambda _, text=text: text))
 
@@ -382,7 +366,7 @@ def tensor_files(outside: Path) -> Iterator[Case]:
         yield Case(f"values flipped {seed}", rewritten(name, flipped(seed), fitted=False))
     yield Case("values and more", rewritten(name, lambda content: content + b"more", fitted=False))
     yield Case("values and more, fitted", rewritten(name, lambda content: content + b"more"), "same")
-    call = pickle.dumps(Call(outside / "canary"))
+    call = pickled(outside / "canary")
     yield Case("values are a pickle", rewritten(name, lambda content: call))
     yield Case("values begin with a pickle", rewritten(name, lambda content: call + content[len(call) :]), "any")
     yield Case("a stray index", lambda path: put(path / ".metadata", call), "same")

@@ -20,6 +20,18 @@ def tiny_spec(**changes: Any) -> ModelSpec:
     return spec
 
 
+def changed(config: Config, changes: dict[str, Any]) -> Config:
+    """`config` with `changes` by the setting's path with two underscores for a dot."""
+    for path, value in changes.items():
+        target = config
+        *parents, last = path.split("__")
+        for parent in parents:
+            target = getattr(target, parent)
+        assert hasattr(target, last), path
+        setattr(target, last, value)
+    return config
+
+
 def settings(**changes: Any) -> Config:
     """A short run; `changes` by the setting's path with two underscores for a dot.
 
@@ -33,14 +45,7 @@ def settings(**changes: Any) -> Config:
         0.5,
         1e-3,
     )
-    for path, value in changes.items():
-        target = config
-        *parents, last = path.split("__")
-        for parent in parents:
-            target = getattr(target, parent)
-        assert hasattr(target, last), path
-        setattr(target, last, value)
-    return config
+    return changed(config, changes)
 
 
 def random_batch(

@@ -350,6 +350,7 @@ def lines(folder: Path) -> dict[str, dict]:
 RECIPES = {
     "fine": "eval: {every: 5, sequences: 8}",
     "big_model": "run: {force: true}\nmodel: {vocab_size: 1000000000000}",
+    "too_big": "model: {vocab_size: 1000000000000}",
     "big_batch": "batch: {global_size: 8192, micro_size: 8192}",
     "illegal": "parallel: {tp: 3}",
     "diverges": "lr: {peak: 1.0e+30}\noptimizer: {clip_norm: 0}\nguard: {max_skipped: 1}",
@@ -390,6 +391,7 @@ def test_every_trial_ends_in_a_result(tmp_path):
     assert {name: line["status"] for name, line in found.items()} == {
         "fine": "done",
         "big_model": "out_of_memory",
+        "too_big": "out_of_memory",
         "big_batch": "out_of_memory",
         "illegal": "refused",
         "diverges": "failed",
@@ -410,6 +412,7 @@ def test_every_trial_ends_in_a_result(tmp_path):
     )
     assert "/not/there" in found["no_data"]["reason"] and "parallel.tp=3 does not divide" in found["illegal"]["reason"]
     assert "without an update" in found["diverges"]["reason"] and found["big_model"]["loss"] is None
+    assert found["too_big"]["reason"].startswith("the model's states do not fit: ")
     for name in ("big_model", "big_batch"):
         assert "can't allocate memory: you tried to allocate" in found[name]["reason"]
         log = (tmp_path / "sweep" / f"config-{name}" / "log.txt").read_text()
@@ -434,7 +437,7 @@ def test_every_trial_ends_in_a_result(tmp_path):
     ]
     code, out, _ = finish(sweep(*arguments[:2], *arguments[3:], *again, **limits))
     assert (
-        "5 trials, 1 done, 2 out of memory, 1 refused, 1 to run" in out
+        "6 trials, 1 done, 3 out of memory, 1 refused, 1 to run" in out
         and "trial config-diverges: timeout" in out
         and code == 0
     ), out
@@ -569,7 +572,6 @@ def test_trials_as_jobs(cluster, tmp_path):
     jobs = {"environment": {"SLURM_CONF": cluster.environment["SLURM_CONF"]}}
     arguments = [
         "+config=debug",
-        "run.force=true",  # the model of the second trial is refused before it lacks memory
         f"sweep.dir={tmp_path}",
         "sweep.launcher=submitit",
         "sweep.slurm={nodes: 2, time_minutes: 30, options: {mem: 100}}",
@@ -587,7 +589,8 @@ def test_trials_as_jobs(cluster, tmp_path):
     assert code == 0 and ": submitted" not in out, (out, error)
     assert [(line["status"], line["processes"]) for line in found.values()] == [("done", 2), ("out_of_memory", 2)]
     assert (
-        found["vocab_size-257"]["loss"] > 1 and "can't allocate memory" in found["vocab_size-1000000000000"]["reason"]
+        found["vocab_size-257"]["loss"] > 1
+        and "the model's states do not fit" in found["vocab_size-1000000000000"]["reason"]
     )
     assert (tmp_path / "vocab_size-257" / "log-1.txt").exists()
 

@@ -15,6 +15,9 @@ from trainer.planning.gradient_comm import reduces_once
 from trainer.planning.resolve import Layout, resolve
 from trainer.util.tables import number, size, sizes
 
+TOO_BIG = "the model's states do not fit"
+"""How the refusal begins: by these words a sweep knows it from others."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -49,7 +52,7 @@ def check_fit(config: Config, layout: Layout, world: int, node: int, memory: Mem
     names, values = zip(*states.rows())
     parts = ", ".join(f"{name} {value}" for name, value in zip(names, sizes(values)))
     raise ConfigError(
-        f"the model's states do not fit: {lack}, and activations come on top (a rank keeps {parts}); "
+        f"{TOO_BIG}: {lack}, and activations come on top (a rank keeps {parts}); "
         f"{_way_out(config, layout.spec, world, node, memory)}, or go on all the same with run.force=true"
     )
 

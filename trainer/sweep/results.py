@@ -18,9 +18,10 @@ from rich.table import Table
 from trainer.config import ConfigError
 from trainer.config.typed import flat
 from trainer.observe import metrics
+from trainer.planning.fit import TOO_BIG
 from trainer.sweep.plan import Trial
 from trainer.training.out_of_memory import lacks_memory, said
-from trainer.util.exit_codes import STOPPED
+from trainer.util.exit_codes import REFUSED, STOPPED
 from trainer.util.files import write_atomic
 from trainer.util.reading import brief, mismatch, parse_json, printable, read_bytes, read_json
 from trainer.util.tables import console_for, count, duration, percent, print_table, size
@@ -120,16 +121,17 @@ def outcome(
     errors = error_texts(folder) + ([str(status["reason"])] if "reason" in status else [])
     if short := next(filter(lacks_memory, errors), None):
         return "out_of_memory", said(short)
+    text = "".join(_tail(path) for path in sorted(folder.glob("log*.txt")))  # of each node: rank 0 may be on any
+    refusals = re.findall(r"^configuration error[^:\n]*:(.*(?:\n  - .*)*)", text, re.MULTILINE)
+    refusal = "; ".join(part for line in refusals[-1].split("\n  - ") if (part := line.strip())) if refusals else ""
+    if not status and TOO_BIG in refusal:  # whatever the code: other nodes may have lost the one that said so
+        return "out_of_memory", refusal
     if requested is not None:
         return requested, None
     if code == 128 + signal.SIGKILL and kernel_killed is not False:
         return "out_of_memory", "a process was killed, probably by the kernel for lack of host memory"
-    text = "".join(_tail(path) for path in sorted(folder.glob("log*.txt")))  # of each node: rank 0 may be on any
-    if code == 2:
-        refusals = re.findall(r"^configuration error[^:\n]*:(.*(?:\n  - .*)*)", text, re.MULTILINE)
-        return "refused", "; ".join(
-            part.strip() for part in refusals[-1].split("\n  - ") if part.strip()
-        ) if refusals else "see log.txt"
+    if code == REFUSED:
+        return "refused", refusal or "see log.txt"
     if code == STOPPED or status.get("status") == "stopped":
         return "stopped", "by a signal from elsewhere, after saving"
     if code == 128 + signal.SIGKILL:
