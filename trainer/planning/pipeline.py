@@ -143,9 +143,19 @@ def named_schedule(settings: PipelineConfig, depth: int, plan: Plan, batch: Batc
     return replace(schedule, name=name)
 
 
-def estimated_costs(config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan) -> LayerCosts:
-    """Relative costs of the layers, from their operations; the rate is of no consequence."""
-    return layer_costs(spec, batch.sequence_length, batch.micro_size, plan.tp, 1.0, recompute=config.activation)
+def estimated_costs(
+    config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan, element_bytes: int = 2
+) -> LayerCosts:
+    """Costs of the layers from their operations, in operations; element_bytes: as of `layer_costs`."""
+    return layer_costs(
+        spec,
+        batch.sequence_length,
+        batch.micro_size,
+        plan.tp,
+        1.0,
+        recompute=config.activation,
+        element_bytes=element_bytes,
+    )
 
 
 def resolve_split(setting: object, costs: LayerCosts, placement: tuple[int, ...]) -> tuple[range, ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from trainer.config import Config
-from trainer.planning.cost.layers import layer_costs, left_by_recompute, model_work
+from trainer.planning.cost.layers import left_by_recompute, model_work
 from trainer.planning.cost.memory import (
     ELEMENT_BYTES,
     MASTER_BYTES,
@@ -26,6 +26,7 @@ from trainer.planning.cost.memory import (
     sums_on_device,
 )
 from trainer.planning.cost.parameters import head
+from trainer.planning.pipeline import estimated_costs
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.ir import Action, Schedule, split_overlaps
@@ -112,15 +113,7 @@ class _Model:
         self.element = ELEMENT_BYTES[config.precision.compute]
         self.tokens = batch.sequence_length * batch.micro_size
         self.stream = self.element * self.tokens * spec.width / plan.tp
-        costs = layer_costs(
-            spec,
-            batch.sequence_length,
-            batch.micro_size,
-            plan.tp,
-            1.0,
-            recompute=config.activation,
-            element_bytes=self.element,
-        )
+        costs = estimated_costs(config, spec, plan, batch, self.element)
         self.activation, self.kept = costs.activation, costs.kept
         works = model_work(spec, batch.sequence_length, plan.tp, self.element)
         # What the backward pass of a layer holds beside: what it computes again, gradients of the hidden states and of

@@ -11,19 +11,13 @@ from math import hypot
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.planning.cost.flops import product_flops
-from trainer.planning.cost.layers import (
-    ATTENTION_BACKWARD,
-    LayerWork,
-    Remaining,
-    layer_costs,
-    left_by_recompute,
-    model_work,
-)
+from trainer.planning.cost.layers import ATTENTION_BACKWARD, LayerWork, Remaining, left_by_recompute, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES
 from trainer.planning.cost.parameters import head
 from trainer.planning.cost.stages import LayerCosts
 from trainer.planning.estimate.pace import Pace, Ring
 from trainer.planning.gradient_comm import asked
+from trainer.planning.pipeline import estimated_costs
 from trainer.planning.resolve import Layout
 
 TERMS = (
@@ -130,15 +124,7 @@ class _Timer:
 
     def timing(self) -> Timing:
         spec, plan, batch = self.spec, self.plan, self.batch
-        costs = layer_costs(
-            spec,
-            batch.sequence_length,
-            batch.micro_size,
-            plan.tp,
-            1.0,
-            recompute=self.config.activation,
-            element_bytes=self.element,
-        )
+        costs = estimated_costs(self.config, spec, plan, batch, self.element)
         works = model_work(spec, batch.sequence_length, plan.tp, self.element)
         left = left_by_recompute(works, self.config.activation)
         known: dict[tuple[int, float], Unit] = {}
