@@ -21,7 +21,7 @@ from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf, StringNode
 from trainer.config import synonyms
 from trainer.config.fields import nearest, outside
 from trainer.config.model import LayerSpec
-from trainer.config.schema import Config, SourceConfig, TypePolicy
+from trainer.config.schema import Config, CorpusConfig, SourceConfig, TypePolicy
 
 Problems = dict[str, str]
 """What is wrong, by setting."""
@@ -46,6 +46,7 @@ PARTIAL = {"model.pattern": PatternEntry, "model.overrides": LayerSpec, "precisi
 
 ENTRIES: dict[str, tuple[str, type]] = {
     "data.sources": ("NAME", SourceConfig),
+    "eval.sets": ("NAME", CorpusConfig),
     "model.pattern": ("PLACE", PatternEntry),
     "model.overrides": ("LAYER", LayerSpec),
     "precision.types.rules": ("PATTERN", TypePolicy),
@@ -192,8 +193,9 @@ def _convert(
     if hint is Any:
         return value
     node, words = LEAVES[hint]
+    whole = hint is int and isinstance(value, float) and value.is_integer()  # 20e9
     try:
-        result = node().validate_and_convert(value)
+        result = node().validate_and_convert(int(value) if whole else value)
     except ValidationError:
         result = None
     if result is None:

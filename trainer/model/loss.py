@@ -33,12 +33,12 @@ class LossSettings:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of `hidden @ weight.T` against targets.
+    """Cross-entropy of `hidden @ weight.T` against targets.
 
     hidden: [tokens / t, width]; weight: [vocab / t, width], rows from `start` on of the whole; targets: int [tokens],
-    IGNORE where there is none. Returns two fp32 scalars, both sums over the tokens that have a target: the objective
-    (with z-loss), which is differentiable, and the cross-entropy alone; equal on all ranks of `group`. The gradients
-    are exact, not recomputed."""
+    IGNORE where there is none. Returns the objective, a differentiable fp32 scalar: the sum (with z-loss) over the
+    tokens that have a target; and the cross-entropy of each token alone, fp32 [tokens], 0 where there is no target.
+    Both are equal on all ranks of `group`. The gradients are exact, not recomputed."""
 
     @staticmethod
     def forward(
@@ -69,8 +69,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             parts = group.wait(group.gather(torch.stack([normalizer, score]))).view(group.size, 2, -1)
             normalizer, score = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
         valid = targets != IGNORE
-        entropy = torch.where(valid, normalizer - score, 0).sum()
-        objective = entropy + settings.z_loss * torch.where(valid, normalizer, 0).square().sum()
+        entropy = torch.where(valid, normalizer - score, 0)
+        objective = entropy.sum() + settings.z_loss * torch.where(valid, normalizer, 0).square().sum()
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             for rows in chunks:
                 logits[rows] = gradient(

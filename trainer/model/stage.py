@@ -101,8 +101,9 @@ class Stage(Protocol):
         """tokens: int [batch, length]; documents: int [batch, length], tokens of different numbers do not see each
         other and positions restart; hidden: [tokens / t, width], what the stage before returned (None on the first).
 
-        Returns hidden states before the last stage; on it logits [batch, length, vocab], or with targets the pair
-        (objective, cross-entropy), both summed over the valid targets. Any of them is `Reported` where a layer reports.
+        Returns hidden states before the last stage; on it logits [batch, length, vocab], or with targets a pair, both
+        sums over the valid targets: the objective, and the cross-entropy of each sequence [batch]. Any of them is
+        `Reported` where a layer reports.
         """
 
     def set_loss(self, z_loss: float, chunk: int, compiled: bool) -> None:

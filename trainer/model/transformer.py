@@ -43,7 +43,8 @@ class Embedding(Declared):
 
 
 class Head(Declared):
-    """Final norm's output -> logits, or the summed loss where targets are given. weight: [vocab, width]."""
+    """Final norm's output -> logits, or the loss (`LinearCrossEntropy`) where targets are given. weight: [vocab,
+    width]."""
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -155,8 +156,12 @@ class Transformer(nn.Module):
             rotation = None if rotary is None else rotations[rotary]
             x, reports[f"layers.{index}"] = apart(layer(x, shape, rotation, masks[kind]))
         if self.last:
-            x = self.head(self.norm(x), None if targets is None else targets.flatten())
-            x = x if targets is not None else x.view(*shape, -1)
+            x = self.norm(x)
+            if targets is None:
+                x = self.head(x).view(*shape, -1)
+            else:
+                objective, entropy = self.head(x, targets.flatten())
+                x = objective, entropy.view(shape).sum(1)
         return together(x, reports)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:

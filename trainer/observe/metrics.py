@@ -12,14 +12,17 @@ import numpy
 from trainer.config import ConfigError
 from trainer.util.reading import parse_json, read_bytes
 
-# One line of metrics.jsonl is one object with these keys: a step line has all but eval_loss, an evaluation line has
-# those of EVALUATION. What is unknown, does not apply or is not finite is null.
+# One line of metrics.jsonl is one object with these keys: a step line has those of STEP, an evaluation line those of
+# EVALUATION. What is unknown, does not apply or is not finite is null. A key that ends in /NAME stands for any number
+# of keys.
 METRICS: dict[str, str] = {
     "step": "optimizer steps done, this one included",
     "time": "when the line was written, in seconds since 1970",
     "tokens": "tokens trained on since the first step, over all ranks",
     "epoch": "passes over the training data, fractional",
     "loss": "mean loss per valid token of this step's global batch, in nats",
+    "loss/NAME": "the same over the tokens of one source, where data.sources holds several",
+    "targets/NAME": "valid tokens of that source in this step's global batch",
     "grad_norm": "global L2 norm of the gradient before clipping",
     "lr": "learning rate of this step",
     "tokens_per_second": "tokens per second over all ranks, since the last logged step",
@@ -40,10 +43,12 @@ METRICS: dict[str, str] = {
     "comm/bytes_outer": "the same between replicas and between nodes",
     "loss_scale": "fp16 loss scale of this step",
     "skipped": "steps so far whose update was skipped for a non-finite loss or gradient",
-    "eval_loss": "mean loss per token on held-out data, in nats",
+    "damaged": "rows of the training data that were left out as damaged; null without data.on_error=skip",
+    "eval_loss": "mean loss per valid token on held-out data, in nats",
+    "eval_loss/NAME": "the same on one set of eval.sets, or on what is held out of one source, where there are several",
 }
-EVALUATION = ("step", "time", "tokens", "eval_loss")
-STEP = tuple(name for name in METRICS if name != "eval_loss")
+EVALUATION = ("step", "time", "tokens", "eval_loss", "eval_loss/NAME")
+STEP = tuple(name for name in METRICS if not name.startswith("eval_loss"))
 
 
 LONGEST = 1 << 30
@@ -114,18 +119,31 @@ class Meter:
 
 
 def line(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """`values` as one line of metrics: every name of `names`, in order; absent and non-finite values are None.
+    """`values` as one line of metrics: every name of `names`, in order; absent and non-finite values are None. What
+    belongs to a name that ends in /NAME stands in its place.
 
     Raises `ValueError` for a name that is not in `names`, or without a step.
     """
-    unknown = [name for name in values if name not in names]
+    families = {name: [key for key in values if key.startswith(name[: -len("NAME")])] for name in names if many(name)}
+    keys = [key for name in names for key in families.get(name, [name])]
+    unknown = [name for name in values if name not in keys]
     if unknown or values.get("step") is None:
         raise ValueError(
             f"metrics {unknown} are not in the table of trainer/observe/metrics.py"
             if unknown
             else "a line of metrics needs its step"
         )
-    return {name: _plain(values.get(name)) for name in names}
+    return {name: _plain(values.get(name)) for name in keys}
+
+
+def many(name: str) -> bool:
+    """Whether a name of `METRICS` stands for many."""
+    return name.endswith("/NAME")
+
+
+def of_names(record: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The values of a line by source or set, of the keys `kind`/NAME."""
+    return {key.removeprefix(f"{kind}/"): value for key, value in record.items() if key.startswith(f"{kind}/")}
 
 
 def _plain(value: Any) -> int | float | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from trainer.config import Config, ConfigError, ModelSpec, typed
 from trainer.config.compose import gather, to_config
 from trainer.planning import checks
-from trainer.planning.batch import BatchPlan, resolve_batch
+from trainer.planning.batch import BatchPlan, resolve_batch, training_steps
 from trainer.planning.gradient_comm import check_grad_comm
 from trainer.planning.pipeline import Pipeline, resolve_pipeline
 from trainer.planning.plan import Plan, check_plan, node_size, resolve_plan
@@ -64,6 +64,8 @@ def _decide(
     try:
         # Without a plan the number of ranks is unknown; what cannot be divided on one rank is wrong on any number.
         batch = resolve_batch(config.batch, *((plan.dp, plan.tp, plan.pp) if plan else (1, 1, 1)))
+        if plan and config.run.tokens:
+            problems = problems + list(checks.check_length(config, training_steps(config.run, batch)))
         if plan and spec:
             layout = Layout(spec, plan, batch, resolve_pipeline(config, spec, plan, batch))
     except ConfigError as error:

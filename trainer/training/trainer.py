@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from rich.console import Console
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.config import Config
 from trainer.data.batches import Loader, eval_batches
-from trainer.data.corpus import Corpus
+from trainer.data.corpus import Corpus, Samples
 from trainer.distributed.world import World
 from trainer.model.initial import Weights, name_seed
 from trainer.observe.report import print_start
@@ -26,7 +27,7 @@ from trainer.training.adapt import Adaptation
 from trainer.training.auto_schedule import write_schedule
 from trainer.training.ledger import Ledger
 from trainer.training.saving import Progress, Start, contents
-from trainer.training.session import memory_of, profiled, stop_signals
+from trainer.training.session import Clock, memory_of, profiled, stop_signals
 from trainer.training.state import TrainState
 from trainer.training.step import evaluate, train_step
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
@@ -49,17 +50,19 @@ class Trainer:
         world: World,
         watchdog: Watchdog,
         start: Start,
+        clock: Clock,
     ):
         self.config, self.corpus, self.world, self.watchdog = config, corpus, world, watchdog
         self.batch, self.folder, self.stop_wanted, self.start = layout.batch, Path(config.run.dir), False, start
+        self.clock = clock
         if world.rank == 0 and config.logging.console != "none":
             self.print_start(layout)
         self.state = TrainState.build(config, layout.spec, layout.plan, layout.pipeline, world, weights)
         progress, messages = self.start.resume(self.state)
         self.tokens, self.loader = progress.tokens, self.load_from(progress.samples)
-        messages = [*messages, *self.open_folder(layout)]
+        messages = [*corpus.notes, *messages, *self.open_folder(layout)]
         self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
-        self.ledger = Ledger(self.state, self.batch, progress.skipped)
+        self.ledger = Ledger(self.state, self.batch, progress.skipped, corpus)
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
         for text in messages:
             self.ledger.log.event(text)
@@ -71,6 +74,8 @@ class Trainer:
             with stop_signals(self.wish_stop):
                 gc.collect()
                 gc.freeze()  # what exists now lives to the end: the collector need not look at it again
+                if self.config.eval.at_start and self.state.step == 0:
+                    self.evaluate()
                 while self.state.step < steps and not self.ledger.stop:
                     self.one_step()
                     self.read_back()
@@ -83,7 +88,8 @@ class Trainer:
                 if self.save_at_end():
                     code = DONE if self.state.step >= steps else STOPPED
                     status = "stopped" if code == STOPPED else "done"
-                    self.ledger.log.event(self.ledger.summary(first, self.state.step, code))
+                    ended = f"run.hours={self.config.run.hours:g}" if self.clock.over else "a signal"
+                    self.ledger.log.event(self.ledger.summary(first, self.state.step, code, ended))
                 if self.state.plan.pp > 1:
                     write_schedule(self.folder, self.state, self.batch)
             self.checkpointer.close()
@@ -100,13 +106,14 @@ class Trainer:
     def one_step(self) -> None:
         """Fetches the batch, trains on it, and queues what is to be known of the step."""
         state, number = self.state, self.state.step + 1
+        self.clock.next_pass()
         self.ledger.begin_step()
         self.watchdog.enter(DATA, number)
         batches = next(self.loader)
         self.watchdog.enter(STEP, number)
         torch.manual_seed(name_seed(self.config.run.seed, f"step {state.step} rank {self.world.data.get_local_rank()}"))
         with profiled(self.config, number, self.world):
-            scalars = train_step(state, batches, self.stop_wanted)
+            scalars = train_step(state, batches, self.stop_wanted or self.time_is_up())
         self.tokens += self.batch.tokens
         self.ledger.add(state, scalars, batches, self.tokens, self.loader)
 
@@ -132,14 +139,29 @@ class Trainer:
             self.adaptation.change_codecs(self.state)
 
     def evaluate_if_due(self) -> None:
-        """Mean loss on the held-out sequences, the same ones every time and under every plan."""
+        """Evaluates every `eval.every` steps and after the last."""
         step, every = self.state.step, self.config.eval.every
-        if not every or (step % every and step < self.config.run.steps) or self.ledger.stop:
-            return
+        if every and (step % every == 0 or step >= self.config.run.steps) and not self.ledger.stop:
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        """Mean loss on the held-out sequences, the same ones every time and under every plan, by source where there are
+        several; and on every set."""
         self.read_back(everything=True)
-        self.watchdog.enter(EVALUATING, step)
+        self.watchdog.enter(EVALUATING, self.state.step)
+        record: dict[str, float | None] = {"step": self.state.step, "tokens": self.tokens, "eval_loss": None}
+        held, sources = self.corpus.eval, self.ledger.sources
+        if len(held):
+            record["eval_loss"], *losses = self.losses_on(held, sources)
+            record |= {f"eval_loss/{name}": loss for name, loss in zip(sources, losses)}
+        for name, samples in self.corpus.sets.items():
+            (record[f"eval_loss/{name}"],) = self.losses_on(samples)
+        self.ledger.log.evaluation(record)
+
+    def losses_on(self, samples: Samples, sources: Sequence[str] = ()) -> list[float]:
+        """Mean loss on sequences that are not trained on, and by source."""
         batches = eval_batches(
-            self.corpus.eval,
+            samples,
             self.config.eval.sequences,
             self.batch.micro_size,
             self.world.data.get_local_rank(),
@@ -147,8 +169,7 @@ class Trainer:
             mask_documents=self.config.data.mask_documents,
             device=self.world.device,
         )
-        loss = evaluate(self.state, batches).item()
-        self.ledger.log.evaluation({"step": step, "tokens": self.tokens, "eval_loss": loss})
+        return evaluate(self.state, batches, sources).tolist()
 
     def save_if_due(self) -> None:
         """Saves every `checkpoint.every` steps; the last step is saved at the end."""
@@ -187,6 +208,10 @@ class Trainer:
     def wish_stop(self) -> None:
         """Lets the run end after the present step, with a checkpoint. Called between any two lines of the loop."""
         self.stop_wanted = True
+
+    def time_is_up(self) -> bool:
+        """Whether `run.hours` end the run. The clock of the first rank alone decides, for all."""
+        return self.world.rank == 0 and self.clock.up(self.checkpointer.longest)
 
     def load_from(self, position: int) -> Loader:
         """The training data from sample `position` on."""
