@@ -38,8 +38,8 @@ def command(folder: Path, name: str) -> list[str]:
         f"data.cache={folder / 'cache'}",
         "data.workers=1",
         "batch.sequence_length=200",
-        "batch.global_size=16",
-        "batch.micro_size=4",
+        "batch.global_size=18",
+        "batch.micro_size=3",
         "logging.console=none",
     ]
 
@@ -88,5 +88,5 @@ def test_two_processes_compute_the_same(runs):
     one, two = metrics.read(runs / "one"), metrics.read(runs / "two")
     assert len(one) == len(two) == 7
     for mine, theirs in zip(one, two):
-        for name in ("loss", "grad_norm", "eval_loss/all", "tokens"):
-            assert mine.get(name) == pytest.approx(theirs.get(name), rel=1e-5), name
+        names = [name for name in ("loss", "grad_norm", "eval_loss/all", "tokens") if name in mine]
+        assert [mine[name] for name in names] == pytest.approx([theirs[name] for name in names], rel=1e-5)

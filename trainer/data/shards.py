@@ -16,10 +16,10 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -170,7 +170,8 @@ def write_shard(job: TokeniseJob, number: int) -> None:
             writer.discard()
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True)
+class Piece:
     """A text, whether it is held out, whether an end mark follows it, and the spans of a conversation that are
     learned."""
 
@@ -202,14 +203,14 @@ def _marked(documents: Iterable[Document], threshold: int) -> Iterator[Piece]:
     waiting: Piece | None = None
     for text, final, spans in documents:
         if not text:  # the end of a file, whose lines were left out
-            waiting = waiting and waiting._replace(mark=True)
+            waiting = waiting and replace(waiting, mark=True)
             continue
         held = digest(text) < threshold
         if waiting:
-            yield waiting._replace(mark=waiting.mark or held != waiting.held)
+            yield replace(waiting, mark=waiting.mark or held != waiting.held)
         waiting = Piece(text, held, final, spans)
     if waiting:
-        yield waiting._replace(mark=True)
+        yield replace(waiting, mark=True)
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

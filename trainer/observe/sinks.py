@@ -216,7 +216,8 @@ def _summary(record: MetricsLine) -> list[str]:
 
 def _by_name(record: MetricsLine, kind: str) -> str:
     """The values by source or set, in brackets; nothing where there are none."""
-    named = ", ".join(f"{name} {_number(value, '.4f')}" for name, value in metrics.of_names(record, kind).items())
+    values = metrics.of_names(record, kind).items()
+    named = ", ".join(f"{name} {'-' if value is None else format(value, '.4f')}" for name, value in values)
     return f" ({named})" if named else ""
 
 
@@ -226,6 +227,8 @@ def _number(value: float | None, form: str) -> str:
 
 def _evaluation(record: MetricsLine, total: int) -> str:
     loss = f"{_number(record['eval_loss'], '.4f')}{_by_name(record, 'eval_loss')}"
+    if record["eval_loss"] is None and metrics.of_names(record, "eval_loss"):  # nothing is held out
+        loss = _by_name(record, "eval_loss").strip(" ()")
     return f"{_progress(record['step'], total)}  evaluation loss {loss}"
 
 

@@ -28,8 +28,8 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"model.max_length={model.max_length}"
         )
     tokens = {"bpe": data.vocab_size, "bytes": 257}.get(data.tokenizer, 0)
-    corpora = {f"data.sources.{name}": source for name, source in data.sources.items()}
-    corpora |= {f"eval.sets.{name}": one for name, one in config.eval.sets.items()}
+    sets = {f"eval.sets.{name}": one for name, one in config.eval.sets.items()}
+    corpora = {**sets, **{f"data.sources.{name}": source for name, source in data.sources.items()}}
     tokenised = any(source.kind != "tokens" for source in data.sources.values())
     if tokenised and not model.from_hf and model.vocab_size < tokens:
         size = (

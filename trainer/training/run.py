@@ -62,11 +62,11 @@ class Result:
 
 def run(config: Config) -> Result:
     """Trains as configured, resuming where the run folder has a checkpoint. Raises `ConfigError` before any step."""
+    clock = Clock(config.run.hours)
     world_size, folder = int(os.environ.get("WORLD_SIZE", 1)), Path(config.run.dir)
     spec, weights = starting_point(config)
     layout = resolve(config, world_size, spec)
     layout = saved_choice(folder, config, layout) or layout
-    clock = Clock(config.run.hours)
     config = lasting(config, layout.batch)
     device = local_device(config.run)
     check_compiler(config, device)
@@ -88,6 +88,7 @@ def run(config: Config) -> Result:
         compare_ranks(config, layout, corpus, world)
         start = Start.find(config, layout, corpus.fingerprint, world)
         config = lasting(config, layout.batch, start)
+        watchdog.total = config.run.steps
         if start.step >= config.run.steps:
             say_done(config, start, world)
             code = DONE
