@@ -47,8 +47,9 @@ def series(folder: Path, name: str) -> list[float]:
     return [line[name] for line in metrics.read(folder) if "loss" in line]
 
 
-def test_tokens_decide_the_number_of_steps_and_the_schedule(settings, tmp_path):
-    assert trainer.run(settings(tmp_path / "tokens", **{"run.tokens": "4.5e2"})).code == 0
+def test_tokens_decide_the_number_of_steps_and_the_schedule(settings, tmp_path, capsys):
+    assert trainer.run(settings(tmp_path / "tokens", **{"run.tokens": "4.5e2", "run.steps": 3})).code == 0
+    assert "8 steps, for run.tokens=450" in capsys.readouterr().out
     assert trainer.run(settings(tmp_path / "steps", **{"run.steps": 8})).code == 0
     assert series(tmp_path / "tokens", "tokens")[-1] == 8 * STEP_TOKENS
     for name in ("lr", "loss", "step"):

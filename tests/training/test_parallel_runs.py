@@ -4,6 +4,7 @@ export, `schedule: auto`, lost ranks, and plans that are refused."""
 from __future__ import annotations
 
 import argparse
+import bisect
 import heapq
 import json.decoder
 import os
@@ -41,9 +42,10 @@ def root(tmp_path_factory):
     (folder / "corpus").mkdir()
     for module in (argparse, json.decoder, shutil, textwrap):
         shutil.copy(module.__file__, folder / "corpus" / f"{module.__name__}.txt")
-    for name, module in {"more": pprint, "apart": heapq}.items():
+    for name, modules in {"more": (pprint, heapq), "apart": (bisect,)}.items():
         (folder / name).mkdir()
-        shutil.copy(module.__file__, folder / name)
+        for module in modules:
+            shutil.copy(module.__file__, folder / name)
     return folder
 
 
