@@ -98,11 +98,10 @@ def layouts() -> list[Case]:
 
 
 def possible() -> set[tuple]:
-    """All pairs of values that some legal case holds; but schedules need meet two data-parallel ranks only, not four,
-    or most of the time would go to cases on eight processes."""
-    found = set().union(*(pairs(place) for place in layouts() if place["dp"] < 4 or place["pp"] == 1)) | {
-        (("dp", 4), ("pp", 2))
-    }
+    """All pairs of values that some legal case holds; but schedules need meet two data-parallel or tensor-parallel
+    ranks only, not four, or most of the time would go to cases on eight processes."""
+    few = (place for place in layouts() if max(place["dp"], place["tp"]) < 4 or place["pp"] == 1)
+    found = set().union(*map(pairs, few)) | {(("dp", 4), ("pp", 2)), (("pp", 2), ("tp", 4))}
     for one, two in itertools.combinations(FACTORS, 2):
         if one in FEATURES or two in FEATURES:
             found |= {
@@ -180,7 +179,7 @@ def data_parallel(processes: int) -> Iterator[Case]:
         {"precision": "bf16", "recompute": "full"},
     ]
     for index, (stage, feature) in enumerate(itertools.product(range(4), features)):
-        if (1, 2, 4, 4)[(index + index // len(features)) % 4] == processes:
+        if (1, 2, 2, 4)[(index + index // len(features)) % 4] == processes:
             yield base | {"stage": stage} | feature
     yield from (base | {"offload": True} | more for more in OFFLOADED[processes])
     yield base | {"stage": 2, "precision": "bf16", "reduce": "bf16", "micro_batches": 1}
