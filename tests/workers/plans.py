@@ -101,6 +101,8 @@ def config_of(case: Case, folder: Path) -> Config:
         precision__compute=case["precision"],
         precision__reduce=case.get("reduce", "fp32"),
         compile=case.get("compile", False),
+        optimizer__name=case.get("optimizer", "adamw"),
+        optimizer__muon__compute="fp32",
         **{f"activation__{name}": value for name, value in RECOMPUTE[case["recompute"]].items()},
         **{f"parallel__grad_comm__{name}": value for name, value in case.get("gradients", {}).items()},
     )
@@ -174,10 +176,11 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
             raise
         if world.rank == 0:
             key, kind = (
-                json.dumps([spec.to_dict(), case["loss"] == "z_loss", case["attention"]]),
+                json.dumps([spec.to_dict(), case["loss"] == "z_loss", case["attention"], config.optimizer.name]),
                 coarsest(config.precision, config.parallel.grad_comm),
             )
             base = settings(loss__z_loss=config.loss.z_loss)
+            base.optimizer = config.optimizer
             if key not in references:
                 references[key] = reference(base, spec, batches(case, spec, device), device)
             if key + kind not in plain:  # fp32 has to do with the table
