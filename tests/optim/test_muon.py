@@ -76,7 +76,7 @@ def test_it_is_for_hidden_matrices_and_leaves_the_rest_to_adamw():
     "where, words",
     [
         ({"embedding": TypePolicy(optimizer="muon")}, "embedding.weight optimizer=muon"),
-        ({"rules": {"layers.1.*": {"optimizer": "muon"}}}, "layers.1.attention.q.bias and 8 more optimizer=muon"),
+        ({"rules": {"layers.1.*": {"optimizer": "muon"}}}, "layers.1.attention.q.bias and 6 more optimizer=muon"),
     ],
 )
 def test_it_is_refused_for_what_is_no_hidden_matrix(where, words):
