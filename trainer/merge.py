@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from trainer.checkpointing.saved import SavedModel, open_saved
 from trainer.config import ConfigError
 from trainer.config.fields import option
+from trainer.config.model import ModelSpec
 from trainer.config.options import run_command
 from trainer.config.typed import flat
 from trainer.hf import export
 from trainer.precision.dtypes import DTYPES
+
+SAID_OTHERWISE = ("name", "init", "attention", "feed_forward", "pattern", "overrides")
+"""Fields of a spec that are no part of the trained model, or that its layers have."""
 
 
 @dataclass
@@ -52,20 +58,23 @@ def run(options: MergeOptions) -> None:
 
 def check_alike(models: list[SavedModel], names: list[str]) -> None:
     """Raises `ConfigError` for models whose parameters do not mean the same."""
-    first = flat(models[0].spec.to_dict())
+    first = meaning(models[0].spec)
     for model, name in zip(models[1:], names[1:]):
-        other = flat(model.spec.to_dict())
-        differing = [
-            key
-            for key in {**first, **other}
-            if key.partition(".")[0] not in ("name", "init") and first.get(key) != other.get(key)
-        ]
+        other = meaning(model.spec)
+        differing = [key for key in {**first, **other} if first.get(key) != other.get(key)]
         if differing:
             key = differing[0]
             raise ConfigError(
-                f"{name} is another model than {names[0]}: model.{key}={other.get(key)} against {first.get(key)}; "
-                "merge models of one architecture"
+                f"{name} is another model than {names[0]}: {key} is {other.get(key)} against {first.get(key)}; merge "
+                "models of one architecture"
             )
+
+
+def meaning(spec: ModelSpec) -> dict[str, Any]:
+    """What a spec says of parameters and of what is computed with them, however it says so."""
+    whole = {key: value for key, value in spec.to_dict().items() if key not in SAID_OTHERWISE}
+    layers = {str(index): dataclasses.asdict(spec.layer(index)) for index in range(spec.depth)}
+    return flat(whole | {"layers": layers})
 
 
 def main(arguments: list[str] | None = None) -> int:

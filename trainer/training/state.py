@@ -62,11 +62,11 @@ class TrainState:
     reports: dict[str, int]
     step: int = 0
     runtime: Runtime = field(init=False)
-    average: WeightAverage | None = field(init=False, default=None)
+    average: WeightAverage | None = field(init=False)
 
     def __post_init__(self) -> None:
-        if decay := self.config.optimizer.ema.decay:
-            self.average = WeightAverage(self.parameters, decay)
+        decay = self.config.optimizer.ema.decay
+        self.average = WeightAverage(self.parameters, decay) if decay else None
         self.use_schedule(self.pipeline.schedule)
 
     @classmethod
