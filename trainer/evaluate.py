@@ -24,7 +24,8 @@ from trainer.util.extras import needs
 from trainer.util.files import write_atomic
 from trainer.util.reading import read_json
 
-RESULTS = "results.json"
+RESULTS, WORDS = "results.json", ("checkpoint",)
+"""The file of all numbers; options that need no key."""
 
 
 @dataclass
@@ -137,7 +138,7 @@ def scores(values: dict[str, Any]) -> dict[str, tuple[float, str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_command(EvalOptions, run, "trainer.evaluate", arguments, words=("checkpoint",))
+    return run_command(EvalOptions, run, "trainer.evaluate", arguments, WORDS)
 
 
 if __name__ == "__main__":

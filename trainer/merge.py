@@ -23,6 +23,10 @@ SAID_OTHERWISE = ("name", "init", "attention", "feed_forward", "pattern", "overr
 """Fields of a spec that are no part of the trained model, or that its layers have."""
 
 
+WORDS = ("models", "out")
+"""Options that need no key."""
+
+
 @dataclass
 class MergeOptions:
     models: list[str] = option(
@@ -78,7 +82,7 @@ def meaning(spec: ModelSpec) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_command(MergeOptions, run, "trainer.merge", arguments, words=("models", "out"))
+    return run_command(MergeOptions, run, "trainer.merge", arguments, WORDS)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import pytest
 from test_architecture import ROOMS
 
 import trainer
-from trainer import cli, estimate, export, plot, sample
+from trainer import cli, estimate, evaluate, export, merge, plot, sample
 from trainer import command as door
 from trainer.cluster.options import PreflightOptions
 from trainer.config import Config, ConfigError, options, typed
@@ -51,7 +51,7 @@ NOT_RUN = {
 
 PROGRAM = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?(?:python3?|torchrun|pytest)|bash|sbatch|(?:launch|bench)/\S+\.sh|"
-    + "|".join(["trainer (?:train|sweep|plot|sample|export|parity|preflight)", *NOT_RUN])
+    + "|".join(["trainer (?:train|sweep|plot|sample|export|merge|eval|parity|preflight)", *NOT_RUN])
     + r") \S"
 )
 """How inline code begins that is a command."""
@@ -205,8 +205,11 @@ def module(
     small = {
         "trainer.sample": sample.SampleOptions,
         "trainer.export": export.ExportOptions,
+        "trainer.merge": merge.MergeOptions,
+        "trainer.evaluate": evaluate.EvalOptions,
         "trainer.preflight": PreflightOptions,
     }
+    plain = {"trainer.merge": merge.WORDS, "trainer.evaluate": evaluate.WORDS}.get(name, ())
     if not words and name != "trainer":
         assert importlib.util.find_spec(name), f"there is no module {name}"
     elif name == "trainer" and output is not None:
@@ -221,7 +224,7 @@ def module(
     elif name in small and "--help" in words:
         assert options.usage(small[name], name)
     elif name in small:
-        options.parse(small[name], words)
+        options.parse(small[name], words, plain)
     elif name == "trainer.plot":
         given = plot.command_line().parse_args(words)
         if given.schedule:
