@@ -46,6 +46,7 @@ NOT_RUN = {
     "ruff": "launch/test.sh runs it",
     "mypy": "launch/test.sh runs it",
     "hf": "downloads from a hub",
+    "pip": "installs packages",
 }
 """Programs whose commands are read, and not looked into."""
 
@@ -448,7 +449,7 @@ def test_links(path: Path):
         assert not anchor or anchor in map(slug, headings), f"{path.name}: {target}: there is no such heading"
 
 
-WRITTEN = {"launch/slurm/site.sh", "flight/", "traces/", "tokenizer/", "schedule/"}
+WRITTEN = {"launch/slurm/site.sh", "flight/", "traces/", "tokenizer/", "schedule/", "exports/"}
 """Files and folders that users or runs write: in no checkout."""
 
 
@@ -469,7 +470,8 @@ def known() -> tuple[set[str], set[str], dict[str, set[str]]]:
     extra = [typed.settings(sweep.SweepConfig(), "sweep"), typed.settings(HardwareConfig(), "hardware")]
     settings = [setting for found in [typed.settings(), *extra] for setting in found]
     tails = {setting.path.split(".", place)[-1] for setting in settings for place in range(setting.path.count(".") + 1)}
-    small = (sample.SampleOptions, export.ExportOptions, PreflightOptions, estimate.EstimateOptions)
+    commands = (sample.SampleOptions, export.ExportOptions, merge.MergeOptions, evaluate.EvalOptions)
+    small = (*commands, PreflightOptions, estimate.EstimateOptions)
     own = {name for schema in small for name in vars(schema())} | {"plans", "steps", "json", "only"}
     groups = {
         folder.name: {file.stem for file in folder.glob("*.yaml")} for folder in CONFIGS.iterdir() if folder.is_dir()
