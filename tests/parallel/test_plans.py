@@ -73,6 +73,13 @@ def test_an_overflow_of_one_rank_skips_the_step_on_all(measured):
             assert result["ranks"] == [skipped] * 4, result["case"]
 
 
+def test_muon_updates_whole_matrices_bit_by_bit(measured):
+    results = measured(4)["matrices"]
+    assert len(results) == 4 and all(result["matrices"] == 21 for result in results)
+    for result in results:
+        assert result["ranks"] == [[[], True]] * 4, result["case"]
+
+
 def test_a_loss_scale_that_is_too_high_costs_steps_and_no_accuracy(measured):
     (result,) = (result for result in measured(4)["cases"] if result["case"].get("overflow"))
     assert result["overflows"] >= 2 and result["verdict"] == "PASS"
