@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer.checkpointing.manifest import list_checkpoints
 from trainer.config import Config, ConfigError
+from trainer.config.extend import extended
 from trainer.config.model import ModelSpec
 from trainer.data.corpus import open_corpus
 from trainer.data.tokens import DataError
@@ -139,7 +140,7 @@ def starting_point(config: Config) -> tuple[ModelSpec, Weights | None]:
         return ModelSpec.from_dict({f.name: getattr(config.model, f.name) for f in dataclasses.fields(ModelSpec)}), None
     from trainer.hf import HFWeights, spec_from_hf
 
-    spec = spec_from_hf(config.model.from_hf)
+    spec = extended(spec_from_hf(config.model.from_hf), config.model.extend)
     if spec.learned_positions and config.batch.sequence_length > spec.max_length:
         raise ConfigError(
             f"batch.sequence_length={config.batch.sequence_length} exceeds the {spec.max_length} learned positions of "
