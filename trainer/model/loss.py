@@ -118,16 +118,18 @@ class TiledCrossEntropy(torch.autograd.Function):
             if to_weight is not None:
                 to_weight += matmul(logits, part, Role.WEIGHT_GRADIENT)
         ctx.save_for_backward(to_hidden, to_weight)
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.tile = weight.dtype, settings.tile
         ctx.mark_non_differentiable(entropy)
         return objective, entropy
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor, _: Any) -> tuple:
         to_hidden, to_weight = ctx.saved_tensors
-        to_hidden = (to_hidden.to(scale.dtype) * scale).to(to_hidden.dtype)
+        result = torch.empty_like(to_hidden)
+        for rows in tiles(len(to_hidden), ctx.tile):  # in fp32, of a tile
+            result[rows] = to_hidden[rows].to(scale.dtype) * scale
         to_weight = None if to_weight is None else (to_weight * scale).to(ctx.weight_dtype)
-        return to_hidden, to_weight, None, None, None, None
+        return result, to_weight, None, None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, group: TensorGroup | None) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from trainer.observe import flight, metrics
 from trainer.observe.sinks import reason_of, write_status
 from trainer.parallel.engine import check_engine
 from trainer.parallel.parallelize import check_compiler, check_model
+from trainer.planning.estimate.sequence import SHARE, Room, settle
 from trainer.planning.fit import check_fit
 from trainer.planning.plan import node_size
 from trainer.planning.resolve import resolve
@@ -63,13 +64,14 @@ def run(config: Config) -> Result:
     """Trains as configured, resuming where the run folder has a checkpoint. Raises `ConfigError` before any step."""
     world_size, folder = int(os.environ.get("WORLD_SIZE", 1)), Path(config.run.dir)
     spec, weights = starting_point(config)
-    layout = resolve(config, world_size, spec)
+    layout, device = resolve(config, world_size, spec), local_device(config.run)
+    memory, node = memory_of(device), node_size(world_size)
+    config, layout = settle(config, layout, Room(memory.device, SHARE * memory.host / node), node)
     layout = saved_choice(folder, config, layout) or layout
-    device = local_device(config.run)
     check_compiler(config, device)
     check_engine(config, device)
     check_model(config, spec, device)
-    check_fit(config, layout, world_size, node_size(world_size), memory_of(device))
+    check_fit(config, layout, world_size, node, memory)
     corpus = open_corpus(config)
     joined_before = dist.is_initialized()
     warn_of_stale_store()
