@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainer.checkpointing import host
 from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig
 from trainer.config.model import ModelSpec
@@ -109,3 +111,87 @@ class Live(TorchDispatchMode):
 
     def gone(self, key: int) -> None:
         self.bytes -= self.known.pop(key, 0)
+
+
+def peak(spec: ModelSpec, tile: int, loss_tile: int) -> int:
+    """Bytes that a pass forward and backward takes at once, beside parameters; gradients included."""
+    model = built(spec, torch.float32)
+    model.set_loss(0.0, 32, False, loss_tile)
+    apply_recompute(model, ActivationConfig(tile=tile))
+    batch = random_batch(0, 1, 512, spec.vocab_size, False)
+    gc.collect()
+    with Live() as live:
+        model(batch.tokens, batch.targets)[0].backward()
+    return live.peak
+
+
+def test_one_tile_of_logits_lives_at_a_time():
+    spec = tiny_spec(vocab_size=4096, depth=1, max_length=512)
+    logits, weight = 4 * 512 * 4096, 4 * 4096 * spec.width
+    assert peak(spec, 0, 0) > logits
+    assert peak(spec, 0, 32) < 8 * logits / (512 / 32) + 5 * weight < logits
+
+
+def test_one_tile_of_hidden_units_lives_at_a_time():
+    spec = tiny_spec(depth=2, max_length=512, feed_forward={"width": 4096})
+    hidden, weights = 4 * 512 * 4096, 3 * 4 * 4096 * spec.width
+    assert peak(spec, 0, 0) > 2 * 4 * hidden  # two layers, of each gate, up, and two of what is between
+    assert peak(spec, 32, 0) < 10 * hidden / (512 / 32) + 6 * weights + hidden
+
+
+@pytest.mark.parametrize("schedule", ["one", "in flight"])
+def test_inputs_leave_the_device_and_come_back_in_time(schedule, monkeypatch):
+    """At any time the device has two of them at most, and the host the others; nothing is left at the end."""
+    alive: list[weakref.ref] = []
+    made = host.Kept.__init__
+
+    def noted(kept: host.Kept, *arguments: Any) -> None:
+        made(kept, *arguments)
+        alive.append(weakref.ref(kept))
+
+    monkeypatch.setattr(host.Kept, "__init__", noted)
+    spec = tiny_spec(depth=5)
+    model = built(spec)
+    apply_recompute(model, ActivationConfig(mode="full", tile=8, offload=True))
+    batches = [random_batch(step, 2, 16, spec.vocab_size, False) for step in range(2)]
+    on_device = []
+
+    def count(*_: Any) -> None:
+        on_device.append(sum(kept is not None and kept.there is not None for kept in (ref() for ref in alive)))
+
+    for layer in model.layers.values():
+        layer.register_forward_hook(count)
+        layer.register_full_backward_hook(count)
+    for some in [batches[:1], batches[1:]] if schedule == "one" else [batches]:
+        objectives = [model(batch.tokens, batch.targets)[0] for batch in some]
+        assert len([ref for ref in alive if ref()]) == len(some) * 2 * spec.depth
+        for objective in objectives:
+            objective.backward()
+        del objectives, objective
+        gc.collect()
+        assert not [ref for ref in alive if ref()]
+    assert len(alive) == 4 * spec.depth and max(on_device) <= 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_host_memory_frees_that_of_a_gpu():
+    spec, device = tiny_spec(depth=16, width=512, max_length=16384), torch.device("cuda")
+    spec.attention.kv_heads = 4
+    found, peaks = [], []
+    for offload in (False, True):
+        model = Transformer(spec).to(device)
+        initialize(model, spec, 0, device)
+        model.set_loss(0.0, 2048, False, 2048)
+        apply_recompute(model, ActivationConfig(mode="full", tile=2048, offload=offload))
+        batch = random_batch(0, 1, 16384, spec.vocab_size, False, device)
+        for _ in range(2):  # memory that the first pass allocates is reused
+            model.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            model(batch.tokens, batch.targets)[0].backward()
+            peaks.append(torch.cuda.max_memory_allocated() - sum(p.nbytes for p in model.parameters()))
+        found.append([parameter.grad.double() for parameter in model.parameters()])
+        del model
+    for one, other in zip(*found, strict=True):
+        assert ((one - other).norm() / other.norm()).item() < 1e-5
+    stream = 4 * 16384 * spec.width
+    assert peaks[1] - peaks[3] > 2 * (spec.depth - 3) * stream
