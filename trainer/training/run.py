@@ -30,7 +30,7 @@ from trainer.planning.resolve import resolve
 from trainer.training.auto_schedule import saved_choice
 from trainer.training.history import settle_status, way_on
 from trainer.training.ledger import NonFinite
-from trainer.training.out_of_memory import advice, missing_memory
+from trainer.training.out_of_memory import advice
 from trainer.training.saving import Start
 from trainer.training.session import (
     claimed,
@@ -43,6 +43,7 @@ from trainer.training.session import (
 )
 from trainer.training.trainer import Trainer
 from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, rank
+from trainer.util.memory_errors import missing_memory
 
 
 @dataclass
