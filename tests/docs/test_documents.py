@@ -234,7 +234,7 @@ def module(
         assert capsys.readouterr().out.strip() == output.strip()
     elif name == "trainer.estimate":
         _, _, overrides, config_dir = estimate.parse_arguments(words)
-        assert variants.compose(overrides, config_dir, world)
+        assert variants.compose(overrides, config_dir, world, corpus=False)
     elif name == "trainer.parity":
         overrides, plans, _, _, config_dir = parity.parse_arguments(words)
         composed(tuple(overrides), world, config_dir)
