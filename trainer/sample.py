@@ -5,14 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-import torch
-
-from trainer.checkpointing.saved import open_saved
 from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.config.options import run_command
-from trainer.data.tokenizer import load_tokenizer
-from trainer.generate.sampling import generate_tokens, load_model
 
 
 @dataclass
@@ -27,6 +22,12 @@ class SampleOptions:
 
 
 def run(options: SampleOptions) -> None:
+    import torch  # seconds, for which a page of help or a wrong option need not wait
+
+    from trainer.checkpointing.saved import open_saved
+    from trainer.data.tokenizer import load_tokenizer
+    from trainer.generate.sampling import generate_tokens, load_model
+
     ranges = {"tokens": 1, "temperature": 0, "top_k": 0}
     problems = [
         f"{name}={getattr(options, name)} must be at least {least}"

@@ -225,7 +225,7 @@ def module(
     elif name == "trainer.plot":
         given = plot.command_line().parse_args(words)
         if given.schedule:
-            from trainer.plots.runs import schedule_of
+            from trainer.plots.templates import schedule_of
 
             assert [schedule_of(one, given.ranks, given.microbatches, given.chunks) for one in given.schedule]
     elif name == "trainer.estimate" and output is not None:

@@ -26,7 +26,7 @@ from trainer.parallel.engine import check_engine
 from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.planning.fit import check_fit
 from trainer.planning.plan import node_size
-from trainer.planning.resolve import resolve
+from trainer.planning.resolve import check, resolve
 from trainer.training.auto_schedule import saved_choice
 from trainer.training.history import settle_status, way_on
 from trainer.training.ledger import NonFinite
@@ -62,6 +62,8 @@ class Result:
 def run(config: Config) -> Result:
     """Trains as configured, resuming where the run folder has a checkpoint. Raises `ConfigError` before any step."""
     world_size, folder = int(os.environ.get("WORLD_SIZE", 1)), Path(config.run.dir)
+    if problems := check(config, world_size):  # settings may have been changed since they were composed
+        raise ConfigError(problems)
     spec, weights = starting_point(config)
     layout = resolve(config, world_size, spec)
     layout = saved_choice(folder, config, layout) or layout
