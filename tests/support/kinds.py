@@ -27,6 +27,7 @@ from trainer.data.tables import JsonLines, ParquetRows
 from trainer.data.text import TextFiles
 from trainer.data.tokenizer import byte_tokenizer, load_tokenizer
 from trainer.data.tokens import TokenWriter, file_digest, open_token_file
+from trainer.evaluate import known_results
 from trainer.hf import HFWeights, spec_from_hf
 from trainer.hf.config import config_from_spec
 from trainer.observe import metrics
@@ -281,6 +282,11 @@ def wandb_id(folder: Path) -> File:
     return written(folder / "wandb-id", "0123abcd"), lambda: kept_id(folder / "wandb-id")
 
 
+def evaluations(folder: Path) -> File:
+    known = {"step-00000001": {"hellaswag": {"acc,none": 0.25, "acc_stderr,none": 0.1, "shots": 0}}}
+    return written(folder / "results.json", json.dumps(known)), lambda: known_results(folder)
+
+
 def recipe(folder: Path) -> File:
     text = json.dumps({"run": {"name": "mine", "steps": 5}, "data": {"sources": {"a": {"kind": "text", "weight": 1}}}})
     source = UserFiles("user", f"user://{folder}")
@@ -313,6 +319,7 @@ KINDS: dict[str, Callable[[Path], File]] = {
         slurm_status,
         slurm_end,
         wandb_id,
+        evaluations,
         recipe,
     )
 }

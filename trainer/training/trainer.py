@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -151,7 +152,8 @@ class Trainer:
             mask_documents=self.config.data.mask_documents,
             device=self.world.device,
         )
-        loss = evaluate(self.state, batches).item()
+        with self.state.averaged() if self.config.eval.ema else nullcontext():
+            loss = evaluate(self.state, batches).item()
         self.ledger.log.evaluation({"step": step, "tokens": self.tokens, "eval_loss": loss})
 
     def save_if_due(self) -> None:

@@ -26,6 +26,7 @@ from trainer.planning.cost.memory import (
     sums_on_device,
 )
 from trainer.planning.cost.parameters import head
+from trainer.planning.cost.updates import Updates
 from trainer.planning.pipeline import estimated_costs
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout
@@ -35,6 +36,7 @@ from trainer.planning.schedules.lower import lower_all
 CATEGORIES = (
     "parameters",
     "optimizer",
+    "average of weights",
     "gradients",
     "gathered parameters",
     "activations",
@@ -138,7 +140,7 @@ class _Model:
         sums = batch.accumulation > 1 and sums_on_device(plan, config.precision.reduce == "fp32")
         placement = layout.pipeline.schedule.placement
         self.states: list[StateBytes] = rank_states(
-            spec, plan, self.element, layout.pipeline.split, placement, once, sums
+            spec, plan, self.element, layout.pipeline.split, placement, once, sums, Updates.of(config)
         )
         self.shard = plan.shard if plan.stage else 1
         self.every = plan.stage >= 2 and not once  # whether each micro-batch's gradients are reduced
@@ -157,6 +159,7 @@ class _Replay:
         if not states.offloaded:
             self.hold("parameters", states.parameters)
             self.hold("optimizer", states.optimizer)
+            self.hold("average of weights", states.average)
         self.hold("error feedback", model.feedback)
         self.gathered = {stage: self.gathered_bytes(stage) for stage in self.stages}
         self.lowered = any(action.kind == "UNSHARD" for action in program)
