@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.corpora import texts, write_jsonl
+from support.corpora import texts, write_jsonl, write_texts
 from torch import Tensor
 
 import trainer
@@ -25,11 +25,11 @@ CPU = torch.device("cpu")
 
 def settings(folder: Path, **overrides: object) -> Config:
     write_jsonl(folder / "words.jsonl", texts(200))
-    (folder / "digits.txt").write_text("".join(f"{number**3}\n" for number in range(2000)))
+    write_texts(folder / "digits", [f"{number**3}\n" * 9 for number in range(200)])
     write_jsonl(folder / "apart.jsonl", texts(20, "other"))
     values = {
         "data.sources": f"{{words: {{kind: jsonl, path: {folder}/words.jsonl, weight: 2}}}}",
-        "data.sources.digits": f"{{kind: text, path: {folder}/digits.txt}}",
+        "data.sources.digits": f"{{kind: text, path: {folder}/digits}}",
         "eval.sets": f"{{apart: {{kind: jsonl, path: {folder}/apart.jsonl}}}}",
         "eval.every": 2,
         "eval.sequences": 7,

@@ -106,6 +106,18 @@ BY_NAME = [
 ]
 """Metrics of the sources and of the set."""
 
+TRAINED = {
+    "untied": {},
+    "tied": {
+        "model.tied": True,
+        "optimizer.name": "muon",
+        "optimizer.muon.compute": "fp32",
+        "optimizer.ema.decay": 0.8,
+        "eval.ema": True,
+    },
+}
+"""What is trained in each chain, and how."""
+
 FIRST, LEG = 2, 2
 """Steps that one process takes before a chain, and steps of each leg."""
 
@@ -202,7 +214,8 @@ def follow_chain(root: Path, name: str, world: int) -> Iterator[tuple[str, dict]
             root / f"chain_{name}",
             end + 9 * stopped,
             Watched(stop_after=end - 1 if stopped else None),
-            **{"model.tied": name == "tied", **plan},
+            **TRAINED[name],
+            **plan,
         )
         yield f"{name}_{leg}", seen | {"codes": gather(seen["code"])}
 

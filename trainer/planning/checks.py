@@ -27,6 +27,8 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"batch.sequence_length={config.batch.sequence_length} exceeds the learned positions of "
             f"model.max_length={model.max_length}"
         )
+    if model.extend and not model.from_hf:
+        yield f"model.extend={model.extend} changes what model.from_hf reads; without it set model.attention.rope"
     tokens = {"bpe": data.vocab_size, "bytes": 257}.get(data.tokenizer, 0)
     sets = {f"eval.sets.{name}": one for name, one in config.eval.sets.items()}
     corpora = {**sets, **{f"data.sources.{name}": source for name, source in data.sources.items()}}
@@ -47,6 +49,7 @@ def _contradictions(config: Config) -> Iterator[str]:
             "activation.mode=budget lets the compiler choose and needs compile=true; without it use "
             "activation=selective"
         )
+    yield from _long_sequences(config)
     yield from _evaluations(config)
     yield from _conversations(config, corpora)
     if not data.sources:
@@ -79,6 +82,11 @@ def _evaluations(config: Config) -> Iterator[str]:
     if not every and (sets or config.eval.at_start):
         given = f"eval.sets.{next(iter(sets))}" if sets else "eval.at_start=true"
         yield f"{given} is for evaluations, and eval.every=0 makes none; set eval.every to a number of steps"
+    if config.eval.ema and not (config.optimizer.ema.decay and every):
+        yield (
+            "eval.ema=true evaluates an average of the weights; set optimizer.ema.decay=0.999 and eval.every, or "
+            "eval.ema=false"
+        )
     for name in sets.keys() & data.sources.keys():
         yield f"eval.sets.{name} and data.sources.{name} have one name, and so their losses would; give the set another"
 
@@ -89,3 +97,19 @@ def _conversations(config: Config, corpora: dict[str, CorpusConfig]) -> Iterator
         yield f"{chats[0]}.kind=chat needs data.mask_documents=true, so that conversations do not see each other"
     if data.chat_template and not chats:
         yield f"data.chat_template={data.chat_template} is for conversations, and no corpus has kind=chat; leave it out"
+
+
+def _long_sequences(config: Config) -> Iterator[str]:
+    """What tiles and host memory cannot go with."""
+    activation = config.activation
+    if activation.tile and activation.mode == "budget":
+        yield (
+            f"activation.tile={activation.tile} recomputes feed-forward blocks, and activation.mode=budget lets the "
+            "compiler choose; set activation.tile=0, or activation=selective"
+        )
+    if activation.offload and (activation.mode not in ("full", "selective") or activation.modules):
+        yield (
+            "activation.offload=true keeps inputs of recomputed layers, and there are none with activation.mode="
+            f"{activation.mode}{' and activation.modules' * bool(activation.modules)}; set activation=full, or "
+            "activation=selective"
+        )
