@@ -251,8 +251,8 @@ from trainer.data.corpus import open_corpus
 shards.SHARD_BYTES = 500
 settings = config(__import__("pathlib").Path(sys.argv[1]), corpus=SourceConfig("text", sys.argv[1] + "/files"))
 append, calls = shards.TokenWriter.append, []
-def dying(writer, ids):
-    append(writer, ids)
+def dying(writer, *ids):
+    append(writer, *ids)
     calls.append(1)
     if len(calls) == 30:
         os.kill(os.getpid(), signal.SIGKILL)
