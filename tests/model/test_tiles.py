@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.reference import random_batch, tiny_spec
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -143,11 +144,13 @@ def test_one_tile_of_hidden_units_lives_at_a_time():
 def test_inputs_leave_the_device_and_come_back_in_time(schedule, monkeypatch):
     """At any time the device has two of them at most, and the host the others; nothing is left at the end."""
     alive: list[weakref.ref] = []
+    inputs: list[StorageWeakRef] = []
     made = host.Kept.__init__
 
-    def noted(kept: host.Kept, *arguments: Any) -> None:
-        made(kept, *arguments)
+    def noted(kept: host.Kept, x: Tensor, *arguments: Any) -> None:
+        made(kept, x, *arguments)
         alive.append(weakref.ref(kept))
+        inputs.append(StorageWeakRef(x.untyped_storage()))
 
     monkeypatch.setattr(host.Kept, "__init__", noted)
     spec = tiny_spec(depth=5)
@@ -158,6 +161,7 @@ def test_inputs_leave_the_device_and_come_back_in_time(schedule, monkeypatch):
 
     def count(*_: Any) -> None:
         on_device.append(sum(kept is not None and kept.there is not None for kept in (ref() for ref in alive)))
+        on_device.append(sum(not storage.expired() for storage in inputs))  # whoever else holds them
 
     for layer in model.layers.values():
         layer.register_forward_hook(count)
