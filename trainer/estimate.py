@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from trainer.config import Config, ConfigError
+from trainer.config.extend import extended
 from trainer.config.fields import option
 from trainer.config.options import parse, usage
 from trainer.config.schema import ModelConfig
@@ -48,7 +49,7 @@ def run(options: EstimateOptions, changes: list[str], overrides: list[str], conf
     if base.model.from_hf:
         from trainer.hf import spec_from_hf
 
-        base.model = ModelConfig(**vars(spec_from_hf(base.model.from_hf)))
+        base.model = ModelConfig(**vars(extended(spec_from_hf(base.model.from_hf), base.model.extend)))
     if options.plans == "all":
         ranking = rank_plans(base, hardware, world, global_size(base.batch, world), options.top)
         found, title = list(ranking.best), report.summary(ranking, world)

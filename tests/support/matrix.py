@@ -37,7 +37,7 @@ LAYOUT = {
 }
 FEATURES = {
     "micro_batches": (3, 2, 6, 1),
-    "recompute": ("none", "full", "every2", "selective", "modules"),
+    "recompute": ("none", "full", "every2", "selective", "modules", "tiles"),
     "precision": ("fp32", "bf16", "fp16"),
     "tied": (False, True),
     "attention": ("causal", "documents", "window_cap"),
@@ -45,7 +45,7 @@ FEATURES = {
     "qk_norm": ("none", "head", "full"),
     "kv_heads": (1, 2, 4),
     "family": ("llama", "gpt2", "neox", "gemma"),
-    "loss": ("plain", "chunk", "z_loss"),
+    "loss": ("plain", "chunk", "z_loss", "tile"),
 }
 FACTORS = LAYOUT | FEATURES
 CHUNKS = {"interleaved": 2, "interleaved3": 3, "zb_v": 2, "v_half": 2, "v_min": 2, "dualpipe_v": 2, "csv": 2}
@@ -195,7 +195,7 @@ RECOMPUTED = [
         {"pp": 2, "schedule": "1f1b", "tied": True},
     )
 ]
-"""Where recompute is to change no bit."""
+"""Where recompute is to change no bit; tiles add up gradients in another order."""
 
 COMPILED = [
     PLAIN | {"compile": True} | layout
@@ -204,6 +204,7 @@ COMPILED = [
         {"tp": 2, "recompute": "selective", "attention": "documents"},
         {"dp": 2, "stage": 3, "recompute": "budget", "offload": True},
         {"pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
+        {"tp": 2, "recompute": "tiles", "loss": "tile"},
     )
 ]
 
@@ -266,7 +267,10 @@ def cases(processes: int, compiled: bool) -> list[Case]:
     chosen += [case for case in [*sample(), *QUANTISED, *MUON] if world(case) == processes]
     if processes == 2:
         chosen += [
-            case | {"recompute": recompute, "bits": True} for case in RECOMPUTED for recompute in FACTORS["recompute"]
+            case | {"recompute": recompute, "bits": True}
+            for case in RECOMPUTED
+            for recompute in FACTORS["recompute"]
+            if recompute != "tiles"
         ]
         chosen += COMPILED if compiled else []
     if processes == 4:

@@ -20,6 +20,7 @@ from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.memory import StateBytes
 from trainer.planning.cost.parameters import declarations
 from trainer.planning.estimate.memory import peaks, replays
+from trainer.planning.estimate.sequence import measures
 from trainer.planning.fit import Memory
 from trainer.planning.gradient_comm import describe, reduces_once
 from trainer.planning.plan import node_size
@@ -77,6 +78,7 @@ def start_report(
         f", every {config.activation.every} blocks" if config.activation.every > 1 else ""
     )
     peak: list[tuple[str, str]] = []
+    moment = None
     if replays(plan):
         once = reduces_once(config.parallel.grad_comm, plan, node)
         moment = max(peaks(config, layout, lowered=False, once=once), key=lambda moment: moment.reserved)
@@ -100,6 +102,7 @@ def start_report(
                 ),
                 *([("gradients", gradients)] if gradients else []),
                 ("recompute", activation),
+                *([("long sequences", long)] if (long := measures(config, moment)) else []),
                 ("compile", "each block" if config.compile else "off"),
             ],
             "batch": [

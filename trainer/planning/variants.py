@@ -29,6 +29,7 @@ FREE = (
     "batch.micro_size",
     "batch.accumulation",
     "loss.chunk",
+    "loss.tile",
     "compile",
 )
 """Settings that do not change the mathematics of training, which plans may therefore choose."""
