@@ -16,6 +16,7 @@ from trainer.config import Config, ConfigError, ModelSpec, typed
 from trainer.config.compose import gather, to_config
 from trainer.planning import checks
 from trainer.planning.batch import BatchPlan, resolve_batch
+from trainer.planning.context import resolve_context
 from trainer.planning.gradient_comm import check_grad_comm
 from trainer.planning.pipeline import Pipeline, resolve_pipeline
 from trainer.planning.plan import Plan, check_plan, node_size, resolve_plan
@@ -63,8 +64,9 @@ def _decide(
     plan = None if problems else resolve_plan(config.parallel, world_size, spec, node)
     try:
         # Without a plan the number of ranks is unknown; what cannot be divided on one rank is wrong on any number.
-        batch = resolve_batch(config.batch, *((plan.dp, plan.tp, plan.pp) if plan else (1, 1, 1)))
+        batch = resolve_batch(config.batch, *((plan.dp, plan.tp, plan.pp, plan.cp) if plan else (1,)))
         if plan and spec:
+            resolve_context(config, spec, plan, node)
             layout = Layout(spec, plan, batch, resolve_pipeline(config, spec, plan, batch))
     except ConfigError as error:
         problems = problems + error.problems
