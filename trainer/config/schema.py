@@ -198,9 +198,9 @@ class ContextConfig:
 
     method: str = option(
         "auto",
-        "gather (keys and values of the whole sequence come to each rank), heads (all-to-all into heads and back), halo "
-        "(gather, but where a window is short enough only the keys before each part come), both (heads among neighbours, "
-        "gather among groups of them), auto (what sends least, a network counted dearer than a node's links)",
+        "gather (keys and values of the whole sequence come to each rank), heads (all-to-all into heads and back), "
+        "halo (gather, but where a window is short enough only the keys before each part come), both (heads among "
+        "neighbours, gather among groups of them), auto (what sends least, a network counted dearer than a node)",
         ("auto", "gather", "heads", "halo", "both"),
     )
     order: str = option(
@@ -227,9 +227,7 @@ class ContextConfig:
 class ParallelConfig:
     dp: int = option(-1, "data-parallel ranks; -1 takes what is left", unit="ranks")
     shard: int = option(
-        -1,
-        "ranks that share one copy of the sharded state (HSDP when below dp x cp); -1 means dp x cp",
-        unit="ranks",
+        -1, "ranks that share one copy of the sharded state (HSDP when below dp x cp); -1 means dp x cp", unit="ranks"
     )
     tp: int = option(1, "tensor-parallel ranks", unit="ranks", range="[1, inf)")
     tp_across_nodes: bool = option(False, "allow tensor-parallel groups that span nodes, whose links are much slower")

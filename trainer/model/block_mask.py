@@ -84,6 +84,5 @@ def tables(low: Tensor, high: Tensor, whole_low: Tensor, whole_high: Tensor, wid
     part = torch.where(column < before, low[..., None] + column, whole_high[..., None] + 1 + column - before)
     inside = whole_low[..., None] + column
     return tuple(
-        table.int()[:, None]
-        for table in (seen - whole, part.clamp(0, width - 1), whole, inside.clamp(0, width - 1))
+        table.int()[:, None] for table in (seen - whole, part.clamp(0, width - 1), whole, inside.clamp(0, width - 1))
     )

@@ -167,7 +167,9 @@ class Fetch(torch.autograd.Function):
     """This rank's tokens [tokens, ...] -> its runs, each with the keys before it. See `Halo`."""
 
     @staticmethod
-    def forward(ctx: Any, group: TensorGroup, to: list[int], of: list[int], sent: Tensor, laid: Tensor, x: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, group: TensorGroup, to: list[int], of: list[int], sent: Tensor, laid: Tensor, x: Tensor
+    ) -> Tensor:
         ctx.group, ctx.to, ctx.of = group, to, of
         ctx.save_for_backward(sent, laid)
         return torch.cat([group.wait(group.exchange(x[sent], of, to)), x])[laid]
@@ -337,8 +339,8 @@ def attend_parts(
 
 
 def to_heads(group: TensorGroup, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """[batch, heads, tokens / c, head_dim] -> [batch, heads / c, tokens, head_dim]. Where there are fewer key-value heads
-    than ranks, several ranks get a copy of one."""
+    """[batch, heads, tokens / c, head_dim] -> [batch, heads / c, tokens, head_dim]. Where there are fewer key-value
+    heads than ranks, several ranks get a copy of one."""
     copies = group.size // key.shape[1]
     if copies > 1:
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)

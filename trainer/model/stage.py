@@ -78,8 +78,8 @@ class Stage(Protocol):
     module that has `reset_buffers()` is asked to fill its buffers.
 
     layers: by their number in the whole model, in order; a child of the model. depth: layers of the whole model. first,
-    last: whether the stage holds the model's ends. group: the tensor-parallel ranks, where the model is cut. context: the
-    ranks that share sequences (`context.ContextGroup`), where there are several; the model then computes its own tokens
+    last: whether the stage holds the model's ends. group: the tensor-parallel ranks, where the model is cut. context:
+    those that share sequences (`context.ContextGroup`), where there are several; the model then computes its own tokens
     of each, `context.own(length)`. rotaries:
     modules that hold buffers alone, which stay with the computation where parameters do not, and in fp32. reports: by
     name, how many values of each statistic its layers report in training.

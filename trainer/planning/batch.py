@@ -35,8 +35,8 @@ class BatchPlan:
 
 def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1, pp: int = 1, cp: int = 1) -> BatchPlan:
     """The batch on `dp` data-parallel ranks; sizes that are not given are derived and none is ever rounded. The `cp`
-    context-parallel x `tp` tensor-parallel ranks share the tokens of a sequence evenly; `pp` pipeline ranks want several
-    micro-batches each.
+    context-parallel x `tp` tensor-parallel ranks share the tokens of a sequence evenly; `pp` pipeline ranks want
+    several micro-batches each.
 
     With a global size and one of `micro_size` and `accumulation`, the third follows. A missing `micro_size` is
     otherwise the largest that divides what a rank reads and holds at most `MICRO_TOKENS` tokens (one sequence where a
