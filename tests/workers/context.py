@@ -6,6 +6,7 @@ context.py OUT
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import sys
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from support.launch import fork, leave
 from support.reference import tiny_spec
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig, Config
@@ -126,17 +128,17 @@ def measure(worlds: dict[int, World]) -> list[dict[str, Any]]:
         expected = {name: value.clone() for name, value in numbers(model, masked).items()}
         for size, world in worlds.items():
             for way in WAYS:
-                if "halo" in way and mask != "window" or way.startswith("both") and size == 2:
+                if "halo" in way and mask != "window" or size == 2 and (way.startswith("both") or heads != 2):
                     continue
                 counts = shared(model, way, spec, masked, world)
                 found = numbers(model, masked)
                 model.context, counts = None, dict(counts)
-                for value in found.values():  # every group of `size` ranks has computed the whole
-                    dist.all_reduce(value)
-                    value.mul_(size / RANKS)
+                flat = torch.cat([found[name].flatten() for name in expected])
+                dist.all_reduce(flat)  # every group of `size` ranks has computed the whole
+                parts = (flat * size / RANKS).split([value.numel() for value in expected.values()])
                 error = max(
-                    ((found[name] - value).abs().max() / value.abs().max().clamp(min=1e-30)).item()
-                    for name, value in expected.items()
+                    ((part - value.flatten()).abs().max() / value.abs().max()).item()
+                    for part, value in zip(parts, expected.values(), strict=True)
                 )
                 everyone = world.gather(counts)
                 results.append(
@@ -145,20 +147,36 @@ def measure(worlds: dict[int, World]) -> list[dict[str, Any]]:
     return results
 
 
-def recomputed(world: World) -> dict[str, Any]:
-    """Collectives of two layers, and bytes that they keep for backward, by recompute and by groups of heads; all with
-    the same gradients."""
-    results: dict[str, Any] = {}
+def recomputed(world: World) -> dict[str, dict[str, Any]]:
+    """Collectives of two layers, sums of gradients, and bytes kept for backward, by recompute and groups of heads;
+    `kept` is without gathering again."""
+    results: dict[str, dict[str, Any]] = {}
     spec = tiny_spec(depth=2, attention={"kv_heads": 4})
-    for mode, groups in (("none", 1), ("none", 2), ("none", 4), ("full", 2), ("selective", 2), ("modules", 2)):
+    tokens, targets, _ = batch(False)
+    for mode, groups in (
+        ("none", 1),
+        ("none", 2),
+        ("none", 4),
+        ("kept", 2),
+        ("full", 2),
+        ("selective", 2),
+        ("modules", 2),
+    ):
         model = build(spec)
-        activation = ActivationConfig(mode="selective" if mode == "modules" else mode)
+        activation = ActivationConfig(mode={"kept": "none", "modules": "selective"}.get(mode, mode))
         activation.modules = ["*.attention"] if mode == "modules" else []
         apply_recompute(model, activation)
         counts = shared(model, "gather zigzag", spec, False, world, groups)
-        found = numbers(model, False)
-        digest = sum(value.double().sum().item() for value in found.values())
-        results[f"{mode} {groups}"] = {"counts": dict(counts), "digest": digest}
+        if mode == "kept":
+            for layer in model.layers.values():
+                layer.attention.recomputed = True  # as the mask is told, and nobody does
+        gc.collect()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            loss, _ = model(tokens, targets)
+        kept = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
+        loss.backward()
+        digest = sum(parameter.grad.double().sum().item() for parameter in model.parameters())
+        results[f"{mode} {groups}"] = {"counts": dict(counts), "digest": digest, "kept": kept}
     return results
 
 

@@ -55,6 +55,11 @@ class Context:
         """The keys that a layer with this window (0: none) fetches before each run; 0: it gathers all."""
         return window - 1 if self.halo and self.outer > 1 and 1 < window <= self.run(length) + 1 else 0
 
+    def parts(self, attention: AttentionSpec, tp: int) -> int:
+        """Groups of key-value heads that are gathered one after the other on one of `tp` tensor-parallel ranks."""
+        heads = max(max(attention.kv_heads // tp, 1) // self.inner, 1)
+        return max(n for n in range(1, self.groups + 1) if heads % n == 0)
+
     def describe(self) -> str:
         order = f"{self.order} order" + f" of {self.block}" * (self.order == "blocks")
         if self.outer == 1:

@@ -155,6 +155,7 @@ def estimated_costs(
         1.0,
         recompute=config.activation,
         element_bytes=element_bytes,
+        cp=plan.cp,
     )
 
 

@@ -16,7 +16,7 @@ from trainer.config import Config, ConfigError, ModelSpec, typed
 from trainer.config.compose import gather, to_config
 from trainer.planning import checks
 from trainer.planning.batch import BatchPlan, resolve_batch
-from trainer.planning.context import resolve_context
+from trainer.planning.context import Context, resolve_context
 from trainer.planning.gradient_comm import check_grad_comm
 from trainer.planning.pipeline import Pipeline, resolve_pipeline
 from trainer.planning.plan import Plan, check_plan, node_size, resolve_plan
@@ -24,12 +24,14 @@ from trainer.planning.plan import Plan, check_plan, node_size, resolve_plan
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is trained on a number of processes: who holds what of it, who reads what, who computes what when."""
+    """How a model is trained on a number of processes: who holds what of it, who reads what, who computes what when,
+    and how sequences are shared, if they are."""
 
     spec: ModelSpec
     plan: Plan
     batch: BatchPlan
     pipeline: Pipeline
+    context: Context | None = None
 
 
 def resolve(config: Config, world_size: int, spec: ModelSpec, node: int | None = None) -> Layout:
@@ -66,8 +68,8 @@ def _decide(
         # Without a plan the number of ranks is unknown; what cannot be divided on one rank is wrong on any number.
         batch = resolve_batch(config.batch, *((plan.dp, plan.tp, plan.pp, plan.cp) if plan else (1,)))
         if plan and spec:
-            resolve_context(config, spec, plan, node)
-            layout = Layout(spec, plan, batch, resolve_pipeline(config, spec, plan, batch))
+            context = resolve_context(config, spec, plan, node)
+            layout = Layout(spec, plan, batch, resolve_pipeline(config, spec, plan, batch), context)
     except ConfigError as error:
         problems = problems + error.problems
     if plan:

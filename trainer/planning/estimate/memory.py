@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from trainer.config import Config
+from trainer.planning.context import gathered
 from trainer.planning.cost.layers import left_by_recompute, model_work
 from trainer.planning.cost.memory import (
     ELEMENT_BYTES,
@@ -25,7 +26,7 @@ from trainer.planning.cost.memory import (
     rank_states,
     sums_on_device,
 )
-from trainer.planning.cost.parameters import head
+from trainer.planning.cost.parameters import head, layer_specs
 from trainer.planning.pipeline import estimated_costs
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout
@@ -110,8 +111,8 @@ class _Model:
     def __init__(self, config: Config, layout: Layout, once: bool, feedback: int):
         self.layout, self.plan, self.feedback = layout, layout.plan, feedback
         spec, plan, batch = layout.spec, layout.plan, layout.batch
-        self.element = ELEMENT_BYTES[config.precision.compute]
-        self.tokens = batch.sequence_length * batch.micro_size
+        self.element, self.compiled = ELEMENT_BYTES[config.precision.compute], config.compile
+        self.tokens = batch.sequence_length * batch.micro_size // plan.cp
         self.stream = self.element * self.tokens * spec.width / plan.tp
         costs = estimated_costs(config, spec, plan, batch, self.element)
         self.activation, self.kept = costs.activation, costs.kept
@@ -126,7 +127,8 @@ class _Model:
                 + (2 + (plan.tp if plan.tp > 1 else 0)) * work.input
                 + 2 * max(work.outputs.values())
             )
-            for work, left in zip(works, left_by_recompute(works, config.activation))
+            + keys
+            for work, left, keys in zip(works, left_by_recompute(works, config.activation), self.gathered_keys())
         )
         rows, columns = head(spec).multiplied(plan.tp)
         chunk = min(config.loss.chunk or self.tokens, self.tokens)
@@ -142,6 +144,22 @@ class _Model:
         )
         self.shard = plan.shard if plan.stage else 1
         self.every = plan.stage >= 2 and not once  # whether each micro-batch's gradients are reduced
+
+    def gathered_keys(self) -> list[float]:
+        """Bytes of keys and values that a layer's attention has before it in its backward pass: those of one group of
+        heads, of the next one, and gradients, before and behind their way into the ranks' order."""
+        layout, context = self.layout, self.layout.context
+        if context is None:
+            return [0.0] * layout.spec.depth
+        size, parts = self.element * layout.batch.micro_size, [1.0] * layout.spec.depth
+        layers = [layer.attention for layer in layer_specs(layout.spec)]
+        if not self.compiled:  # compiled layers gather at once
+            parts = [float(context.parts(attention, layout.plan.tp)) for attention in layers]
+        length, tp = layout.batch.sequence_length, layout.plan.tp
+        return [
+            (3 + (count > 1)) * size * gathered(attention, context, length, tp) / count
+            for attention, count in zip(layers, parts)
+        ]
 
 
 class _Replay:

@@ -17,6 +17,7 @@ from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.config.fields import divisors
 from trainer.config.hardware import HardwareConfig
 from trainer.planning.batch import BatchPlan
+from trainer.planning.context import Context, resolve_context
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
 from trainer.planning.estimate.pace import Pace
@@ -122,15 +123,16 @@ class _Search:
         """Degrees, ZeRO stages and shard sizes."""
         for tp in divisors(self.world):
             for pp in divisors(self.world // tp):
-                dp = self.world // tp // pp
-                if self.global_size % dp or self.base.batch.sequence_length % tp:
+                cp, length = self.base.parallel.cp, self.base.batch.sequence_length
+                dp, rest = divmod(self.world // tp // pp, cp)  # dp x cp ranks hold the same part of the model
+                if rest or self.global_size % dp or length % (cp * tp):
                     continue
                 whole = replace(self.base.parallel, dp=-1, tp=tp, pp=pp, shard=-1)
-                problems = check_plan(whole, self.world, self.spec, self.node)
+                problems = check_plan(whole, self.world, self.spec, self.node) or self.unshared(whole)
                 self.reasons += problems
-                for stage in () if problems else (0, 1, 2, 3) if dp > 1 else (0,):
+                for stage in () if problems else (0, 1, 2, 3) if dp * cp > 1 else (0,):
                     inside = self.node // tp  # ranks of a group that stays within a node
-                    for shard in (-1, inside) if stage and 1 < inside < dp and dp % inside == 0 else (-1,):
+                    for shard in (-1, inside) if stage and 1 < inside < dp * cp and dp * cp % inside == 0 else (-1,):
                         yield replace(whole, shard=shard, zero=replace(whole.zero, stage=stage))
 
     def with_schedules(
@@ -174,10 +176,23 @@ class _Search:
         )
         return config
 
+    def unshared(self, parallel: ParallelConfig) -> list[str]:
+        """Why ranks cannot share sequences as asked."""
+        config = copy.copy(self.base)
+        config.parallel = parallel
+        try:
+            self.context(config, lay(parallel, self.world))
+        except ConfigError as error:
+            return error.problems
+        return []
+
+    def context(self, config: Config, plan: Plan) -> Context | None:
+        return resolve_context(config, self.spec, plan, self.node)
+
     def timing(self, config: Config, plan: Plan, batch: BatchPlan) -> Timing:
         """The timing of units depends on no schedule and on no split."""
         unused = Pipeline(Schedule("", ((),), (0,), batch.accumulation), (range(self.spec.depth),))
-        return time_units(config, Layout(self.spec, plan, batch, unused), self.hardware)
+        return time_units(config, Layout(self.spec, plan, batch, unused, self.context(config, plan)), self.hardware)
 
     def layout(self, candidate: Candidate) -> Layout:
         """The layout that `resolve` gives; splits and schedules that other candidates have too are made once."""
@@ -191,7 +206,7 @@ class _Search:
         if cut not in self.splits:
             self.splits[cut] = resolve_split("balanced", estimated_costs(config, self.spec, plan, batch), placement)
         assert schedule is not None  # greedy is not among SCHEDULES
-        return Layout(self.spec, plan, batch, Pipeline(schedule, self.splits[cut]))
+        return Layout(self.spec, plan, batch, Pipeline(schedule, self.splits[cut]), self.context(config, plan))
 
     def rough_memory(self, plan: Plan, batch: BatchPlan, timing: Timing, schedule: str) -> float:
         """Less than what the fullest rank holds: the mean of states, and four fifths of the activations in flight."""
