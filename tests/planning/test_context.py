@@ -10,13 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.reference import changed, tiny_spec
 
+import trainer
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.model.attention import first_seen
 from trainer.model.context import ContextGroup
 from trainer.planning.context import Context, resolve_context, traffic
+from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.estimate.memory import peaks
+from trainer.planning.estimate.step import estimate
 from trainer.planning.plan import resolve_plan
-from trainer.planning.resolve import check
+from trainer.planning.resolve import check, resolve
 
 CPU = torch.device("cpu")
 
@@ -106,6 +110,35 @@ def test_traffic_is_that_of_the_published_formulas():
         2 * 8 * 8 * 2 * 64,
         2 * 8 * 8 * 2 * 64,
     )
+
+
+@pytest.mark.parametrize(
+    "length, cp, gathered, exchanged", [(2**15, 8, 112, 70), (2**17, 8, 448, 280), (2**17, 32, 496, 124)]
+)
+def test_a_step_of_llama3_8b_is_estimated(length, cp, gathered, exchanged):
+    """MiB that a layer receives in its forward pass; seconds and memory of a step follow."""
+    base = ["+config=llama3_8b", f"batch.sequence_length={length}", "activation=full", "batch.global_size=1"]
+    base += ["parallel.zero.stage=3", "batch.micro_size=1", "model.max_length=131072"]
+    found = {}
+    for method, megabytes in (("gather", gathered), ("heads", exchanged)):
+        config = trainer.compose([*base, f"parallel.cp={cp}", f"parallel.context.method={method}"], world_size=cp)
+        layout = resolve(config, cp, config.model, cp)
+        one = traffic(config.model.layer(0).attention, layout.context, length, 1)
+        assert (one.forward or one.inner / 2) * 2 == megabytes * 2**20
+        hardware = load_hardware("h200", [f"devices={cp}"])
+        found[method] = estimate(config, layout, hardware)
+        passes = 3 if method == "gather" else 2
+        link = hardware.node.bandwidth * 1e9 * hardware.node.achieved
+        expected = config.model.depth * passes * megabytes * 2**20 / link
+        assert found[method].communication["context"] == pytest.approx(expected, rel=0.1)
+        assert 0 < found[method].terms["context collectives"] < 1.05 * expected
+    assert (
+        found["gather"].terms["context collectives"] < 0.5 * found["gather"].communication["context"]
+    )  # behind attention
+    alone = trainer.compose([*base, "parallel.dp=1"], world_size=1)
+    whole = peaks(alone, resolve(alone, 1, alone.model, 1))[0].categories
+    part = found["gather"].fullest.categories
+    assert part["activations"] < 1.3 * whole["activations"] / cp
 
 
 REFUSED = [  # processes, model, settings, words, a legal neighbour that they name
