@@ -42,8 +42,8 @@ def test_every_rank_takes_part_in_every_collective(results):
 
 
 def fetches(one):
-    """Whether layers of the model fetch the keys before a run. Of 32 tokens, runs have 4 in zigzag order on 4 ranks, 8
-    where two gather, and blocks have 4: a window of 5, of 4 keys before a query, fits all."""
+    """Whether layers of the model fetch the keys before a run. Of 32 tokens, runs have 4 in zigzag order on 4 ranks,
+    and 8 where two gather: a window of 5, of 4 keys before a query, fits all."""
     return (
         one["mask"] == "window"
         and ("halo" in one["way"] or "both" in one["way"])

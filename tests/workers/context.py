@@ -40,7 +40,6 @@ WAYS = {  # method, order, inner
     "gather blocks": ("gather", "blocks", None),
     "halo zigzag": ("halo", "zigzag", None),
     "halo contiguous": ("halo", "contiguous", None),
-    "halo blocks": ("halo", "blocks", None),
     "heads": ("heads", "auto", None),
     "both zigzag": ("both", "zigzag", 2),
 }

@@ -216,8 +216,7 @@ class ContextConfig:
     )
     groups: int = option(
         4,
-        "keys and values are gathered in up to so many groups of heads, one while attention runs on the one before; "
-        "compiled layers gather at once",
+        "keys and values are gathered in up to so many groups of heads, one while attention runs on the one before",
         unit="groups",
         range="[1, inf)",
     )

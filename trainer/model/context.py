@@ -1,19 +1,10 @@
-"""Context parallelism in attention: ranks hold parts of each sequence, and bring queries and keys together.
+"""Context parallelism, the masks: which tokens of each sequence a rank holds, which keys its queries look at, and what
+they see of them. What travels is in `shared_attention.py`; who does what, in `planning/context.py`.
 
-Everything but attention works on a rank's own tokens. Two ways, which go together (see `planning/context.py`):
-
-gather  every rank gathers the keys and values of all tokens and computes its own queries, or fetches only the keys
-        before its runs where a window is short enough (halo). Keys come in groups of heads, the next group while
-        attention runs on this one. Backward gathers them again instead of keeping them.
-heads   an all-to-all makes parts of sequences into parts of heads, and back.
-
-No partial outputs are merged, so both are as exact as one process. Masks are made of places in the whole sequence, so
-it does not matter where it is cut."""
+Masks are made of places in the whole sequence, so it does not matter where it is cut."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.collectives import TensorGroup
-from trainer.model.attention import attend, build_mask, first_seen, is_plain, mask_of
+from trainer.model.attention import build_mask, first_seen, is_plain, mask_of
 from trainer.planning.context import Context
 
 
@@ -148,212 +139,6 @@ class ContextGroup:
             [before * sum(of == rank for of, _ in came) for rank in ranks],
             torch.cat(laid),
         )
-
-
-class Exchange(torch.autograd.Function):
-    """All to all along the first dimension, in equal parts."""
-
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, x: Tensor) -> Tensor:
-        ctx.group = group
-        return group.wait(group.exchange(x))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        return None, ctx.group.wait(ctx.group.exchange(gradient))
-
-
-class Fetch(torch.autograd.Function):
-    """This rank's tokens [tokens, ...] -> its runs, each with the keys before it. See `Halo`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, group: TensorGroup, to: list[int], of: list[int], sent: Tensor, laid: Tensor, x: Tensor
-    ) -> Tensor:
-        ctx.group, ctx.to, ctx.of = group, to, of
-        ctx.save_for_backward(sent, laid)
-        return torch.cat([group.wait(group.exchange(x[sent], of, to)), x])[laid]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        sent, laid = ctx.saved_tensors
-        apart = torch.empty_like(gradient)
-        apart[laid] = gradient
-        fetched, own = apart[: sum(ctx.of)], apart[sum(ctx.of) :]
-        returned = ctx.group.wait(ctx.group.exchange(fetched, ctx.to, ctx.of))
-        return None, None, None, None, None, own.index_add(0, sent, returned)
-
-
-class Gather(torch.autograd.Function):
-    """[tokens / c, ...] of each rank -> [tokens, ...] in the sequence's order, on every rank; at once."""
-
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, order: Tensor, inverse: Tensor, x: Tensor) -> Tensor:
-        ctx.group = group
-        ctx.save_for_backward(order)
-        return group.wait(group.gather(x))[inverse]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        (order,) = ctx.saved_tensors
-        return None, None, None, ctx.group.wait(ctx.group.scatter_sum(gradient[order]))
-
-
-class Journey:
-    """The keys and values of one layer by group of heads, each [tokens / c, ...], and of those under way or here the
-    whole ones, [tokens, ...] in the sequence's order. again: whether they are gathered more than once."""
-
-    def __init__(self, shared: SharedMask, parts: Sequence[Tensor], again: bool):
-        self.group, self.order, self.inverse, self.again = shared.group.keys, shared.order, shared.inverse, again
-        self.parts = dict(enumerate(part.detach() for part in parts))
-        self.started: dict[int, Tensor] = {}
-        self.here: dict[int, Tensor] = {}
-
-    def start(self, number: int) -> None:
-        if number in self.parts and number not in self.started:
-            self.started[number] = self.group.gather(self.parts[number])
-
-    def whole(self, number: int, then: int) -> Tensor:
-        """Those of a group of heads; those of the group `then`, if there is one, start."""
-        if number not in self.here:
-            self.start(number)
-            arrived = self.group.wait(self.started[number])
-            self.start(then)
-            self.here[number] = arrived[self.inverse]
-            del self.started[number]
-            if not self.again:
-                del self.parts[number]
-        return self.here[number]
-
-
-class Depart(torch.autograd.Function):
-    """Where the gradients of a group of heads arrive. They have started in `Arrive`; this is the last to run."""
-
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, x: Tensor) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        return None, ctx.group.wait(gradient)
-
-
-class Arrive(torch.autograd.Function):
-    """The whole keys and values of a group of heads, of its part that `Depart` returned."""
-
-    @staticmethod
-    def forward(ctx: Any, journey: Journey, number: int, x: Tensor) -> Tensor:
-        ctx.journey, ctx.number = journey, number
-        whole = journey.whole(number, number + 1)
-        del journey.here[number]
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        journey = ctx.journey
-        journey.here.pop(ctx.number, None)  # attention has used it
-        return None, None, journey.group.scatter_sum(gradient[journey.order])
-
-
-def attend_together(
-    query: Tensor, key: Tensor, value: Tensor, shared: SharedMask, scale: float, soft_cap: float
-) -> Tensor:
-    """`attend` for this rank's queries among the keys of whole sequences. All are [batch, heads, tokens of this rank,
-    head_dim]."""
-    heads = shared.group.heads
-    if heads is not None:
-        query, key, value = to_heads(heads, query, key, value)
-    attended = attend_gathered(query, key, value, shared, scale, soft_cap)
-    return attended if heads is None else to_tokens(heads, attended)
-
-
-def attend_gathered(
-    query: Tensor, key: Tensor, value: Tensor, shared: SharedMask, scale: float, soft_cap: float
-) -> Tensor:
-    """The same where a rank has all of its heads."""
-    group = shared.group.keys
-
-    def run(query: Tensor, both: Tensor) -> Tensor:
-        """both: keys, then values, [tokens, batch, 2 x kv_heads, head_dim]."""
-        return attend_parts(query, *both.permute(1, 2, 0, 3).chunk(2, 1), shared.parts, scale, soft_cap)
-
-    if group is None:
-        return attend_parts(query, key, value, shared.parts, scale, soft_cap)
-    if shared.halo is not None:
-        sent, to, of, laid = shared.halo
-        return run(query, Fetch.apply(group, to, of, sent, laid, travelling(key, value)))
-    if torch.compiler.is_compiling():
-        return run(query, Gather.apply(group, shared.order, shared.inverse, travelling(key, value)))
-    count = max(n for n in range(1, shared.group.plan.groups + 1) if key.shape[1] % n == 0)
-    # All before attention, so that backward comes to them after it.
-    parts = [
-        Depart.apply(group, travelling(*part)) for part in zip(key.chunk(count, 1), value.chunk(count, 1), strict=True)
-    ]
-    again = shared.again and parts[0].requires_grad
-    journey, attended = Journey(shared, parts, again), []
-    for number, (part, queries) in enumerate(zip(parts, query.chunk(count, 1), strict=True)):
-        whole = Arrive.apply(journey, number, part)
-        with gathered_again(journey, number, whole) if again else contextlib.nullcontext():
-            attended.append(run(queries, whole))
-    return attended[0] if count == 1 else torch.cat(attended, 1)
-
-
-def travelling(key: Tensor, value: Tensor) -> Tensor:
-    """Keys and values as one tensor to send: [tokens, batch, 2 x kv_heads, head_dim]."""
-    return torch.cat([key, value], 1).permute(2, 0, 1, 3).contiguous()
-
-
-def gathered_again(journey: Journey, number: int, whole: Tensor) -> torch.autograd.graph.saved_tensors_hooks:
-    """Context in which views of `whole` are not kept for backward, but gathered again there, from the last group of
-    heads to the first."""
-    memory = whole.untyped_storage().data_ptr()
-
-    def pack(x: Tensor) -> Any:
-        if x.untyped_storage().data_ptr() != memory:
-            return x.detach()
-        return x.shape, x.stride(), x.storage_offset()
-
-    def unpack(kept: Any) -> Tensor:
-        return kept if isinstance(kept, Tensor) else journey.whole(number, number - 1).as_strided(*kept)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-def attend_parts(
-    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], scale: float, soft_cap: float
-) -> Tensor:
-    """Attention of runs of queries, each with the keys that it looks at."""
-    attended = [
-        attend(
-            query[:, :, slice(*part.queries)],
-            key[:, :, slice(*part.keys)],
-            value[:, :, slice(*part.keys)],
-            part.mask,
-            scale,
-            soft_cap,
-        )
-        for part in parts
-    ]
-    return attended[0] if len(parts) == 1 else torch.cat(attended, 2)
-
-
-def to_heads(group: TensorGroup, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """[batch, heads, tokens / c, head_dim] -> [batch, heads / c, tokens, head_dim]. Where there are fewer key-value
-    heads than ranks, several ranks get a copy of one."""
-    copies = group.size // key.shape[1]
-    if copies > 1:
-        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-    by_rank = [x.unflatten(1, (group.size, -1)) for x in (query, key, value)]
-    sizes = [x.shape[2] for x in by_rank]
-    parts = Exchange.apply(group, torch.cat(by_rank, 2).transpose(0, 1))  # [c, batch, heads, tokens / c, head_dim]
-    return list(parts.permute(1, 2, 0, 3, 4).flatten(2, 3).split(sizes, 1))
-
-
-def to_tokens(group: TensorGroup, x: Tensor) -> Tensor:
-    """[batch, heads / c, tokens, head_dim] -> [batch, heads, tokens / c, head_dim]."""
-    parts = Exchange.apply(group, x.unflatten(2, (group.size, -1)).movedim(2, 0))
-    return parts.transpose(0, 1).flatten(1, 2)
 
 
 def once(mask: Any) -> Any:

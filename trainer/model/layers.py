@@ -14,8 +14,9 @@ from trainer.config.model import AttentionSpec, FeedForwardSpec, LayerSpec, Norm
 from trainer.distributed.collectives import Sum
 from trainer.model.attention import attend
 from trainer.model.axes import Declared
-from trainer.model.context import SharedMask, attend_together
+from trainer.model.context import SharedMask
 from trainer.model.linear import DeferredGrads, columns, number_layer, rows
+from trainer.model.shared_attention import attend_together
 from trainer.model.stage import apart, together
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

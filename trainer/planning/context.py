@@ -31,8 +31,8 @@ class Context:
     """How the ranks of a group share sequences.
 
     inner x outer: see above. order: of tokens over the outer ranks; block: of order blocks. halo: whether layers with a
-    window fetch only the keys before each run, where a run is as long as that. groups: of key-value heads that are
-    gathered one after the other, at most.
+    window fetch only the keys before each run, where runs are as long as that and few: blocks are not. groups: of
+    key-value heads that are gathered one after the other, at most.
     """
 
     inner: int
@@ -53,12 +53,12 @@ class Context:
 
     def fetched(self, window: int, length: int) -> int:
         """The keys that a layer with this window (0: none) fetches before each run; 0: it gathers all."""
-        return window - 1 if self.halo and self.outer > 1 and 1 < window <= self.run(length) + 1 else 0
+        fits = self.outer > 1 and self.order in ROWS and 1 < window <= self.run(length) + 1
+        return window - 1 if self.halo and fits else 0
 
     def parts(self, attention: AttentionSpec, tp: int) -> int:
         """Groups of key-value heads that are gathered one after the other on one of `tp` tensor-parallel ranks."""
-        heads = max(max(attention.kv_heads // tp, 1) // self.inner, 1)
-        return max(n for n in range(1, self.groups + 1) if heads % n == 0)
+        return divided(max(max(attention.kv_heads // tp, 1) // self.inner, 1), self.groups)
 
     def describe(self) -> str:
         order = f"{self.order} order" + f" of {self.block}" * (self.order == "blocks")
@@ -66,6 +66,13 @@ class Context:
             return f"heads exchanged over {self.inner} ranks"
         exchanged = f"heads exchanged over {self.inner}, " if self.inner > 1 else ""
         return f"{exchanged}keys gathered over {self.outer} ranks, {order}"
+
+
+def divided(heads: int, most: int) -> int:
+    """Into how many equal groups heads are divided: as many as go, and at most `most`."""
+    while heads % most:
+        most -= 1
+    return most
 
 
 class Traffic(NamedTuple):
@@ -183,6 +190,8 @@ def _check_length(
             f"batch.sequence_length={length} cannot be dealt out to parallel.cp={plan.cp} ranks in "
             f"{chosen.order} order; legal: {' or '.join(map(str, near))}, or a smaller parallel.cp{smaller}"
         )
+    elif asked.method == "halo" and chosen.order == "blocks":
+        yield "parallel.context.method=halo has too little in blocks to attend to; set order=zigzag, or method=gather"
     elif asked.method == "halo" and not any(chosen.fetched(layer.window, length) for layer in layers):
         run, windows = chosen.run(length), sorted({layer.window for layer in layers if layer.window})
         why = f"windows of {', '.join(map(str, windows))}" if windows else "no window in any layer"

@@ -19,6 +19,9 @@ SIGNS = re.compile(
 )
 """Of GPU allocators, cuBLAS and cuDNN, the host's allocator, Python and NumPy, the operating system."""
 
+LONG = 16384
+"""Tokens of a sequence that is worth sharing."""
+
 NOISE = re.compile(
     r"^\w*(?:Error|Exception): |\[enforce fail at [^]]*\] \S* == \S* |^\. | If reserved but unallocated memory.*|"
     r" See documentation.*"
@@ -65,6 +68,8 @@ def advice(config: Config) -> str:
         ways.append("parallel.zero.nvme=FOLDER on a local disk")
     if zero.engine == "torch" and zero.offload and zero.stage >= 2 and not zero.sum_on_host:
         ways.append("parallel.zero.sum_on_host=true (slow)")
+    if config.batch.sequence_length >= LONG and _takes(config, cp=2 * config.parallel.cp):
+        ways.append(f"parallel.cp={2 * config.parallel.cp}")
     if _takes(config, tp=2 * config.parallel.tp):
         ways.append(f"parallel.tp={2 * config.parallel.tp}")
     return (

@@ -111,12 +111,19 @@ class _Model:
     def __init__(self, config: Config, layout: Layout, once: bool, feedback: int):
         self.layout, self.plan, self.feedback = layout, layout.plan, feedback
         spec, plan, batch = layout.spec, layout.plan, layout.batch
-        self.element, self.compiled = ELEMENT_BYTES[config.precision.compute], config.compile
+        self.element = ELEMENT_BYTES[config.precision.compute]
         self.tokens = batch.sequence_length * batch.micro_size // plan.cp
         self.stream = self.element * self.tokens * spec.width / plan.tp
         costs = estimated_costs(config, spec, plan, batch, self.element)
         self.activation, self.kept = costs.activation, costs.kept
         works = model_work(spec, batch.sequence_length, plan.tp, self.element)
+        remaining, keys = left_by_recompute(works, config.activation), self.gathered_keys()
+        if config.compile:  # which keeps gathered keys instead of the rank's own, where nothing is recomputed
+            more = [
+                size * (left.saved == work.saved) * (1 - 1 / plan.cp)
+                for size, left, work in zip(keys, remaining, works)
+            ]
+            self.activation = tuple(map(sum, zip(self.activation, [0.0, *more, 0.0])))
         # What the backward pass of a layer holds beside: what it computes again, gradients of the hidden states and of
         # the widest products, and the whole tokens where ranks share them.
         self.working = tuple(
@@ -127,8 +134,8 @@ class _Model:
                 + (2 + (plan.tp if plan.tp > 1 else 0)) * work.input
                 + 2 * max(work.outputs.values())
             )
-            + keys
-            for work, left, keys in zip(works, left_by_recompute(works, config.activation), self.gathered_keys())
+            + size * (3 + (count > 1)) / count
+            for work, left, size, count in zip(works, remaining, keys, self.groups_of_heads())
         )
         rows, columns = head(spec).multiplied(plan.tp)
         chunk = min(config.loss.chunk or self.tokens, self.tokens)
@@ -146,20 +153,19 @@ class _Model:
         self.every = plan.stage >= 2 and not once  # whether each micro-batch's gradients are reduced
 
     def gathered_keys(self) -> list[float]:
-        """Bytes of keys and values that a layer's attention has before it in its backward pass: those of one group of
-        heads, of the next one, and gradients, before and behind their way into the ranks' order."""
-        layout, context = self.layout, self.layout.context
-        if context is None:
+        """Bytes of the gathered keys and values of each layer. Its backward pass has those of a group of heads, of the
+        next one, and gradients, before and behind their way into the ranks' order."""
+        layout, size = self.layout, self.element * self.layout.batch.micro_size
+        if layout.context is None:
             return [0.0] * layout.spec.depth
-        size, parts = self.element * layout.batch.micro_size, [1.0] * layout.spec.depth
-        layers = [layer.attention for layer in layer_specs(layout.spec)]
-        if not self.compiled:  # compiled layers gather at once
-            parts = [float(context.parts(attention, layout.plan.tp)) for attention in layers]
-        length, tp = layout.batch.sequence_length, layout.plan.tp
-        return [
-            (3 + (count > 1)) * size * gathered(attention, context, length, tp) / count
-            for attention, count in zip(layers, parts)
-        ]
+        length, tp, layers = layout.batch.sequence_length, layout.plan.tp, layer_specs(layout.spec)
+        return [size * gathered(layer.attention, layout.context, length, tp) for layer in layers]
+
+    def groups_of_heads(self) -> list[int]:
+        """In how many groups each layer's keys are gathered."""
+        layout, layers = self.layout, layer_specs(self.layout.spec)
+        context = layout.context
+        return [1 if context is None else context.parts(layer.attention, layout.plan.tp) for layer in layers]
 
 
 class _Replay:

@@ -168,7 +168,7 @@ class _Timer:
         moved = traffic(attention, self.context, self.batch.sequence_length, self.plan.tp)
         size, near, far = self.element * self.batch.micro_size, self.neighbours, self.gatherers
         exchanged = size * moved.inner / 2 / near.bandwidth + 2 * (near.ranks - 1) * near.latency
-        parts = 1 if self.config.compile else self.context.parts(attention, self.plan.tp)
+        parts = self.context.parts(attention, self.plan.tp)
         terms, total = [], 0.0
         for received, computed in ((moved.forward, behind), (moved.backward, ATTENTION_BACKWARD * behind)):
             seconds = size * received / far.bandwidth + parts * (far.ranks - 1) * far.latency
