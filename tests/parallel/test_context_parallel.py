@@ -61,8 +61,5 @@ def test_keys_are_gathered_twice_whatever_is_recomputed(results):
 
 
 def test_keys_do_not_stay_until_backward(results):
-    """A layer keeps its rank's quarter of the keys and values; of 2 layers, 2 sequences of 32 tokens, 4 heads of 6."""
     kept = {name: one["kept"] for name, one in results["recompute"].items()}
-    keys = 2 * 2 * 2 * 32 * 4 * 6 * 8
-    assert kept["kept 2"] - kept["none 2"] > 0.7 * keys
-    assert kept["full 2"] < kept["modules 2"] < kept["none 2"]
+    assert kept.pop("kept 2") == 2 * 2 and set(kept.values()) == {0}

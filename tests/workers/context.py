@@ -10,8 +10,10 @@ import gc
 import itertools
 import json
 import sys
+import weakref
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,14 +21,15 @@ import torch.distributed as dist
 from support.launch import fork, leave
 from support.reference import tiny_spec
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig, Config
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.world import World, join
+from trainer.model import shared_attention
 from trainer.model.initial import fill, initial_weights
+from trainer.model.shared_attention import Arrive
 from trainer.model.transformer import Transformer
 from trainer.parallel.context import share_sequences
 from trainer.planning.plan import resolve_plan
@@ -146,9 +149,14 @@ def measure(worlds: dict[int, World]) -> list[dict[str, Any]]:
     return results
 
 
+def noted(x: Tensor, seen: list[weakref.ref]) -> Tensor:
+    seen.append(weakref.ref(x))
+    return x
+
+
 def recomputed(world: World) -> dict[str, dict[str, Any]]:
-    """Collectives of two layers, sums of gradients, and bytes kept for backward, by recompute and groups of heads;
-    `kept` is without gathering again."""
+    """Collectives of two layers, sums of gradients, and gathered groups of heads that are there after the forward pass,
+    by recompute and number of groups; `kept` is without gathering again."""
     results: dict[str, dict[str, Any]] = {}
     spec = tiny_spec(depth=2, attention={"kv_heads": 4})
     tokens, targets, _ = batch(False)
@@ -169,10 +177,12 @@ def recomputed(world: World) -> dict[str, dict[str, Any]]:
         if mode == "kept":
             for layer in model.layers.values():
                 layer.attention.recomputed = True  # as the mask is told, and nobody does
+        whole: list[weakref.ref] = []
+        shared_attention.Arrive = SimpleNamespace(apply=lambda *given: noted(Arrive.apply(*given), whole))
+        loss, _ = model(tokens, targets)
         gc.collect()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            loss, _ = model(tokens, targets)
-        kept = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
+        kept = sum(each() is not None for each in whole)
+        shared_attention.Arrive = Arrive
         loss.backward()
         digest = sum(parameter.grad.double().sum().item() for parameter in model.parameters())
         results[f"{mode} {groups}"] = {"counts": dict(counts), "digest": digest, "kept": kept}
