@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import heapq
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
@@ -46,6 +47,9 @@ IN_FLIGHT = {"v_half": 1 / 2, "v_min": 1 / 3}
 """Activations that a rank holds, over those of one micro-batch in the whole model, where they are fewer."""
 
 RECOMPUTE = ("none", "selective", "full")
+
+SHARED = 8192
+"""Tokens of a sequence that a rank holds at least, in plans that are tried."""
 
 MOST_MICRO_BATCHES = 256
 """Of a rank, in plans that are tried: more make nothing faster, and take long to simulate."""
@@ -122,13 +126,13 @@ class _Search:
 
     def parallels(self) -> Iterator[ParallelConfig]:
         """Degrees, ZeRO stages and shard sizes."""
+        length = self.base.batch.sequence_length
         for tp in divisors(self.world):
-            for pp in divisors(self.world // tp):
-                cp, length = self.base.parallel.cp, self.base.batch.sequence_length
+            for pp, cp in itertools.product(divisors(self.world // tp), self.shares()):
                 dp, rest = divmod(self.world // tp // pp, cp)  # dp x cp ranks hold the same part of the model
                 if rest or self.global_size % dp or length % (cp * tp):
                     continue
-                whole = replace(self.base.parallel, dp=-1, tp=tp, pp=pp, shard=-1)
+                whole = replace(self.base.parallel, dp=-1, tp=tp, pp=pp, cp=cp, shard=-1)
                 problems = check_plan(whole, self.world, self.spec, self.node) or self.unshared(whole)
                 self.reasons += problems
                 for stage in () if problems else (0, 1, 2, 3) if dp * cp > 1 else (0,):
@@ -176,6 +180,11 @@ class _Search:
             accumulation=accumulation,
         )
         return config
+
+    def shares(self) -> list[int]:
+        """Ranks that share a sequence: as many as the settings say, and where it is long, other numbers too."""
+        given, length = self.base.parallel.cp, self.base.batch.sequence_length
+        return sorted({given, *(n for n in divisors(self.world) if length // n >= SHARED)})
 
     def unshared(self, parallel: ParallelConfig) -> list[str]:
         """Why ranks cannot share sequences as asked."""
