@@ -18,6 +18,7 @@ from trainer.model.context import ContextGroup
 from trainer.planning.context import Context, resolve_context, traffic
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.memory import peaks
+from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.step import estimate
 from trainer.planning.plan import resolve_plan
 from trainer.planning.resolve import check, resolve
@@ -139,6 +140,14 @@ def test_a_step_of_llama3_8b_is_estimated(length, cp, gathered, exchanged):
     whole = peaks(alone, resolve(alone, 1, alone.model, 1))[0].categories
     part = found["gather"].fullest.categories
     assert part["activations"] < 1.3 * whole["activations"] / cp
+
+
+def test_the_best_plan_of_a_long_sequence_shares_it():
+    """One sequence of 128k tokens of Llama-3 8B on 8 GPUs, which data-parallel ranks alone could not divide."""
+    base = ["+config=llama3_8b", "batch.sequence_length=131072", "model.max_length=131072", "batch.global_size=1"]
+    config = trainer.compose([*base, "batch.micro_size=1"], world_size=1)
+    best, *_ = rank_plans(config, load_hardware("h200"), 8, 1, most=3).best
+    assert best.layout.plan.cp > 1 and best.fits != "no" and best.communication["context"] > 0
 
 
 REFUSED = [  # processes, model, settings, words, a legal neighbour that they name
