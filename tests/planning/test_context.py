@@ -78,12 +78,13 @@ def test_each_order_is_balanced_for_what_it_is_for():
 
 
 CHOSEN = [  # model, processes, node, settings -> method, order
-    ("few heads are gathered", spec_of(32, 8), 2, 2, {"cp": 2}, (1, 2, "zigzag")),
-    ("many ranks exchange heads", spec_of(32, 8), 8, 8, {"cp": 8}, (8, 1, "contiguous")),
+    ("few keys are gathered", spec_of(32, 1), 2, 2, {"cp": 2}, (1, 2, "zigzag")),
+    ("heads enough are exchanged", spec_of(32, 8), 2, 2, {"cp": 2}, (2, 1, "contiguous")),
+    ("many ranks exchange heads", spec_of(16, 8), 16, 16, {"cp": 16}, (16, 1, "contiguous")),
     ("heads stay on a node", spec_of(32, 8), 32, 8, {"cp": 32}, (8, 4, "zigzag")),
     ("tensor ranks leave none", spec_of(8, 1), 16, 8, {"cp": 2, "tp": 8, "dp": 1}, (1, 2, "zigzag")),
     ("windows are fetched", spec_of(32, 8, 64, 64, 0), 4, 4, {"cp": 4}, (1, 4, "zigzag")),
-    ("documents", spec_of(32, 8), 2, 2, {"cp": 2, "mask": True}, (1, 2, "blocks")),
+    ("documents", spec_of(32, 1), 2, 2, {"cp": 2, "mask": True}, (1, 2, "blocks")),
     ("documents and windows", spec_of(32, 8, 64, 64, 0), 2, 2, {"cp": 2, "mask": True}, (1, 2, "zigzag")),
     ("an order means gathering", spec_of(32, 8), 8, 8, {"cp": 8, "context__order": "zigzag"}, (4, 2, "zigzag")),
 ]

@@ -205,7 +205,8 @@ class ContextConfig:
         "auto",
         "gather (keys and values of the whole sequence come to each rank), heads (all-to-all into heads and back), "
         "halo (gather, but where a window is short enough only the keys before each part come), both (heads among "
-        "neighbours, gather among groups of them), auto (what sends least, a network counted dearer than a node)",
+        "neighbours, gather among groups of them), auto (heads within a node where there are key-value heads enough; "
+        "else what sends least, a network counted dearer than a node)",
         ("auto", "gather", "heads", "halo", "both"),
     )
     order: str = option(

@@ -116,7 +116,8 @@ def resolve_context(config: Config, spec: ModelSpec, plan: Plan, node: int) -> C
     asked, length = config.parallel.context, config.batch.sequence_length
     layers = [layer.attention for layer in layer_specs(spec)]
     order = asked.order if asked.order != "auto" else "blocks" if config.data.mask_documents else "zigzag"
-    if asked.order == "auto" and (length % (plan.cp * asked.block) or _mostly_windows(layers, plan.cp, length)):
+    windows = _mostly_windows(layers, plan.cp, length)
+    if asked.order == "auto" and (length % (plan.cp * asked.block) or windows):
         order = "zigzag"
 
     def context(inner: int) -> Context:
@@ -141,6 +142,8 @@ def resolve_context(config: Config, spec: ModelSpec, plan: Plan, node: int) -> C
             return sum(layer.inner + far * layer.outer for layer in sent)
 
         fitting = [n for n in legal if inside % n == 0 and (n < plan.cp or asked.order == "auto")]
+        if plan.cp in fitting and plan.cp * plan.tp <= min(a.kv_heads for a in layers) and not windows:
+            fitting = [plan.cp]  # without copies of keys; whole sequences are balanced, and go to one GPU's kernels
         chosen = min(map(context, fitting), key=cost)
     problems = [*_check(asked, plan, layers, legal, chosen), *_check_length(chosen, length, plan, layers, asked)]
     if problems:
