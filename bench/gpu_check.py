@@ -95,8 +95,11 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         *(
             run(f"context_{name}", "parallel.cp=2", "precision=bf16", *settings)
             for name, settings in {
-                "gather": (),
-                "documents": ("data.mask_documents=true", "compile=true", "activation=selective"),
+                "gather": ("parallel.context.method=gather", "compile=true"),
+                "documents": (
+                    *("parallel.context.method=gather", "data.mask_documents=true", "compile=true"),
+                    "activation=selective",
+                ),
                 "heads": ("parallel.context.method=heads", "parallel=zero3"),
             }.items()
             if gpus % 2 == 0
