@@ -366,7 +366,10 @@ def test_first_run(place: Path, monkeypatch: pytest.MonkeyPatch):
         assert cli.main(["+config=debug"]) == 0
     losses = {line["step"]: line["loss"] for line in metrics.read(place / "runs/debug")}
     shown = next(body for _, body in read(ROOT / "README.md").blocks if body.startswith("step 1/5"))
-    for step, loss in re.findall(r"step (\d)/5  loss  ([\d.]+)", shown):
+    shown += (ROOT / "docs/first_hour.md").read_text()
+    found = re.findall(r"step (\d)/5  loss  ([\d.]+)", shown)
+    assert len(found) == 4
+    for step, loss in found:
         assert f"{losses[int(step)]:.4f}" == loss
     rows = re.findall(r"^\| \d \|.*(?:\| [\d.]{8} ){5}\|$", (ROOT / "docs/plans.md").read_text(), re.MULTILINE)
     assert len(rows) == 7
@@ -412,6 +415,8 @@ def test_continued_run(place: Path, monkeypatch: pytest.MonkeyPatch):
     losses = [line["loss"] for line in metrics.read(place / "runs/undisturbed")]
     assert f"`loss {losses[0]:.3f} -> {losses[-1]:.3f}`" in (ROOT / "docs/plans.md").read_text()
     assert f"undisturbed run, {losses[-1]:.3f} " in (ROOT / "README.md").read_text()
+    first_hour = (ROOT / "docs/first_hour.md").read_text()
+    assert f"done: loss {losses[4]:.3f} -> {losses[-1]:.3f} in steps 5 to 10" in first_hour
 
 
 def test_python(place: Path, monkeypatch: pytest.MonkeyPatch):
