@@ -18,7 +18,6 @@ root_doc = "docs/index"
 include_patterns = ["*.md", "docs/*.md", "bench/README.md", "examples/*.ipynb"]
 exclude_patterns = [".*", "build", "runs", "tests", "trainer", "configs", "launch"]
 default_role = "code"
-suppress_warnings = ["toc.empty_glob"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
