@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.checkpointing.saved import open_saved
+from trainer.checkpointing.saved import WEIGHTS, open_saved
 from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.config.options import run_command
@@ -17,12 +17,15 @@ from trainer.generate.sampling import generate_tokens, load_model
 
 @dataclass
 class SampleOptions:
-    checkpoint: str = option(None, "run folder (its newest checkpoint is taken) or checkpoint folder")
+    checkpoint: str = option(
+        None, "run folder (its newest checkpoint is taken), checkpoint folder, or transformers folder"
+    )
     prompt: str = option("", "text to continue; an empty one starts a new document")
     tokens: int = option(100, "most tokens to generate")
     temperature: float = option(0.8, "divides the logits; 0 takes the most likely token")
     top_k: int = option(50, "choose among this many most likely tokens; 0 means all")
     seed: int = option(0, "seeds the choice")
+    weights: str = option("trained", "the weights as trained, or their average (optimizer.ema.decay)", WEIGHTS)
     device: str = option("auto", "auto takes a GPU where there is one", ("auto", "cpu", "cuda"))
 
 
@@ -37,7 +40,7 @@ def run(options: SampleOptions) -> None:
         problems.append("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
     if problems:
         raise ConfigError(problems)
-    saved = open_saved(options.checkpoint)
+    saved = open_saved(options.checkpoint, options.weights)
     if saved.tokenizer is None:
         raise ConfigError(
             f"checkpoint={options.checkpoint}: the run's folder has no tokenizer/ beside checkpoints/; restore it, or "

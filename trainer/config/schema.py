@@ -215,7 +215,9 @@ class ParallelConfig:
 class TypePolicy:
     """How parameters of one type are optimised."""
 
-    optimizer: str | None = option(None, "optimizer of this type; null means optimizer.name", ("adamw", "lion", "sgd"))
+    optimizer: str | None = option(
+        None, "optimizer of this type; null means optimizer.name", ("adamw", "lion", "sgd", "muon")
+    )
     state_dtype: str = option("fp32", "type that the optimizer's moments are kept in", ("fp32", "bf16"))
     weight_decay: float | None = option(
         None, "decoupled weight decay; null means optimizer.weight_decay", range="[0, inf)"
@@ -304,13 +306,44 @@ class LossConfig:
 
 
 @dataclass
+class MuonConfig:
+    """Muon, for parameters whose optimizer it is."""
+
+    momentum: float = option(0.95, "decay of the momentum", range="[0, 1)")
+    nesterov: bool = option(True, "look ahead along the momentum")
+    steps: int = option(5, "steps of the Newton-Schulz iteration", unit="steps", range="[1, 100)")
+    adjust_lr: str = option(
+        "match_rms_adamw",
+        "learning rate of a matrix by its shape: match_rms_adamw makes steps as large as AdamW's, so that both share "
+        "lr.peak; original is sqrt(max(1, rows / columns)), for rates some 50 times larger",
+        ("match_rms_adamw", "original"),
+    )
+    compute: str = option("bf16", "type of the iteration, and of what travels between ranks for it", ("bf16", "fp32"))
+
+
+@dataclass
+class EmaConfig:
+    """An exponential moving average of the weights, in fp32, sharded as they are."""
+
+    decay: float = option(
+        0.0, "share of the average that an update keeps, such as 0.999; 0 keeps no average", range="[0, 1)"
+    )
+
+
+@dataclass
 class OptimizerConfig:
-    name: str = option("adamw", "optimizer", ("adamw", "lion", "sgd"))
+    name: str = option(
+        "adamw",
+        "optimizer; muon is for hidden matrices, and leaves all other parameters to adamw",
+        ("adamw", "lion", "sgd", "muon"),
+    )
     beta1: float = option(0.9, "decay of the first moment (momentum for sgd)", range="[0, 1)")
     beta2: float = option(0.95, "decay of the second moment", range="[0, 1)")
     eps: float = option(1e-8, "added to the root of the second moment", range="(0, inf)")
     weight_decay: float = option(0.1, "decoupled weight decay", range="[0, inf)")
     clip_norm: float = option(1.0, "largest global gradient norm; 0 means no clipping", range="[0, inf)")
+    muon: MuonConfig = option(MuonConfig(), "muon")
+    ema: EmaConfig = option(EmaConfig(), "average of the weights")
 
 
 @dataclass
@@ -350,6 +383,7 @@ class CheckpointConfig:
 class EvalConfig:
     every: int = option(0, "evaluate every n steps and after the last; 0 means never", unit="steps", range="[0, inf)")
     sequences: int = option(64, "held-out sequences per evaluation", unit="sequences", range="[1, inf)")
+    ema: bool = option(False, "evaluate the average of the weights (optimizer.ema.decay) in their place")
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,17 +52,24 @@ def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> Me
     )
 
 
-def print_start(
-    config: Config,
-    layout: Layout,
-    states: StateBytes,
-    memory: Memory,
-    corpus: Any,
-    world: World,
-    console: Console | None = None,
-) -> None:
-    """Prints one table: model, plan, batch arithmetic, and predicted memory of the states on the rank that holds most
-    beside what there is."""
+@dataclass(frozen=True)
+class StartReport:
+    """What a run says at its start. sections: of one table; types: by parameter, where they are wanted."""
+
+    sections: dict[str, tables.Rows]
+    types: list[dict[str, Any]]
+
+    def print(self, console: Console | None = None) -> None:
+        tables.sections(self.sections, console)
+        if self.types:
+            tables.rows("parameter types", self.types, console)
+
+
+def start_report(
+    config: Config, layout: Layout, states: StateBytes, memory: Memory, corpus: Any, world: World
+) -> StartReport:
+    """Model, plan, batch arithmetic, and predicted memory of the states on the rank that holds most beside what there
+    is."""
     spec, plan, pipeline, batch = layout.spec, layout.plan, layout.pipeline, layout.batch
     counts, (labels, values) = cost.parameter_counts(spec), zip(*states.rows())
     node = node_size(world.size)
@@ -75,7 +83,7 @@ def print_start(
         once = reduces_once(config.parallel.grad_comm, plan, node)
         moment = max(peaks(config, layout, lowered=False, once=once), key=lambda moment: moment.reserved)
         peak = [("predicted peak", f"{tables.size(moment.reserved)}, rank {moment.rank} at {moment.where}")]
-    tables.sections(
+    return StartReport(
         {
             "model": [
                 ("name", f"{spec.name} ({spec.family})"),
@@ -122,24 +130,23 @@ def print_start(
                 ("the machine has", f"{tables.size(memory.host)} for {tables.number(node, 'process', 'es')}"),
             ],
         },
-        console=console,
+        types_table(config, spec) if config.logging.types else [],
     )
-    if config.logging.types:
-        infos = declarations(spec)
-        policies = parameter_policies(infos, config.precision.types, config.optimizer)
-        tables.rows(
-            "parameter types",
-            [
-                {
-                    "parameter": name,
-                    "shape": "x".join(map(str, info.shape)),
-                    "type": info.role,
-                    "optimizer": policies[name].optimizer,
-                    "state": str(policies[name].state_dtype).removeprefix("torch."),
-                    "weight decay": policies[name].weight_decay,
-                    "lr scale": policies[name].lr_scale,
-                }
-                for name, info in infos.items()
-            ],
-            console,
-        )
+
+
+def types_table(config: Config, spec: ModelSpec) -> list[dict[str, Any]]:
+    """How each parameter is optimised."""
+    infos = declarations(spec)
+    policies = parameter_policies(infos, config.precision.types, config.optimizer)
+    return [
+        {
+            "parameter": name,
+            "shape": "x".join(map(str, info.shape)),
+            "type": info.role,
+            "optimizer": policies[name].optimizer,
+            "state": str(policies[name].state_dtype).removeprefix("torch."),
+            "weight decay": policies[name].weight_decay,
+            "lr scale": policies[name].lr_scale,
+        }
+        for name, info in infos.items()
+    ]

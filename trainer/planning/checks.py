@@ -59,6 +59,11 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"eval.every={config.eval.every} needs held-out documents; data.eval_fraction=0 holds out none, 0.01 "
             "would do"
         )
+    if config.eval.ema and not (config.optimizer.ema.decay and config.eval.every):
+        yield (
+            "eval.ema=true evaluates an average of the weights; set optimizer.ema.decay=0.999 and eval.every, or "
+            "eval.ema=false"
+        )
     if not data.sources:
         yield "data.sources is empty; name a corpus, such as data=stdlib"
     elif all(source.weight == 0 for source in data.sources.values()):

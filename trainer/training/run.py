@@ -28,11 +28,11 @@ from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.planning.estimate.sequence import SHARE, Room, settle
 from trainer.planning.fit import check_fit
 from trainer.planning.plan import node_size
-from trainer.planning.resolve import resolve
+from trainer.planning.resolve import check, resolve
 from trainer.training.auto_schedule import saved_choice
 from trainer.training.history import settle_status, way_on
 from trainer.training.ledger import NonFinite
-from trainer.training.out_of_memory import advice, missing_memory
+from trainer.training.out_of_memory import advice
 from trainer.training.saving import Start
 from trainer.training.session import (
     claimed,
@@ -45,6 +45,7 @@ from trainer.training.session import (
 )
 from trainer.training.trainer import Trainer
 from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, rank
+from trainer.util.memory_errors import missing_memory
 
 
 @dataclass
@@ -63,6 +64,8 @@ class Result:
 def run(config: Config) -> Result:
     """Trains as configured, resuming where the run folder has a checkpoint. Raises `ConfigError` before any step."""
     world_size, folder = int(os.environ.get("WORLD_SIZE", 1)), Path(config.run.dir)
+    if problems := check(config, world_size):  # settings may have been changed since they were composed
+        raise ConfigError(problems)
     spec, weights = starting_point(config)
     layout, device = resolve(config, world_size, spec), local_device(config.run)
     memory, node = memory_of(device), node_size(world_size)

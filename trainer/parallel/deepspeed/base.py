@@ -21,10 +21,11 @@ from trainer.distributed.tensors import Fragment, extent
 from trainer.distributed.world import World
 from trainer.model.initial import Weights
 from trainer.optim.groups import Policy
-from trainer.optim.optimizer import MOMENTS, Optimizer
+from trainer.optim.optimizer import Optimizer
 from trainer.parallel.deepspeed.config import generate
 from trainer.parallel.gradients import SharedParameters
 from trainer.planning.cost.parameters import ParameterInfo
+from trainer.planning.cost.updates import MOMENTS
 
 deepspeed.utils.logger.setLevel(logging.ERROR)
 warnings.filterwarnings(

@@ -27,6 +27,7 @@ from trainer.planning.cost.memory import (
     sums_on_device,
 )
 from trainer.planning.cost.parameters import head
+from trainer.planning.cost.updates import Updates
 from trainer.planning.pipeline import estimated_costs
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout
@@ -36,6 +37,7 @@ from trainer.planning.schedules.lower import lower_all
 CATEGORIES = (
     "parameters",
     "optimizer",
+    "average of weights",
     "gradients",
     "gathered parameters",
     "activations",
@@ -139,7 +141,7 @@ class _Model:
         sums = batch.accumulation > 1 and sums_on_device(plan, config.precision.reduce == "fp32")
         placement = layout.pipeline.schedule.placement
         self.states: list[StateBytes] = rank_states(
-            spec, plan, self.element, layout.pipeline.split, placement, once, sums
+            spec, plan, self.element, layout.pipeline.split, placement, once, sums, Updates.of(config)
         )
         self.shard = plan.shard if plan.stage else 1
         self.every = plan.stage >= 2 and not once  # whether each micro-batch's gradients are reduced
@@ -176,6 +178,7 @@ class _Replay:
         if not states.offloaded:
             self.hold("parameters", states.parameters)
             self.hold("optimizer", states.optimizer)
+            self.hold("average of weights", states.average)
         self.hold("error feedback", model.feedback)
         self.hold("activations", model.passing)
         self.host = self.most_host = 0.0

@@ -8,8 +8,9 @@ from math import inf
 
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
-from trainer.planning.cost.flops import flops_per_token
+from trainer.planning.cost.flops import flops_per_token, muon_flops
 from trainer.planning.cost.memory import MASTER_BYTES, held_parameters
+from trainer.planning.cost.updates import MOMENTS, Updates
 from trainer.planning.estimate.memory import Peak, peaks
 from trainer.planning.estimate.pace import Pace
 from trainer.planning.estimate.sequence import Room, settle
@@ -19,8 +20,6 @@ from trainer.planning.resolve import Layout
 from trainer.planning.schedules.simulate import Simulation, simulate
 
 GIB = 2**30
-
-MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 
 
 @dataclass(frozen=True)
@@ -115,13 +114,24 @@ def step_terms(config: Config, layout: Layout, timing: Timing, pace: Pace) -> tu
     terms["sharding collectives"] += longer - copies
     terms["bubble"] = max(0.0, bubble)
     terms["optimizer"] = update_bytes(config) * held_by_fullest(layout) / pace.optimizer
+    terms["optimizer"] += orthogonalised_by_fullest(config, layout) / pace.products
     return simulation, terms
 
 
 def update_bytes(config: Config) -> int:
     """Bytes that the update of one parameter moves: the gradient's norm; then gradient, master and moments read, master
-    and moments written."""
-    return MASTER_BYTES * (1 + 3 + 2 * MOMENTS[config.optimizer.name])
+    and moments written; then master and average read, and the average written."""
+    averaged = 3 if config.optimizer.ema.decay else 0
+    return MASTER_BYTES * (1 + 3 + 2 * len(MOMENTS[config.optimizer.name]) + averaged)
+
+
+def orthogonalised_by_fullest(config: Config, layout: Layout) -> float:
+    """FLOPs of Muon on a rank of the pipeline rank with most of them, whose ranks share its matrices out."""
+    plan, pipeline = layout.plan, layout.pipeline
+    layers = muon_flops(layout.spec, Updates.of(config))
+    ranks = [pipeline.stages(rank).values() for rank in range(plan.pp)]
+    most = max(sum(sum(layers[part.start : part.stop]) for part in stages) for stages in ranks)
+    return most / (plan.world // plan.pp)
 
 
 def held_by_fullest(layout: Layout) -> float:
