@@ -94,9 +94,16 @@ def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_of(case: Case, folder: Path) -> Config:
-    schedule = case["schedule"]
+    schedule, (method, _, order) = case["schedule"], case.get("way", "gather zigzag").partition(" ")
     config = settings(
+        batch__sequence_length=LENGTH,
+        data__mask_documents=case["attention"] != "causal",
         parallel__tp=case["tp"],
+        parallel__cp=case.get("cp", 1),
+        parallel__context__method=method,
+        parallel__context__order=order or "auto",
+        parallel__context__block=2,
+        parallel__context__inner=2 if method == "both" else None,
         parallel__pp=case["pp"],
         parallel__zero__stage=case["stage"],
         parallel__shard=case.get("shard", -1),
@@ -155,9 +162,9 @@ class Worlds(dict[tuple, World]):
     """Meshes by shape; each is made once."""
 
     def of(self, plan: Any, device: torch.device) -> World:
-        shape = plan.pp, plan.replicate, plan.shard, plan.tp
+        shape = plan.pp, plan.replicate, plan.shard, plan.cp, plan.tp
         if shape not in self:
-            self[shape] = join(plan.mesh, device)
+            self[shape] = join(plan.mesh, device, cp=plan.cp)
         return self[shape]
 
 

@@ -30,6 +30,7 @@ _NAMES = {
     "model.tied": "tie_word_embeddings tie_embeddings",
     "parallel.tp": "tensor_parallel tensor_model_parallel_size tensor_parallel_degree tp_size",
     "parallel.pp": "pipeline_parallel pipeline_model_parallel_size pipeline_parallel_degree pp_size",
+    "parallel.cp": "context_parallel context_parallel_size sequence_parallel_size ulysses_size ulysses_degree",
     "parallel.dp": "data_parallel data_parallel_size dp_size",
     "parallel.zero.stage": "zero_stage zero_optimization fsdp",
     "activation.mode": "gradient_checkpointing activation_checkpointing activation_checkpoint recompute "
@@ -60,7 +61,6 @@ ABSENT = {
     **dict.fromkeys(("hours", "max_hours", "max_time", "tokens", "max_tokens", "train_tokens"), _LENGTH),
     **dict.fromkeys(("lora", "peft", "qlora", "lora_rank", "lora_alpha"), _LORA),
     **dict.fromkeys(("moe", "num_experts", "experts", "ep", "expert_parallel", "expert_model_parallel_size"), _EXPERTS),
-    **dict.fromkeys(("cp", "context_parallel", "context_parallel_size"), "there is no context parallelism"),
     **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout"), "there is no dropout"),
     **dict.fromkeys(("ema", "ema_decay"), "there is no averaging of weights"),
     **dict.fromkeys(("early_stopping", "patience"), "there is no early stopping; Ctrl-C saves"),

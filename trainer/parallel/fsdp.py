@@ -82,7 +82,7 @@ class FSDP:
             if isinstance(module, FSDPModule):
                 # Losses are already divided by the global count of valid tokens: gradients are sums. A rank that is
                 # alone would divide by one, in a pass over all gradients.
-                if plan.dp > 1:
+                if plan.replicate * plan.shard > 1:
                     module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 

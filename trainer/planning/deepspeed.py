@@ -135,6 +135,11 @@ def check_parallel(parallel: ParallelConfig, dp: int, nodes: int) -> list[str]:
             f"or {TORCH}"
         ]
     problems, stage = [], f"parallel.zero.stage={zero.stage}"
+    if parallel.cp > 1:
+        problems.append(
+            f"parallel.zero.engine=deepspeed has never shared states among parallel.cp={parallel.cp} ranks of a "
+            f"sequence; set {TORCH}, which runs this plan, or parallel.cp=1"
+        )
     for name, size in (("pp", parallel.pp), ("tp", parallel.tp)):
         if zero.stage > 1 and size > 1:
             why = (

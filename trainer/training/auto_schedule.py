@@ -149,6 +149,7 @@ def measured_layers(state: TrainState, batch: BatchPlan, ranks: list[Measured]) 
         1.0,
         recompute=state.config.activation,
         element_bytes=element,
+        cp=state.plan.cp,
     )
     seconds: dict[tuple[int, str], float] = defaultdict(float)
     weights: dict[int, float] = defaultdict(float)

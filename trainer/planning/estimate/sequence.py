@@ -57,7 +57,10 @@ def _choices(config: Config, layout: Layout) -> Iterator[Config]:
         config.activation, tile=config.activation.tile or 0, offload=bool(config.activation.offload)
     )
     yield chosen
-    activation, tokens = config.activation, layout.batch.sequence_length * layout.batch.micro_size / layout.plan.tp
+    activation, tokens = (
+        config.activation,
+        layout.batch.sequence_length * layout.batch.micro_size / layout.plan.token_ranks,
+    )
     if config.loss.tile is None and tokens > TILE:
         chosen = _with(chosen, "loss", tile=TILE)
         yield chosen
