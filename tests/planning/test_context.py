@@ -153,7 +153,14 @@ def test_the_best_plan_of_a_long_sequence_shares_it():
 
 REFUSED = [  # processes, model, settings, words, a legal neighbour that they name
     (3, spec_of(4, 2), {"cp": 2}, ["parallel.cp=2", "needs a multiple of 2", "set parallel.cp=1"], {"cp": 1}),
-    (2, spec_of(4, 2), {"cp": 2, "length": 30}, ["batch.sequence_length=30", "28 or 32"], {"cp": 2, "length": 32}),
+    (2, spec_of(4, 2), {"cp": 2, "length": 31}, ["batch.sequence_length=31", "30 or 32"], {"cp": 2, "length": 30}),
+    (
+        2,
+        spec_of(4, 2),
+        {"cp": 2, "context__method": "gather", "length": 30},
+        ["batch.sequence_length=30", "zigzag order", "28 or 32"],
+        {"cp": 2, "context__method": "gather", "length": 32},
+    ),
     (
         2,
         spec_of(4, 2),
