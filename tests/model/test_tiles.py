@@ -77,6 +77,20 @@ def test_tiles_and_host_memory_change_no_gradient(kind, policy):
             assert ((one - other).norm() / other.norm()).item() < 1e-14
 
 
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_parts_of_a_layer_are_compiled_each_by_itself(policy):
+    spec = tiny_spec()
+    expected, model = gradients(built(spec)), built(spec)
+    model.set_loss(0.0, 3, False, 5)
+    apply_recompute(model, ActivationConfig(**POLICIES[policy], tile=5))
+    for layer in model.layers.values():
+        layer.run, layer.run_tile = (
+            torch.compile(part, dynamic=False, backend="aot_eager") for part in (layer.run, layer.run_tile)
+        )
+    for one, other in zip(gradients(model), expected, strict=True):
+        assert ((one - other).norm() / other.norm()).item() < 1e-14
+
+
 def test_gradients_of_tiles_are_added_up_in_fp32():
     """In bf16 a sum of 512 terms would lose several percent."""
     spec = tiny_spec(depth=1)
