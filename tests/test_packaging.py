@@ -60,7 +60,6 @@ def test_all_extras_are_in_all():
     "package, extra, code",
     [
         ("matplotlib", "plots", "import trainer.plot"),
-        ("submitit", "slurm", "import trainer.sweep.slurm"),
         ("tensorboard", "tensorboard", "from trainer.observe.sinks import TensorBoard; TensorBoard(Path('x'), None)"),
     ],
 )
@@ -78,6 +77,6 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(package, ext
 
 
 def test_a_run_needs_no_extra():
-    barred = [name for extra in ("plots", "slurm", "tensorboard") for name in modules(EXTRAS[extra])]
+    barred = [name for extra in ("plots", "tensorboard") for name in modules(EXTRAS[extra])]
     code = f"import sys; sys.modules.update(dict.fromkeys({barred})); import trainer.cli, trainer.training.run"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -25,7 +25,8 @@ class ExportOptions:
 def run(options: ExportOptions) -> None:
     saved = open_saved(options.checkpoint, options.weights)
     export(saved.spec, saved.tensor, options.out, DTYPES[options.dtype], saved.tokenizer)
-    print(options.out)
+    rounded = "" if options.dtype == "fp32" else " (dtype=fp32 keeps them as trained)"
+    print(f"{options.out}: weights in {options.dtype}{rounded}")
 
 
 def main(arguments: list[str] | None = None) -> int:

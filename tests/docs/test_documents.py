@@ -229,7 +229,7 @@ def module(
     elif name == "trainer.plot":
         given = plot.command_line().parse_args(words)
         if given.schedule:
-            from trainer.plots.runs import schedule_of
+            from trainer.plots.templates import schedule_of
 
             assert [schedule_of(one, given.ranks, given.microbatches, given.chunks) for one in given.schedule]
     elif name == "trainer.estimate" and output is not None:
@@ -238,7 +238,7 @@ def module(
         assert capsys.readouterr().out.strip() == output.strip()
     elif name == "trainer.estimate":
         _, _, overrides, config_dir = estimate.parse_arguments(words)
-        assert variants.compose(overrides, config_dir, world)
+        assert variants.compose(overrides, config_dir, world, corpus=False)
     elif name == "trainer.parity":
         overrides, plans, _, _, config_dir = parity.parse_arguments(words)
         composed(tuple(overrides), world, config_dir)

@@ -69,6 +69,7 @@ RECOMPUTE = {
     "selective": {"mode": "selective"},
     "modules": {"mode": "selective", "modules": ["*.feed_forward"]},
     "budget": {"mode": "budget"},
+    "tiles": {"mode": "selective", "tile": 7, "offload": True},
 }
 
 
@@ -110,9 +111,10 @@ def config_of(case: Case, folder: Path) -> Config:
         **{f"activation__{name}": value for name, value in RECOMPUTE[case["recompute"]].items()},
         **{f"parallel__grad_comm__{name}": value for name, value in case.get("gradients", {}).items()},
     )
-    config.loss.chunk, config.loss.z_loss = (
+    config.loss.chunk, config.loss.z_loss, config.loss.tile = (
         (5 if case["loss"] == "chunk" else 2048),
         (1e-2 if case["loss"] == "z_loss" else 0.0),
+        (7 if case["loss"] == "tile" else 0),
     )
     if schedule == "interleaved3":
         config.parallel.pipeline.schedule, config.parallel.pipeline.chunks = "interleaved", 3

@@ -33,6 +33,11 @@ class ModelConfig(ModelSpec):
         "folder with config.json and safetensors of a transformers model: its architecture replaces the other model "
         "fields, its weights are where training starts",
     )
+    extend: dict[str, Any] = option(
+        {},
+        "with from_hf: positions for longer sequences than those of that model: max_length, and fields of "
+        "model.attention.rope, such as {max_length: 131072, scaling: yarn, factor: 16.0, original_length: 8192}",
+    )
 
 
 @dataclass
@@ -269,6 +274,18 @@ class ActivationConfig:
     budget: float = option(
         0.5, "budget: share of the block's activation memory to keep, 0 to 1 (needs compile)", range="[0, 1]"
     )
+    tile: int | None = option(
+        None,
+        "tokens of a rank that feed-forward blocks compute at a time, and again in backward; 0: all; auto: 8192 where "
+        "the predicted memory of all does not fit",
+        unit="tokens",
+        range="[0, inf)",
+    )
+    offload: bool | None = option(
+        None,
+        "full, and selective without modules: the inputs of recomputed layers wait in host memory, copied behind "
+        "computation; auto: where the predicted memory needs it",
+    )
 
 
 @dataclass
@@ -279,6 +296,13 @@ class LossConfig:
         range="[0, inf)",
     )
     chunk: int = option(2048, "tokens whose fp32 logits exist at a time; 0 means all", unit="tokens", range="[0, inf)")
+    tile: int | None = option(
+        None,
+        "tokens of a rank whose logits exist at a time, in the compute type too; 0: all; auto: 8192 where the "
+        "predicted memory of all does not fit",
+        unit="tokens",
+        range="[0, inf)",
+    )
 
 
 @dataclass

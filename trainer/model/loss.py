@@ -1,8 +1,9 @@
 """The output projection and the cross-entropy in one step, with gradients of the logits written over the logits.
 
 Plain autograd keeps the logits, their fp32 copy, the log-softmax and its gradient: 14 bytes for each token and
-vocabulary entry. Here the logits exist once, in the compute type, and become their own gradient chunk by chunk. Where
-ranks share the vocabulary each computes its own logits, and two numbers a token are exchanged."""
+vocabulary entry. Here the logits exist once, in the compute type, and become their own gradient chunk by chunk; or,
+for long sequences, those of a tile of tokens at a time. Where ranks share the vocabulary each computes its own logits,
+and two numbers a token are exchanged."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from trainer.distributed.collectives import TensorGroup
 from trainer.model.compiled import compiled
+from trainer.model.tiles import tiles
 from trainer.precision.products import Role, matmul
 
 IGNORE = -100
@@ -24,21 +26,31 @@ IGNORE = -100
 @dataclass(frozen=True)
 class LossSettings:
     """soft_cap: of the logits, 0 for none; z_loss: factor of the squared log-normaliser; chunk: tokens whose fp32
-    logits exist at a time, 0 for all; compiled: whether chunks run compiled."""
+    logits exist at a time, 0 for all; compiled: whether chunks run compiled; tile: tokens of this rank whose logits
+    exist at a time, 0 for all."""
 
     soft_cap: float = 0.0
     z_loss: float = 0.0
     chunk: int = 0
     compiled: bool = False
+    tile: int = 0
 
 
-class LinearCrossEntropy(torch.autograd.Function):
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, settings: LossSettings, group: TensorGroup | None, start: int
+) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy of `hidden @ weight.T` against targets.
 
     hidden: [tokens / t, width]; weight: [vocab / t, width], rows from `start` on of the whole; targets: int [tokens],
     IGNORE where there is none. Returns two fp32 scalars, both sums over the tokens that have a target: the objective
     (with z-loss), which is differentiable, and the cross-entropy alone; equal on all ranks of `group`. The gradients
     are exact, not recomputed."""
+    loss = TiledCrossEntropy if settings.tile else LinearCrossEntropy
+    return loss.apply(hidden, weight, targets, settings, group, start)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """See `linear_cross_entropy`. The logits exist whole, and become their own gradient."""
 
     @staticmethod
     def forward(
@@ -50,32 +62,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         group: TensorGroup | None,
         start: int,
     ) -> tuple[Tensor, Tensor]:
-        if group is None:
-            logits = matmul(hidden, weight, Role.OUTPUT)
-        else:
-            logits = group.gather_matmul(hidden, [weight], Role.OUTPUT)[0][0]
-        size = settings.chunk or max(1, logits.shape[0])
-        chunks = [slice(begin, begin + size) for begin in range(0, logits.shape[0], size)]
-        statistics, gradient = (
-            (compiled_once(loss_statistics), compiled_once(loss_gradient))
-            if settings.compiled
-            else (loss_statistics, loss_gradient)
-        )
-        index = targets - start
-        normalizer, score = torch.cat(
-            [statistics(logits[rows], index[rows], settings.soft_cap) for rows in chunks], 1
-        ).unbind()
-        if group is not None:
-            parts = group.wait(group.gather(torch.stack([normalizer, score]))).view(group.size, 2, -1)
-            normalizer, score = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
-        valid = targets != IGNORE
-        entropy = torch.where(valid, normalizer - score, 0).sum()
-        objective = entropy + settings.z_loss * torch.where(valid, normalizer, 0).square().sum()
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            for rows in chunks:
-                logits[rows] = gradient(
-                    logits[rows], index[rows], valid[rows], normalizer[rows], settings.soft_cap, settings.z_loss
-                )
+        logits = _logits(hidden, weight, group)[0]
+        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        objective, entropy = _loss(logits, targets, settings, group, start, wanted)
+        if wanted:
             ctx.group = group
             ctx.save_for_backward(hidden, weight, logits)
         ctx.mark_non_differentiable(entropy)
@@ -95,6 +85,85 @@ class LinearCrossEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             to_weight = matmul(gradient, (whole.to(scale.dtype) * scale).to(hidden.dtype), Role.WEIGHT_GRADIENT)
         return to_hidden if group is None else group.wait(to_hidden), to_weight, None, None, None, None
+
+
+class TiledCrossEntropy(torch.autograd.Function):
+    """See `linear_cross_entropy`. Logits exist for a tile of this rank's tokens at a time: their gradient is multiplied
+    on at once, in forward. Kept are the gradients of the hidden states, and of the weight in fp32, since that is added
+    up over tiles; backward scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        settings: LossSettings,
+        group: TensorGroup | None,
+        start: int,
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        by_rank = targets.view(1 if group is None else group.size, -1)  # a tile's tokens are some of every rank's
+        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        to_hidden = torch.empty_like(hidden) if wanted else None
+        to_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        objective = entropy = hidden.new_zeros((), dtype=wide)
+        for rows in tiles(len(hidden), settings.tile):
+            logits, part = _logits(hidden[rows], weight, group)
+            terms = _loss(logits, by_rank[:, rows].flatten(), settings, group, start, wanted)
+            objective, entropy = objective + terms[0], entropy + terms[1]
+            if to_hidden is not None:
+                gradient = matmul(logits, weight, Role.INPUT_GRADIENT)
+                to_hidden[rows] = gradient if group is None else group.wait(group.scatter_sum(gradient))
+            if to_weight is not None:
+                to_weight += matmul(logits, part, Role.WEIGHT_GRADIENT)
+        ctx.save_for_backward(to_hidden, to_weight)
+        ctx.weight_dtype, ctx.tile = weight.dtype, settings.tile
+        ctx.mark_non_differentiable(entropy)
+        return objective, entropy
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor, _: Any) -> tuple:
+        to_hidden, to_weight = ctx.saved_tensors
+        result = torch.empty_like(to_hidden)
+        for rows in tiles(len(to_hidden), ctx.tile):  # in fp32, of a tile
+            result[rows] = to_hidden[rows].to(scale.dtype) * scale
+        to_weight = None if to_weight is None else (to_weight * scale).to(ctx.weight_dtype)
+        return result, to_weight, None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, group: TensorGroup | None) -> tuple[Tensor, Tensor]:
+    """Logits [tokens, vocab / t] of this rank's rows of the vocabulary, and the hidden states of all ranks' tokens."""
+    if group is None:
+        return matmul(hidden, weight, Role.OUTPUT), hidden
+    (logits,), whole = group.gather_matmul(hidden, [weight], Role.OUTPUT, keep=True)
+    return logits, whole
+
+
+def _loss(
+    logits: Tensor, targets: Tensor, settings: LossSettings, group: TensorGroup | None, start: int, wanted: bool
+) -> tuple[Tensor, Tensor]:
+    """Objective and cross-entropy of logits; where `wanted`, these become the objective's gradient, chunk by chunk."""
+    statistics, gradient = (
+        (compiled_once(loss_statistics), compiled_once(loss_gradient))
+        if settings.compiled
+        else (loss_statistics, loss_gradient)
+    )
+    chunks, index = list(tiles(len(logits), settings.chunk or max(1, len(logits)))), targets - start
+    normalizer, score = torch.cat(
+        [statistics(logits[rows], index[rows], settings.soft_cap) for rows in chunks], 1
+    ).unbind()
+    if group is not None:
+        parts = group.wait(group.gather(torch.stack([normalizer, score]))).view(group.size, 2, -1)
+        normalizer, score = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
+    valid = targets != IGNORE
+    entropy = torch.where(valid, normalizer - score, 0).sum()
+    objective = entropy + settings.z_loss * torch.where(valid, normalizer, 0).square().sum()
+    for rows in chunks if wanted else ():
+        logits[rows] = gradient(
+            logits[rows], index[rows], valid[rows], normalizer[rows], settings.soft_cap, settings.z_loss
+        )
+    return objective, entropy
 
 
 def capped(logits: Tensor, soft_cap: float) -> Tensor:

@@ -74,10 +74,10 @@ def parallelize(
     """
     with torch.device("meta"):
         model = make(spec, layers)
-    model.set_loss(config.loss.z_loss, config.loss.chunk, config.compile)
+    model.set_loss(config.loss.z_loss, config.loss.chunk, config.compile, config.loss.tile or 0)
+    apply_recompute(model, config.activation)
     if deferred is not None:
         model.defer(deferred)
-    apply_recompute(model, config.activation)
     if config.compile:
         compile_layers(model, deferred is not None)
     tensor.split(model, world.dimensions["tp"])
@@ -95,6 +95,8 @@ def compile_layers(model: Stage, deferring: bool) -> None:
     logging.getLogger("torch._dynamo.variables.higher_order_ops").setLevel(logging.ERROR)
     for layer in model.layers.values():
         layer.run = compiled(layer.run)  # layers of one kind share a graph
+        if layer.tile:
+            layer.run_tile = compiled(layer.run_tile)
 
 
 def keep_buffers(model: Stage, device: torch.device) -> None:

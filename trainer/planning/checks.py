@@ -33,6 +33,8 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"batch.sequence_length={config.batch.sequence_length} exceeds the learned positions of "
             f"model.max_length={model.max_length}"
         )
+    if model.extend and not model.from_hf:
+        yield f"model.extend={model.extend} changes what model.from_hf reads; without it set model.attention.rope"
     tokens = {"bpe": data.vocab_size, "bytes": 257}.get(data.tokenizer, 0)
     tokenised = any(source.kind != "tokens" for source in data.sources.values())
     if tokenised and not model.from_hf and model.vocab_size < tokens:
@@ -51,6 +53,7 @@ def _contradictions(config: Config) -> Iterator[str]:
             "activation.mode=budget lets the compiler choose and needs compile=true; without it use "
             "activation=selective"
         )
+    yield from _long_sequences(config)
     if config.eval.every and not data.eval_fraction:
         yield (
             f"eval.every={config.eval.every} needs held-out documents; data.eval_fraction=0 holds out none, 0.01 "
@@ -68,3 +71,19 @@ def _contradictions(config: Config) -> Iterator[str]:
     for name, source in data.sources.items():
         if source.kind != "stdlib" and not source.path:
             yield f"data.sources.{name}.kind={source.kind} needs data.sources.{name}.path"
+
+
+def _long_sequences(config: Config) -> Iterator[str]:
+    """What tiles and host memory cannot go with."""
+    activation = config.activation
+    if activation.tile and activation.mode == "budget":
+        yield (
+            f"activation.tile={activation.tile} recomputes feed-forward blocks, and activation.mode=budget lets the "
+            "compiler choose; set activation.tile=0, or activation=selective"
+        )
+    if activation.offload and (activation.mode not in ("full", "selective") or activation.modules):
+        yield (
+            "activation.offload=true keeps inputs of recomputed layers, and there are none with activation.mode="
+            f"{activation.mode}{' and activation.modules' * bool(activation.modules)}; set activation=full, or "
+            "activation=selective"
+        )

@@ -13,6 +13,7 @@ from trainer.planning.cost.memory import MASTER_BYTES, held_parameters
 from trainer.planning.cost.updates import MOMENTS, Updates
 from trainer.planning.estimate.memory import Peak, peaks
 from trainer.planning.estimate.pace import Pace
+from trainer.planning.estimate.sequence import Room, settle
 from trainer.planning.estimate.timing import TERMS, Timing, time_units
 from trainer.planning.gradient_comm import reduces_once
 from trainer.planning.resolve import Layout
@@ -74,7 +75,10 @@ class Estimate:
 
 
 def estimate(config: Config, layout: Layout, hardware: HardwareConfig) -> Estimate:
-    """The step of a layout on a kind of machine. Raises `ConfigError` for a device whose peak is not known."""
+    """The step of a layout on a kind of machine, with what `auto` takes there for long sequences. Raises `ConfigError`
+    for a device whose peak is not known."""
+    node = min(layout.plan.world, hardware.devices)
+    config, layout = settle(config, layout, Room(hardware.memory * GIB, inf), node)
     found = estimate_within(inf, config, layout, hardware)
     assert found is not None  # every time is less than infinite
     return found
