@@ -186,7 +186,8 @@ class Ledger:
     def give_up(self, step: int, numbers: dict[str, Any], ids: list[str]) -> None:
         """Ends the run with what was seen; every rank gets here at the same step."""
         mine = [sample for sample, loss in zip(ids, numbers["losses"]) if not np.isfinite(loss)]
-        samples = [sample for some in self.world.gather(mine) for sample in some]
+        # Context-parallel ranks share samples.
+        samples = list(dict.fromkeys(sample for some in self.world.gather(mine) for sample in some))
         raise NonFinite(
             f"{self.skipped_in_row} steps in a row without an update "
             f"(guard.max_skipped={self.config.guard.max_skipped}), the last at step {step}: "
