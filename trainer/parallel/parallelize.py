@@ -19,7 +19,9 @@ from trainer.model.linear import DeferredGrads
 from trainer.model.stage import Make, Stage
 from trainer.model.transformer import Transformer
 from trainer.parallel import tensor
+from trainer.parallel.context import share_sequences
 from trainer.parallel.engine import Engine
+from trainer.planning.plan import Plan
 
 
 def check_compiler(config: Config, device: torch.device) -> None:
@@ -62,6 +64,7 @@ def parallelize(
     config: Config,
     spec: ModelSpec,
     layers: range,
+    plan: Plan,
     world: World,
     engine: Engine,
     deferred: DeferredGrads | None = None,
@@ -81,6 +84,7 @@ def parallelize(
     if config.compile:
         compile_layers(model, deferred is not None)
     tensor.split(model, world.dimensions["tp"])
+    share_sequences(model, config, spec, plan, world)
     engine.shard(model)
     engine.materialize(model)
     keep_buffers(model, world.device)
