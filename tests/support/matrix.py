@@ -289,6 +289,7 @@ MUON = [
         {"tp": 4, "kv_heads": 2},
         {"tp": 2, "pp": 2, "schedule": "1f1b", "tied": True},
         {"dp": 2, "pp": 2, "schedule": "interleaved", "stage": 1, "family": "neox"},
+        {"pp": 2, "schedule": "1f1b", "optimizer": "muon_in_one_layer"},
         {"dp": 2, "tp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
         {"dp": 4, "shard": 2, "tp": 2, "stage": 3, "kv_heads": 1, "micro_batches": 1},
     )

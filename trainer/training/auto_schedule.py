@@ -148,6 +148,7 @@ def measured_layers(state: TrainState, batch: BatchPlan, ranks: list[Measured]) 
         state.plan.tp,
         1.0,
         recompute=state.config.activation,
+        loss_tile=state.config.loss.tile,
         element_bytes=element,
         cp=state.plan.cp,
     )
