@@ -21,10 +21,10 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import Config, ConfigError, typed
+from trainer.config import Config, ConfigError, imports, typed
 from trainer.config.fields import nearest
 from trainer.config.synonyms import SETTINGS
 from trainer.config.user_files import UserFiles
@@ -41,7 +41,8 @@ SWEEP = "several values are a sweep, which --multirun runs, a trial each"
 
 
 def gather(overrides: Sequence[str], config_dir: str | os.PathLike | None = None) -> tuple[dict, typed.Problems]:
-    """Plain values of all settings, interpolations unresolved, and the overrides that had to be left out.
+    """Plain values of all settings, interpolations unresolved, and the overrides that had to be left out. What
+    `imports` names has then been imported.
 
     Raises `ConfigError` where Hydra cannot compose what is left.
     """
@@ -53,7 +54,16 @@ def gather(overrides: Sequence[str], config_dir: str | os.PathLike | None = None
             composed = hydra.compose("config", [*accepted, SEARCH])
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
             raise ConfigError([*problems.values(), _sentence(error)]) from None
+    _import(composed, problems)
     return typed.complete(Config(), typing.cast(dict, OmegaConf.to_container(composed))), problems
+
+
+def _import(composed: DictConfig, problems: typed.Problems) -> None:
+    """Imports what the setting `imports` names, before names and types are looked at. Raises `ConfigError`."""
+    try:
+        imports.load(OmegaConf.to_container(composed, resolve=False).get("imports"))
+    except ConfigError as error:
+        raise ConfigError([*problems.values(), *error.problems]) from error
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.fields import divisors, nearest, option
+from trainer.config.fields import assign, divisors, option
 
 
 @dataclass
@@ -202,19 +202,6 @@ class ModelSpec:
         spec = cls()
         assign(spec, values, "model")
         return spec
-
-
-def assign(target: Any, values: dict[str, Any], path: str) -> None:
-    """Sets fields of a (nested) dataclass from a mapping. Raises `ValueError` for a name that is no field."""
-    names = [f.name for f in dataclasses.fields(target)]
-    for name, value in values.items():
-        if name not in names:
-            raise ValueError(f"unknown field '{path}.{name}'; {nearest(name, names)}")
-        current = getattr(target, name)
-        if dataclasses.is_dataclass(current) and isinstance(value, dict):
-            assign(current, value, f"{path}.{name}")
-        else:
-            setattr(target, name, value)
 
 
 def layer_range(where: str, depth: int) -> range:

@@ -7,15 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.config import Config
-from trainer.config.typed import out_of_range
+from trainer.config import Config, SourceConfig
+from trainer.config.registry import SCHEDULES, SOURCES, Registry
+from trainer.config.typed import join, out_of_range
 from trainer.planning.deepspeed import check_settings
 
 
 def check(config: Config) -> list[str]:
     """Everything that is wrong with a typed configuration on any number of processes, one sentence each."""
     model = [] if config.model.from_hf else config.model.check()
-    return [*out_of_range(config), *model, *_contradictions(config), *check_settings(config)]
+    unused = [text for used in _chosen(config) for text in _unused(*used)]
+    return [*out_of_range(config), *model, *_contradictions(config), *unused, *check_settings(config)]
+
+
+def _chosen(config: Config) -> Iterator[tuple[Registry, str, dict, set[str]]]:
+    """Where settings of registered kinds stand: the registry, section, settings by kind, and the kinds in use."""
+    yield SCHEDULES, "lr", config.lr.settings, {config.lr.schedule}
+    for name, source in config.data.sources.items():
+        yield SOURCES, f"data.sources.{name}", source.settings, {source.kind}
+
+
+def _unused(registry: Registry, section: str, settings: dict, used: set[str]) -> Iterator[str]:
+    for name in settings.keys() - used:
+        place = join(section, f"settings.{name}")
+        yield f"{place} are settings of a {registry.kind} that is not chosen; choose {name}, or leave them out"
 
 
 def _contradictions(config: Config) -> Iterator[str]:
@@ -61,5 +76,12 @@ def _contradictions(config: Config) -> Iterator[str]:
     elif all(source.weight == 0 for source in data.sources.values()):
         yield "data.sources: every weight is 0; give at least one corpus a share"
     for name, source in data.sources.items():
-        if source.kind != "stdlib" and not source.path:
+        if source.kind in SOURCES.registered:
+            ours = ("path", "field", "subset", "split", "streaming", "dtype")
+            for field in (field for field in ours if getattr(source, field) != getattr(SourceConfig(), field)):
+                yield (
+                    f"data.sources.{name}.{field}={getattr(source, field)} is not read by kind={source.kind}; what it "
+                    f"takes is in data.sources.{name}.settings.{source.kind}"
+                )
+        elif source.kind != "stdlib" and not source.path:
             yield f"data.sources.{name}.kind={source.kind} needs data.sources.{name}.path"
