@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from trainer.checkpointing.saved import open_saved
 from trainer.config.fields import option
+from trainer.config.imports import load_words
 from trainer.config.options import run_command
 from trainer.hf import export
 from trainer.precision.dtypes import DTYPES
@@ -17,9 +18,11 @@ class ExportOptions:
     checkpoint: str = option(None, "run folder (its newest checkpoint is taken) or checkpoint folder")
     out: str = option(None, "new folder, which AutoModelForCausalLM and AutoTokenizer open with from_pretrained")
     dtype: str = option("bf16", "type of the exported weights", tuple(DTYPES))
+    imports: str = option("", "modules of your own that register the model's blocks, such as a,b; they are run")
 
 
 def run(options: ExportOptions) -> None:
+    load_words(options.imports)
     saved = open_saved(options.checkpoint)
     export(saved.spec, saved.tensor, options.out, DTYPES[options.dtype], saved.tokenizer)
     print(options.out)

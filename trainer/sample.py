@@ -10,6 +10,7 @@ import torch
 from trainer.checkpointing.saved import open_saved
 from trainer.config import ConfigError
 from trainer.config.fields import option
+from trainer.config.imports import load_words
 from trainer.config.options import run_command
 from trainer.data.tokenizer import load_tokenizer
 from trainer.generate.sampling import generate_tokens, load_model
@@ -24,6 +25,7 @@ class SampleOptions:
     top_k: int = option(50, "choose among this many most likely tokens; 0 means all")
     seed: int = option(0, "seeds the choice")
     device: str = option("auto", "auto takes a GPU where there is one", ("auto", "cpu", "cuda"))
+    imports: str = option("", "modules of your own that register the model's blocks, such as a,b; they are run")
 
 
 def run(options: SampleOptions) -> None:
@@ -37,6 +39,7 @@ def run(options: SampleOptions) -> None:
         problems.append("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
     if problems:
         raise ConfigError(problems)
+    load_words(options.imports)
     saved = open_saved(options.checkpoint)
     if saved.tokenizer is None:
         raise ConfigError(

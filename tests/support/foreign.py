@@ -85,7 +85,7 @@ class ForeignModel(nn.Module):
         if self.last:
             self.scores = Matrix(spec.vocab_size, spec.width, "head")
 
-    def set_loss(self, z_loss: float, chunk: int, compiled: bool) -> None:
+    def set_loss(self, z_loss: float, chunk: int, compiled: bool, terms: object) -> None:
         self.z_loss = z_loss
 
     def defer(self, deferred: Any) -> None:

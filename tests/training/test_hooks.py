@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import math
+import sys
 
 import pytest
+import yaml
 from support.launch import launch
+from support.registries import forgotten, package
+
+from trainer import export, sample
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +66,45 @@ def test_a_callback_finds_its_state_again(results):
     assert results["resumed"]["seen"][0][0] == ["start", 7, 2]
     status = results["resumed"]
     assert status["code"] == 0 and status["seen"][0][-1][:2] == ["end", 8]
+
+
+def test_registered_blocks_and_loss_terms_are_right_under_plans(results):
+    for name in ("block_and_term", "block_cut"):
+        verdicts = results[name]["verdicts"].values()
+        assert results[name]["code"] == 0 and all(verdict[0] == "PASS" for verdict in verdicts), results[name]
+    assert results["term_cut"]["code"] == 2, "each rank has a part of the vocabulary alone"
+
+
+def test_a_run_of_registered_parts(results, root):
+    assert results["everything"]["error"] is None
+    lines = results["everything"]["lines"]
+    shares = [min(step / 2, (2 / max(step, 2)) ** 0.5) for step in range(1, 9)]
+    assert [line["lr"] for line in lines] == pytest.approx([3e-4 * share for share in shares], rel=1e-6)
+    # A quarter of the negative entropy, of nearly even predictions among 257 tokens at first.
+    assert lines[0]["term/confidence"] == pytest.approx(-0.25 * math.log(257), rel=0.02)
+    assert lines[0]["loss"] == pytest.approx(math.log(257), rel=0.02), "the term is no part of it"
+    settings = yaml.safe_load((root / "everything" / "config.yaml").read_text())
+    assert settings["lr"]["settings"] == {"inverse_root": {"power": 0.5}}, "what is chosen is shown with its defaults"
+    assert settings["model"]["feed_forward"]["settings"] == {"squared_relu": {"power": 3.0}}
+
+
+def test_what_a_run_folder_says_of_imports_is_not_followed(results, root, tmp_path, capsys):
+    """A checkpoint with a registered block is read only by those who say whose code makes it."""
+    package(tmp_path, "evil", "raise SystemExit('imported')")
+    checkpoint = f"checkpoint={root / 'everything'}"
+    with forgotten(tmp_path):
+        path = root / "everything" / "config.yaml"
+        path.write_text(path.read_text().replace("imports:", "imports:\n- evil"))
+        for command in (sample, export):
+            assert command.main([checkpoint, *([f"out={tmp_path}/out"] if command is export else [])]) == 2
+            error = capsys.readouterr().err
+            assert "model.feed_forward.kind=squared_relu is not one of gated, plain; imports=" in error, error
+        assert "evil" not in sys.modules and "examples.squared_relu" not in sys.modules
+        imports = "imports=examples.squared_relu"
+        assert sample.main([checkpoint, imports, "tokens=3", "prompt=doc"]) == 0
+        assert capsys.readouterr().out.startswith("doc")
+        assert export.main([checkpoint, imports, f"out={tmp_path}/out"]) == 2
+        assert "squared_relu" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_who_fails_is_named(results, root):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from trainer import option, register
 from trainer.checkpointing.loading import read_tensors
 from trainer.config import ConfigError
 from trainer.distributed.world import join
+from trainer.parity.cli import main as compare_plans
 from trainer.planning.plan import resolve_plan
 from trainer.training.hooks import HookFailed
 
@@ -71,6 +73,18 @@ class AskingCallback:
         self.starts = state["starts"]
 
 
+def parity(folder: Path, plans: str, *more: str) -> dict:
+    """The verdict of each plan beside one plain process."""
+    common = ["+config=debug", "run.device=cpu", "data.tokenizer=bytes", f"data.cache={folder}/cache"]
+    small = ["data.sources.stdlib.limit=40", "batch.sequence_length=32", "batch.global_size=8", "batch.micro_size=1"]
+    model = ["model.width=32", "model.depth=2", "model.vocab_size=257", "data.vocab_size=257", "steps=2"]
+    code = compare_plans([*common, *small, *model, *more, f"plans={plans}", f"json={folder}/parity.json"])
+    if code == 2:
+        return {"code": code}
+    plans = json.loads((folder / "parity.json").read_text())["plans"]
+    return {"code": code, "verdicts": {plan["plan"]: [plan["verdict"], *plan["reasons"]] for plan in plans}}
+
+
 def run(folder: Path, *more: str, **overrides: object) -> dict:
     values = {
         "model": "tiny",
@@ -123,6 +137,33 @@ def scenarios(root: Path):
         yield f"asked_{plan}", answer | {"norm": squares.sqrt().item()}
     yield "resumed", run(root / "asked_zero3", **measured, parallel="zero1", **{"callbacks.asking": "{}"})
     yield "failed", run(root / "failed", **{"callbacks.asking.fail": 3})
+    if dist.get_rank() == 0:
+        with sqlite3.connect(root / "corpus.db") as database:
+            database.execute("CREATE TABLE documents (text TEXT)")
+            rows = [(f"document {number}: " + "all work and no play " * 20,) for number in range(50)]
+            database.executemany("INSERT INTO documents VALUES (?)", rows)
+    dist.barrier()
+    everything = {
+        "imports": "[examples.inverse_root,examples.sqlite_rows,examples.confidence,examples.squared_relu]",
+        "lr.schedule": "inverse_root",
+        "lr.final": 0,
+        "data.workers": 2,
+        "data.sources.stdlib.kind": "sqlite",
+        "data.sources.stdlib.settings.sqlite.file": root / "corpus.db",
+        "loss.terms.confidence.weight": 0.25,
+        "model.feed_forward.kind": "squared_relu",
+        "model.feed_forward.settings.squared_relu.power": 3,
+        "batch.micro_size": 1,
+    }
+    yield "everything", run(root / "everything", **everything, parallel="pp2")
+    block = ["imports=[examples.squared_relu,examples.confidence]", "model.feed_forward.kind=squared_relu"]
+    term = ["loss.terms.confidence.weight=0.3", "model.logit_soft_cap=5", "loss.chunk=20"]
+    yield (
+        "block_and_term",
+        parity(root, "[zero3 activation.mode=full, parallel.pp=2 parallel.pipeline.schedule=zb_h1]", *block, *term),
+    )
+    yield "block_cut", parity(root, "[parallel.tp=2]", *block, "model.overrides={1: {feed_forward: {kind: gated}}}")
+    yield "term_cut", parity(root, "[parallel.tp=2]", *block, *term)
 
 
 def main(root: str) -> None:

@@ -68,7 +68,8 @@ def open_saved(checkpoint: str) -> SavedModel:
         spec = saved_spec(path, contents.manifest)
         check_model(contents, spec)
     except DamagedCheckpoint as damage:
-        raise ConfigError(f"checkpoint={checkpoint}: {damage}; give another checkpoint") from None
+        way_out = "" if "imports=" in str(damage) else "; give another checkpoint"
+        raise ConfigError(f"checkpoint={checkpoint}: {damage}{way_out}") from None
     return SavedModel(contents, spec, tokenizer if tokenizer.is_dir() else None)
 
 

@@ -21,7 +21,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import Config, ConfigError, imports, typed
@@ -54,16 +54,12 @@ def gather(overrides: Sequence[str], config_dir: str | os.PathLike | None = None
             composed = hydra.compose("config", [*accepted, SEARCH])
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
             raise ConfigError([*problems.values(), _sentence(error)]) from None
-    _import(composed, problems)
-    return typed.complete(Config(), typing.cast(dict, OmegaConf.to_container(composed))), problems
-
-
-def _import(composed: DictConfig, problems: typed.Problems) -> None:
-    """Imports what the setting `imports` names, before names and types are looked at. Raises `ConfigError`."""
+    values = typing.cast(dict, OmegaConf.to_container(composed))
     try:
-        imports.load(OmegaConf.to_container(composed, resolve=False).get("imports"))
+        imports.load(values.get("imports"))  # before names and types are looked at
     except ConfigError as error:
         raise ConfigError([*problems.values(), *error.problems]) from error
+    return typed.complete(Config(), values), problems
 
 
 @contextmanager

@@ -17,10 +17,23 @@ docs/extending.md has an example of each kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from trainer.config.fields import ConfigError
-from trainer.config.registry import CALLBACKS, METRICS, SCHEDULES, SINKS, SOURCES, T
+from trainer.config.registry import (
+    ATTENTION,
+    CALLBACKS,
+    FEED_FORWARD,
+    LOSS_TERMS,
+    METRICS,
+    SCHEDULES,
+    SINKS,
+    SOURCES,
+    T,
+)
+
+Numbers = Callable[..., float]
 
 EVENTS = ("start", "step", "evaluation", "save", "end")
 """Methods of a callback: when it is called."""
@@ -60,3 +73,47 @@ def data_source(name: str, settings: type | None = None) -> Callable[[T], T]:
     """A class made from its settings, for `data.sources.NAME.kind`: documents that can be read in any order. `len` is
     their number, `read(first, last)` yields the texts of some, `identity()` is JSON data that changes with them."""
     return SOURCES.add(name, settings, {})
+
+
+def loss_term(name: str, settings: type | None = None) -> Callable[[T], T]:
+    """A function of its settings, scores and targets to what is added to each token's loss, for `loss.terms`.
+
+    scores: fp32 [tokens, vocab], of some of the tokens; targets: int [tokens], below 0 where there is none; result:
+    [tokens], differentiable, of each token by itself. Its mean stands in metrics.jsonl as `term/NAME`."""
+    return LOSS_TERMS.add(name, settings, {})
+
+
+def feed_forward(
+    name: str,
+    settings: type | None = None,
+    *,
+    parameters: Callable[..., Mapping[str, Any]],
+    saved: Numbers | None = None,
+    tensor_parallel: bool = False,
+) -> Callable[[T], T]:
+    """A `Block` of `trainer.model.layers`, for `model.feed_forward.kind`: made from its settings, the `FeedForwardSpec`
+    and the width of the residual stream, it maps this rank's tokens [tokens, width] to as many.
+
+    parameters: from the same three, without torch, the `ParameterInfo` of each parameter that the block declares, by
+    name, in order. saved: from the layer and the bytes of its projections' results, the bytes that it holds of a token
+    for backward; without it, two of each projection's result. tensor_parallel: whether the axes of the parameters, and
+    what the block does with its `Linear`s, are right where tensor parallelism cuts them; otherwise that is refused."""
+    return FEED_FORWARD.add(
+        name, settings, {"parameters": parameters, "saved": saved, "tensor_parallel": tensor_parallel}
+    )
+
+
+def attention(
+    name: str,
+    settings: type | None = None,
+    *,
+    parameters: Callable[..., Mapping[str, Any]],
+    flops: Numbers,
+    saved: Numbers | None = None,
+    tensor_parallel: bool = False,
+) -> Callable[[T], T]:
+    """The same for `model.attention.kind`, with an `AttentionSpec`; it is called as `Attention` of
+    `trainer.model.layers` is. flops: from settings, spec and the number of keys that a token sees, the forward FLOPs of
+    a token beside the products with the parameters."""
+    facts = {"parameters": parameters, "flops": flops, "saved": saved, "tensor_parallel": tensor_parallel}
+    return ATTENTION.add(name, settings, facts)

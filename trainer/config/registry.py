@@ -33,6 +33,10 @@ class Registered:
     def home(self) -> str:
         return f"{self.made.__module__}.{self.made.__qualname__}"
 
+    def chosen(self, settings: Mapping[str, Mapping[str, Any]]) -> Any:
+        """Its settings, of a mapping that may have those of others."""
+        return self.of(settings.get(self.name, {}))
+
     def of(self, given: Mapping[str, Any]) -> Any:
         """Its settings: those `given`, the others at their defaults."""
         settings = self.settings()
@@ -93,4 +97,7 @@ METRICS = Registry("metric")
 SINKS = Registry("sink")
 SCHEDULES = Registry("learning-rate schedule", ("cosine", "wsd", "linear", "constant"))
 SOURCES = Registry("data source", ("stdlib", "text", "jsonl", "parquet", "hub", "tokens"))
-REGISTRIES = (CALLBACKS, METRICS, SINKS, SCHEDULES, SOURCES)
+LOSS_TERMS = Registry("loss term")
+ATTENTION = Registry("attention block", ("softmax",))
+FEED_FORWARD = Registry("feed-forward block", ("gated", "plain"))
+REGISTRIES = (CALLBACKS, METRICS, SINKS, SCHEDULES, SOURCES, LOSS_TERMS, ATTENTION, FEED_FORWARD)

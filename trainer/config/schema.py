@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.config.fields import option
 from trainer.config.model import ModelSpec
-from trainer.config.registry import CALLBACKS, METRICS, SCHEDULES, SINKS, SOURCES
+from trainer.config.registry import CALLBACKS, LOSS_TERMS, METRICS, SCHEDULES, SINKS, SOURCES
 
 
 @dataclass
@@ -279,6 +279,9 @@ class LossConfig:
         range="[0, inf)",
     )
     chunk: int = option(2048, "tokens whose fp32 logits exist at a time; 0 means all", unit="tokens", range="[0, inf)")
+    terms: dict[str, Any] = option(
+        {}, "registered terms by name, with their settings, added to each token's loss", registry=LOSS_TERMS
+    )
 
 
 @dataclass

@@ -109,7 +109,7 @@ def _default(field: dataclasses.Field) -> Any:
 
 def _registered_settings(field: dataclasses.Field, path: str) -> Iterator[Setting]:
     """The settings of what is registered, where a field holds such."""
-    if registry := field.metadata["registry"]:
+    if registry := field.metadata.get("registry"):
         for name, entry in registry.registered.items():
             yield from leaves(entry.settings, join(path, name))
 
@@ -159,9 +159,9 @@ def _ranged(schema: type, values: dict[str, Any], path: str) -> Iterator[tuple[s
         value, place, hint = values.get(field.name), join(path, field.name), hints[field.name]
         if value is None:
             continue
-        if interval := field.metadata["range"]:
+        if interval := field.metadata.get("range"):
             yield from ((place, item, interval) for item in (value if isinstance(value, list) else [value]))
-        if registry := field.metadata["registry"]:
+        if registry := field.metadata.get("registry"):
             for name, entry in value.items():
                 yield from _ranged(registry.registered[name].settings, entry, join(place, name))
             continue
@@ -288,10 +288,11 @@ def _section(schema: type, values: Any, path: str, problems: Problems, partial: 
 def _with_chosen(fields: dict[str, dataclasses.Field], values: dict) -> dict:
     """The values, in which something registered that is chosen has an entry with its settings, given or not."""
     for name, field in fields.items():
-        registry, chosen = field.metadata["registry"], values.get(name) or {}
-        for other in (other for other in fields.values() if registry and other.metadata["choices"] is registry):
-            if isinstance(chosen, dict) and values.get(other.name) in registry.registered:
-                values = values | {name: {values[other.name]: {}} | chosen}
+        choice = field.metadata.get("choices")
+        if isinstance(choice, Registry) and values.get(name) in choice.registered:
+            for other in (other for other, its in fields.items() if its.metadata.get("registry") is choice):
+                given = values.get(other) or {}
+                values = values | {other: {values[name]: {}} | given if isinstance(given, dict) else given}
     return values
 
 

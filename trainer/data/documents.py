@@ -66,7 +66,7 @@ class OwnDocuments:
     def __init__(self, name: str, config: SourceConfig):
         entry = SOURCES.registered[config.kind]
         self.named = f"data.sources.{name}: {entry.home}"
-        self.made, self.settings = entry.made, entry.of(config.settings.get(entry.name, {}))
+        self.made, self.settings = entry.made, entry.chosen(config.settings)
         with self.blaming():
             self.length = min(len(self.source), config.limit or len(self.source))
             self.identity = json.loads(json.dumps(self.source.identity()))

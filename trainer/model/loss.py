@@ -6,30 +6,42 @@ ranks share the vocabulary each computes its own logits, and two numbers a token
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainer.config import LossConfig
+from trainer.config.registry import LOSS_TERMS
 from trainer.distributed.collectives import TensorGroup
 from trainer.model.compiled import compiled
 from trainer.precision.products import Role, matmul
 
 IGNORE = -100
 
+Term = Callable[[Tensor, Tensor], Tensor]
+"""Scores [tokens, vocab] and targets [tokens] -> what is added to each token's loss [tokens]."""
+
 
 @dataclass(frozen=True)
 class LossSettings:
     """soft_cap: of the logits, 0 for none; z_loss: factor of the squared log-normaliser; chunk: tokens whose fp32
-    logits exist at a time, 0 for all; compiled: whether chunks run compiled."""
+    logits exist at a time, 0 for all; compiled: whether chunks run compiled; terms: registered ones."""
 
     soft_cap: float = 0.0
     z_loss: float = 0.0
     chunk: int = 0
     compiled: bool = False
+    terms: Mapping[str, Term] = field(default_factory=dict)
+
+
+def loss_terms(config: LossConfig) -> dict[str, Term]:
+    """The registered terms that a configuration names, with their settings."""
+    entries = {name: LOSS_TERMS.registered[name] for name in config.terms}
+    return {name: partial(entry.made, entry.chosen(config.terms)) for name, entry in entries.items()}
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -37,8 +49,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     hidden: [tokens / t, width]; weight: [vocab / t, width], rows from `start` on of the whole; targets: int [tokens],
     IGNORE where there is none. Returns two fp32 scalars, both sums over the tokens that have a target: the objective
-    (with z-loss), which is differentiable, and the cross-entropy alone; equal on all ranks of `group`. The gradients
-    are exact, not recomputed."""
+    (with z-loss and registered terms), which is differentiable, and the cross-entropy alone; equal on all ranks of
+    `group`; and a vector, the sum of each term (zeros where nothing is differentiated). The gradients are exact, not
+    recomputed."""
 
     @staticmethod
     def forward(
@@ -49,7 +62,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         settings: LossSettings,
         group: TensorGroup | None,
         start: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if group is None:
             logits = matmul(hidden, weight, Role.OUTPUT)
         else:
@@ -71,18 +84,23 @@ class LinearCrossEntropy(torch.autograd.Function):
         valid = targets != IGNORE
         entropy = torch.where(valid, normalizer - score, 0).sum()
         objective = entropy + settings.z_loss * torch.where(valid, normalizer, 0).square().sum()
+        added = objective.new_zeros(len(settings.terms))
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             for rows in chunks:
-                logits[rows] = gradient(
+                whole = gradient(
                     logits[rows], index[rows], valid[rows], normalizer[rows], settings.soft_cap, settings.z_loss
                 )
+                if settings.terms:
+                    of_terms, values = term_gradients(logits[rows], targets[rows], settings)
+                    whole, added = whole + of_terms, added + values
+                logits[rows] = whole
             ctx.group = group
             ctx.save_for_backward(hidden, weight, logits)
-        ctx.mark_non_differentiable(entropy)
-        return objective, entropy
+        ctx.mark_non_differentiable(entropy, added)
+        return objective + added.sum(), entropy, added
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor, _: Any) -> tuple:
+    def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple:
         hidden, weight, gradient = ctx.saved_tensors
         group = ctx.group
         whole = hidden if group is None else group.gather(hidden)
@@ -124,6 +142,17 @@ def loss_gradient(
     if soft_cap:
         gradient = gradient * (1 - (scores / soft_cap).square())
     return torch.where(valid[:, None], gradient, 0).to(logits.dtype)
+
+
+def term_gradients(logits: Tensor, targets: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """The gradient of all terms with respect to `logits` [tokens, vocab], in fp32, and the sum of each: [terms]. Tokens
+    without a target do not count."""
+    leaf = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).requires_grad_()
+    with torch.enable_grad():
+        scores = capped(leaf, settings.soft_cap)
+        values = [torch.where(targets != IGNORE, term(scores, targets), 0).sum() for term in settings.terms.values()]
+        (gradient,) = torch.autograd.grad(sum(values[1:], values[0]), leaf)
+    return gradient, torch.stack(values).detach()
 
 
 @cache

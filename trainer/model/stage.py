@@ -105,7 +105,7 @@ class Stage(Protocol):
         (objective, cross-entropy), both summed over the valid targets. Any of them is `Reported` where a layer reports.
         """
 
-    def set_loss(self, z_loss: float, chunk: int, compiled: bool) -> None:
+    def set_loss(self, z_loss: float, chunk: int, compiled: bool, terms: Mapping[str, Callable]) -> None:
         """How the loss is computed, where the stage holds it; see `LossSettings`."""
 
     def defer(self, deferred: DeferredGrads) -> None:

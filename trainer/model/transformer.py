@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,8 @@ from trainer.model.attention import build_mask, cap_score
 from trainer.model.axes import Declared
 from trainer.model.layers import Block, Layer, Linear, Norm, Rotary
 from trainer.model.linear import DeferredGrads, columns
-from trainer.model.loss import LinearCrossEntropy, LossSettings
-from trainer.model.stage import apart, together
+from trainer.model.loss import LinearCrossEntropy, LossSettings, Term
+from trainer.model.stage import Report, Reported, apart, together
 
 
 class Embedding(Declared):
@@ -58,7 +58,10 @@ class Head(Declared):
             (logits,) = columns(x, [weight], [None], self.group)
             return cap_score(logits, cap=self.loss.soft_cap) if self.loss.soft_cap else logits
         start = 0 if self.group is None else part_start(self.declared["weight"].shape[0], self.group)
-        return LinearCrossEntropy.apply(x, weight, targets, self.loss, self.group, start)
+        objective, entropy, added = LinearCrossEntropy.apply(x, weight, targets, self.loss, self.group, start)
+        if not (self.training and self.loss.terms):
+            return objective, entropy
+        return Reported((objective, entropy), Report(None, dict(zip(self.loss.terms, added.split(1)))))
 
 
 def part_start(size: int, group: TensorGroup) -> int:
@@ -112,9 +115,10 @@ class Transformer(nn.Module):
         }
         self.tie()
 
-    def set_loss(self, z_loss: float, chunk: int, compiled: bool) -> None:
+    def set_loss(self, z_loss: float, chunk: int, compiled: bool, terms: Mapping[str, Term]) -> None:
         if self.last:
-            self.head.loss = replace(self.head.loss, z_loss=z_loss, chunk=chunk, compiled=compiled)
+            self.head.loss = replace(self.head.loss, z_loss=z_loss, chunk=chunk, compiled=compiled, terms=terms)
+            self.reports |= {f"head.{name}": 1 for name in terms}
 
     def defer(self, deferred: DeferredGrads) -> None:
         for module in self.modules():
@@ -155,7 +159,7 @@ class Transformer(nn.Module):
             rotation = None if rotary is None else rotations[rotary]
             x, reports[f"layers.{index}"] = apart(layer(x, shape, rotation, masks[kind]))
         if self.last:
-            x = self.head(self.norm(x), None if targets is None else targets.flatten())
+            x, reports["head"] = apart(self.head(self.norm(x), None if targets is None else targets.flatten()))
             x = x if targets is not None else x.view(*shape, -1)
         return together(x, reports)
 

@@ -41,6 +41,7 @@ METRICS: dict[str, str] = {
     "comm/bytes_outer": "the same between replicas and between nodes",
     "loss_scale": "fp16 loss scale of this step",
     "skipped": "steps so far whose update was skipped for a non-finite loss or gradient",
+    "term/NAME": "mean per valid token of a registered term of the loss (loss.terms), which `loss` does not contain",
     "user/NAME": "a registered metric (logging.metrics)",
     "eval_loss": "mean loss per token on held-out data, in nats",
 }

@@ -38,8 +38,7 @@ def learning_rate(config: LearningRateConfig, steps: int, updates: Tensor) -> Te
     progress = ((number - start) / length).clamp(0.0, 1.0)
     if config.schedule in SCHEDULES.registered:
         entry = SCHEDULES.registered[config.schedule]
-        settings = entry.of(config.settings.get(entry.name, {}))
-        share = entry.made(settings, Progress(progress, number, config.warmup, steps))
+        share = entry.made(entry.chosen(config.settings), Progress(progress, number, config.warmup, steps))
     elif config.schedule == "cosine":
         share = (1 + torch.cos(math.pi * progress)) / 2
     elif config.schedule == "constant":

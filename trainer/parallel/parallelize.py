@@ -14,12 +14,15 @@ from trainer.checkpointing.activation import apply_recompute, check_recompute, r
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.distributed.world import World
+from trainer.model.axes import parameter_infos
 from trainer.model.compiled import compiled
 from trainer.model.linear import DeferredGrads
+from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage
 from trainer.model.transformer import Transformer
 from trainer.parallel import tensor
 from trainer.parallel.engine import Engine
+from trainer.planning.cost.parameters import declarations
 
 
 def check_compiler(config: Config, device: torch.device) -> None:
@@ -36,6 +39,7 @@ def check_model(config: Config, spec: ModelSpec, device: torch.device) -> None:
     """What only the modules can tell, before any process group. Raises `ConfigError`."""
     with torch.device("meta"):
         model = Transformer(spec)
+    check_declared(model, spec)
     check_recompute(model, config.activation)
     if (
         config.compile
@@ -44,6 +48,19 @@ def check_model(config: Config, spec: ModelSpec, device: torch.device) -> None:
         and recomputes_attention(model, config.activation)
     ):
         check_compiled_recompute(config)
+
+
+def check_declared(model: Transformer, spec: ModelSpec) -> None:
+    """Memory, FLOPs and checkpoints follow from what is said of parameters without modules: registered blocks have to
+    declare the same. Raises `ConfigError`."""
+    said, declared = declarations(spec), parameter_infos(model)
+    wrong = [name for name in {**said, **declared} if said.get(name) != declared.get(name)]
+    if wrong or list(said) != list(declared):
+        name = next(iter(wrong), "their order")
+        raise ConfigError(
+            f"{name}: a registered block declares {declared.get(name)}, and the function `parameters` with which it is "
+            f"registered says {said.get(name)}; make both equal"
+        )
 
 
 def check_compiled_recompute(config: Config) -> None:
@@ -74,7 +91,7 @@ def parallelize(
     """
     with torch.device("meta"):
         model = make(spec, layers)
-    model.set_loss(config.loss.z_loss, config.loss.chunk, config.compile)
+    model.set_loss(config.loss.z_loss, config.loss.chunk, config.compile, loss_terms(config.loss))
     if deferred is not None:
         model.defer(deferred)
     apply_recompute(model, config.activation)

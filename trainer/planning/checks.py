@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainer.config import Config, SourceConfig
-from trainer.config.registry import SCHEDULES, SOURCES, Registry
+from trainer.config.registry import ATTENTION, FEED_FORWARD, SCHEDULES, SOURCES, Registry
 from trainer.config.typed import join, out_of_range
 from trainer.planning.deepspeed import check_settings
 
@@ -23,6 +23,12 @@ def check(config: Config) -> list[str]:
 def _chosen(config: Config) -> Iterator[tuple[Registry, str, dict, set[str]]]:
     """Where settings of registered kinds stand: the registry, section, settings by kind, and the kinds in use."""
     yield SCHEDULES, "lr", config.lr.settings, {config.lr.schedule}
+    if not config.model.from_hf and not config.model.check():
+        layers = [config.model.layer(index) for index in range(config.model.depth)]
+        for kinds, name in ((ATTENTION, "attention"), (FEED_FORWARD, "feed_forward")):
+            blocks = [getattr(layer, name) for layer in layers]
+            settings = {kind: given for block in blocks for kind, given in block.settings.items()}
+            yield kinds, f"model.{name}", settings, {block.kind for block in blocks}
     for name, source in config.data.sources.items():
         yield SOURCES, f"data.sources.{name}", source.settings, {source.kind}
 
@@ -56,6 +62,11 @@ def _contradictions(config: Config) -> Iterator[str]:
         )
         other = f" or data.vocab_size={model.vocab_size}" if data.tokenizer == "bpe" else ""
         yield f"model.vocab_size={model.vocab_size} has no rows for {size}; set model.vocab_size={tokens}{other}"
+    if config.loss.terms and config.parallel.tp > 1:
+        yield (
+            f"loss.terms={', '.join(config.loss.terms)}: a registered term reads the scores of the whole vocabulary, "
+            f"of which each of parallel.tp={config.parallel.tp} ranks has a part; set parallel.tp=1"
+        )
     if 0 < config.guard.stall_factor <= 1:
         yield (
             f"guard.stall_factor={config.guard.stall_factor:g} would end ordinary steps; set 2 or more, or 0 for no "

@@ -43,6 +43,7 @@ class Ledger:
     def __init__(self, state: TrainState, batch: BatchPlan, skipped: int):
         config, world = state.config, state.world
         self.config, self.world, self.names, self.tokens_a_step = config, world, state.names, batch.tokens
+        self.reports = state.reports
         self.scaled, self.pipelined = state.scaler.enabled, state.plan.pp > 1
         self.deferred = DeferredScalars(world.device)
         self.meter = step_meter(config, state.spec, world, batch.sequence_length)
@@ -118,6 +119,7 @@ class Ledger:
             **{name: int(numbers[name]) for name in BYTES if name in numbers},
             **{name: numbers[name] for name in ("loss", "grad_norm", "lr", "loss_scale", "memory_gib")},
             **{name: value for name, value in numbers.items() if name.startswith("user/")},
+            **self.terms(numbers),
             **self.meter.read(),
         }
         self.latest.update(record)
@@ -130,6 +132,11 @@ class Ledger:
             )
         if self.stragglers.add(measured["straggler"], measured["straggler_rank"]):
             self.name_straggler(measured["straggler"], measured["straggler_rank"])
+
+    def terms(self, numbers: dict[str, Any]) -> dict[str, float]:
+        """The mean over valid tokens of each registered term of the loss."""
+        statistics = dict(zip(self.reports, np.split(numbers["statistics"], np.cumsum([*self.reports.values()])[:-1])))
+        return {f"term/{name}": statistics[f"head.{name}"].item() / numbers["valid"] for name in self.config.loss.terms}
 
     def evaluated(self, record: dict[str, Any]) -> None:
         """Writes an evaluation's line of metrics."""

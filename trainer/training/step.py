@@ -35,10 +35,10 @@ def train_step(state: TrainState, batches: list[Batch], asked: int) -> dict[str,
     micro-batches and ranks. A step whose loss or gradient is not finite changes nothing. `asked` is what this rank asks
     for, as an `Ask`.
 
-    Returns device scalars, equal on all ranks: loss, grad_norm, lr, loss_scale, found_inf; and four vectors: asked (how
-    many ranks ask for each `Ask`), squares (squared gradient norm of each parameter of the model, as in `state.names`),
-    losses (of this rank's own micro-batches; zeros but on the last pipeline stage), statistics (what layers report of
-    the step, one after the other as in `state.reports`)."""
+    Returns device scalars, equal on all ranks: loss, valid (tokens that it is the mean of), grad_norm, lr, loss_scale,
+    found_inf; and four vectors: asked (how many ranks ask for each `Ask`), squares (squared gradient norm of each
+    parameter of the model, as in `state.names`), losses (of this rank's own micro-batches; zeros but on the last
+    pipeline stage), statistics (what layers report of the step, one after the other as in `state.reports`)."""
     world, scaler, optimizer = state.world, state.scaler, state.optimizer
     counts = torch.zeros(1 + len(Ask), dtype=torch.float64, device=world.device)
     counts[0] = sum((batch.targets != IGNORE).sum() for batch in batches) * world.speaks_for_data
@@ -67,6 +67,7 @@ def train_step(state: TrainState, batches: list[Batch], asked: int) -> dict[str,
     state.compression.end_step(found_inf)
     result = {
         "loss": loss,
+        "valid": valid,
         "grad_norm": norm,
         "lr": rate.to(world.device),
         "loss_scale": scale,

@@ -10,6 +10,7 @@ from math import inf, prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from trainer.config import registry
 from trainer.config.model import LayerSpec, ModelSpec
 from trainer.planning.cost.flops import attention_flops, product_flops, seen_keys
 from trainer.planning.cost.parameters import by_value, head, layer_specs, layer_table
@@ -153,15 +154,15 @@ def layer_work(
     outputs = {name: stream if name in by_rows else element_bytes * rows for name, (rows, _) in shapes.items()}
     # What the projections read: the norms' outputs, attention's output, the feed-forward block's hidden state.
     deferred = sum(outputs.values()) + 2 * stream + sum(element_bytes * shapes[name][1] for name in by_rows)
-    # Attention holds its output and, in fp32, the log-sum-exp of each head's scores.
-    outputs["attention"] = outputs["attention.q"] + 4.0 * a.heads / tp
+    # Attention holds its output and, in fp32, the log-sum-exp of each head's scores; a registered one need have none.
+    outputs["attention"] = outputs["attention.q"] + 4.0 * a.heads / tp if a.kind in ATTENTION_SAVED else stream
     pre, post = layer.norm.placement in ("pre", "both"), layer.norm.placement in ("post", "both")
     # Of each block: input, norm's output, inputs of other norms.
     streams = 2 * (1 + (pre and post) + 1) - parallel_residual
     statistics = 2 * (pre + post) * (4.0 if layer.norm.kind == "rms" else 8.0) / tp
     blocks = {
-        "attention": ATTENTION_SAVED[a.kind](layer, outputs),
-        "feed_forward": FEED_FORWARD_SAVED[layer.feed_forward.kind](layer, outputs),
+        "attention": block_saved(registry.ATTENTION, ATTENTION_SAVED, a.kind)(layer, outputs),
+        "feed_forward": block_saved(registry.FEED_FORWARD, FEED_FORWARD_SAVED, layer.feed_forward.kind)(layer, outputs),
     }
     return LayerWork(
         flops=MappingProxyType(flops),
@@ -194,6 +195,18 @@ def gated_saved(layer: LayerSpec, outputs: Mapping[str, float]) -> float:
 def plain_saved(layer: LayerSpec, outputs: Mapping[str, float]) -> float:
     """The projection and the non-linearity's result."""
     return 2 * outputs["feed_forward.up"]
+
+
+def block_saved(kinds: registry.Registry, ours: Mapping[str, Saved], kind: str) -> Saved:
+    """What a block holds for backward, whether its kind is one of `ours` or registered."""
+    if kind not in kinds.registered:
+        return ours[kind]
+    name = "attention" if kinds is registry.ATTENTION else "feed_forward"
+    return kinds.registered[kind].facts["saved"] or (
+        lambda layer, outputs: (
+            2 * sum(size for projection, size in outputs.items() if projection.startswith(f"{name}."))
+        )
+    )
 
 
 ATTENTION_SAVED: dict[str, Saved] = {"softmax": softmax_saved}
