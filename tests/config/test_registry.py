@@ -72,6 +72,7 @@ def test_settings_are_typed_and_complete(tmp_path, mine):
 
 
 def test_what_is_wrong_is_found_at_once_with_the_way_out(mine):
+    assert "nothing has registered any" in problems("callbacks.early={}")[0], "only what is imported is known"
     found = problems(
         "imports=[good]",
         "callbacks.early={patience: many, wacth: loss, share: 2, limit: 1.5, tags: a}",
@@ -95,7 +96,6 @@ def test_what_is_wrong_is_found_at_once_with_the_way_out(mine):
         "callbacks.early.watch=lss is not one of loss, eval_loss; did you mean 'loss'?"
     ]
     assert "did you mean 'callbacks.early.watch'" in problems("imports=[good]", "watch=loss")[0]
-    assert "nothing has registered any" in problems("callbacks.early={}")[0], "only what is imported is known"
 
 
 @given(st.integers(-3, 3), st.floats(-1, 2))

@@ -88,6 +88,11 @@ def test_a_run_of_registered_parts(results, root):
     assert settings["model"]["feed_forward"]["settings"] == {"squared_relu": {"power": 3.0}}
 
 
+def test_an_optimizer_of_elements_is_the_same_under_plans(results):
+    cut, sharded = ([line["loss"] for line in results[f"adamax_{plan}"]["lines"]] for plan in ("tp2", "zero3"))
+    assert cut == pytest.approx(sharded, rel=1e-5) and len(cut) == 4 and cut[-1] < cut[0]
+
+
 def test_what_a_run_folder_says_of_imports_is_not_followed(results, root, tmp_path, capsys):
     """A checkpoint with a registered block is read only by those who say whose code makes it."""
     package(tmp_path, "evil", "raise SystemExit('imported')")

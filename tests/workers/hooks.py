@@ -156,6 +156,9 @@ def scenarios(root: Path):
         "batch.micro_size": 1,
     }
     yield "everything", run(root / "everything", **everything, parallel="pp2")
+    for plan in ("zero3", "tp2"):
+        adamax = {"imports": "[examples.adamax]", "optimizer.name": "adamax", "run.steps": 4}
+        yield f"adamax_{plan}", run(root / f"adamax_{plan}", **adamax, parallel=plan)
     block = ["imports=[examples.squared_relu,examples.confidence]", "model.feed_forward.kind=squared_relu"]
     term = ["loss.terms.confidence.weight=0.3", "model.logit_soft_cap=5", "loss.chunk=20"]
     yield (

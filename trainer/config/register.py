@@ -27,6 +27,7 @@ from trainer.config.registry import (
     FEED_FORWARD,
     LOSS_TERMS,
     METRICS,
+    OPTIMIZERS,
     SCHEDULES,
     SINKS,
     SOURCES,
@@ -67,6 +68,17 @@ def schedule(name: str, settings: type | None = None) -> Callable[[T], T]:
     """A function of its settings and a `Progress` to a share, for `lr.schedule`: 1 stands for lr.peak and 0 for
     lr.final of it, as a scalar tensor on the device of the progress. The warm-up comes before it."""
     return SCHEDULES.add(name, settings, {})
+
+
+def optimizer(
+    name: str, settings: type | None = None, *, moments: tuple[str, ...], elementwise: bool
+) -> Callable[[T], T]:
+    """A function of its settings and an `Update` to the new weight and the new moments by name, for `optimizer.name`
+    and `precision.types`. It returns new tensors and changes none, so that a step without an update can drop them.
+
+    moments: what is kept of a parameter beside it, zero at first. elementwise: whether each element is updated by
+    itself, so that a rank can update its part; others are refused where ranks share parameters."""
+    return OPTIMIZERS.add(name, settings, {"moments": moments, "elementwise": elementwise})
 
 
 def data_source(name: str, settings: type | None = None) -> Callable[[T], T]:

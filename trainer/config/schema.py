@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.config.fields import option
 from trainer.config.model import ModelSpec
-from trainer.config.registry import CALLBACKS, LOSS_TERMS, METRICS, SCHEDULES, SINKS, SOURCES
+from trainer.config.registry import CALLBACKS, LOSS_TERMS, METRICS, OPTIMIZERS, SCHEDULES, SINKS, SOURCES
 
 
 @dataclass
@@ -212,7 +212,7 @@ class ParallelConfig:
 class TypePolicy:
     """How parameters of one type are optimised."""
 
-    optimizer: str | None = option(None, "optimizer of this type; null means optimizer.name", ("adamw", "lion", "sgd"))
+    optimizer: str | None = option(None, "optimizer of this type; null means optimizer.name", OPTIMIZERS)
     state_dtype: str = option("fp32", "type that the optimizer's moments are kept in", ("fp32", "bf16"))
     weight_decay: float | None = option(
         None, "decoupled weight decay; null means optimizer.weight_decay", range="[0, inf)"
@@ -286,12 +286,13 @@ class LossConfig:
 
 @dataclass
 class OptimizerConfig:
-    name: str = option("adamw", "optimizer", ("adamw", "lion", "sgd"))
+    name: str = option("adamw", "optimizer", OPTIMIZERS)
     beta1: float = option(0.9, "decay of the first moment (momentum for sgd)", range="[0, 1)")
     beta2: float = option(0.95, "decay of the second moment", range="[0, 1)")
     eps: float = option(1e-8, "added to the root of the second moment", range="(0, inf)")
     weight_decay: float = option(0.1, "decoupled weight decay", range="[0, inf)")
     clip_norm: float = option(1.0, "largest global gradient norm; 0 means no clipping", range="[0, inf)")
+    settings: dict[str, Any] = option({}, "settings of registered optimizers, by name", registry=OPTIMIZERS)
 
 
 @dataclass

@@ -63,7 +63,7 @@ ABSENT = {
     **dict.fromkeys(("cp", "context_parallel", "context_parallel_size"), "there is no context parallelism"),
     **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout"), "there is no dropout"),
     **dict.fromkeys(("ema", "ema_decay"), "there is no averaging of weights"),
-    **dict.fromkeys(("early_stopping", "patience"), "there is no early stopping; Ctrl-C saves"),
+    **dict.fromkeys(("early_stopping", "patience"), "a callback can end a run: docs/extending.md has one"),
     "fp8": "nothing computes in fp8; parallel.grad_comm can send gradients in it",
 }
 """Name elsewhere -> what is true here, where there is no such setting."""

@@ -6,19 +6,36 @@ global parameter name, and saved as tensors in the layout of the parameters."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.config import OptimizerConfig
+from trainer.config import ConfigError, OptimizerConfig
+from trainer.config.registry import OPTIMIZERS
 from trainer.distributed.tensors import local
 from trainer.optim.groups import Policy
+from trainer.planning.cost.memory import moments
 
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum",)}
+
+class Update(NamedTuple):
+    """What a registered optimizer gets of a parameter: this rank's part of it, in fp32.
+
+    gradient: unscaled and clipped. moments: by name. rate, number: the learning rate, and the number of the update from
+    1, scalar tensors."""
+
+    weight: Tensor
+    gradient: Tensor
+    moments: dict[str, Tensor]
+    rate: Tensor
+    number: Tensor
+    weight_decay: float
 
 
 class Optimizer:
-    """AdamW (arXiv 1711.05101; on a CPU torch's fused kernel), Lion (arXiv 2302.06675) and SGD with momentum, by group.
+    """AdamW (arXiv 1711.05101; on a CPU torch's fused kernel), Lion (arXiv 2302.06675), SGD with momentum, and what is
+    registered, by group.
 
     parameters: global name -> parameter (sharded or not), with its gradient in `.grad`.
     """
@@ -34,7 +51,7 @@ class Optimizer:
             (name, moment): torch.zeros_like(local(parameters[name]), dtype=policy.state_dtype)
             for policy, names in self.groups.items()
             for name in names
-            for moment in MOMENTS[policy.optimizer]
+            for moment in moments(policy.optimizer)
         }
 
     def gradients(self) -> list[Tensor]:
@@ -55,7 +72,9 @@ class Optimizer:
         """`step` without counting the update."""
         for policy, names in self.groups.items():
             names = [name for name in names if local(self.parameters[name]).numel()]
-            if names and self.updates.is_cuda:
+            if names and policy.optimizer in OPTIMIZERS.registered:
+                self._registered(policy, names, rate * policy.lr_scale, grad_scale, found_inf)
+            elif names and self.updates.is_cuda:
                 self._launch(policy, names, rate * policy.lr_scale, grad_scale, found_inf)
             elif names:
                 {"adamw": self._adamw, "lion": self._lion, "sgd": self._sgd}[policy.optimizer](
@@ -70,7 +89,7 @@ class Optimizer:
             policy.optimizer,
             [local(self.parameters[name]) for name in names],
             [local(self.parameters[name].grad) for name in names],
-            [[self.state[name, moment] for name in names] for moment in MOMENTS[policy.optimizer]],
+            [[self.state[name, moment] for name in names] for moment in moments(policy.optimizer)],
             multi_tensor.scalars(rate, grad_scale, found_inf, self.updates + 1, (beta1, beta2)),
             (beta1, beta2),
             self.config.eps,
@@ -78,7 +97,7 @@ class Optimizer:
         )
 
     def _adamw(self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
-        first, second = ([self.state[name, moment] for name in names] for moment in MOMENTS["adamw"])
+        first, second = ([self.state[name, moment] for name in names] for moment in moments("adamw"))
         weights = [local(self.parameters[name]) for name in names]
         gradients = [local(self.parameters[name].grad) for name in names]
         groups = [(weights, gradients, first, second)]
@@ -122,6 +141,25 @@ class Optimizer:
             updated = torch.where(found_inf > 0, moment.float(), self.config.beta1 * moment.float() + gradient)
             weight.sub_((updated + policy.weight_decay * weight) * rate * (1 - found_inf))
             moment.copy_(updated)
+
+    def _registered(
+        self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor
+    ) -> None:
+        entry, number = OPTIMIZERS.registered[policy.optimizer], self.updates + 1
+        settings = entry.chosen(self.config.settings)
+        for name in names:
+            weight = local(self.parameters[name])
+            gradient = torch.where(found_inf > 0, 0, local(self.parameters[name].grad) / grad_scale)
+            before = {moment: self.state[name, moment] for moment in moments(policy.optimizer)}
+            kept = {moment: value.float() for moment, value in before.items()}
+            updated, after = entry.made(settings, Update(weight, gradient, kept, rate, number, policy.weight_decay))
+            if set(after) != set(before):
+                raise ConfigError(
+                    f"the optimizer '{entry.name}' ({entry.home}) returns the moments {', '.join(after)}, and is "
+                    f"registered with {', '.join(before)}"
+                )
+            for old, new in [(weight, updated), *((before[moment], after[moment]) for moment in before)]:
+                old.copy_(torch.where(found_inf > 0, old, new.to(old.dtype)))
 
     def _inputs(self, name: str, moment: str, grad_scale: Tensor, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parameter = self.parameters[name]

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainer.config import Config, SourceConfig
-from trainer.config.registry import ATTENTION, FEED_FORWARD, SCHEDULES, SOURCES, Registry
+from trainer.config.registry import ATTENTION, FEED_FORWARD, OPTIMIZERS, SCHEDULES, SOURCES, Registry
 from trainer.config.typed import join, out_of_range
 from trainer.planning.deepspeed import check_settings
+from trainer.planning.plan import Plan
 
 
 def check(config: Config) -> list[str]:
@@ -22,6 +23,7 @@ def check(config: Config) -> list[str]:
 
 def _chosen(config: Config) -> Iterator[tuple[Registry, str, dict, set[str]]]:
     """Where settings of registered kinds stand: the registry, section, settings by kind, and the kinds in use."""
+    yield OPTIMIZERS, "optimizer", config.optimizer.settings, optimizers(config)
     yield SCHEDULES, "lr", config.lr.settings, {config.lr.schedule}
     if not config.model.from_hf and not config.model.check():
         layers = [config.model.layer(index) for index in range(config.model.depth)]
@@ -33,10 +35,30 @@ def _chosen(config: Config) -> Iterator[tuple[Registry, str, dict, set[str]]]:
         yield SOURCES, f"data.sources.{name}", source.settings, {source.kind}
 
 
+def optimizers(config: Config) -> set[str]:
+    """Every optimizer that a setting names."""
+    types = vars(config.precision.types).values()
+    policies = [rule for kind in types for rule in (kind.values() if isinstance(kind, dict) else [vars(kind)])]
+    return {config.optimizer.name, *(name for policy in policies if (name := policy.get("optimizer")))}
+
+
+def check_optimizers(config: Config, plan: Plan) -> list[str]:
+    """Registered optimizers that cannot update what a rank holds under the plan."""
+    registered = [OPTIMIZERS.registered[name] for name in optimizers(config) & OPTIMIZERS.registered.keys()]
+    if (plan.shard, plan.tp, plan.engine) == (1, 1, "torch"):
+        return []
+    return [
+        f"the optimizer '{entry.name}' ({entry.home}) needs whole parameters, and under {plan.describe()} ranks share "
+        "them; set parallel.zero.stage=0, parallel.tp=1 and parallel.zero.engine=torch"
+        for entry in registered
+        if not entry.facts["elementwise"]
+    ]
+
+
 def _unused(registry: Registry, section: str, settings: dict, used: set[str]) -> Iterator[str]:
     for name in settings.keys() - used:
         place = join(section, f"settings.{name}")
-        yield f"{place} are settings of a {registry.kind} that is not chosen; choose {name}, or leave them out"
+        yield f"{place}: the {registry.kind} '{name}' is not chosen; choose it, or leave its settings out"
 
 
 def _contradictions(config: Config) -> Iterator[str]:

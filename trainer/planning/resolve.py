@@ -69,6 +69,7 @@ def _decide(
     except ConfigError as error:
         problems = problems + error.problems
     if plan:
+        problems = problems + checks.check_optimizers(config, plan)
         problems = problems + check_grad_comm(config.parallel.grad_comm, config.precision.types, plan, node)
     return layout, problems
 

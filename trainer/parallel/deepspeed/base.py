@@ -21,9 +21,10 @@ from trainer.distributed.tensors import Fragment, extent
 from trainer.distributed.world import World
 from trainer.model.initial import Weights
 from trainer.optim.groups import Policy
-from trainer.optim.optimizer import MOMENTS, Optimizer
+from trainer.optim.optimizer import Optimizer
 from trainer.parallel.deepspeed.config import generate
 from trainer.parallel.gradients import SharedParameters
+from trainer.planning.cost.memory import moments
 from trainer.planning.cost.parameters import ParameterInfo
 
 deepspeed.utils.logger.setLevel(logging.ERROR)
@@ -223,14 +224,14 @@ class Zero:
         for index, (flat, held) in enumerate(zip(self.masters, self.held)):
             with self.resident(index) if held else nullcontext():
                 for name, part in held.items():
-                    moments, state = MOMENTS[self.policies[name].optimizer], self.updater.by_flat[flat][0].state
+                    state = self.updater.by_flat[flat][0].state
                     yield (
                         name,
                         {
                             "model": flat.detach()[part],
                             **{
                                 moment: state["", moment][part] if self.swapped else state[name, moment]
-                                for moment in moments
+                                for moment in moments(self.policies[name].optimizer)
                             },
                         },
                     )

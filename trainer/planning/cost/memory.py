@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
+from trainer.config.registry import OPTIMIZERS
 from trainer.planning.batch import BatchPlan
 from trainer.planning.cost.parameters import Table, by_value, layer_tables, outer_tables
 from trainer.planning.pipeline import Pipeline
@@ -15,7 +16,15 @@ from trainer.planning.plan import Plan
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Size of an element by the name of its type in the settings."""
 
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum",)}
+
 MASTER_BYTES, MOMENT_BYTES = 4, 8  # an fp32 parameter or gradient; AdamW's two fp32 moments
+
+
+def moments(optimizer: str) -> tuple[str, ...]:
+    """What an optimizer keeps of a parameter beside it, by the names in checkpoints."""
+    entry = OPTIMIZERS.registered.get(optimizer)
+    return entry.facts["moments"] if entry else MOMENTS[optimizer]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from math import inf
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.planning.cost.flops import flops_per_token
-from trainer.planning.cost.memory import MASTER_BYTES, held_parameters
+from trainer.planning.cost.memory import MASTER_BYTES, held_parameters, moments
 from trainer.planning.estimate.memory import Peak, peaks
 from trainer.planning.estimate.pace import Pace
 from trainer.planning.estimate.timing import TERMS, Timing, time_units
@@ -18,8 +18,6 @@ from trainer.planning.resolve import Layout
 from trainer.planning.schedules.simulate import Simulation, simulate
 
 GIB = 2**30
-
-MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ def step_terms(config: Config, layout: Layout, timing: Timing, pace: Pace) -> tu
 def update_bytes(config: Config) -> int:
     """Bytes that the update of one parameter moves: the gradient's norm; then gradient, master and moments read, master
     and moments written."""
-    return MASTER_BYTES * (1 + 3 + 2 * MOMENTS[config.optimizer.name])
+    return MASTER_BYTES * (1 + 3 + 2 * len(moments(config.optimizer.name)))
 
 
 def held_by_fullest(layout: Layout) -> float:
