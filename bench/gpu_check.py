@@ -62,6 +62,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         "tests/observe/test_observe.py",
         "tests/data/test_batches.py",
         "tests/training/test_step.py",
+        "tests/model/test_tiles.py",
         "-k",
         "cuda or gpu",
         "-p",

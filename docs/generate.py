@@ -10,6 +10,7 @@ the result of the function of that name in `TABLES`. tests/docs/test_documents.p
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import json
 import re
@@ -21,7 +22,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from trainer.config import SourceConfig, TypePolicy, typed
+from trainer.config import ConfigError, SourceConfig, TypePolicy, typed
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import ModelSpec
 from trainer.observe.metrics import EVALUATION, METRICS
@@ -29,10 +30,14 @@ from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.stages import StageCosts
 from trainer.planning.deepspeed import OWN, Key
 from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.estimate.step import GIB, Estimate, estimate
+from trainer.planning.resolve import check, resolve
 from trainer.planning.schedules.simulate import Simulation, simulate
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy
+from trainer.planning.variants import compose
 from trainer.sweep.plan import SweepConfig
 from trainer.util import exit_codes as codes
+from trainer.util import tables
 
 MARKED = re.compile(r"(<!-- generated: (\w+)(?: ([\w.]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 ROOT = Path(__file__).parents[1]
@@ -121,6 +126,79 @@ def recipes() -> str:
         ("override", "what it is"),
         ([f"`+config={path.stem}`", _purpose(path)] for path in sorted((CONFIGS / "config").glob("*.yaml"))),
     )
+
+
+RECEIPTS: dict[str, dict[str, tuple[int, ...]]] = {
+    "gpt2_124m_h100x1": {"h100": (1, 8), "h200": (1, 8)},
+    "tinyllama_1b_h100x1": {"h100": (1, 2, 8)},
+    "tinyllama_1b_h200x1": {"h200": (1, 2, 8)},
+    "llama3_8b_h100x2": {"h100": (2,)},
+    "llama3_8b_h100x8": {"h100": (8, 64, 256)},
+    "llama3_8b_h200x2": {"h200": (2, 4)},
+    "llama3_8b_h200x8": {"h200": (8, 64, 256)},
+    "llama3_70b_h100x32": {"h100": (32,)},
+    "llama3_70b_h100x64": {"h100": (64, 256)},
+    "llama3_70b_h200x16": {"h200": (16,)},
+    "llama3_70b_h200x32": {"h200": (32, 128)},
+}
+"""Recipes whose plan is for a kind of GPU, and the GPUs for which it is predicted."""
+
+MEASURED = {
+    ("llama3_8b_h200x2", "h200", 2): (
+        "10,421 a GPU, [one micro-batch a step]"
+        "(performance.md#with-the-optimizers-kernels-of-today-and-best-against-best)"
+    )
+}
+"""What performance.md has of the same plan."""
+
+
+@functools.cache
+def predicted() -> dict[tuple[str, str, int], Estimate]:
+    """Every recipe on its GPUs. Raises `ConfigError` for a plan that is not legal there."""
+    found = {}
+    for name, kinds in RECEIPTS.items():
+        config = compose([f"+config={name}"], None, 1, corpus=False)
+        for kind, counts in kinds.items():
+            hardware = load_hardware(kind)
+            for count in counts:
+                node = min(count, hardware.devices)
+                if problems := check(config, count, node):
+                    raise ConfigError([f"{name} on {count} {kind}: {problem}" for problem in problems])
+                found[name, kind, count] = estimate(config, resolve(config, count, config.model, node), hardware)
+    return found
+
+
+def receipts() -> str:
+    """What the recipes for pre-training are predicted to take, and what was measured of them."""
+    rows = []
+    for (name, kind, count), one in predicted().items():
+        batch, hardware, speed = one.layout.batch, one.hardware, one.tokens_per_second
+        low, high = speed / (1 + hardware.band), speed / (1 - hardware.band)
+        rows.append(
+            [
+                f"`+config={name}`",
+                f"{count} {kind.upper()}",
+                one.layout.plan.describe(),
+                f"{batch.micro_size} x {batch.accumulation}",
+                one.config.activation.mode,
+                f"{one.memory / GIB:.0f} of {hardware.memory:.0f} GiB",
+                f"{tables.count(speed)} ({tables.count(low)} to {tables.count(high)})",
+                tables.duration(one.config.run.steps * one.seconds),
+                MEASURED.get((name, kind, count), "-"),
+            ]
+        )
+    head = (
+        "recipe",
+        "GPUs",
+        "plan",
+        "micro-batch x number",
+        "recompute",
+        "memory",
+        "tokens/s",
+        "whole run",
+        "measured",
+    )
+    return table(head, rows, right=(1, 5, 6, 7))
 
 
 def _purpose(path: Path) -> str:
@@ -242,6 +320,7 @@ TABLES: dict[str, Callable[..., str]] = {
         sections,
         groups,
         recipes,
+        receipts,
         models,
         hardware,
         schedules,

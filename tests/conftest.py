@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores, and all it starts
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 hypothesis.settings.register_profile("suite", deadline=None)  # a first call imports and compiles, and cores are shared

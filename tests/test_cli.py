@@ -18,6 +18,7 @@ import pytest
 import trainer
 from trainer import cli, command, torchrun
 from trainer.config import ConfigError, SourceConfig
+from trainer.sweep.slurm import SCRIPT
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # captured streams have no descriptor
@@ -231,10 +232,10 @@ def test_crash_is_handed_to_torchrun(training, capsys, tmp_path, monkeypatch):
     assert "boom" in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
 
 
-def test_wheel_ships_the_configurations(tmp_path):
+def test_wheel_ships_the_configurations_and_the_script_for_slurm(tmp_path):
     for name in ("pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("trainer", "configs"):
+    for name in ("trainer", "configs", "launch"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     built = python(
         "-m",
@@ -256,6 +257,7 @@ def test_wheel_ships_the_configurations(tmp_path):
         wheel.extractall(site)
     shipped = {path.relative_to(site / "trainer" / "configs") for path in site.rglob("*.yaml")}
     assert shipped == {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")}
+    assert (site / "trainer/launch/slurm/train.sbatch").read_text() == SCRIPT.read_text(), "which sweeps submit"
     modules = {path.relative_to(site) for path in (site / "trainer").rglob("*.py")}
     assert modules == {path.relative_to(ROOT) for path in (ROOT / "trainer").rglob("*.py")}
     (tmp_path / "elsewhere").mkdir()

@@ -41,8 +41,11 @@ def gpt2() -> ModelSpec:
     return spec
 
 
-def make_run(folder: Path, spec: ModelSpec, steps: tuple[int, ...] = (1,)) -> dict[int, Transformer]:
-    """A run's folder as training leaves it, and the models in its checkpoints."""
+def make_run(
+    folder: Path, spec: ModelSpec, steps: tuple[int, ...] = (1,), averaged: bool = False
+) -> dict[int, Transformer]:
+    """A run's folder as training leaves it, and the models in its checkpoints. averaged: with averages of the weights,
+    which are half of them."""
     byte_tokenizer().save(folder / "tokenizer")
     checkpointer, models = Checkpointer(folder / "checkpoints", CheckpointConfig(keep_last=0)), {}
     spec.init.std = 0.3  # so that the next token is far from a tie
@@ -50,6 +53,8 @@ def make_run(folder: Path, spec: ModelSpec, steps: tuple[int, ...] = (1,)) -> di
         models[step] = Transformer(spec)
         initialize(models[step], spec, step, torch.device("cpu"))
         tensors = {f"model.{name}": parameter.detach() for name, parameter in models[step].named_parameters()}
+        if averaged:
+            tensors |= {f"ema.{name}": parameter.detach() / 2 for name, parameter in models[step].named_parameters()}
         checkpointer.save(step, {**tensors, "optimizer.extra": torch.ones(3)}, {"spec": spec.to_dict()}, wait=True)
         assert checkpointer.saved_step == step, checkpointer.poll()
     checkpointer.close()

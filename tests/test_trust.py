@@ -11,8 +11,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 FILES = [path for place in ("trainer", "launch", "bench", "docs") for path in sorted((ROOT / place).rglob("*.py"))]
 
-MODULES = ("pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code", "runpy", "submitit")
-"""Modules that make objects, or code, of bytes. submitit runs pickled functions."""
+MODULES = ("pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code", "runpy")
+"""Modules that make objects, or code, of bytes."""
 
 BUILTINS = ("eval", "exec", "compile", "__import__")
 
@@ -44,9 +44,6 @@ USES = [
         "pickle", "trainer/data/shards.py", "the job of a process's own children, through a pipe nobody else can write"
     ),
     Use("pickle", "trainer/observe/flight.py", "what torch's recorder in this very process hands over"),
-    Use(
-        "submitit", "trainer/sweep/slurm.py", "jobs are pickled to a folder that only the user can write; none is read"
-    ),
     Use("yaml.load", "trainer/util/reading.py", "with a safe loader, after a look at the size"),
     Use("import_module", "trainer/__init__.py", "names of a table in the file"),
     Use("import_module", "trainer/command.py", "names of a table in the file"),

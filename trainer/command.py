@@ -23,6 +23,8 @@ OTHERS = {
     "plot": "trainer.plot",
     "sample": "trainer.sample",
     "export": "trainer.export",
+    "merge": "trainer.merge",
+    "eval": "trainer.evaluate",
     "parity": "trainer.parity.cli",
     "preflight": "trainer.preflight",
 }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from trainer.config import Config, ConfigError
+from trainer.config.extend import extended
 from trainer.config.fields import option
 from trainer.config.options import parse, usage
 from trainer.config.schema import ModelConfig
@@ -44,11 +45,11 @@ def run(options: EstimateOptions, changes: list[str], overrides: list[str], conf
     check_options(options)
     hardware = load_hardware(options.hardware, changes, config_dir)
     world = options.processes or options.nodes * hardware.devices
-    node, base = min(world, hardware.devices), compose(overrides, config_dir, world)
+    node, base = min(world, hardware.devices), compose(overrides, config_dir, world, corpus=False)
     if base.model.from_hf:
         from trainer.hf import spec_from_hf
 
-        base.model = ModelConfig(**vars(spec_from_hf(base.model.from_hf)))
+        base.model = ModelConfig(**vars(extended(spec_from_hf(base.model.from_hf), base.model.extend)))
     if options.plans == "all":
         ranking = rank_plans(base, hardware, world, global_size(base.batch, world), options.top)
         found, title = list(ranking.best), report.summary(ranking, world)
@@ -91,7 +92,7 @@ def check_options(options: EstimateOptions) -> None:
 
 def planned(text: str, base: Config, overrides: list[str], config_dir: str | None, world: int, node: int) -> Config:
     """The configuration of a plan given as text, its micro-batches fitted to the recipe's global batch."""
-    config, named = variant(text, base, overrides, config_dir, world)
+    config, named = variant(text, base, overrides, config_dir, world, corpus=False)
     config.model = base.model
     fit_batch(config, resolve_plan(config.parallel, world, base.model, node), global_size(base.batch, world), named)
     return config

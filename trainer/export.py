@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from trainer.checkpointing.saved import open_saved
+from trainer.checkpointing.saved import WEIGHTS, open_saved
 from trainer.config.fields import option
 from trainer.config.imports import load_words
 from trainer.config.options import run_command
@@ -15,17 +15,21 @@ from trainer.precision.dtypes import DTYPES
 
 @dataclass
 class ExportOptions:
-    checkpoint: str = option(None, "run folder (its newest checkpoint is taken) or checkpoint folder")
+    checkpoint: str = option(
+        None, "run folder (its newest checkpoint is taken), checkpoint folder, or transformers folder"
+    )
     out: str = option(None, "new folder, which AutoModelForCausalLM and AutoTokenizer open with from_pretrained")
     dtype: str = option("bf16", "type of the exported weights", tuple(DTYPES))
+    weights: str = option("trained", "the weights as trained, or their average (optimizer.ema.decay)", WEIGHTS)
     imports: str = option("", "modules of your own that register the model's blocks, such as a,b; they are run")
 
 
 def run(options: ExportOptions) -> None:
     load_words(options.imports)
-    saved = open_saved(options.checkpoint)
+    saved = open_saved(options.checkpoint, options.weights)
     export(saved.spec, saved.tensor, options.out, DTYPES[options.dtype], saved.tokenizer)
-    print(options.out)
+    rounded = "" if options.dtype == "fp32" else " (dtype=fp32 keeps them as trained)"
+    print(f"{options.out}: weights in {options.dtype}{rounded}")
 
 
 def main(arguments: list[str] | None = None) -> int:

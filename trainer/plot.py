@@ -13,7 +13,8 @@ from trainer.planning.schedules.templates import TEMPLATES
 from trainer.util.exit_codes import REFUSED, refuse
 
 try:
-    from trainer.plots.runs import RUN_OPTIONS, SCHEDULE_OPTIONS, X_LABELS, draw_runs, draw_templates
+    from trainer.plots.runs import RUN_OPTIONS, X_LABELS, draw_runs
+    from trainer.plots.templates import SCHEDULE_OPTIONS, draw_templates
 except ConfigError as error:  # without matplotlib there is nothing that this command can do
     sys.exit(refuse(error))
 
@@ -22,8 +23,8 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m trainer.plot",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s RUN [RUN ...] [--x step|tokens] [--smooth N] [--out FILE] [--trace FILE]\n       %(prog)s "
-        "--schedule NAME|CSV [...] [--ranks N] [--microbatches N] [--chunks N] [--costs "
+        usage="%(prog)s RUN [RUN ...] [--x step|tokens|hours] [--smooth N] [--out FILE] [--trace FILE]\n"
+        "       %(prog)s --schedule NAME|CSV [...] [--ranks N] [--microbatches N] [--chunks N] [--costs "
         "F,I,W]\n                              [--out FILE] [--trace FILE]",
         description="Draw loss, learning rate, gradient norm and throughput of one or more runs, and the pipeline "
         "schedule of\none run, planned above measured; or pipeline schedules without a run.",
@@ -42,7 +43,13 @@ def command_line() -> argparse.ArgumentParser:
         help="also write the timelines as a trace for ui.perfetto.dev or chrome://tracing (.json)",
     )
     runs = parser.add_argument_group("runs")
-    runs.add_argument("runs", metavar="RUN", nargs="*", type=Path, help="run folder, or a metrics.jsonl")
+    runs.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="*",
+        type=Path,
+        help="run folder, a metrics.jsonl, or the folder of a sweep, whose trials are drawn together",
+    )
     runs.add_argument("--x", choices=tuple(X_LABELS), help="horizontal axis (default: step)")
     runs.add_argument("--smooth", metavar="N", type=int, help="running mean over N logged steps (default: 1, none)")
     schedules = parser.add_argument_group("schedules without a run")
@@ -50,8 +57,8 @@ def command_line() -> argparse.ArgumentParser:
         "--schedule",
         metavar="NAME|CSV",
         nargs="+",
-        help=f"one panel each: a template ({', '.join(TEMPLATES)}), or a file in the CSV format of "
-        "torch.distributed.pipelining, such as RUN/schedule/schedule.csv",
+        help=f"one panel each: a template ({', '.join(TEMPLATES)}), greedy (planned for --costs), or a file in the CSV "
+        "format of torch.distributed.pipelining, such as RUN/schedule/schedule.csv",
     )
     schedules.add_argument("--ranks", metavar="N", type=int, help="pipeline ranks of the templates")
     schedules.add_argument("--microbatches", metavar="N", type=int, help="micro-batches of the templates")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.checkpointing.saved import open_saved
+from trainer.checkpointing.saved import WEIGHTS, open_saved
 from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.config.imports import load_words
@@ -18,12 +18,15 @@ from trainer.generate.sampling import generate_tokens, load_model
 
 @dataclass
 class SampleOptions:
-    checkpoint: str = option(None, "run folder (its newest checkpoint is taken) or checkpoint folder")
+    checkpoint: str = option(
+        None, "run folder (its newest checkpoint is taken), checkpoint folder, or transformers folder"
+    )
     prompt: str = option("", "text to continue; an empty one starts a new document")
     tokens: int = option(100, "most tokens to generate")
     temperature: float = option(0.8, "divides the logits; 0 takes the most likely token")
     top_k: int = option(50, "choose among this many most likely tokens; 0 means all")
     seed: int = option(0, "seeds the choice")
+    weights: str = option("trained", "the weights as trained, or their average (optimizer.ema.decay)", WEIGHTS)
     device: str = option("auto", "auto takes a GPU where there is one", ("auto", "cpu", "cuda"))
     imports: str = option("", "modules of your own that register the model's blocks, such as a,b; they are run")
 
@@ -40,7 +43,7 @@ def run(options: SampleOptions) -> None:
     if problems:
         raise ConfigError(problems)
     load_words(options.imports)
-    saved = open_saved(options.checkpoint)
+    saved = open_saved(options.checkpoint, options.weights)
     if saved.tokenizer is None:
         raise ConfigError(
             f"checkpoint={options.checkpoint}: the run's folder has no tokenizer/ beside checkpoints/; restore it, or "

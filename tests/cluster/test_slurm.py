@@ -3,7 +3,6 @@ preemption."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from support.cluster import Cluster, missing, wait_for
 from support.launch import warm_python
 
 from trainer import compose
+from trainer.cluster import job
 from trainer.config import ConfigError
 from trainer.config.compose import quoted
 from trainer.observe import metrics
@@ -26,21 +26,11 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = "launch/slurm/train.sbatch"
 
 
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "launch" / "slurm" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-job = load("job")
-
-
 # What to do when a start has ended
 
 
-def decided(status=None, code=1, told=False, state="RUNNING", idle=0, progress=True):
-    return job.decide(status, code, told, state, job.Record(idle), progress, retries=3).split()[0]
+def decided(status=None, code=1, told=False, state="RUNNING", idle=0, progress=True, reason=""):
+    return job.decide(status, code, told, state, job.Record(idle), progress, 3, reason).split()[0]
 
 
 def test_the_state_of_the_run_decides_and_not_the_exit_code():
@@ -68,6 +58,25 @@ def test_starts_without_progress_are_bounded():
     for progress, idle, saved in ((False, 1, False), (False, 2, False), (True, 0, True), (False, 1, True)):
         record = job.start(record, progress)
         assert (record.idle, record.saved) == (idle, saved)
+
+
+def test_what_lacks_memory_is_not_tried_again():
+    """Under the same plan it would end the same way, unless it has come further than before."""
+    memory = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert decided("failed", progress=False, reason=memory) == "exit=1"
+    assert decided("failed", progress=True, reason=memory) == decided("failed", progress=False, reason="no") == "again"
+
+
+def test_how_a_job_ended_can_be_known_later(tmp_path):
+    begin = ["+config=debug", f"run.dir={tmp_path}"], {"SLURM_JOB_ID": "7"}
+    job.begin(1, 2, *begin)
+    assert job.end(tmp_path, "7", 137, False, "RUNNING", retries=3).startswith("again")
+    assert job.read_end(tmp_path, "7") is None
+    decision = job.end(tmp_path, "7", 137, False, "CANCELLED", retries=3)
+    assert job.read_end(tmp_path, "7") == job.End(143, 137, decision.partition(" ")[2]) and "CANCELLED" in decision
+    assert job.read_end(tmp_path, "8") is None
+    job.begin(1, 2, *begin)
+    assert job.read_end(tmp_path, "7") is None, "somebody has requeued the job"
 
 
 def checkpoint(folder: Path, step: int, age: float) -> None:

@@ -25,7 +25,7 @@ from support.registries import forgotten
 from test_architecture import ROOMS
 
 import trainer
-from trainer import cli, estimate, export, plot, sample
+from trainer import cli, estimate, evaluate, export, merge, plot, sample
 from trainer import command as door
 from trainer.cluster.options import PreflightOptions
 from trainer.config import Config, ConfigError, options, typed
@@ -49,12 +49,13 @@ NOT_RUN = {
     "ruff": "launch/test.sh runs it",
     "mypy": "launch/test.sh runs it",
     "hf": "downloads from a hub",
+    "pip": "installs packages",
 }
 """Programs whose commands are read, and not looked into."""
 
 PROGRAM = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?(?:python3?|torchrun|pytest)|bash|sbatch|(?:launch|bench)/\S+\.sh|"
-    + "|".join(["trainer (?:train|sweep|plot|sample|export|parity|preflight)", *NOT_RUN])
+    + "|".join(["trainer (?:train|sweep|plot|sample|export|merge|eval|parity|preflight)", *NOT_RUN])
     + r") \S"
 )
 """How inline code begins that is a command."""
@@ -215,8 +216,11 @@ def module(
     small = {
         "trainer.sample": sample.SampleOptions,
         "trainer.export": export.ExportOptions,
+        "trainer.merge": merge.MergeOptions,
+        "trainer.evaluate": evaluate.EvalOptions,
         "trainer.preflight": PreflightOptions,
     }
+    plain = {"trainer.merge": merge.WORDS, "trainer.evaluate": evaluate.WORDS}.get(name, ())
     if not words and name != "trainer":
         assert importlib.util.find_spec(name), f"there is no module {name}"
     elif name == "trainer" and output is not None:
@@ -231,11 +235,11 @@ def module(
     elif name in small and "--help" in words:
         assert options.usage(small[name], name)
     elif name in small:
-        options.parse(small[name], words)
+        options.parse(small[name], words, plain)
     elif name == "trainer.plot":
         given = plot.command_line().parse_args(words)
         if given.schedule:
-            from trainer.plots.runs import schedule_of
+            from trainer.plots.templates import schedule_of
 
             assert [schedule_of(one, given.ranks, given.microbatches, given.chunks) for one in given.schedule]
     elif name == "trainer.estimate" and output is not None:
@@ -244,7 +248,7 @@ def module(
         assert capsys.readouterr().out.strip() == output.strip()
     elif name == "trainer.estimate":
         _, _, overrides, config_dir = estimate.parse_arguments(words)
-        assert variants.compose(overrides, config_dir, world)
+        assert variants.compose(overrides, config_dir, world, corpus=False)
     elif name == "trainer.parity":
         overrides, plans, _, _, config_dir = parity.parse_arguments(words)
         composed(tuple(overrides), world, config_dir)
@@ -458,7 +462,7 @@ def test_links(path: Path):
         assert not anchor or anchor in map(slug, headings), f"{path.name}: {target}: there is no such heading"
 
 
-WRITTEN = {"launch/slurm/site.sh", "flight/", "traces/", "tokenizer/", "schedule/"}
+WRITTEN = {"launch/slurm/site.sh", "flight/", "traces/", "tokenizer/", "schedule/", "exports/"}
 """Files and folders that users or runs write: in no checkout."""
 
 
@@ -479,7 +483,8 @@ def known() -> tuple[set[str], set[str], dict[str, set[str]]]:
     extra = [typed.settings(sweep.SweepConfig(), "sweep"), typed.settings(HardwareConfig(), "hardware")]
     settings = [setting for found in [typed.settings(), *extra] for setting in found]
     tails = {setting.path.split(".", place)[-1] for setting in settings for place in range(setting.path.count(".") + 1)}
-    small = (sample.SampleOptions, export.ExportOptions, PreflightOptions, estimate.EstimateOptions)
+    commands = (sample.SampleOptions, export.ExportOptions, merge.MergeOptions, evaluate.EvalOptions)
+    small = (*commands, PreflightOptions, estimate.EstimateOptions)
     own = {name for schema in small for name in vars(schema())} | {"plans", "steps", "json", "only"}
     groups = {
         folder.name: {file.stem for file in folder.glob("*.yaml")} for folder in CONFIGS.iterdir() if folder.is_dir()

@@ -37,10 +37,30 @@ LLAMA3 = {
     "attention__rope__factor": 8.0,
     "attention__rope__original_length": 32,
 }
+YARN = {
+    "attention__rope__scaling": "yarn",
+    "attention__rope__theta": 500.0,
+    "attention__rope__factor": 8.0,
+    "attention__rope__original_length": 64,
+    "attention__rope__beta_fast": 2.0,
+    "attention__rope__beta_slow": 0.2,
+    "attention__rope__truncate": False,
+    "attention__rope__mscale": 1.0,
+    "attention__rope__mscale_all_dim": 0.5,
+}
+LONGROPE = {
+    "attention__rope__scaling": "longrope",
+    "attention__rope__factor": 4.0,
+    "attention__rope__short_factor": [1.0, 1.1, 1.5, 2.0],
+    "attention__rope__long_factor": [1.0, 2.0, 3.0, 4.0],
+}
 STARTS: tuple[dict[str, Any], ...] = (
     {},
     {"attention__rope__scaling": "linear", "attention__rope__factor": 4.0},
     LLAMA3,
+    YARN,
+    LONGROPE | {"attention__rope__original_length": 32},
+    LONGROPE | {"attention__rope__original_length": 64},
 )
 """Changes of a spec, one of which makes each field count."""
 INERT = {"name", "family", "max_length", "init.std", "init.truncate", "init.embedding_std", "init.residual"}
@@ -231,7 +251,11 @@ NAMES = {"hidden_act": [*ACTIVATIONS, "mish"], "dtype": ["bfloat16"]}
 """Options whose values are names -> some of them; names of activations are those of every class too."""
 ACTIVATION_OPTIONS = ("hidden_act", "hidden_activation", "activation_function")
 ROPE = {
-    ROPE_NAMES[name]: value for name, value in asdict(RopeSpec(500.0, 0.5, factor=4.0)).items() if name != "scaling"
+    ROPE_NAMES[name]: value
+    for name, value in asdict(
+        RopeSpec(500.0, 0.5, factor=4.0, original_length=32, short_factor=[1.0] * 4, long_factor=[2.0] * 4)
+    ).items()
+    if name != "scaling"
 }
 
 

@@ -44,6 +44,15 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # kept, blended, stretched
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 1.5,
+    "beta_slow": 0.1,
+}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 CASES = {
     "llama": ("llama", GROUPED),
     "llama tied, biases, wide heads": (
@@ -62,6 +71,38 @@ CASES = {
         {**DECODER, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e3, "factor": 4.0}},
     ),
     "llama llama3 rope": ("llama", {**GROUPED, "rope_parameters": LLAMA3_ROPE}),
+    "llama dynamic rope": (
+        "llama",
+        {
+            **DECODER,
+            "max_position_embeddings": 16,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e3, "factor": 4.0},
+        },
+    ),
+    "qwen3 yarn": ("qwen3", {**GROUPED, "rope_parameters": YARN}),
+    "qwen2 yarn, its factor and temperature left out": (
+        "qwen2",
+        {**GROUPED, "rope_parameters": {**YARN, "factor": None, "mscale": 0.7, "mscale_all_dim": 1.0}},
+    ),
+    "gpt_neox yarn, bounds as they are": (
+        "gpt_neox",
+        {**DECODER, "rope_parameters": {**YARN, "truncate": False, "partial_rotary_factor": 0.5}},
+    ),
+    "phi3 longrope, short": ("phi3", {**GROUPED, "original_max_position_embeddings": 32, "rope_parameters": LONGROPE}),
+    "phi3 longrope, long": ("phi3", {**GROUPED, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
+    "mistral longrope, its attention factor": (
+        "mistral",
+        {
+            **GROUPED,
+            "rope_parameters": {
+                **LONGROPE,
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "attention_factor": 1.3,
+                "original_max_position_embeddings": 8,
+            },
+        },
+    ),
     "mistral": ("mistral", {**GROUPED, "sliding_window": 8, "head_dim": 16}),
     "mistral without window": ("mistral", {**GROUPED, "sliding_window": None}),
     "qwen2": ("qwen2", {**GROUPED, "tie_word_embeddings": True}),
@@ -299,20 +340,6 @@ def test_unsupported_options_are_refused_by_name(tmp_path: Path, changes: dict, 
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
-        (
-            "phi3",
-            {
-                "rope_parameters": {
-                    "rope_type": "longrope",
-                    "rope_theta": 1e4,
-                    "short_factor": [1.0] * 4,
-                    "long_factor": [2.0] * 4,
-                    "partial_rotary_factor": 1.0,
-                },
-                "original_max_position_embeddings": 32,
-            },
-            "'longrope'",
-        ),
         ("qwen2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
     ],
 )

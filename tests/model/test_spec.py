@@ -51,6 +51,7 @@ PUBLISHED = {
     "gemma2_2b": 2_614_341_888,
     "gemma2_9b": 9_241_705_984,
     "phi3_mini": 3_821_079_552,
+    "tinyllama_1b": 1_100_048_384,
 }
 SHIPPED = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 

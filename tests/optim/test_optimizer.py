@@ -114,7 +114,7 @@ def test_lion_and_sgd_follow_their_definitions():
             torch.testing.assert_close(weights["p0"].detach(), weight)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "muon"])
 def test_a_skipped_step_changes_nothing(name):
     weights, ours, generator = problem(name)
 

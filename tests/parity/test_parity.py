@@ -131,7 +131,7 @@ def test_exit_code_of_a_refused_command(tmp_path):
     [
         (
             ["+config=debug", "optimizer=lion"],
-            "optimizer.name=lion: the reference is torch's AdamW; set optimizer=adamw",
+            "optimizer.name=lion: the reference is AdamW, or Muon; set optimizer=adamw or optimizer=muon",
         ),
         (["+config=debug", "steps=0"], "steps=0 must be at least 1"),
         (["+config=debug", "steps=few"], "steps=few must be a whole number"),

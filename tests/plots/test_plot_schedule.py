@@ -17,8 +17,9 @@ from trainer.planning.schedules.ir import Action, dumps
 from trainer.planning.schedules.simulate import Span, simulate
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule
 from trainer.planning.schedules.timeline import idle, measure, read_timeline, write_timeline
-from trainer.plots import runs
+from trainer.plots import runs, templates
 from trainer.plots import schedule as pictures
+from trainer.plots.files import save
 from trainer.plots.schedule import chrome_trace, draw_schedule
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -164,7 +165,7 @@ def test_kinds_are_told_apart_without_colour():
 @pytest.mark.parametrize("suffix, start", [(".png", PNG), (".svg", b"<?xml")])
 def test_pictures_are_written_at_every_size(ranks, microbatches, suffix, start, tmp_path):
     path = tmp_path / f"schedule{suffix}"
-    runs.save(draw_schedule({"planned": planned("gpipe", ranks, microbatches)}), path)
+    save(draw_schedule({"planned": planned("gpipe", ranks, microbatches)}), path)
     assert path.read_bytes().startswith(start)
     if suffix == ".svg":
         text = path.read_text()
@@ -274,7 +275,8 @@ def test_damaged_timelines_are_refused(text, words, tmp_path):
 def drawn(monkeypatch):
     """The figures that the command saves, by file name; they are not rendered, which takes a second each."""
     figures = {}
-    monkeypatch.setattr(runs, "save", lambda figure, path: figures.update({path.name: figure}))
+    for module in (runs, templates):
+        monkeypatch.setattr(module, "save", lambda figure, path: figures.update({path.name: figure}))
     return figures
 
 

@@ -12,7 +12,8 @@ from trainer.config.model import FeedForwardSpec, ModelSpec
 from trainer.model import layers
 from trainer.model.axes import Declared
 from trainer.model.layers import FeedForward
-from trainer.model.stage import Report, Reported
+from trainer.model.stage import Report, Reported, keep_here
+from trainer.model.tiles import tiled
 from trainer.planning.cost import layers as costs
 from trainer.planning.cost import parameters
 
@@ -59,10 +60,13 @@ class ForeignLayer(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.into, self.out = Matrix(2 * width, width), Matrix(width, 2 * width)
-        self.recompute, self.run = None, self.run_body
+        self.recompute, self.run, self.tile, self.run_tile, self.keep = None, self.run_body, 0, self.body, keep_here
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.run(hidden)
+        with self.keep(hidden):
+            if self.tile:  # all of it treats tokens alone
+                return tiled(self.run_tile, lambda: list(self.parameters()), self.tile, hidden)
+            return self.run(hidden)
 
     def run_body(self, hidden: Tensor) -> Tensor:
         return self.body(hidden) if self.recompute is None else self.recompute(self.body, hidden)
@@ -85,7 +89,7 @@ class ForeignModel(nn.Module):
         if self.last:
             self.scores = Matrix(spec.vocab_size, spec.width, "head")
 
-    def set_loss(self, z_loss: float, chunk: int, compiled: bool, terms: object) -> None:
+    def set_loss(self, z_loss: float, chunk: int, compiled: bool, tile: int = 0, terms: object = None) -> None:
         self.z_loss = z_loss
 
     def defer(self, deferred: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 import yaml
 
 import trainer
+from trainer.cluster import job
 from trainer.config import ConfigError, SourceConfig
 from trainer.config.model import ModelSpec
 from trainer.config.user_files import UserFiles
@@ -27,6 +27,7 @@ from trainer.data.tables import JsonLines, ParquetRows
 from trainer.data.text import TextFiles
 from trainer.data.tokenizer import byte_tokenizer, load_tokenizer
 from trainer.data.tokens import TokenWriter, file_digest, open_token_file
+from trainer.evaluate import known_results
 from trainer.hf import HFWeights, spec_from_hf
 from trainer.hf.config import config_from_spec
 from trainer.observe import metrics
@@ -42,7 +43,6 @@ from trainer.sweep import results
 from trainer.sweep.plan import Trial
 from trainer.training.auto_schedule import conditions, saved_choice
 
-ROOT = Path(__file__).parents[2]
 ROWS = [f"row {number} of a table with ä and €" for number in range(300)]
 SPEC = ModelSpec(vocab_size=512, width=16, depth=2, max_length=32)
 SPEC.attention.heads, SPEC.feed_forward.width = 2, 24
@@ -248,11 +248,6 @@ def sweep_error(folder: Path) -> File:
     )
 
 
-def sweep_exit(folder: Path) -> File:
-    results.note_exit(folder, 0, "17", 1)
-    return folder / "exit-0.json", lambda: results.read_exit(folder, 0, "17")
-
-
 def rank_report(folder: Path) -> File:
     beat = Heartbeat(1, "node", 5, "training", 3, 1.0, 2.0, 3.0)
     group = {"desc": "dp", "ranks": [0, 1], "entered": 4, "number": 4, "what": "all_reduce", "at": "step.py:1"}
@@ -267,27 +262,29 @@ def rank_report(folder: Path) -> File:
 
 def slurm_record(folder: Path) -> File:
     return written(folder / "slurm" / "17.json", json.dumps({"idle": 1, "saved": True})), (
-        lambda: job().end(folder, "17", 1, False, "RUNNING", 3)
+        lambda: job.end(folder, "17", 1, False, "RUNNING", 3)
     )
 
 
 def slurm_status(folder: Path) -> File:
-    return written(folder / "status.json", json.dumps({"status": "stopped", "step": 1})), (
-        lambda: job().end(folder, "17", 1, False, "RUNNING", 3)
+    return written(folder / "status.json", json.dumps({"status": "failed", "reason": "MemoryError: 1 TiB"})), (
+        lambda: job.end(folder, "17", 1, False, "RUNNING", 3)
     )
 
 
-def job():
-    name = "slurm_job"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / "launch" / "slurm" / "job.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+def slurm_end(folder: Path) -> File:
+    return written(folder / "slurm" / "17-end.json", json.dumps({"code": 1, "last": 137, "why": "no"})), (
+        lambda: job.read_end(folder, "17")
+    )
 
 
 def wandb_id(folder: Path) -> File:
     return written(folder / "wandb-id", "0123abcd"), lambda: kept_id(folder / "wandb-id")
+
+
+def evaluations(folder: Path) -> File:
+    known = {"step-00000001": {"hellaswag": {"acc,none": 0.25, "acc_stderr,none": 0.1, "shots": 0}}}
+    return written(folder / "results.json", json.dumps(known)), lambda: known_results(folder)
 
 
 def recipe(folder: Path) -> File:
@@ -317,11 +314,12 @@ KINDS: dict[str, Callable[[Path], File]] = {
         sweep_start,
         sweep_status,
         sweep_error,
-        sweep_exit,
         rank_report,
         slurm_record,
         slurm_status,
+        slurm_end,
         wandb_id,
+        evaluations,
         recipe,
     )
 }

@@ -37,7 +37,7 @@ LAYOUT = {
 }
 FEATURES = {
     "micro_batches": (3, 2, 6, 1),
-    "recompute": ("none", "full", "every2", "selective", "modules"),
+    "recompute": ("none", "full", "every2", "selective", "modules", "tiles"),
     "precision": ("fp32", "bf16", "fp16"),
     "tied": (False, True),
     "attention": ("causal", "documents", "window_cap"),
@@ -45,7 +45,7 @@ FEATURES = {
     "qk_norm": ("none", "head", "full"),
     "kv_heads": (1, 2, 4),
     "family": ("llama", "gpt2", "neox", "gemma"),
-    "loss": ("plain", "chunk", "z_loss"),
+    "loss": ("plain", "chunk", "z_loss", "tile"),
 }
 FACTORS = LAYOUT | FEATURES
 CHUNKS = {"interleaved": 2, "interleaved3": 3, "zb_v": 2, "v_half": 2, "v_min": 2, "dualpipe_v": 2, "csv": 2}
@@ -98,11 +98,10 @@ def layouts() -> list[Case]:
 
 
 def possible() -> set[tuple]:
-    """All pairs of values that some legal case holds; but schedules need meet two data-parallel ranks only, not four,
-    or most of the time would go to cases on eight processes."""
-    found = set().union(*(pairs(place) for place in layouts() if place["dp"] < 4 or place["pp"] == 1)) | {
-        (("dp", 4), ("pp", 2))
-    }
+    """All pairs of values that some legal case holds; but schedules need meet two data-parallel or tensor-parallel
+    ranks only, not four, or most of the time would go to cases on eight processes."""
+    few = (place for place in layouts() if max(place["dp"], place["tp"]) < 4 or place["pp"] == 1)
+    found = set().union(*map(pairs, few)) | {(("dp", 4), ("pp", 2)), (("pp", 2), ("tp", 4))}
     for one, two in itertools.combinations(FACTORS, 2):
         if one in FEATURES or two in FEATURES:
             found |= {
@@ -180,7 +179,7 @@ def data_parallel(processes: int) -> Iterator[Case]:
         {"precision": "bf16", "recompute": "full"},
     ]
     for index, (stage, feature) in enumerate(itertools.product(range(4), features)):
-        if (1, 2, 4, 4)[(index + index // len(features)) % 4] == processes:
+        if (1, 2, 2, 4)[(index + index // len(features)) % 4] == processes:
             yield base | {"stage": stage} | feature
     yield from (base | {"offload": True} | more for more in OFFLOADED[processes])
     yield base | {"stage": 2, "precision": "bf16", "reduce": "bf16", "micro_batches": 1}
@@ -196,7 +195,7 @@ RECOMPUTED = [
         {"pp": 2, "schedule": "1f1b", "tied": True},
     )
 ]
-"""Where recompute is to change no bit."""
+"""Where recompute is to change no bit; tiles add up gradients in another order."""
 
 COMPILED = [
     PLAIN | {"compile": True} | layout
@@ -205,6 +204,7 @@ COMPILED = [
         {"tp": 2, "recompute": "selective", "attention": "documents"},
         {"dp": 2, "stage": 3, "recompute": "budget", "offload": True},
         {"pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
+        {"tp": 2, "recompute": "tiles", "loss": "tile"},
     )
 ]
 
@@ -238,13 +238,39 @@ QUANTISED = [
 """Gradients that travel quantised; four processes: tests/workers/compress.py."""
 
 
+MUON = [
+    PLAIN | {"optimizer": "muon"} | layout
+    for layout in (
+        {"micro_batches": 1, "family": "gpt2", "kv_heads": 1},
+        {"dp": 2, "stage": 0},
+        {"dp": 2, "stage": 1},
+        {"dp": 2, "stage": 3, "tied": True},
+        {"tp": 2, "kv_heads": 1, "family": "gpt2"},
+        {"pp": 2, "schedule": "zb_v", "precision": "fp16"},
+        {"dp": 2, "stage": 2, "offload": True},
+        {"dp": 4, "stage": 3},
+        {"dp": 4, "stage": 2, "shard": 2, "micro_batches": 1},
+        {"dp": 2, "tp": 2, "stage": 3},
+        {"tp": 4, "kv_heads": 2},
+        {"tp": 2, "pp": 2, "schedule": "1f1b", "tied": True},
+        {"dp": 2, "pp": 2, "schedule": "interleaved", "stage": 1, "family": "neox"},
+        {"dp": 2, "tp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
+        {"dp": 4, "shard": 2, "tp": 2, "stage": 3, "kv_heads": 1, "micro_batches": 1},
+    )
+]
+"""Matrices that are updated whole, whoever holds what of them."""
+
+
 def cases(processes: int, compiled: bool) -> list[Case]:
     """Everything that runs on this number of processes."""
     chosen = [*data_parallel(processes)] if processes <= 4 else []
-    chosen += [case for case in [*sample(), *QUANTISED] if world(case) == processes]
+    chosen += [case for case in [*sample(), *QUANTISED, *MUON] if world(case) == processes]
     if processes == 2:
         chosen += [
-            case | {"recompute": recompute, "bits": True} for case in RECOMPUTED for recompute in FACTORS["recompute"]
+            case | {"recompute": recompute, "bits": True}
+            for case in RECOMPUTED
+            for recompute in FACTORS["recompute"]
+            if recompute != "tiles"
         ]
         chosen += COMPILED if compiled else []
     if processes == 4:

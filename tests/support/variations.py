@@ -70,6 +70,8 @@ def candidates(setting: Setting, value: Any) -> list[Any]:
         return [not value]
     if isinstance(value, str):
         return [value + "x"]
+    if isinstance(value, list):
+        return [[2 * item for item in value]]
     if isinstance(value, int):
         return [n for n in (2 * value, value // 2, value + 2, value + 1) if n not in (0, value)]
     assert isinstance(value, float), f"model.{setting.path} is of a type that has no variations here"

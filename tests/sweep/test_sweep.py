@@ -23,8 +23,9 @@ from trainer.config import ConfigError
 from trainer.config.typed import to_yaml
 from trainer.sweep import main as run_sweep
 from trainer.sweep.plan import expand, make_trials, names
-from trainer.sweep.results import clear, note_exit, outcome, read_exit
-from trainer.training.out_of_memory import advice, missing_memory
+from trainer.sweep.results import outcome
+from trainer.training.out_of_memory import advice
+from trainer.util.memory_errors import missing_memory
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,7 +124,7 @@ def test_processes_are_the_plans_or_the_machines():
         2,
     ]
     assert {trial.processes for trial in trials("+config=debug", "lr.peak=1,2", "sweep.processes=2")} == {2}
-    jobs = "sweep.launcher=submitit", "sweep.slurm={nodes: 2, gpus_per_node: 4}"
+    jobs = "sweep.launcher=slurm", "sweep.slurm={nodes: 2, gpus_per_node: 4}"
     assert [trial.processes for trial in trials("+config=debug", "parallel=zero1,zero3", *jobs)] == [8, 8]
     legal, across = trials("+config=debug", "parallel.tp=2,4", *jobs, "sweep.processes=4")
     assert not legal.refusal and "spans nodes of 2 processes" in across.refusal[0]
@@ -163,12 +164,12 @@ def test_processes_are_the_plans_or_the_machines():
         (["lr.peak=range(0,inf)"], ["without end"]),
         (["run.seed=range(3,0)"], ["fits nothing"]),
         (["run.seed=range(0,200)", "run.steps=range(100,0,-1)"], ["more than 10000 trials"]),
-        (["sweep.launcher=submitit", "sweep.parallel=2", "lr.peak=1,2"], ["sweep.parallel=2: Slurm decides"]),
+        (["sweep.launcher=slurm", "sweep.parallel=2", "lr.peak=1,2"], ["sweep.parallel=2: Slurm decides"]),
         (
             ["sweep.slurm={partition: gpu, nodes: 1, options: {mem: 100}}", "sweep.wait=false", "lr.peak=1,2"],
             [
                 "sweep.wait=False, sweep.slurm.partition=gpu, sweep.slurm.options.mem=100: trials run on this "
-                "machine; set sweep.launcher=submitit"
+                "machine; set sweep.launcher=slurm"
             ],
         ),
         (["+config=nothing", "lr.peak=1,2"], ["config=nothing"]),
@@ -251,14 +252,15 @@ def test_outcomes(tmp_path):
     assert outcome(late, 1, requested="timeout")[0] == "out_of_memory"
 
 
-def test_the_exit_codes_of_a_job_are_those_of_its_nodes(tmp_path):
+def test_errors_are_those_of_the_last_start(tmp_path):
     folder = put(tmp_path / "a", {"status": "running"}, log="Fatal\n")
     (folder / "torchrun" / "latest").mkdir(parents=True)  # no number of a start
     assert outcome(folder, 1) == ("failed", "Fatal")
-    note_exit(folder, 0, "17", 137)
-    assert [read_exit(folder, node, job) for node, job in ((0, "17"), (0, "18"), (1, "17"))] == [137, None, None]
-    clear(folder)
-    assert not list(folder.glob("exit-*"))
+    for start in ("0.9", "1.2", "1.10"):  # of a job: requeues, and launches since
+        path = folder / "torchrun" / start / "7" / "attempt_0" / "0" / "error.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"message": {"message": f"RuntimeError: {start}", "extraInfo": {}}}))
+    assert outcome(folder, 1) == ("failed", "1.10")
 
 
 def test_lack_of_memory_behind_another_error_and_advice():
@@ -501,29 +503,24 @@ def is_worker(pid: int, folder: Path) -> bool:
         return False
 
 
+def fake_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
+    """Slurm's commands, as shell scripts."""
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
 def test_no_trial_is_submitted_twice(tmp_path, monkeypatch):
     """Whatever ends the sweep: a refusal of the second job, a death that leaves an old result, a hangup."""
-    pytest.importorskip("submitit", reason="submitit is not installed")
     calls, queue = tmp_path / "calls", tmp_path / "queue"
-    for name, script in {
-        "sbatch": f"echo >>{calls}; n=$(wc -l <{calls}); [ $n != 2 ] || exit 1; echo Submitted batch job $n",
-        "squeue": f"cat {queue}",
-        "srun": "",
-        "scontrol": "",
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    arguments = ["+config=debug", "lr.peak=1e-3,2e-3", f"sweep.dir={tmp_path / 'sweep'}", "sweep.launcher=submitit"]
-    with pytest.raises(ConfigError, match="peak-0.002 cannot be submitted"):
+    submit = f"echo >>{calls}; n=$(wc -l <{calls}); [ $n != 2 ] || {{ echo no such partition >&2; exit 1; }}; echo $n"
+    fake_slurm(tmp_path, monkeypatch, sbatch=submit, squeue=f"cat {queue}", scontrol="")
+    arguments = ["+config=debug", "lr.peak=1e-3,2e-3", f"sweep.dir={tmp_path / 'sweep'}", "sweep.launcher=slurm"]
+    with pytest.raises(ConfigError, match="peak-0.002 cannot be submitted: no such partition; see sweep.slurm"):
         run_sweep(arguments)
     path = tmp_path / "sweep" / "results.jsonl"
     assert {name: line["status"] for name, line in lines(path.parent).items()} == {"peak-0.001": "submitted"}
-    assert (path.parent / "submitit").stat().st_mode & 0o777 == 0o700, "whoever can write there runs code"
-    path.parent.chmod(0o777)
-    with pytest.raises(ConfigError, match="can be written by others.*chmod go-w"):
-        run_sweep(arguments)
-    path.parent.chmod(0o755)
 
     path.write_text(
         path.read_text().replace('"submitted"', '"failed"')
@@ -552,12 +549,59 @@ def test_no_trial_is_submitted_twice(tmp_path, monkeypatch):
     }
 
 
+def test_a_job_asks_for_what_its_trial_has(tmp_path, monkeypatch):
+    """The script of any run, without its request for whole nodes; options of one's own come last, and win."""
+    note = f'printf "%s\\n" "$@" >{tmp_path}/asked; env >{tmp_path}/environment; echo 7'
+    keep = f'for word; do [[ "$word" != *.sbatch ]] || cp "$word" {tmp_path}/script; done'
+    fake_slurm(tmp_path, monkeypatch, sbatch=f"{note}; {keep}", squeue="echo 7", scontrol="")
+    folder = tmp_path / "100%"
+    wanted = "{nodes: 2, gpus_per_node: 4, time_minutes: 10, memory_gib: 1.5, options: {constraint: h200, qos: low}}"
+    arguments = ["+config=debug", "run.seed=1,2", f"sweep.dir={folder}", "sweep.launcher=slurm", "sweep.wait=false"]
+    assert run_sweep([*arguments, f"sweep.slurm={wanted}"]) == 0
+    asked = (tmp_path / "asked").read_text().splitlines()
+    for option in ("--nodes=2", "--gpus-per-node=4", "--time=10", "--signal=B:USR1@150", "--mem=1536M", "--qos=low"):
+        assert option in asked, asked
+    assert f"--output={tmp_path}/100%%/seed-2/log.txt" in asked and "--constraint=h200" in asked
+    assert asked[-4:-2] == ["+config=debug", "run.seed=2"]
+    assert "TRAINER_PROCESSES=4" in (tmp_path / "environment").read_text().splitlines()
+    script, own = (tmp_path / "script").read_text(), (ROOT / "launch/slurm/train.sbatch").read_text()
+    left_out = set(own.splitlines()) - set(script.splitlines())
+    assert left_out == {"#SBATCH --exclusive", "#SBATCH --mem=0"}
+
+
+@pytest.mark.parametrize(
+    "end, state, log, status, reason",
+    [
+        ({"code": 0, "last": 1, "why": "the run is done"}, "", "", "done", None),
+        ({"code": 1, "last": 137, "why": "giving up"}, "", "", "out_of_memory", "a process was killed, probably by"),
+        ({"code": 1, "last": 1, "why": "3 starts in a row"}, "", "Fatal", "failed", "Fatal; 3 starts in a row"),
+        ({"code": 3, "last": 3, "why": "a node is not fit"}, "", "n1: no GPU", "failed", "n1: no GPU; a node is not"),
+        ({"code": 143, "last": 137, "why": "Slurm ends it"}, "CANCELLED", "", "stopped", "Slurm ends it"),
+        (None, "JobState=FAILED ExitCode=2:0", "configuration error: a=1 is wrong", "refused", "a=1 is wrong"),
+        (None, "JobState=CANCELLED ExitCode=0:15", "", "stopped", "Slurm ended the job (CANCELLED)"),
+        (None, "JobState=OUT_OF_MEMORY ExitCode=0:125", "", "out_of_memory", "lack of host memory"),
+        (None, "", "Fatal", "failed", "Slurm ended the job (why is forgotten); Fatal"),
+    ],
+)
+def test_outcomes_of_jobs(tmp_path, monkeypatch, end, state, log, status, reason):
+    """By what the job has noted, else by what Slurm still knows."""
+    fake_slurm(tmp_path, monkeypatch, sbatch="echo 7", squeue="", scontrol=f'echo "JobId=7 {state}"')
+    arguments = ["+config=debug", f"sweep.dir={tmp_path}", "sweep.launcher=slurm"]
+    (tmp_path / "sbatch").write_text(
+        f"#!/bin/bash\nmkdir -p {tmp_path}/single/slurm\necho {log!r} >{tmp_path}/single/log.txt\n"
+        + (f"echo {json.dumps(json.dumps(end))} >{tmp_path}/single/slurm/7-end.json\n" if end else "")
+        + "echo 7\n"
+    )
+    run_sweep(arguments)
+    found = lines(tmp_path)["single"]
+    assert found["status"] == status and (found["reason"] or "").startswith(reason or "") or reason in found["reason"]
+
+
 # A real Slurm
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    pytest.importorskip("submitit", reason="submitit is not installed")
     if why := missing():
         pytest.skip(why)
     cluster = Cluster()
@@ -568,12 +612,13 @@ def cluster():
 
 
 def test_trials_as_jobs(cluster, tmp_path):
-    """Two nodes each: submitted and left alone, collected later; preempted and gone on; cancelled."""
-    jobs = {"environment": {"SLURM_CONF": cluster.environment["SLURM_CONF"]}}
+    """Two nodes each: submitted and left alone, collected later; killed and started again; cancelled."""
+    own = {"SLURM_CONF": cluster.environment["SLURM_CONF"], "TRAINER_FREE_GIB": "0.1"}
+    jobs = {"environment": {**own, "TRAINER_PYTHON": sys.executable}}
     arguments = [
         "+config=debug",
         f"sweep.dir={tmp_path}",
-        "sweep.launcher=submitit",
+        "sweep.launcher=slurm",
         "sweep.slurm={nodes: 2, time_minutes: 30, options: {mem: 100}}",
     ]
     code, out, error = finish(
@@ -592,18 +637,19 @@ def test_trials_as_jobs(cluster, tmp_path):
         found["vocab_size-257"]["loss"] > 1
         and "the model's states do not fit" in found["vocab_size-1000000000000"]["reason"]
     )
-    assert (tmp_path / "vocab_size-257" / "log-1.txt").exists()
+    log = (tmp_path / "vocab_size-257" / "log.txt").read_text()
+    assert "preflight: " in log and "the run is done" in log
 
-    process = sweep(*arguments, "run.seed=7", "sweep.name=long", "run.steps=100000", **jobs)
-    wait_for(lambda: started(tmp_path / "single"), 120, "step")
+    jobs["environment"]["TRAINER_PREFLIGHT"] = "0"
+    long = ["run.seed=7", "sweep.name=long", "run.steps=100000", "checkpoint.every=10"]
+    process, run = sweep(*arguments, *long, **jobs), tmp_path / "single"
+    wait_for(lambda: any((run / "checkpoints").glob("step-*0/manifest.json")), 120, "checkpoint")
+    [victim] = cluster.processes("RANK=1")
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: "resumed from" in (run / "log.txt").read_text(), 180, "start after the kill")
+    wait_for(lambda: last_status(run) == "running", 60, "start")
     [job] = [number for number in cluster.ask("squeue", "-h", "-o", "%A", "-t", "running").split()]
-    cluster.ask("sbatch", "--partition=high", "--nodes=2", "--output=/dev/null", "--wrap=true")
-    wait_for(lambda: cluster.job(job)["Restarts"] == "1", 180, "requeue at the preemption")
-    saved = json.loads((tmp_path / "single" / "status.json").read_text())
-    assert saved["status"] == "stopped" and saved["step"] > 0
-    logs = tmp_path / "single" / "log.txt", tmp_path / "single" / "log-1.txt"  # rank 0 may be on either node
-    wait_for(lambda: any(f"at step {saved['step']}" in log.read_text() for log in logs), 240, "resumed trial")
-    wait_for(lambda: last_status(tmp_path / "single") == "running", 60, "start")
+    assert cluster.job(job)["Restarts"] == "0" and "starting it on the same nodes" in (run / "log.txt").read_text()
     cluster.ask("scancel", "--user=root")
     code, out, error = finish(process)
     assert code == 75 and lines(tmp_path)["single"]["status"] == "stopped", (out, error)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import yaml
 from support.launch import WORKERS, launch, warm_python
 from transformers import AutoModelForCausalLM
-from workers.parallel_runs import CHAINS, COMMON, FIRST, LEG, PLANS, STOPPED, run, settings
+from workers.parallel_runs import CHAINS, COMMON, FIRST, LEG, PLANS, STOPPED, TRAINED, run, settings
 
 import trainer
 import trainer.training.run
@@ -48,7 +48,7 @@ def alone(root):
     from, and its fourth as a transformers folder."""
     seen = {}
     for name in CHAINS:
-        seen[name] = run(root / name, STEPS, **{"model.tied": name == "tied", "checkpoint.every": 2})
+        seen[name] = run(root / name, STEPS, **TRAINED[name], **{"checkpoint.every": 2})
         later = [f"step-{step:08d}" for step in range(FIRST + 1, STEPS + 1)]
         shutil.copytree(root / name, root / f"chain_{name}", ignore=shutil.ignore_patterns(*later))
     assert (
@@ -105,7 +105,7 @@ def test_any_plan_resumes_any_other(root, alone, four, two, name):
     checkpoint."""
     whole, results = alone[name], four | two
     legs = [results[f"{name}_{leg}"] for leg in range(1, len(CHAINS[name][4]) + len(CHAINS[name][2]) + 1)]
-    legs.append(run(root / f"chain_{name}", STEPS, **{"model.tied": name == "tied"}))
+    legs.append(run(root / f"chain_{name}", STEPS, **TRAINED[name]))
     assert len(legs) == 5
     for leg, seen in enumerate(legs, start=1):
         assert_equal(seen, whole, FIRST + leg * LEG)

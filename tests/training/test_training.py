@@ -250,7 +250,7 @@ def test_sigterm_to_torchrun_saves_on_all_ranks(tmp_path):
 
 def test_ctrl_c_to_our_launcher_saves_without_a_report_of_its_own(tmp_path):
     folder = tmp_path / "run"
-    process = start(folder, processes=2, launcher=["train", "--processes", "2"])
+    process = start(folder, "run.steps=3000", processes=2, launcher=["train", "--processes", "2"])
     wait_for(folder, 6, process)
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=100)[0]

@@ -115,7 +115,7 @@ def expect_watched(case: Case, spec: ModelSpec) -> tuple[dict[str, Tensor], dict
 
 def expect_foreign(case: Case, spec: ModelSpec, config: Config) -> dict[str, Tensor]:
     model = ForeignModel(spec)
-    model.set_loss(config.loss.z_loss, 0, False, {})
+    model.set_loss(config.loss.z_loss, 0, False)
     initialize(model, spec, config.run.seed, CPU)
     (batch,) = next(batches(case, spec, CPU))
     objective, _ = model(batch.tokens, batch.targets)

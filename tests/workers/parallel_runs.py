@@ -100,6 +100,18 @@ CHAINS = {  # of plans, two steps each, on 4 processes and then on 2; one proces
     },
 }
 
+TRAINED = {
+    "untied": {},
+    "tied": {
+        "model.tied": True,
+        "optimizer.name": "muon",
+        "optimizer.muon.compute": "fp32",
+        "optimizer.ema.decay": 0.8,
+        "eval.ema": True,
+    },
+}
+"""What is trained in each chain, and how."""
+
 FIRST, LEG = 2, 2
 """Steps that one process takes before a chain, and steps of each leg."""
 
@@ -193,7 +205,8 @@ def follow_chain(root: Path, name: str, world: int) -> Iterator[tuple[str, dict]
             root / f"chain_{name}",
             end + 9 * stopped,
             Watched(stop_after=end - 1 if stopped else None),
-            **{"model.tied": name == "tied", **plan},
+            **TRAINED[name],
+            **plan,
         )
         yield f"{name}_{leg}", seen | {"codes": gather(seen["code"])}
 

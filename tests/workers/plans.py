@@ -25,12 +25,16 @@ from support.launch import CAN_COMPILE, fork, leave
 from support.matrix import PLAIN, SEQUENCES, Case, cases, deepspeed, depth, parts
 from support.reference import random_batch, rows, settings, tiny_spec
 from support.schedules import merge_backward
+from torch import nn
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
 from trainer.data.batches import Batch
-from trainer.distributed.tensors import local
+from trainer.distributed.tensors import boxes, local
 from trainer.distributed.world import World, join, local_device
+from trainer.model.axes import parameter_infos
+from trainer.model.initial import initial_weights
+from trainer.optim.optimizer import Optimizer
 from trainer.parity.compare import Comparison, coarsest, compare, judge
 from trainer.parity.reference import Trajectory, reference
 from trainer.parity.watch import train
@@ -65,6 +69,7 @@ RECOMPUTE = {
     "selective": {"mode": "selective"},
     "modules": {"mode": "selective", "modules": ["*.feed_forward"]},
     "budget": {"mode": "budget"},
+    "tiles": {"mode": "selective", "tile": 7, "offload": True},
 }
 
 
@@ -101,12 +106,15 @@ def config_of(case: Case, folder: Path) -> Config:
         precision__compute=case["precision"],
         precision__reduce=case.get("reduce", "fp32"),
         compile=case.get("compile", False),
+        optimizer__name=case.get("optimizer", "adamw"),
+        optimizer__muon__compute="fp32",
         **{f"activation__{name}": value for name, value in RECOMPUTE[case["recompute"]].items()},
         **{f"parallel__grad_comm__{name}": value for name, value in case.get("gradients", {}).items()},
     )
-    config.loss.chunk, config.loss.z_loss = (
+    config.loss.chunk, config.loss.z_loss, config.loss.tile = (
         (5 if case["loss"] == "chunk" else 2048),
         (1e-2 if case["loss"] == "z_loss" else 0.0),
+        (7 if case["loss"] == "tile" else 0),
     )
     if schedule == "interleaved3":
         config.parallel.pipeline.schedule, config.parallel.pipeline.chunks = "interleaved", 3
@@ -174,10 +182,11 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
             raise
         if world.rank == 0:
             key, kind = (
-                json.dumps([spec.to_dict(), case["loss"] == "z_loss", case["attention"]]),
+                json.dumps([spec.to_dict(), case["loss"] == "z_loss", case["attention"], config.optimizer.name]),
                 coarsest(config.precision, config.parallel.grad_comm),
             )
             base = settings(loss__z_loss=config.loss.z_loss)
+            base.optimizer = config.optimizer
             if key not in references:
                 references[key] = reference(base, spec, batches(case, spec, device), device)
             if key + kind not in plain:  # fp32 has to do with the table
@@ -258,6 +267,54 @@ def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
     return results
 
 
+def whole_matrices(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
+    """Muon in bf16 under plans that hold parts of matrices: whether a rank's parts have the bits of an update of whole
+    ones, and whether it keeps momentum of its parts alone."""
+    results = []
+    for layout in (
+        {"dp": 4, "stage": 3},
+        {"dp": 4, "stage": 2, "shard": 2},
+        {"dp": 2, "tp": 2, "stage": 3},
+        {"dp": 2, "tp": 2, "stage": 0, "kv_heads": 1},
+    ):
+        case = PLAIN | {"optimizer": "muon"} | layout
+        spec, config = spec_of(case, device), config_of(case, Path())
+        config.optimizer.muon.compute = "bf16"
+        plan = resolve_plan(config.parallel, dist.get_world_size(), spec)
+        batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // 2, 2)
+        world = worlds.of(plan, device)
+        state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), world)
+        policies = {name: policy for name, policy in state.optimizer.policies.items() if policy.optimizer == "muon"}
+        infos, weights = parameter_infos(state.stages[0]), initial_weights(spec, config.run.seed, device)
+        whole = {name: nn.Parameter(weights(name, infos[name])) for name in policies}
+        alone, generator = Optimizer(whole, policies, config.optimizer), torch.Generator(device).manual_seed(3)
+        rate, one, zero = (torch.tensor(value, device=device) for value in (1e-2, 1.0, 0.0))
+        for _ in range(2):
+            for name, parameter in state.parameters.items():
+                parameter.grad = torch.zeros_like(parameter)
+                if name in whole:
+                    whole[name].grad = torch.randn(infos[name].shape, generator=generator, device=device)
+                    for offset, values in boxes(parameter.grad):
+                        place = tuple(slice(first, first + size) for first, size in zip(offset, values.shape))
+                        values.copy_(whole[name].grad[place])
+            state.optimizer.step(rate, one, zero)
+            alone.step(rate, one, zero)
+        differing = [
+            name
+            for name, expected in whole.items()
+            for offset, values in boxes(state.parameters[name])
+            if not torch.equal(
+                values, expected[tuple(slice(first, first + size) for first, size in zip(offset, values.shape))]
+            )
+        ]
+        kept = all(
+            state.optimizer.state[name, "momentum_buffer"].shape == local(state.parameters[name]).shape
+            for name in whole
+        )
+        results.append({"case": describe(case), "ranks": world.gather((differing, kept)), "matrices": len(whole)})
+    return results
+
+
 def main(out: str, *which: str) -> None:
     device, worlds = local_device(Config().run), Worlds()
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2000  # of all plans
@@ -272,6 +329,7 @@ def main(out: str, *which: str) -> None:
     results = {
         "cases": measure(chosen, worlds, device, Path(out).parent),
         "overflow": overflow(worlds, device) if processes == 4 and not which else [],
+        "matrices": whole_matrices(worlds, device) if processes == 4 and not which else [],
     }
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))

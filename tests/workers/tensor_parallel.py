@@ -169,7 +169,7 @@ def measure_layer(changes: dict, world: World) -> dict:
     """One layer's saved bytes beside what the cost model plans with, and its collectives."""
     spec, tp = spec_of(**changes), world.mesh["tp"].size()
     model, x = model_of(spec, world), random_part(world, TOKENS, spec.width)
-    rotation = next((rotary(torch.arange(LENGTH)) for rotary in model.rotaries), None)
+    rotation = next((rotary(torch.arange(LENGTH), LENGTH) for rotary in model.rotaries), None)
     with Watch() as forward:
         saved, y = saved_bytes(lambda: model.layers["0"](x, (BATCH, LENGTH), rotation, None), model)
     with Watch() as backward:

@@ -15,6 +15,7 @@ import torch._functorch.config as functorch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from trainer.checkpointing.host import HostStore
 from trainer.config import ActivationConfig, ConfigError
 from trainer.distributed.collectives import TensorGroup
 from trainer.model.stage import Stage
@@ -38,6 +39,8 @@ def apply_recompute(model: Stage, config: ActivationConfig, backend: type[Tensor
     """Sets the recompute of every layer of a model or of a stage of it; settings are taken as checked. backend: what
     tensor-parallel ranks communicate by, whose reductions selective recompute keeps too."""
     functorch.activation_memory_budget = config.budget if config.mode == "budget" else 1.0
+    for layer in model.layers.values():
+        layer.tile = config.tile or 0
     if config.mode in ("none", "budget"):
         return
     layers = [layer for index, layer in model.layers.items() if int(index) % config.every == 0]
@@ -50,12 +53,20 @@ def apply_recompute(model: Stage, config: ActivationConfig, backend: type[Tensor
     if config.mode == "selective":
         operations = saved_operations(config.save) | {operator: ("reduction", 1) for operator in backend.reductions}
         policy = partial(recompute_all, context_fn=partial(selective_contexts, operations))
-    for layer in layers:
+    store = HostStore() if config.offload else None
+    for number, layer in enumerate(layers):
         layer.recompute = policy
+        if store is not None:
+            layer.keep = partial(store.keep, number)
 
 
 def check_recompute(model: Stage, config: ActivationConfig) -> None:
     """Raises `ConfigError` for names that match nothing in the whole model."""
+    reporting = [name for name, module in model.named_modules() if config.tile and getattr(module, "reports", None)]
+    if blocks := [name for name in reporting if name.endswith(".feed_forward")]:
+        raise ConfigError(
+            f"activation.tile={config.tile}: {blocks[0]} reports of all its tokens at once; set activation.tile=0"
+        )
     if config.mode != "selective":
         return
     if not config.modules:
@@ -66,6 +77,12 @@ def check_recompute(model: Stage, config: ActivationConfig) -> None:
     if unmatched:
         raise ConfigError(
             f"activation.modules={unmatched} match no submodule; names look like: {', '.join(list(inside)[:8])}"
+        )
+    fed = [name for name in inside if ".feed_forward" in name and any(fnmatchcase(name, p) for p in config.modules)]
+    if config.tile and fed:
+        raise ConfigError(
+            f"activation.modules={config.modules} match {fed[0]}, which activation.tile={config.tile} recomputes by "
+            "itself; take it out of activation.modules"
         )
 
 

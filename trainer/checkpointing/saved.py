@@ -1,8 +1,9 @@
-"""The model in a checkpoint of a run, for sampling and export."""
+"""A trained model on disk, in a checkpoint of a run or in a transformers folder: for sampling, export and merging."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,33 +17,66 @@ from trainer.checkpointing.retention import find_resume
 from trainer.checkpointing.states import saved_spec
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
+from trainer.hf import HFWeights, spec_from_hf
+from trainer.optim.average import PREFIX as EMA
 from trainer.planning.cost.parameters import declarations
+
+CONFIG = "config.json"
+"""By which a transformers folder is known."""
+
+WEIGHTS = ("trained", "ema")
+"""What there may be of a model in a checkpoint: the parameters as trained, or their average."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model on disk. contents: of its checkpoint; tokenizer: the run's tokenizer folder, if there is one."""
+    """A model on disk. path: the checkpoint's own folder, or a transformers folder; tensor: name -> the whole
+    parameter, read from disk; tokenizer: the folder of the model's tokenizer, if there is one; run: the folder of its
+    run."""
 
-    contents: Contents
+    path: Path
     spec: ModelSpec
+    tensor: Callable[[str], Tensor]
     tokenizer: Path | None
-
-    @property
-    def path(self) -> Path:
-        """The checkpoint's own folder."""
-        return self.contents.path
-
-    def tensor(self, name: str) -> Tensor:
-        """The whole parameter `name`, read from disk."""
-        return self.contents.read([f"model.{name}"])[f"model.{name}"]
+    run: Path | None
 
 
-def open_saved(checkpoint: str) -> SavedModel:
-    """The model at `checkpoint`: a run's folder, of which the newest whole checkpoint is taken, or a checkpoint's
-    folder.
+def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
+    """The model at `checkpoint`: a run's folder, of which the newest whole checkpoint is taken, a checkpoint's folder,
+    or a transformers folder. weights: one of `WEIGHTS`.
 
     Checksums are verified. Raises `ConfigError` naming the folder and what is wrong with it.
     """
+    folder = Path(checkpoint).expanduser()
+    if (folder / CONFIG).is_file() and not (folder / MANIFEST).is_file():
+        return open_transformers(checkpoint, weights)
+    path = find_whole(checkpoint)
+    run = path.resolve().parent.parent
+    tokenizer = run / "tokenizer"
+    try:
+        contents = Contents(path)
+        spec = saved_spec(path, contents.manifest)
+        prefix = "model."
+        if weights == "ema":
+            prefix = EMA
+            if not any(name.startswith(EMA) for name in contents.names):
+                raise ConfigError(
+                    f"weights=ema: {path} holds no average of the weights, as its run had optimizer.ema.decay=0; leave "
+                    "weights=ema out"
+                )
+        check_model(contents, spec, prefix)
+    except DamagedCheckpoint as damage:
+        way_out = "" if "imports=" in str(damage) else "; give another checkpoint"
+        raise ConfigError(f"checkpoint={checkpoint}: {damage}{way_out}") from None
+
+    def tensor(name: str) -> Tensor:
+        return contents.read([prefix + name])[prefix + name]
+
+    return SavedModel(path, spec, tensor, tokenizer if tokenizer.is_dir() else None, run)
+
+
+def find_whole(checkpoint: str) -> Path:
+    """The checkpoint folder that `checkpoint` names, verified."""
     folder = Path(checkpoint).expanduser()
     if (folder / MANIFEST).is_file():
         try:
@@ -51,35 +85,40 @@ def open_saved(checkpoint: str) -> SavedModel:
             raise ConfigError(
                 f"checkpoint={checkpoint}: {damage}; give the run's folder to take its newest whole checkpoint"
             ) from None
-        path = folder
-    else:
-        nested = folder / "checkpoints"
-        path, warnings = find_resume("auto", nested if list_checkpoints(nested) else folder, True)
-        for warning in warnings:
-            print(warning, file=sys.stderr)
-        if path is None:
-            raise ConfigError(
-                f"checkpoint={checkpoint} holds no whole checkpoint; give a run's folder (runs/NAME) or one of its "
-                "checkpoints (runs/NAME/checkpoints/step-00000100)"
-            )
-    tokenizer = path.resolve().parent.parent / "tokenizer"
-    try:
-        contents = Contents(path)
-        spec = saved_spec(path, contents.manifest)
-        check_model(contents, spec)
-    except DamagedCheckpoint as damage:
-        way_out = "" if "imports=" in str(damage) else "; give another checkpoint"
-        raise ConfigError(f"checkpoint={checkpoint}: {damage}{way_out}") from None
-    return SavedModel(contents, spec, tokenizer if tokenizer.is_dir() else None)
+        return folder
+    nested = folder / "checkpoints"
+    path, warnings = find_resume("auto", nested if list_checkpoints(nested) else folder, True)
+    for warning in warnings:
+        print(warning, file=sys.stderr)
+    if path is None:
+        raise ConfigError(
+            f"checkpoint={checkpoint} holds no whole checkpoint; give a run's folder (runs/NAME), one of its "
+            "checkpoints (runs/NAME/checkpoints/step-00000100), or a transformers folder"
+        )
+    return path
 
 
-def check_model(contents: Contents, spec: ModelSpec) -> None:
-    """Raises DamagedCheckpoint unless a checkpoint holds the parameters of `spec`; before memory is asked for."""
+def open_transformers(folder: str, weights: str) -> SavedModel:
+    """The model in a transformers folder."""
+    if weights == "ema":
+        raise ConfigError(
+            f"weights=ema: {folder} is a transformers folder, which holds one set of weights; leave it out"
+        )
+    path = Path(folder).expanduser()
+    spec = spec_from_hf(path)
+    values = HFWeights(path, spec)
+    tokenizer = path if (path / "tokenizer_config.json").is_file() else None
+    return SavedModel(path, spec, lambda name: values(name, values.infos[name]), tokenizer, None)
+
+
+def check_model(contents: Contents, spec: ModelSpec, prefix: str) -> None:
+    """Raises DamagedCheckpoint unless a checkpoint holds the parameters of `spec`, behind `prefix`; before memory is
+    asked for."""
     where = contents.path / MANIFEST
     if spec.depth > len(contents.names):
         raise DamagedCheckpoint(f"{where}: a model of {spec.depth} layers, but {len(contents.names)} tensors")
     try:
-        wanted = {f"model.{name}": info.shape for name, info in declarations(spec).items()}
+        wanted = {prefix + name: info.shape for name, info in declarations(spec).items()}
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise DamagedCheckpoint(f"{where}: a model that cannot be: {shown(str(error))}") from None
     held = {name: tensor for name in wanted if (tensor := contents.find(name)) is not None}

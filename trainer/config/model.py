@@ -24,13 +24,58 @@ class RopeSpec:
 
     theta: float = option(10000.0, "base of the rotation frequencies")
     fraction: float = option(1.0, "leading share of each head's dimensions that is rotated (GPT-NeoX: 0.25)")
-    scaling: str = option("none", "context extension of the frequencies", ("none", "linear", "llama3"))
-    factor: float = option(1.0, "context extension factor")
+    scaling: str = option(
+        "none",
+        "context extension: linear divides positions; dynamic raises theta with the sequence, beyond model.max_length; "
+        "llama3 and yarn stretch slow frequencies alone; longrope has a factor for each frequency",
+        ("none", "linear", "dynamic", "llama3", "yarn", "longrope"),
+    )
+    factor: float = option(1.0, "context extension factor", range="[1, inf)")
     low_frequency_factor: float = option(
         1.0, "llama3 scaling: wavelengths above original_length / this are divided by factor"
     )
     high_frequency_factor: float = option(4.0, "llama3 scaling: wavelengths below original_length / this are kept")
-    original_length: int = option(8192, "llama3 scaling: context length before extension", unit="tokens")
+    original_length: int = option(
+        8192, "llama3, yarn, longrope scaling: context length before extension", unit="tokens", range="[1, inf)"
+    )
+    beta_fast: float = option(
+        32.0, "yarn scaling: dimensions that turn more often within original_length are kept", range="(0, inf)"
+    )
+    beta_slow: float = option(
+        1.0, "yarn scaling: dimensions that turn less often are divided by factor", range="(0, inf)"
+    )
+    truncate: bool = option(True, "yarn scaling: the bounds between which it blends are whole dimensions")
+    attention_factor: float = option(
+        0.0, "yarn, longrope scaling: factor on cosines and sines; 0 means what follows from factor", range="[0, inf)"
+    )
+    mscale: float = option(
+        0.0, "yarn scaling: weight of log(factor) in the attention factor, beside mscale_all_dim", range="[0, inf)"
+    )
+    mscale_all_dim: float = option(
+        0.0, "yarn scaling: the same in what the attention factor is divided by, beside mscale", range="[0, inf)"
+    )
+    short_factor: list[float] = option(
+        [], "longrope scaling: divisor of each frequency in sequences up to original_length", range="(0, inf)"
+    )
+    long_factor: list[float] = option([], "longrope scaling: the same in longer sequences", range="(0, inf)")
+
+    def check(self, size: int) -> list[str]:
+        """What is wrong with the scaling of `size` rotated dimensions."""
+        path, found = "model.attention.rope", []
+        if self.scaling == "dynamic" and size < 4:
+            found.append(f"{path}.scaling=dynamic needs 4 rotated dimensions of a head, and there are {size}")
+        if self.scaling == "yarn" and self.theta <= 1:
+            found.append(f"{path}.theta={self.theta} must be above 1 for {path}.scaling=yarn")
+        if self.scaling == "longrope" and self.original_length < 2:
+            found.append(f"{path}.original_length={self.original_length} must be above 1 for {path}.scaling=longrope")
+        for name in ("short_factor", "long_factor") if self.scaling == "longrope" else ():
+            factors = getattr(self, name)
+            if len(factors) != size // 2 or not all(factor > 0 for factor in factors):
+                found.append(
+                    f"{path}.{name} must have a positive number for each of the {size // 2} frequencies of a head, and "
+                    f"has {factors}"
+                )
+        return found
 
 
 @dataclass
@@ -190,6 +235,8 @@ class ModelSpec:
                 found.append(f"model.attention.rope.fraction={a.rope.fraction} must lie in (0, 1]")
             elif a.positions == "rope" and int(a.head_dim * a.rope.fraction) % 2:
                 found.append(f"model.attention.head_dim={a.head_dim} x rope.fraction={a.rope.fraction} must be even")
+            elif a.positions == "rope":
+                found += a.rope.check(int(a.head_dim * a.rope.fraction))
             if layer.feed_forward.width < 1:
                 found.append(f"model.feed_forward.width={layer.feed_forward.width} must be positive")
             if found:

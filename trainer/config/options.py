@@ -14,31 +14,43 @@ if typing.TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Options = TypeVar("Options", bound="DataclassInstance")
-KINDS = {int: "a whole number", float: "a number"}
+KINDS = {int: "a whole number", float: "a number", list[str]: "a list [a,b]", list[float]: "a list of numbers [1,2]"}
 
 
-def parse(schema: type[Options], arguments: Sequence[str]) -> Options:
+def parse(schema: type[Options], arguments: Sequence[str], words: Sequence[str] = ()) -> Options:
     """`key=value` arguments as an instance of `schema`; an option whose default is None has to be given.
 
-    Values are taken literally, spaces and all. Raises `ConfigError` with everything that is wrong.
+    words: options that arguments without a key stand for, in this order; the first takes several if it is a list.
+    Values are taken literally, spaces and all; those of a list stand in brackets, between commas. Raises `ConfigError`
+    with everything that is wrong.
     """
     fields, hints = {f.name: f for f in dataclasses.fields(schema)}, typing.get_type_hints(schema)
     values: dict[str, Any] = {}
     problems: list[str] = []
+    if words:
+        plain = [argument for argument in arguments if "=" not in argument]
+        arguments = [argument for argument in arguments if "=" in argument]
+        first, *others = words
+        if len(plain) > len(words) and typing.get_origin(hints[first]) is not list:
+            problems.append(f"'{plain[len(words)]}' is one word too many; {' '.join(words)} can stand without a key")
+        some = max(1, len(plain) - len(others)) if typing.get_origin(hints[first]) is list else 1
+        if plain:
+            values[first] = plain[:some] if typing.get_origin(hints[first]) is list else plain[0]
+        values |= dict(zip(others, plain[some:]))
     for argument in arguments:
         name, equals, text = argument.partition("=")
         if name not in fields or not equals:
             problems.append(f"'{argument}' is not an option of the form key=value; {nearest(name, list(fields))}")
             continue
         try:
-            values[name] = hints[name](text)
+            values[name] = _value(hints[name], text)
         except ValueError:
             problems.append(f"{name}={text} must be {KINDS[hints[name]]}")
             continue
         choices = fields[name].metadata["choices"]
         if choices and values[name] not in choices:
             problems.append(f"{name}={text} is not legal; {nearest(text, list(choices))}")
-    given = {argument.partition("=")[0] for argument in arguments}
+    given = {argument.partition("=")[0] for argument in arguments} | values.keys()
     problems += [
         f"{name}=... is needed: {field.metadata['doc']}"
         for name, field in fields.items()
@@ -49,14 +61,24 @@ def parse(schema: type[Options], arguments: Sequence[str]) -> Options:
     return schema(**values)
 
 
-def usage(schema: type[DataclassInstance], program: str) -> str:
-    lines = [
-        f"usage: python -m {program} "
-        + " ".join(
-            f"{f.name}=..." if f.default is None else f"[{f.name}={f.default}]" for f in dataclasses.fields(schema)
-        ),
-        "",
-    ]
+def _value(kind: Any, text: str) -> Any:
+    """Raises `ValueError` for a text that is none of the kind."""
+    if typing.get_origin(kind) is not list:
+        return kind(text)
+    if not (text.startswith("[") and text.endswith("]")):
+        raise ValueError
+    (item,) = typing.get_args(kind)
+    return [item(part.strip()) for part in text[1:-1].split(",") if part.strip()]
+
+
+def usage(schema: type[DataclassInstance], program: str, words: Sequence[str] = ()) -> str:
+    def shown(field: dataclasses.Field) -> str:
+        if field.name in words:
+            return field.name.upper() + (" ..." if str(field.type).startswith("list") else "")
+        default = [] if field.default is dataclasses.MISSING else field.default
+        return f"{field.name}=..." if default is None else f"[{field.name}={default}]"
+
+    lines = [f"usage: python -m {program} " + " ".join(map(shown, dataclasses.fields(schema))), ""]
     width = max(len(f.name) for f in dataclasses.fields(schema))
     for f in dataclasses.fields(schema):
         choices = f" ({', '.join(f.metadata['choices'])})" if f.metadata["choices"] else ""
@@ -65,15 +87,19 @@ def usage(schema: type[DataclassInstance], program: str) -> str:
 
 
 def run_command(
-    schema: type[Options], action: Callable[[Options], Any], program: str, arguments: Sequence[str] | None = None
+    schema: type[Options],
+    action: Callable[[Options], Any],
+    program: str,
+    arguments: Sequence[str] | None = None,
+    words: Sequence[str] = (),
 ) -> int:
     """Parses and runs; the exit code is 0, or 2 after one message on stderr about what is wrong with the options."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
-        print(usage(schema, program))
+        print(usage(schema, program, words))
         return 0
     try:
-        action(parse(schema, arguments))
+        action(parse(schema, arguments, words))
     except ConfigError as error:
         print("\n".join(f"{program}: {problem}" for problem in error.problems), file=sys.stderr)
         return 2

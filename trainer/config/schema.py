@@ -34,6 +34,11 @@ class ModelConfig(ModelSpec):
         "folder with config.json and safetensors of a transformers model: its architecture replaces the other model "
         "fields, its weights are where training starts",
     )
+    extend: dict[str, Any] = option(
+        {},
+        "with from_hf: positions for longer sequences than those of that model: max_length, and fields of "
+        "model.attention.rope, such as {max_length: 131072, scaling: yarn, factor: 16.0, original_length: 8192}",
+    )
 
 
 @dataclass
@@ -269,6 +274,18 @@ class ActivationConfig:
     budget: float = option(
         0.5, "budget: share of the block's activation memory to keep, 0 to 1 (needs compile)", range="[0, 1]"
     )
+    tile: int | None = option(
+        None,
+        "tokens of a rank that feed-forward blocks compute at a time, and again in backward; 0: all; auto: 8192 where "
+        "the predicted memory of all does not fit",
+        unit="tokens",
+        range="[0, inf)",
+    )
+    offload: bool | None = option(
+        None,
+        "full, and selective without modules: the inputs of recomputed layers wait in host memory, copied behind "
+        "computation; auto: where the predicted memory needs it",
+    )
 
 
 @dataclass
@@ -279,19 +296,55 @@ class LossConfig:
         range="[0, inf)",
     )
     chunk: int = option(2048, "tokens whose fp32 logits exist at a time; 0 means all", unit="tokens", range="[0, inf)")
+    tile: int | None = option(
+        None,
+        "tokens of a rank whose logits exist at a time, in the compute type too; 0: all; auto: 8192 where the "
+        "predicted memory of all does not fit",
+        unit="tokens",
+        range="[0, inf)",
+    )
     terms: dict[str, Any] = option(
         {}, "registered terms by name, with their settings, added to each token's loss", registry=LOSS_TERMS
     )
 
 
 @dataclass
+class MuonConfig:
+    """Muon, for parameters whose optimizer it is."""
+
+    momentum: float = option(0.95, "decay of the momentum", range="[0, 1)")
+    nesterov: bool = option(True, "look ahead along the momentum")
+    steps: int = option(5, "steps of the Newton-Schulz iteration", unit="steps", range="[1, 100)")
+    adjust_lr: str = option(
+        "match_rms_adamw",
+        "learning rate of a matrix by its shape: match_rms_adamw makes steps as large as AdamW's, so that both share "
+        "lr.peak; original is sqrt(max(1, rows / columns)), for rates some 50 times larger",
+        ("match_rms_adamw", "original"),
+    )
+    compute: str = option("bf16", "type of the iteration, and of what travels between ranks for it", ("bf16", "fp32"))
+
+
+@dataclass
+class EmaConfig:
+    """An exponential moving average of the weights, in fp32, sharded as they are."""
+
+    decay: float = option(
+        0.0, "share of the average that an update keeps, such as 0.999; 0 keeps no average", range="[0, 1)"
+    )
+
+
+@dataclass
 class OptimizerConfig:
-    name: str = option("adamw", "optimizer", OPTIMIZERS)
+    name: str = option(
+        "adamw", "optimizer; muon is for hidden matrices, and leaves all other parameters to adamw", OPTIMIZERS
+    )
     beta1: float = option(0.9, "decay of the first moment (momentum for sgd)", range="[0, 1)")
     beta2: float = option(0.95, "decay of the second moment", range="[0, 1)")
     eps: float = option(1e-8, "added to the root of the second moment", range="(0, inf)")
     weight_decay: float = option(0.1, "decoupled weight decay", range="[0, inf)")
     clip_norm: float = option(1.0, "largest global gradient norm; 0 means no clipping", range="[0, inf)")
+    muon: MuonConfig = option(MuonConfig(), "muon")
+    ema: EmaConfig = option(EmaConfig(), "average of the weights")
     settings: dict[str, Any] = option({}, "settings of registered optimizers, by name", registry=OPTIMIZERS)
 
 
@@ -333,6 +386,7 @@ class CheckpointConfig:
 class EvalConfig:
     every: int = option(0, "evaluate every n steps and after the last; 0 means never", unit="steps", range="[0, inf)")
     sequences: int = option(64, "held-out sequences per evaluation", unit="sequences", range="[1, inf)")
+    ema: bool = option(False, "evaluate the average of the weights (optimizer.ema.decay) in their place")
 
 
 @dataclass

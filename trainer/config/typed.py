@@ -231,9 +231,9 @@ def _convert(
     choices = metadata.get("choices")
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):  # Optional[T]
-        if value is None:
-            return None
         hint = arguments[0]
+        if value is None or (value == "auto" and hint is not str):
+            return None
     if value == "???":
         raise Invalid(f"{path} has no value; set {path}=VALUE")
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):

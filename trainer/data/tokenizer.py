@@ -118,7 +118,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return _from_folder(path, named)
     if not path.is_file():
         raise ConfigError(
-            f"{named} does not exist; legal: bpe, bytes, a tokenizer.json, or a transformers tokenizer folder"
+            f"{named} does not exist; legal: bpe, bytes, a tokenizer.json, or a transformers tokenizer folder (one of "
+            "the hub: hf download NAME --include 'tokenizer*' --local-dir DIR)"
         )
     try:
         backend = Backend.from_str(read_bytes(path, LIMIT).decode())

@@ -54,8 +54,12 @@ def give_gloo_one_thread() -> None:
     dist.ProcessGroupGloo.__init__ = with_one_thread
 
 
+@functools.cache
 def gloo_devices() -> list[Any]:
-    """The network interfaces that gloo uses: those of GLOO_SOCKET_IFNAME, or the one of this machine's name."""
+    """The network interfaces that gloo uses: those of GLOO_SOCKET_IFNAME, or the one of this machine's name.
+
+    All communicators of this process share them: each device has a thread that wakes up a hundred times a second, and
+    torch would make one for each communicator."""
     names = os.environ.get("GLOO_SOCKET_IFNAME")
     if not names:
         return [dist.ProcessGroupGloo.create_default_device()]

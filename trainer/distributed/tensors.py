@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -77,8 +77,9 @@ def _rectangles(values: Tensor, start: int, shape: torch.Size) -> Iterator[tuple
         done += size
 
 
-def extent(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
-    """Shape of what this rank holds of a tensor, and where in the whole it begins.
+def extent(tensor: DTensor, places: Mapping[str, int] | None = None) -> tuple[torch.Size, torch.Size]:
+    """Shape of what a rank holds of a tensor, and where in the whole it begins. places: of the rank in the mesh, by
+    dimension; None: this one's.
 
     A dimension that tensor parallelism and then sharding have cut is marked as strided by FSDP. torch's own function
     counts such parts as if they were cut the other way round, which differs where sizes do not divide."""
@@ -89,7 +90,8 @@ def extent(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
         cut = getattr(tensor.placements[dimension], "dim", None)
         if cut is not None:
             part = -(-size[cut] // mesh.size(dimension))
-            start = min(size[cut], part * mesh.get_local_rank(dimension))
+            place = places[mesh.mesh_dim_names[dimension]] if places else mesh.get_local_rank(dimension)
+            start = min(size[cut], part * place)
             size[cut], first[cut] = min(part, size[cut] - start), first[cut] + start
     return torch.Size(size), torch.Size(first)
 
@@ -97,3 +99,14 @@ def extent(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
 def local(tensor: Tensor | Fragment) -> Tensor:
     """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, (DTensor, Fragment)) else tensor
+
+
+def like(tensor: Tensor | Fragment, values: Tensor) -> Tensor | Fragment:
+    """Other values for what this rank holds of a tensor."""
+    if isinstance(tensor, Fragment):
+        return tensor.of(values)
+    if not isinstance(tensor, DTensor):
+        return values
+    return DTensor.from_local(
+        values, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -67,6 +68,20 @@ class World:
     def pipeline(self) -> list[int]:
         """The global ranks of this rank's pipeline, in order of their place in it."""
         return self.dimensions["pp"].mesh.flatten().tolist()
+
+    @cached_property
+    def peers(self) -> dist.ProcessGroup:
+        """The ranks that hold parts of the same pipeline stages. All ranks ask for it together for the first time."""
+        size = len(self.peer_places)
+        return dist.group.WORLD if size == self.size else dist.new_subgroups(size, timeout=self.timeout)[0]
+
+    @cached_property
+    def peer_places(self) -> list[dict[str, int]]:
+        """The coordinates of those ranks in the mesh, in the order of the group: all that have this one's pipeline
+        rank, the slowest dimension."""
+        names = [name for name in self.mesh.mesh_dim_names if name != "pp"]
+        sizes = [range(self.dimensions[name].size()) for name in names]
+        return [dict(zip(names, places)) for places in itertools.product(*sizes)]
 
     @property
     def speaks_for_data(self) -> bool:

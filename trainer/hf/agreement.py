@@ -4,8 +4,9 @@ Reading back what was written shows only that our reader and our writer agree. W
 refuses is known to transformers alone, in the version that is installed. So it is asked: it opens the very
 configuration, builds it without memory to show the shapes of all parameters, and computes a small model of it, whose
 weights come by the same files as a real one's. What is made smaller is the number of layers that are alike, the number
-of heads, the widths that follow from it, the vocabulary, and windows longer than the sequence, which takes the same
-time and memory for a model of any size. Head dimensions, frequencies and all that is no size stay what they are.
+of heads, the widths that follow from it, the vocabulary, and what is longer than the small model's sequence: windows,
+and the length from which frequencies depend on the sequence. That takes the same time and memory for a model of any
+size. Head dimensions, frequencies and all that is no size stay what they are.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import ConfigError
-from trainer.config.model import LayerSpec, ModelSpec
+from trainer.config.model import LayerSpec, ModelSpec, RopeSpec
 from trainer.config.typed import flat
 from trainer.hf.config import assign, config_from_spec, encode, same
 from trainer.hf.families import FAMILIES
@@ -46,6 +47,7 @@ TOLERANCE = 3e-5
 another, which shows least of all that could be mistaken, is above 1e-4."""
 MOST = 1 << 28
 """Parameters of the small model. Of published ones it has fewer than 2e7; a folder can claim anything."""
+ROPE_GROUPS = ("rope_parameters", "rope_scaling")
 SIZES = ("vocab_size", "width", "depth", "max_length", "attention.heads", "attention.kv_heads", "feed_forward.width")
 
 
@@ -156,9 +158,15 @@ def difference(spec: ModelSpec, config: dict[str, Any], folder: Path) -> float:
         raise ValueError(f"the weights have other names: {', '.join(sorted(wrong)[:3])}")
     length = min(spec.max_length, LENGTH) if spec.learned_positions else LENGTH
     tokens = torch.randint(0, spec.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    error = (ours(tokens) - theirs.eval()(tokens, use_cache=False, return_dict=True).logits).abs().max()
-    ours.head.loss = replace(ours.head.loss, soft_cap=0.0)
-    return (error / ours(tokens).abs().max()).item()
+    ropes = [spec.layer(index).attention.rope for index in range(spec.depth)]
+    found = []
+    for size in {length, *(rope.original_length for rope in ropes if extends(rope))}:
+        ours.head.loss = replace(ours.head.loss, soft_cap=spec.logit_soft_cap)
+        logits = theirs.eval()(tokens[:, :size], use_cache=False, return_dict=True).logits
+        error = (ours(tokens[:, :size]) - logits).abs().max()
+        ours.head.loss = replace(ours.head.loss, soft_cap=0.0)
+        found.append((error / ours(tokens[:, :size]).abs().max()).item())
+    return max(found)
 
 
 def sample_weight(name: str, info: ParameterInfo) -> Tensor:
@@ -183,8 +191,9 @@ def with_few_layers(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec,
 
 
 def narrowed(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
-    """Both with few heads, narrow blocks, few tokens, and windows that end within `LENGTH`. The width keeps its
-    relation to the number of heads, and what an architecture derives from sizes is derived again."""
+    """Both with few heads, narrow blocks, few tokens, and windows and extended positions that begin within `LENGTH`.
+    The width keeps its relation to the number of heads, and what follows from sizes in an architecture does so
+    again."""
     layers = [spec.layer(index) for index in range(spec.depth)]
     given = {config.get("sliding_window"), *(layer.attention.window for layer in layers)}
     long = sorted(window for window in given if window and window > LENGTH // 2)
@@ -196,6 +205,8 @@ def narrowed(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, dict[s
         small.width = spec.width // heads * small.attention.heads
     small.vocab_size = min(spec.vocab_size, VOCABULARY)
     small.max_length = min(spec.max_length, LENGTH) if spec.learned_positions else spec.max_length
+    if any(layer.attention.rope.scaling == "dynamic" for layer in layers):
+        small.max_length = min(spec.max_length, LENGTH // 2)
     for path, value in FAMILIES[spec.family].fixed.items():
         if callable(value) and same(attrgetter(path)(spec), value(spec)):
             assign(small, path, value(small))
@@ -205,7 +216,7 @@ def narrowed(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, dict[s
         for key, value in config.items()
         if key.endswith("_token_id") and isinstance(value, int)
     }
-    return small, {**config, **sizes(small), **window, **tokens}
+    return small, {**shorter_rope(config, layers[0].attention.rope), **sizes(small), **window, **tokens}
 
 
 def narrow_layer(layer: LayerSpec, windows: dict[int, int]) -> LayerSpec:
@@ -213,9 +224,25 @@ def narrow_layer(layer: LayerSpec, windows: dict[int, int]) -> LayerSpec:
     a = layer.attention
     kv_heads = least_divisor(a.kv_heads)
     heads = kv_heads * least_divisor(a.heads // a.kv_heads)
-    attention = replace(a, heads=heads, kv_heads=kv_heads, window=windows.get(a.window, a.window))
+    rope = replace(a.rope, original_length=min(a.rope.original_length, LENGTH // 2)) if extends(a.rope) else a.rope
+    attention = replace(a, heads=heads, kv_heads=kv_heads, window=windows.get(a.window, a.window), rope=rope)
     width = min(layer.feed_forward.width, FEED_FORWARD)
     return replace(layer, attention=attention, feed_forward=replace(layer.feed_forward, width=width))
+
+
+def extends(rope: RopeSpec) -> bool:
+    """Whether frequencies are others beyond the original length."""
+    return rope.scaling == "longrope"
+
+
+def shorter_rope(config: dict[str, Any], rope: RopeSpec) -> dict[str, Any]:
+    """The configuration with the original length of `rope`, where frequencies depend on it, and the factor that may
+    have followed from it."""
+    if not extends(rope):
+        return config
+    length = {"original_max_position_embeddings": rope.original_length}
+    groups = {name: config[name] | length | {"factor": rope.factor} for name in ROPE_GROUPS if config.get(name)}
+    return {**config, **groups, **(length if config.keys() & length.keys() else {})}
 
 
 def least_divisor(n: int) -> int:

@@ -17,7 +17,14 @@ from trainer.util.reading import brief
 DEEPEST, LARGEST = 10_000, 1 << 31
 """Layers, and any other number, of a model: what is made of a larger one would fill the memory."""
 
-ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
+ROPE_TYPES = {
+    "default": "none",
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "llama3": "llama3",
+    "yarn": "yarn",
+    "longrope": "longrope",
+}
 ROPE_NAMES = {
     "theta": "rope_theta",
     "fraction": "partial_rotary_factor",
@@ -25,13 +32,35 @@ ROPE_NAMES = {
     "low_frequency_factor": "low_freq_factor",
     "high_frequency_factor": "high_freq_factor",
     "original_length": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "truncate": "truncate",
+    "attention_factor": "attention_factor",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "short_factor": "short_factor",
+    "long_factor": "long_factor",
 }
 """Field of `RopeSpec` -> its name in rope_parameters."""
 SCALING_FIELDS = {
     "none": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": ("factor", "low_frequency_factor", "high_frequency_factor", "original_length"),
+    "yarn": (
+        "factor",
+        "original_length",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    ),
+    "longrope": ("factor", "original_length", "short_factor", "long_factor", "attention_factor"),
 }
+OPTIONAL = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
+"""Fields of `RopeSpec` that rope_parameters may lack; null and 0 stand there for what is the default here."""
 UNSUPPORTED = {
     "quantization_config": "quantised weights are not supported; supported: fp32, bf16, fp16",
     "per_layer_config": "options of single layers are not supported; supported: the same options for all layers",
@@ -194,12 +223,15 @@ def rope_from_config(config: dict[str, Any], family: Family, problems: list[str]
         problems.append(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
         return rope
     rope.scaling = ROPE_TYPES[kind]
-    for name in (*family.rope.values(), *SCALING_FIELDS[rope.scaling]):
-        if options.get(ROPE_NAMES[name]) is None:
+    if rope.scaling in ("yarn", "longrope") and options.get("factor") is None:
+        before = options.get(ROPE_NAMES["original_length"])
+        options["factor"] = config["max_position_embeddings"] / before if before else None
+    for name in dict.fromkeys((*family.rope.values(), *SCALING_FIELDS[rope.scaling])):
+        value = options.get(ROPE_NAMES[name])
+        if value or isinstance(value, bool):
+            setattr(rope, name, type(getattr(rope, name))(value))
+        elif name not in OPTIONAL:
             problems.append(f"rope type {kind!r} needs {ROPE_NAMES[name]}")
-        else:
-            kept = type(getattr(rope, name))
-            setattr(rope, name, kept(options[ROPE_NAMES[name]]))
     return rope
 
 
@@ -207,8 +239,13 @@ def rope_to_config(rope: RopeSpec, family: Family) -> dict[str, Any]:
     """The options of rotary positions under the names of transformers 5 and of its predecessors. None is left to a
     default."""
     kind = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == rope.scaling)
-    everywhere = {ROPE_NAMES[name]: getattr(rope, name) for name in family.rope.values()}
-    scaling = {ROPE_NAMES[name]: getattr(rope, name) for name in SCALING_FIELDS[rope.scaling]}
+    everywhere = {ROPE_NAMES[name]: getattr(rope, name) for name in family.rope.values() if name != "original_length"}
+    values = {name: getattr(rope, name) for name in SCALING_FIELDS[rope.scaling]}
+    scaling = {
+        ROPE_NAMES[name]: value
+        for name, value in values.items()
+        if name not in OPTIONAL or value or isinstance(value, bool)
+    }
     return {
         "rope_parameters": {"rope_type": kind, **everywhere, **scaling},
         "rope_scaling": {"rope_type": kind, **scaling} if scaling else None,

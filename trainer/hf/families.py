@@ -152,7 +152,7 @@ FAMILIES: dict[str, Family] = {
         + (Rule("mlp.gate_up_proj", ("feed_forward.gate", "feed_forward.up")),)
         + DOWN
         + PRE_NORM,
-        rope={"partial_rotary_factor": "fraction"},
+        rope={"partial_rotary_factor": "fraction", "original_max_position_embeddings": "original_length"},
         windows="all",
         written={"embd_pdrop": 0.0, "resid_pdrop": 0.0},
     ),

@@ -17,7 +17,7 @@ from trainer.config.model import ModelSpec
 from trainer.hf.agreement import check_export, check_import, usual_config
 from trainer.hf.config import check_sizes, config_from_spec, spec_from_config
 from trainer.hf.families import FAMILIES
-from trainer.hf.tokenizer import open_tokenizer
+from trainer.hf.tokenizer import SUFFIXES, open_tokenizer
 from trainer.hf.weights import write_weights
 from trainer.util.reading import brief, read_json
 
@@ -76,7 +76,7 @@ def export(
     Before anything is written, transformers opens the configuration and computes a small model of it.
 
     tensors: whole parameters by global name, read one at a time, so that at most one file's tensors are in memory
-    besides. tokenizer: folder to copy. The folder is written under another name and then renamed, so that it is
+    besides. tokenizer: folder to copy it from. The folder is written under another name and then renamed, so that it is
     complete or absent. Raises `ConfigError` where transformers' model would be another one, naming the field."""
     from transformers import GenerationConfig
 
@@ -91,12 +91,22 @@ def export(
     partial.mkdir(parents=True)
     write_weights(partial, spec, tensors if callable(tensors) else tensors.__getitem__, dtype, shard_size)
     if tokenizer:
-        shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
+        copy_tokenizer(Path(tokenizer), partial)
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     GenerationConfig(**{key: config[key] for key in SPECIAL}).save_pretrained(partial)
     if folder.exists():
         folder.rmdir()
     partial.rename(folder)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copies the files of a tokenizer, which may lie beside a model."""
+    model = ("config.json", "generation_config.json", "model.safetensors.index.json")
+    for path in source.iterdir():
+        if path.is_dir() and path.name == "additional_chat_templates":
+            shutil.copytree(path, folder / path.name)
+        elif path.suffix in SUFFIXES and path.name not in model:
+            shutil.copy(path, folder)
 
 
 def special_tokens(tokenizer: str | Path | None) -> dict[str, int | None]:

@@ -1,9 +1,9 @@
-"""The blocks that a model is made of: linear, norm, rotary positions, attention, feed-forward, layer."""
+"""The blocks that a model is made of: linear, norm, attention, feed-forward, layer."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.config import ConfigError, registry
-from trainer.config.model import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec, RopeSpec
+from trainer.config.model import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
 from trainer.distributed.collectives import Sum
 from trainer.model.attention import attend
 from trainer.model.axes import Declared
 from trainer.model.linear import DeferredGrads, columns, number_layer, rows
-from trainer.model.stage import apart, together
+from trainer.model.rotary import rotate
+from trainer.model.stage import Report, apart, keep_here, together
+from trainer.model.tiles import tiled
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -114,45 +116,6 @@ class Norm(Declared):
         return x if bias is None else x + bias
 
 
-class Rotary(nn.Module):
-    """Cosines and sines of rotary positions, computed once for all layers that share frequencies."""
-
-    def __init__(self, spec: RopeSpec, head_dim: int):
-        super().__init__()
-        self.spec, self.size = spec, int(head_dim * spec.fraction)
-        self.register_buffer("frequencies", torch.empty(self.size // 2), persistent=False)
-
-    def reset_buffers(self) -> None:
-        """Fills the frequencies; called once the module has left the meta device."""
-        spec = self.spec
-        frequencies = 1.0 / spec.theta ** (torch.arange(0, self.size, 2, dtype=torch.float32) / self.size)
-        if spec.scaling == "linear":
-            frequencies = frequencies / spec.factor
-        elif spec.scaling == "llama3":  # Llama 3.1: long waves are stretched, short ones kept, a ramp between
-            wavelength = 2 * math.pi / frequencies
-            ramp = (spec.original_length / wavelength - spec.low_frequency_factor) / (
-                spec.high_frequency_factor - spec.low_frequency_factor
-            )
-            ramp = ramp.clamp(0, 1)
-            frequencies = (1 - ramp) * frequencies / spec.factor + ramp * frequencies
-        self.frequencies.copy_(frequencies)
-
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions: [length] or [batch, length]. Returns cos and sin, fp32, each [batch or 1, 1, length, size / 2]."""
-        angles = positions.float()[..., None] * self.frequencies
-        angles = angles[None, None] if positions.dim() == 1 else angles[:, None]
-        return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the leading dimensions of each head, pairing dimension i with i + size / 2. x: [batch, heads, length,
-    head_dim]."""
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
-    return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
-
-
 class Block(nn.Module):
     """What a layer is made of. Its result may be `Reported`, in training; `reports` then says how many values each of
     its statistics has."""
@@ -240,8 +203,8 @@ def registered(spec: AttentionSpec | FeedForwardSpec, kinds: registry.Registry, 
 
 
 class Layer(nn.Module):
-    """One decoder layer. `recompute` calls the body and decides what backward finds saved; `run` may be a compiled
-    version of it. Neither wraps the module, so that names stay global."""
+    """One decoder layer, a `StageLayer`. `recompute` decides what backward finds saved of the body; `run` and
+    `run_tile` may be compiled versions of its parts. None of them wraps the module, so that names stay global."""
 
     def __init__(self, spec: LayerSpec, width: int, parallel_residual: bool):
         super().__init__()
@@ -257,19 +220,31 @@ class Layer(nn.Module):
         self.feed_forward_norm = Norm(width, spec.norm) if pre else nn.Identity()
         self.attention_post_norm = Norm(width, spec.norm) if post else nn.Identity()
         self.feed_forward_post_norm = Norm(width, spec.norm) if post else nn.Identity()
+        self.tile = 0
         self.recompute: Callable | None = None
         self.run: Callable = self.run_body
+        self.run_tile: Callable = self.feed
+        self.keep: Callable[..., AbstractContextManager] = keep_here
 
     def forward(self, x: Tensor, *context: Any) -> Any:
-        return self.run(x, *context)
+        with self.keep(x):
+            output = self.run(x, *context)
+        if not self.tile:
+            return output
+        between, of_attention = output
+        source = x if self.parallel_residual else between
+        with self.keep(source, 1):
+            result = tiled(self.run_tile, self.feed_parameters, self.tile, source)
+        result = between + result if self.parallel_residual else result
+        return together(result, {"attention": of_attention}) if self.training else result
 
     def run_body(self, x: Tensor, *context: Any) -> Any:
-        return self.body(x, *context) if self.recompute is None else self.recompute(self.body, x, *context)
+        body = self.attend if self.tile else self.body
+        return body(x, *context) if self.recompute is None else self.recompute(body, x, *context)
 
     def body(self, x: Tensor, *context: Any) -> Any:
         """x: [tokens, width], as the result; context: what attention takes besides."""
-        attended, of_attention = apart(self.attention(self.attention_norm(x), *context))
-        between = x + self.attention_post_norm(attended)
+        between, of_attention = self.attend(x, *context)
         fed, of_feed_forward = apart(
             self.feed_forward(self.feed_forward_norm(x if self.parallel_residual else between))
         )
@@ -277,3 +252,18 @@ class Layer(nn.Module):
         if not self.training:
             return result
         return together(result, {"attention": of_attention, "feed_forward": of_feed_forward})
+
+    def attend(self, x: Tensor, *context: Any) -> tuple[Tensor, Report | None]:
+        """The first half of the body: the residual stream behind attention, and attention's report."""
+        attended, report = apart(self.attention(self.attention_norm(x), *context))
+        return x + self.attention_post_norm(attended), report
+
+    def feed(self, x: Tensor) -> Tensor:
+        """The second half, of some tokens; where both halves read the same, without the residual stream."""
+        fed = self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x)))
+        return fed if self.parallel_residual else x + fed
+
+    def feed_parameters(self) -> list[nn.Parameter]:
+        """The trained parameters of the second half."""
+        modules = (self.feed_forward_norm, self.feed_forward, self.feed_forward_post_norm)
+        return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]

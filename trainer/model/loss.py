@@ -1,8 +1,9 @@
 """The output projection and the cross-entropy in one step, with gradients of the logits written over the logits.
 
 Plain autograd keeps the logits, their fp32 copy, the log-softmax and its gradient: 14 bytes for each token and
-vocabulary entry. Here the logits exist once, in the compute type, and become their own gradient chunk by chunk. Where
-ranks share the vocabulary each computes its own logits, and two numbers a token are exchanged."""
+vocabulary entry. Here the logits exist once, in the compute type, and become their own gradient chunk by chunk; or,
+for long sequences, those of a tile of tokens at a time. Where ranks share the vocabulary each computes its own logits,
+and two numbers a token are exchanged."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from trainer.config import LossConfig
 from trainer.config.registry import LOSS_TERMS
 from trainer.distributed.collectives import TensorGroup
 from trainer.model.compiled import compiled
+from trainer.model.tiles import tiles
 from trainer.precision.products import Role, matmul
 
 IGNORE = -100
@@ -29,12 +31,14 @@ Term = Callable[[Tensor, Tensor], Tensor]
 @dataclass(frozen=True)
 class LossSettings:
     """soft_cap: of the logits, 0 for none; z_loss: factor of the squared log-normaliser; chunk: tokens whose fp32
-    logits exist at a time, 0 for all; compiled: whether chunks run compiled; terms: registered ones."""
+    logits exist at a time, 0 for all; compiled: whether chunks run compiled; tile: tokens of this rank whose logits
+    exist at a time, 0 for all; terms: registered ones."""
 
     soft_cap: float = 0.0
     z_loss: float = 0.0
     chunk: int = 0
     compiled: bool = False
+    tile: int = 0
     terms: Mapping[str, Term] = field(default_factory=dict)
 
 
@@ -44,7 +48,9 @@ def loss_terms(config: LossConfig) -> dict[str, Term]:
     return {name: partial(entry.made, entry.chosen(config.terms)) for name, entry in entries.items()}
 
 
-class LinearCrossEntropy(torch.autograd.Function):
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, settings: LossSettings, group: TensorGroup | None, start: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Summed cross-entropy of `hidden @ weight.T` against targets.
 
     hidden: [tokens / t, width]; weight: [vocab / t, width], rows from `start` on of the whole; targets: int [tokens],
@@ -52,6 +58,12 @@ class LinearCrossEntropy(torch.autograd.Function):
     (with z-loss and registered terms), which is differentiable, and the cross-entropy alone; equal on all ranks of
     `group`; and a vector, the sum of each term (zeros where nothing is differentiated). The gradients are exact, not
     recomputed."""
+    loss = TiledCrossEntropy if settings.tile else LinearCrossEntropy
+    return loss.apply(hidden, weight, targets, settings, group, start)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """See `linear_cross_entropy`. The logits exist whole, and become their own gradient."""
 
     @staticmethod
     def forward(
@@ -62,42 +74,15 @@ class LinearCrossEntropy(torch.autograd.Function):
         settings: LossSettings,
         group: TensorGroup | None,
         start: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if group is None:
-            logits = matmul(hidden, weight, Role.OUTPUT)
-        else:
-            logits = group.gather_matmul(hidden, [weight], Role.OUTPUT)[0][0]
-        size = settings.chunk or max(1, logits.shape[0])
-        chunks = [slice(begin, begin + size) for begin in range(0, logits.shape[0], size)]
-        statistics, gradient = (
-            (compiled_once(loss_statistics), compiled_once(loss_gradient))
-            if settings.compiled
-            else (loss_statistics, loss_gradient)
-        )
-        index = targets - start
-        normalizer, score = torch.cat(
-            [statistics(logits[rows], index[rows], settings.soft_cap) for rows in chunks], 1
-        ).unbind()
-        if group is not None:
-            parts = group.wait(group.gather(torch.stack([normalizer, score]))).view(group.size, 2, -1)
-            normalizer, score = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
-        valid = targets != IGNORE
-        entropy = torch.where(valid, normalizer - score, 0).sum()
-        objective = entropy + settings.z_loss * torch.where(valid, normalizer, 0).square().sum()
-        added = objective.new_zeros(len(settings.terms))
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            for rows in chunks:
-                whole = gradient(
-                    logits[rows], index[rows], valid[rows], normalizer[rows], settings.soft_cap, settings.z_loss
-                )
-                if settings.terms:
-                    of_terms, values = term_gradients(logits[rows], targets[rows], settings)
-                    whole, added = whole + of_terms, added + values
-                logits[rows] = whole
+    ) -> tuple[Tensor, Tensor]:
+        logits = _logits(hidden, weight, group)[0]
+        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        objective, entropy, added = _loss(logits, targets, settings, group, start, wanted)
+        if wanted:
             ctx.group = group
             ctx.save_for_backward(hidden, weight, logits)
         ctx.mark_non_differentiable(entropy, added)
-        return objective + added.sum(), entropy, added
+        return objective, entropy, added
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple:
@@ -113,6 +98,100 @@ class LinearCrossEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             to_weight = matmul(gradient, (whole.to(scale.dtype) * scale).to(hidden.dtype), Role.WEIGHT_GRADIENT)
         return to_hidden if group is None else group.wait(to_hidden), to_weight, None, None, None, None
+
+
+class TiledCrossEntropy(torch.autograd.Function):
+    """See `linear_cross_entropy`. Logits exist for a tile of this rank's tokens at a time: their gradient is multiplied
+    on at once, in forward. Kept are the gradients of the hidden states, and of the weight in fp32, since that is added
+    up over tiles; backward scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        settings: LossSettings,
+        group: TensorGroup | None,
+        start: int,
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        by_rank = targets.view(1 if group is None else group.size, -1)  # a tile's tokens are some of every rank's
+        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        to_hidden = torch.empty_like(hidden) if wanted else None
+        to_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        objective = entropy = added = hidden.new_zeros((), dtype=wide)
+        for rows in tiles(len(hidden), settings.tile):
+            logits, part = _logits(hidden[rows], weight, group)
+            of_tile = _loss(logits, by_rank[:, rows].flatten(), settings, group, start, wanted)
+            objective, entropy, added = objective + of_tile[0], entropy + of_tile[1], added + of_tile[2]
+            if to_hidden is not None:
+                gradient = matmul(logits, weight, Role.INPUT_GRADIENT)
+                to_hidden[rows] = gradient if group is None else group.wait(group.scatter_sum(gradient))
+            if to_weight is not None:
+                to_weight += matmul(logits, part, Role.WEIGHT_GRADIENT)
+        ctx.save_for_backward(to_hidden, to_weight)
+        ctx.weight_dtype, ctx.tile = weight.dtype, settings.tile
+        ctx.mark_non_differentiable(entropy, added)
+        return objective, entropy, added
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple:
+        to_hidden, to_weight = ctx.saved_tensors
+        result = torch.empty_like(to_hidden)
+        for rows in tiles(len(to_hidden), ctx.tile):  # in fp32, of a tile
+            result[rows] = to_hidden[rows].to(scale.dtype) * scale
+        to_weight = None if to_weight is None else (to_weight * scale).to(ctx.weight_dtype)
+        return result, to_weight, None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, group: TensorGroup | None) -> tuple[Tensor, Tensor]:
+    """Logits [tokens, vocab / t] of this rank's rows of the vocabulary, and the hidden states of all ranks' tokens."""
+    if group is None:
+        return matmul(hidden, weight, Role.OUTPUT), hidden
+    (logits,), whole = group.gather_matmul(hidden, [weight], Role.OUTPUT, keep=True)
+    return logits, whole
+
+
+def _loss(
+    logits: Tensor, targets: Tensor, settings: LossSettings, group: TensorGroup | None, start: int, wanted: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Objective, cross-entropy and terms of logits; where `wanted`, these become the objective's gradient, chunk by
+    chunk."""
+    statistics, gradient = (
+        (compiled_once(loss_statistics), compiled_once(loss_gradient))
+        if settings.compiled
+        else (loss_statistics, loss_gradient)
+    )
+    chunks, index = list(tiles(len(logits), settings.chunk or max(1, len(logits)))), targets - start
+    normalizer, score = torch.cat(
+        [statistics(logits[rows], index[rows], settings.soft_cap) for rows in chunks], 1
+    ).unbind()
+    if group is not None:
+        parts = group.wait(group.gather(torch.stack([normalizer, score]))).view(group.size, 2, -1)
+        normalizer, score = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
+    valid = targets != IGNORE
+    entropy = torch.where(valid, normalizer - score, 0).sum()
+    objective = entropy + settings.z_loss * torch.where(valid, normalizer, 0).square().sum()
+    added = objective.new_zeros(len(settings.terms))
+    for rows in chunks if wanted else ():
+        whole = gradient(logits[rows], index[rows], valid[rows], normalizer[rows], settings.soft_cap, settings.z_loss)
+        if settings.terms:
+            of_terms, values = term_gradients(logits[rows], targets[rows], settings)
+            whole, added = whole + of_terms, added + values
+        logits[rows] = whole
+    return objective + added.sum(), entropy, added
+
+
+def term_gradients(logits: Tensor, targets: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """The gradient of all terms with respect to `logits` [tokens, vocab], in fp32, and the sum of each: [terms]. Tokens
+    without a target do not count."""
+    leaf = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).requires_grad_()
+    with torch.enable_grad():
+        scores = capped(leaf, settings.soft_cap)
+        values = [torch.where(targets != IGNORE, term(scores, targets), 0).sum() for term in settings.terms.values()]
+        (gradient,) = torch.autograd.grad(sum(values[1:], values[0]), leaf)
+    return gradient, torch.stack(values).detach()
 
 
 def capped(logits: Tensor, soft_cap: float) -> Tensor:
@@ -142,17 +221,6 @@ def loss_gradient(
     if soft_cap:
         gradient = gradient * (1 - (scores / soft_cap).square())
     return torch.where(valid[:, None], gradient, 0).to(logits.dtype)
-
-
-def term_gradients(logits: Tensor, targets: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    """The gradient of all terms with respect to `logits` [tokens, vocab], in fp32, and the sum of each: [terms]. Tokens
-    without a target do not count."""
-    leaf = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).requires_grad_()
-    with torch.enable_grad():
-        scores = capped(leaf, settings.soft_cap)
-        values = [torch.where(targets != IGNORE, term(scores, targets), 0).sum() for term in settings.terms.values()]
-        (gradient,) = torch.autograd.grad(sum(values[1:], values[0]), leaf)
-    return gradient, torch.stack(values).detach()
 
 
 @cache

@@ -7,6 +7,7 @@ change. Parameters belong to modules that are `Declared`, under names that do no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -63,10 +64,16 @@ def together(result: Any, reports: Mapping[str, Report | None]) -> Any:
 class StageLayer(Protocol):
     """A layer: an `nn.Module`, called with the hidden state as its first argument, which it returns, maybe `Reported`.
 
-    A call is `run(...)`, which calls the layer's body by `recompute` where one is set (as `recompute(body, ...)`)."""
+    A call is `run(...)`, which calls the layer's body by `recompute` where one is set (as `recompute(body, ...)`).
+    With a `tile` above 0, `run` leaves out what treats tokens alone, and `run_tile` computes that of so many tokens at
+    a time (see `model/tiles.py`). Both are called inside of `keep(x, part)`, the context in which autograd keeps their
+    input `x` for backward; part: 0 and 1."""
 
     recompute: Callable | None
     run: Callable
+    tile: int
+    run_tile: Callable
+    keep: Callable[..., AbstractContextManager]
 
 
 @runtime_checkable
@@ -105,7 +112,14 @@ class Stage(Protocol):
         (objective, cross-entropy), both summed over the valid targets. Any of them is `Reported` where a layer reports.
         """
 
-    def set_loss(self, z_loss: float, chunk: int, compiled: bool, terms: Mapping[str, Callable]) -> None:
+    def set_loss(
+        self,
+        z_loss: float,
+        chunk: int,
+        compiled: bool,
+        tile: int = 0,
+        terms: Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None = None,
+    ) -> None:
         """How the loss is computed, where the stage holds it; see `LossSettings`."""
 
     def defer(self, deferred: DeferredGrads) -> None:
@@ -123,6 +137,11 @@ class Stage(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
     def to(self, target: torch.dtype) -> Any: ...
     def to_empty(self, *, device: torch.device | str) -> Any: ...
+
+
+def keep_here(x: Tensor, part: int = 0) -> AbstractContextManager:
+    """The `keep` of a layer whose inputs stay where they are."""
+    return nullcontext()
 
 
 Make = Callable[[ModelSpec, range | None], Stage]

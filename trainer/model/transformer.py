@@ -14,9 +14,10 @@ from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import ScatterSum, TensorGroup
 from trainer.model.attention import build_mask, cap_score
 from trainer.model.axes import Declared
-from trainer.model.layers import Block, Layer, Linear, Norm, Rotary
+from trainer.model.layers import Block, Layer, Linear, Norm
 from trainer.model.linear import DeferredGrads, columns
-from trainer.model.loss import LinearCrossEntropy, LossSettings, Term
+from trainer.model.loss import LossSettings, Term, linear_cross_entropy
+from trainer.model.rotary import Rotary
 from trainer.model.stage import Report, Reported, apart, together
 
 
@@ -58,7 +59,7 @@ class Head(Declared):
             (logits,) = columns(x, [weight], [None], self.group)
             return cap_score(logits, cap=self.loss.soft_cap) if self.loss.soft_cap else logits
         start = 0 if self.group is None else part_start(self.declared["weight"].shape[0], self.group)
-        objective, entropy, added = LinearCrossEntropy.apply(x, weight, targets, self.loss, self.group, start)
+        objective, entropy, added = linear_cross_entropy(x, weight, targets, self.loss, self.group, start)
         if not (self.training and self.loss.terms):
             return objective, entropy
         return Reported((objective, entropy), Report(None, dict(zip(self.loss.terms, added.split(1)))))
@@ -100,7 +101,7 @@ class Transformer(nn.Module):
             a, rotary = layer.attention, None
             if a.positions == "rope":
                 frequencies = f"{a.rope} {a.head_dim}"
-                rotaries.setdefault(frequencies, Rotary(a.rope, a.head_dim))
+                rotaries.setdefault(frequencies, Rotary(a.rope, a.head_dim, spec.max_length))
                 rotary = list(rotaries).index(frequencies)
             self.kinds[str(index)] = (rotary, (a.window, a.soft_cap))
         self.rotaries = nn.ModuleList(rotaries.values())
@@ -115,14 +116,18 @@ class Transformer(nn.Module):
         }
         self.tie()
 
-    def set_loss(self, z_loss: float, chunk: int, compiled: bool, terms: Mapping[str, Term]) -> None:
+    def set_loss(
+        self, z_loss: float, chunk: int, compiled: bool, tile: int = 0, terms: Mapping[str, Term] | None = None
+    ) -> None:
         if self.last:
-            self.head.loss = replace(self.head.loss, z_loss=z_loss, chunk=chunk, compiled=compiled, terms=terms)
-            self.reports |= {f"head.{name}": 1 for name in terms}
+            settings = dict(z_loss=z_loss, chunk=chunk, compiled=compiled, tile=tile, terms=terms or {})
+            self.head.loss = replace(self.head.loss, **settings)
+            self.reports |= {f"head.{name}": 1 for name in terms or {}}
 
     def defer(self, deferred: DeferredGrads) -> None:
+        tiled = {module for layer in self.layers.values() if layer.tile for module in layer.feed_forward.modules()}
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear) and module not in tiled:  # factors of whole sequences are what tiles avoid
                 module.defer(deferred)
 
     def tie(self) -> None:
@@ -148,7 +153,7 @@ class Transformer(nn.Module):
         positions = (
             document_positions(documents) if documents is not None else torch.arange(length, device=tokens.device)
         )
-        rotations = [rotary(positions) for rotary in self.rotaries]
+        rotations = [rotary(positions, length) for rotary in self.rotaries]
         masks = {
             kind: build_mask(documents, length, *kind, tokens.device)
             for kind in dict.fromkeys(k for _, k in self.kinds.values())

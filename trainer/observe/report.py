@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.memory import StateBytes
 from trainer.planning.cost.parameters import declarations
 from trainer.planning.estimate.memory import peaks, replays
+from trainer.planning.estimate.sequence import measures
 from trainer.planning.fit import Memory
 from trainer.planning.gradient_comm import describe, reduces_once
 from trainer.planning.plan import node_size
@@ -50,17 +52,24 @@ def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> Me
     )
 
 
-def print_start(
-    config: Config,
-    layout: Layout,
-    states: StateBytes,
-    memory: Memory,
-    corpus: Any,
-    world: World,
-    console: Console | None = None,
-) -> None:
-    """Prints one table: model, plan, batch arithmetic, and predicted memory of the states on the rank that holds most
-    beside what there is."""
+@dataclass(frozen=True)
+class StartReport:
+    """What a run says at its start. sections: of one table; types: by parameter, where they are wanted."""
+
+    sections: dict[str, tables.Rows]
+    types: list[dict[str, Any]]
+
+    def print(self, console: Console | None = None) -> None:
+        tables.sections(self.sections, console)
+        if self.types:
+            tables.rows("parameter types", self.types, console)
+
+
+def start_report(
+    config: Config, layout: Layout, states: StateBytes, memory: Memory, corpus: Any, world: World
+) -> StartReport:
+    """Model, plan, batch arithmetic, and predicted memory of the states on the rank that holds most beside what there
+    is."""
     spec, plan, pipeline, batch = layout.spec, layout.plan, layout.pipeline, layout.batch
     counts, (labels, values) = cost.parameter_counts(spec), zip(*states.rows())
     node = node_size(world.size)
@@ -69,11 +78,12 @@ def print_start(
         f", every {config.activation.every} blocks" if config.activation.every > 1 else ""
     )
     peak: list[tuple[str, str]] = []
+    moment = None
     if replays(plan):
         once = reduces_once(config.parallel.grad_comm, plan, node)
         moment = max(peaks(config, layout, lowered=False, once=once), key=lambda moment: moment.reserved)
         peak = [("predicted peak", f"{tables.size(moment.reserved)}, rank {moment.rank} at {moment.where}")]
-    tables.sections(
+    return StartReport(
         {
             "model": [
                 ("name", f"{spec.name} ({spec.family})"),
@@ -92,6 +102,7 @@ def print_start(
                 ),
                 *([("gradients", gradients)] if gradients else []),
                 ("recompute", activation),
+                *([("long sequences", long)] if (long := measures(config, moment)) else []),
                 ("compile", "each block" if config.compile else "off"),
             ],
             "batch": [
@@ -119,24 +130,23 @@ def print_start(
                 ("the machine has", f"{tables.size(memory.host)} for {tables.number(node, 'process', 'es')}"),
             ],
         },
-        console=console,
+        types_table(config, spec) if config.logging.types else [],
     )
-    if config.logging.types:
-        infos = declarations(spec)
-        policies = parameter_policies(infos, config.precision.types, config.optimizer)
-        tables.rows(
-            "parameter types",
-            [
-                {
-                    "parameter": name,
-                    "shape": "x".join(map(str, info.shape)),
-                    "type": info.role,
-                    "optimizer": policies[name].optimizer,
-                    "state": str(policies[name].state_dtype).removeprefix("torch."),
-                    "weight decay": policies[name].weight_decay,
-                    "lr scale": policies[name].lr_scale,
-                }
-                for name, info in infos.items()
-            ],
-            console,
-        )
+
+
+def types_table(config: Config, spec: ModelSpec) -> list[dict[str, Any]]:
+    """How each parameter is optimised."""
+    infos = declarations(spec)
+    policies = parameter_policies(infos, config.precision.types, config.optimizer)
+    return [
+        {
+            "parameter": name,
+            "shape": "x".join(map(str, info.shape)),
+            "type": info.role,
+            "optimizer": policies[name].optimizer,
+            "state": str(policies[name].state_dtype).removeprefix("torch."),
+            "weight decay": policies[name].weight_decay,
+            "lr scale": policies[name].lr_scale,
+        }
+        for name, info in infos.items()
+    ]

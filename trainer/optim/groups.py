@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 import torch
 
 from trainer.config import OptimizerConfig, ParameterTypes
 from trainer.planning.cost.parameters import ParameterInfo
+from trainer.planning.cost.updates import Updates
 from trainer.precision.dtypes import DTYPES
 
 
@@ -27,19 +26,14 @@ class Policy:
 def parameter_policies(
     infos: dict[str, ParameterInfo], types: ParameterTypes, optimizer: OptimizerConfig
 ) -> dict[str, Policy]:
-    """Global name -> policy: the settings of its role, changed by every rule whose pattern matches, in order."""
-    policies = {}
-    for name, info in infos.items():
-        chosen = dataclasses.asdict(getattr(types, info.role))
-        for pattern, changes in types.rules.items():
-            if fnmatchcase(name, pattern):
-                chosen.update(changes if isinstance(changes, dict) else dataclasses.asdict(changes))
-        decay = chosen["weight_decay"]
-        policies[name] = Policy(
-            chosen["optimizer"] or optimizer.name,
-            DTYPES[chosen["state_dtype"]],
-            optimizer.weight_decay if decay is None else float(decay),
-            float(chosen["lr_scale"]),
-            bool(chosen["quantise"]),
+    """Global name -> policy; see `Updates.policies`."""
+    return {
+        name: Policy(
+            chosen.optimizer,
+            DTYPES[chosen.state_dtype],
+            chosen.weight_decay,
+            float(chosen.lr_scale),
+            bool(chosen.quantise),
         )
-    return policies
+        for name, chosen in Updates(optimizer, types).policies(infos).items()
+    }

@@ -1,5 +1,7 @@
 """The optimizer: updates local shards in place, one parameter group per policy.
 
+Muon's matrices are orthogonalised whole (`muon.py`); everything else is by element.
+
 The factor that unscales and clips, and the decision to skip, are scalars on the device, so that a step needs no host
 synchronisation. On a GPU one kernel reads and writes each element once (`kernels/multi_tensor.py`). State is kept by
 global parameter name, and saved as tensors in the layout of the parameters."""
@@ -10,13 +12,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trainer.config import ConfigError, OptimizerConfig
 from trainer.config.registry import OPTIMIZERS
-from trainer.distributed.tensors import local
+from trainer.distributed.tensors import like, local
+from trainer.distributed.world import World
 from trainer.optim.groups import Policy
-from trainer.planning.cost.memory import moments
+from trainer.optim.muon import Orthogonaliser, lr_factor
+from trainer.planning.cost.updates import moments
 
 
 class Update(NamedTuple):
@@ -34,14 +37,21 @@ class Update(NamedTuple):
 
 
 class Optimizer:
-    """AdamW (arXiv 1711.05101; on a CPU torch's fused kernel), Lion (arXiv 2302.06675), SGD with momentum, and what is
-    registered, by group.
+    """AdamW (arXiv 1711.05101; on a CPU torch's fused kernel), Lion (arXiv 2302.06675), SGD with momentum, Muon, and
+    what is registered, by group.
 
-    parameters: global name -> parameter (sharded or not), with its gradient in `.grad`.
+    parameters: global name -> parameter (sharded or not), with its gradient in `.grad`. world: of the ranks that hold
+    parts of them; None where each is whole here.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], policies: dict[str, Policy], config: OptimizerConfig):
-        self.parameters, self.config = parameters, config
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        policies: dict[str, Policy],
+        config: OptimizerConfig,
+        world: World | None = None,
+    ):
+        self.parameters, self.policies, self.config = parameters, policies, config
         self.groups: dict[Policy, list[str]] = {}
         for name in parameters:
             self.groups.setdefault(policies[name], []).append(name)
@@ -53,6 +63,8 @@ class Optimizer:
             for name in names
             for moment in moments(policy.optimizer)
         }
+        matrices = {name: parameter for name, parameter in parameters.items() if policies[name].optimizer == "muon"}
+        self.orthogonaliser = Orthogonaliser(matrices, config.muon, world) if matrices else None
 
     def gradients(self) -> list[Tensor]:
         """This rank's part of every gradient, in the order of the parameters."""
@@ -70,8 +82,10 @@ class Optimizer:
     @torch.no_grad()
     def update(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         """`step` without counting the update."""
+        if self.orthogonaliser is not None:
+            self._muon(rate, grad_scale, found_inf)
         for policy, names in self.groups.items():
-            names = [name for name in names if local(self.parameters[name]).numel()]
+            names = [name for name in names if policy.optimizer != "muon" and local(self.parameters[name]).numel()]
             if names and policy.optimizer in OPTIMIZERS.registered:
                 self._registered(policy, names, rate * policy.lr_scale, grad_scale, found_inf)
             elif names and self.updates.is_cuda:
@@ -142,6 +156,23 @@ class Optimizer:
             weight.sub_((updated + policy.weight_decay * weight) * rate * (1 - found_inf))
             moment.copy_(updated)
 
+    def _muon(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+        config, applied = self.config.muon, 1 - found_inf
+
+        def direction(name: str) -> Tensor:
+            _, moment, gradient = self._inputs(name, "momentum_buffer", grad_scale, found_inf)
+            updated = moment.float().lerp(gradient, 1 - config.momentum)
+            moment.copy_(torch.where(found_inf > 0, moment.float(), updated))
+            return gradient.lerp(updated, config.momentum) if config.nesterov else updated
+
+        def apply(name: str, part: Tensor) -> None:
+            parameter, policy = self.parameters[name], self.policies[name]
+            weight, step = local(parameter), rate * policy.lr_scale * applied
+            weight.mul_(1 - step * policy.weight_decay)
+            weight.sub_(part.to(weight) * (step * lr_factor(config.adjust_lr, parameter.shape)))
+
+        self.orthogonaliser.run(direction, apply)
+
     def _registered(
         self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor
     ) -> None:
@@ -174,17 +205,7 @@ class Optimizer:
         """What a checkpoint holds of the optimizer: moments in the layout of their parameters, and the update count."""
         named: dict[str, Tensor] = {"optimizer.updates": self.updates}
         for (name, moment), value in self.state.items():
-            parameter = self.parameters[name]
-            if isinstance(parameter, DTensor):
-                value = DTensor.from_local(
-                    value,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-            named[f"optimizer.{moment}.{name}"] = value
+            named[f"optimizer.{moment}.{name}"] = like(self.parameters[name], value)
         return named
 
     @torch.no_grad()

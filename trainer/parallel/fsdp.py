@@ -102,9 +102,8 @@ class FSDP:
         for model in stages.values():
             fill(model, weights)
             self.compression.attach(model, policies)
-        return Optimizer(parameters, policies, self.config.optimizer), GradScaler(
-            self.config.precision, self.world.device
-        )
+        optimizer = Optimizer(parameters, policies, self.config.optimizer, self.world)
+        return optimizer, GradScaler(self.config.precision, self.world.device)
 
     def sharding(self, reductions: int) -> FSDPSharding:
         return FSDPSharding(self.modules, self.plan, reductions, self.compression)

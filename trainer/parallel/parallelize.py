@@ -91,10 +91,11 @@ def parallelize(
     """
     with torch.device("meta"):
         model = make(spec, layers)
-    model.set_loss(config.loss.z_loss, config.loss.chunk, config.compile, loss_terms(config.loss))
+    loss = config.loss
+    model.set_loss(loss.z_loss, loss.chunk, config.compile, loss.tile or 0, loss_terms(loss))
+    apply_recompute(model, config.activation)
     if deferred is not None:
         model.defer(deferred)
-    apply_recompute(model, config.activation)
     if config.compile:
         compile_layers(model, deferred is not None)
     tensor.split(model, world.dimensions["tp"])
@@ -112,6 +113,8 @@ def compile_layers(model: Stage, deferring: bool) -> None:
     logging.getLogger("torch._dynamo.variables.higher_order_ops").setLevel(logging.ERROR)
     for layer in model.layers.values():
         layer.run = compiled(layer.run)  # layers of one kind share a graph
+        if layer.tile:
+            layer.run_tile = compiled(layer.run_tile)
 
 
 def keep_buffers(model: Stage, device: torch.device) -> None:

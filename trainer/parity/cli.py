@@ -75,10 +75,15 @@ def check_reference(config: Config, spec: ModelSpec, steps: int) -> None:
     """Raises `ConfigError` for settings that the reference does not have."""
     policies = parameter_policies(declarations(spec), config.precision.types, config.optimizer).values()
     problems = [
-        f"optimizer.name={name}: the reference is torch's AdamW; set optimizer=adamw"
+        f"optimizer.name={name}: the reference is AdamW, or Muon; set optimizer=adamw or optimizer=muon"
         for name in dict.fromkeys(policy.optimizer for policy in policies)
-        if name != "adamw"
+        if name not in ("adamw", "muon")
     ]
+    if config.optimizer.muon.compute != "fp32" and any(policy.optimizer == "muon" for policy in policies):
+        problems.append(
+            f"optimizer.muon.compute={config.optimizer.muon.compute}: the reference does not round, beside which it "
+            "would hide faults; set optimizer.muon.compute=fp32"
+        )
     if any(policy.state_dtype is not torch.float32 for policy in policies):
         problems.append("precision.types: the reference keeps its moments in fp32; set state_dtype=fp32")
     if steps < 1:

@@ -1,4 +1,5 @@
-"""The reference that every plan is compared with: one process, plain modules and autograd, fp32, torch's optimizer."""
+"""The reference that every plan is compared with: one process, plain modules and autograd, fp32, torch's AdamW, and
+Muon by singular values."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
+from trainer.config.schema import MuonConfig
 from trainer.data.batches import Batch
 from trainer.model.axes import parameter_infos
 from trainer.model.initial import Weights, initialize
@@ -21,6 +23,7 @@ from trainer.model.stage import apart
 from trainer.model.transformer import Transformer
 from trainer.optim.groups import parameter_policies
 from trainer.optim.lr_schedule import learning_rate
+from trainer.optim.muon import COEFFICIENTS
 
 IGNORE = -100
 """The target of a token that has no target."""
@@ -63,14 +66,16 @@ def reference(
     groups: dict[Any, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         groups.setdefault(policies[name], []).append(parameter)
-    optimizer = torch.optim.AdamW(
-        [
+    by_optimizer: dict[str, list[dict[str, Any]]] = {}
+    for policy, parameters in groups.items():
+        by_optimizer.setdefault(policy.optimizer, []).append(
             {"params": parameters, "weight_decay": policy.weight_decay, "scale": policy.lr_scale}
-            for policy, parameters in groups.items()
-        ],
-        betas=(config.optimizer.beta1, config.optimizer.beta2),
-        eps=config.optimizer.eps,
-    )
+        )
+    betas, eps = (config.optimizer.beta1, config.optimizer.beta2), config.optimizer.eps
+    optimizers = [
+        Muon(some, config.optimizer.muon) if name == "muon" else torch.optim.AdamW(some, betas=betas, eps=eps)
+        for name, some in by_optimizer.items()
+    ]
     seen, scale = Trajectory(initial=snapshot(model)), LOSS_SCALE if compute is torch.float16 else 1.0
     for number, batches in enumerate(steps):
         valid = max(1, sum(int((batch.targets != IGNORE).sum()) for batch in batches))
@@ -99,14 +104,40 @@ def reference(
         ).norm()  # fp32 loses digits
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), config.optimizer.clip_norm or math.inf, norm.float())
         seen.norms.append(norm.item())
-        for group in optimizer.param_groups:
-            group["lr"] = (
-                group["scale"] * learning_rate(config.lr, config.run.steps, torch.tensor(float(number))).item()
-            )
-        optimizer.step()
-        optimizer.zero_grad()
+        rate = learning_rate(config.lr, config.run.steps, torch.tensor(float(number))).item()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["scale"] * rate
+            optimizer.step()
+            optimizer.zero_grad()
     seen.parameters = snapshot(model)
     return seen
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon without its iteration: that changes singular values alone, which are changed here one by one, in fp64."""
+
+    def __init__(self, groups: list[dict[str, Any]], config: MuonConfig):
+        super().__init__(groups, {"lr": 0.0})
+        self.config = config
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        config, (a, b, c) = self.config, COEFFICIENTS
+        for group in self.param_groups:
+            for weight in group["params"]:
+                moment = self.state[weight].setdefault("moment", torch.zeros_like(weight))
+                moment.lerp_(weight.grad, 1 - config.momentum)
+                direction = weight.grad.lerp(moment, config.momentum) if config.nesterov else moment
+                left, values, right = torch.linalg.svd(direction.double(), full_matrices=False)
+                values /= max(values.norm().item(), 1e-7)
+                for _ in range(config.steps):
+                    values = a * values + b * values**3 + c * values**5
+                rows, columns = weight.shape
+                original = max(1.0, rows / columns) ** 0.5
+                factor = original if config.adjust_lr == "original" else 0.2 * max(rows, columns) ** 0.5
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.sub_(((left * values) @ right * (group["lr"] * factor)).to(weight.dtype))
 
 
 def snapshot(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from trainer.config import Config, SourceConfig
 from trainer.config.registry import ATTENTION, FEED_FORWARD, OPTIMIZERS, SCHEDULES, SOURCES, Registry
 from trainer.config.typed import join, out_of_range
+from trainer.planning.cost.updates import Updates
 from trainer.planning.deepspeed import check_settings
 from trainer.planning.plan import Plan
 
@@ -23,7 +24,7 @@ def check(config: Config) -> list[str]:
 
 def _chosen(config: Config) -> Iterator[tuple[Registry, str, dict, set[str]]]:
     """Where settings of registered kinds stand: the registry, section, settings by kind, and the kinds in use."""
-    yield OPTIMIZERS, "optimizer", config.optimizer.settings, optimizers(config)
+    yield OPTIMIZERS, "optimizer", config.optimizer.settings, Updates.of(config).names()
     yield SCHEDULES, "lr", config.lr.settings, {config.lr.schedule}
     if not config.model.from_hf and not config.model.check():
         layers = [config.model.layer(index) for index in range(config.model.depth)]
@@ -35,16 +36,9 @@ def _chosen(config: Config) -> Iterator[tuple[Registry, str, dict, set[str]]]:
         yield SOURCES, f"data.sources.{name}", source.settings, {source.kind}
 
 
-def optimizers(config: Config) -> set[str]:
-    """Every optimizer that a setting names."""
-    types = vars(config.precision.types).values()
-    policies = [rule for kind in types for rule in (kind.values() if isinstance(kind, dict) else [vars(kind)])]
-    return {config.optimizer.name, *(name for policy in policies if (name := policy.get("optimizer")))}
-
-
 def check_optimizers(config: Config, plan: Plan) -> list[str]:
     """Registered optimizers that cannot update what a rank holds under the plan."""
-    registered = [OPTIMIZERS.registered[name] for name in optimizers(config) & OPTIMIZERS.registered.keys()]
+    registered = [OPTIMIZERS.registered[name] for name in Updates.of(config).names() & OPTIMIZERS.registered.keys()]
     if (plan.shard, plan.tp, plan.engine) == (1, 1, "torch"):
         return []
     return [
@@ -76,6 +70,8 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"batch.sequence_length={config.batch.sequence_length} exceeds the learned positions of "
             f"model.max_length={model.max_length}"
         )
+    if model.extend and not model.from_hf:
+        yield f"model.extend={model.extend} changes what model.from_hf reads; without it set model.attention.rope"
     tokens = {"bpe": data.vocab_size, "bytes": 257}.get(data.tokenizer, 0)
     tokenised = any(source.kind != "tokens" for source in data.sources.values())
     if tokenised and not model.from_hf and model.vocab_size < tokens:
@@ -99,10 +95,16 @@ def _contradictions(config: Config) -> Iterator[str]:
             "activation.mode=budget lets the compiler choose and needs compile=true; without it use "
             "activation=selective"
         )
+    yield from _long_sequences(config)
     if config.eval.every and not data.eval_fraction:
         yield (
             f"eval.every={config.eval.every} needs held-out documents; data.eval_fraction=0 holds out none, 0.01 "
             "would do"
+        )
+    if config.eval.ema and not (config.optimizer.ema.decay and config.eval.every):
+        yield (
+            "eval.ema=true evaluates an average of the weights; set optimizer.ema.decay=0.999 and eval.every, or "
+            "eval.ema=false"
         )
     if not data.sources:
         yield "data.sources is empty; name a corpus, such as data=stdlib"
@@ -118,3 +120,19 @@ def _contradictions(config: Config) -> Iterator[str]:
                 )
         elif source.kind != "stdlib" and not source.path:
             yield f"data.sources.{name}.kind={source.kind} needs data.sources.{name}.path"
+
+
+def _long_sequences(config: Config) -> Iterator[str]:
+    """What tiles and host memory cannot go with."""
+    activation = config.activation
+    if activation.tile and activation.mode == "budget":
+        yield (
+            f"activation.tile={activation.tile} recomputes feed-forward blocks, and activation.mode=budget lets the "
+            "compiler choose; set activation.tile=0, or activation=selective"
+        )
+    if activation.offload and (activation.mode not in ("full", "selective") or activation.modules):
+        yield (
+            "activation.offload=true keeps inputs of recomputed layers, and there are none with activation.mode="
+            f"{activation.mode}{' and activation.modules' * bool(activation.modules)}; set activation=full, or "
+            "activation=selective"
+        )

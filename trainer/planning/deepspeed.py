@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config import Config, ParallelConfig
 from trainer.config.fields import divisors
+from trainer.planning.cost.updates import Updates
 
 if TYPE_CHECKING:
     pass
@@ -235,6 +236,16 @@ def check_settings(config: Config) -> Iterator[str]:
         yield (
             f"precision.scale_backoff={precision.scale_backoff}: DeepSpeed's loss scale shrinks by the factor that it "
             f"grows by; set precision.scale_backoff={1 / precision.scale_growth:g}, or {TORCH}"
+        )
+    if "muon" in Updates.of(config).names():
+        yield (
+            "optimizer muon needs whole matrices, and DeepSpeed shares parameters out without regard to rows; set "
+            f"{TORCH}, or optimizer=adamw (in precision.types too)"
+        )
+    if config.optimizer.ema.decay:
+        yield (
+            f"optimizer.ema.decay={config.optimizer.ema.decay:g}: DeepSpeed's states are its own, and it keeps no "
+            f"average of weights; set optimizer.ema.decay=0, or {TORCH}"
         )
     if config.compile and zero.stage == 3:
         yield (

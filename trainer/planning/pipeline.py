@@ -154,6 +154,7 @@ def estimated_costs(
         plan.tp,
         1.0,
         recompute=config.activation,
+        loss_tile=config.loss.tile,
         element_bytes=element_bytes,
     )
 

@@ -16,6 +16,8 @@ from trainer.config import Config, ConfigError, ModelSpec, typed
 from trainer.config.compose import gather, to_config
 from trainer.planning import checks
 from trainer.planning.batch import BatchPlan, resolve_batch
+from trainer.planning.cost.parameters import declarations
+from trainer.planning.cost.updates import Updates
 from trainer.planning.gradient_comm import check_grad_comm
 from trainer.planning.pipeline import Pipeline, resolve_pipeline
 from trainer.planning.plan import Plan, check_plan, node_size, resolve_plan
@@ -68,6 +70,8 @@ def _decide(
             layout = Layout(spec, plan, batch, resolve_pipeline(config, spec, plan, batch))
     except ConfigError as error:
         problems = problems + error.problems
+    if spec:
+        problems = problems + Updates.of(config).problems(declarations(spec))
     if plan:
         problems = problems + checks.check_optimizers(config, plan)
         problems = problems + check_grad_comm(config.parallel.grad_comm, config.precision.types, plan, node)

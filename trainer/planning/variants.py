@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import shlex
 from collections.abc import Sequence
+from typing import Any
 
 import yaml
 
@@ -28,6 +29,7 @@ FREE = (
     "batch.micro_size",
     "batch.accumulation",
     "loss.chunk",
+    "loss.tile",
     "compile",
 )
 """Settings that do not change the mathematics of training, which plans may therefore choose."""
@@ -64,13 +66,24 @@ def plan_list(text: str) -> list[str]:
     return [str(plan) for plan in (plans if isinstance(plans, list) else [plans])]
 
 
-def compose(overrides: Sequence[str], config_dir: str | None, processes: int) -> Config:
-    """The typed configuration, before contradictions between settings are checked. Raises `ConfigError`."""
+def compose(overrides: Sequence[str], config_dir: str | None, processes: int, corpus: bool = True) -> Config:
+    """The typed configuration, before contradictions between settings are checked. Raises `ConfigError`.
+
+    corpus: whether it is read; if not, what a recipe leaves open of it (`???`) need not be given."""
     values, problems = gather(overrides, config_dir)
+    if not corpus:
+        values["data"] = _any_given(values["data"])
     config = to_config(values, problems, processes)
     if problems:
         raise ConfigError(list(problems.values()))
     return config
+
+
+def _any_given(value: Any) -> Any:
+    """A part of the settings with some text in place of every value that is still to be given."""
+    if isinstance(value, dict):
+        return {name: _any_given(part) for name, part in value.items()}
+    return "any" if value == "???" else value
 
 
 def key(override: str) -> str:
@@ -78,9 +91,10 @@ def key(override: str) -> str:
 
 
 def variant(
-    text: str, base: Config, overrides: Sequence[str], config_dir: str | None, processes: int
+    text: str, base: Config, overrides: Sequence[str], config_dir: str | None, processes: int, corpus: bool = True
 ) -> tuple[Config, set[str]]:
-    """The configuration of a plan given as text, and the names of the settings in it. base: that of `overrides` alone.
+    """The configuration of a plan given as text, and the names of the settings in it. base: that of `overrides` alone;
+    corpus: as for `compose`.
 
     Raises `ConfigError` for what is no setting, or none of `FREE`.
     """
@@ -90,7 +104,7 @@ def variant(
         raise ConfigError(f"'{text}' cannot be read as settings: {error}") from None
     chosen = [word if "=" in word else f"parallel={word}" for word in words]
     named = {key(word) for word in chosen}
-    config = compose([*(word for word in overrides if key(word) not in named), *chosen], config_dir, processes)
+    config = compose([*(word for word in overrides if key(word) not in named), *chosen], config_dir, processes, corpus)
     common = flat(dataclasses.asdict(base))
     fixed = [
         name

@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trainer.planning.estimate.step import GIB, Estimate
-from trainer.plots.runs import STYLE, save
+from trainer.plots.files import save
+from trainer.plots.runs import STYLE
 from trainer.plots.schedule import draw_schedule
 
 COLOURS = matplotlib.colormaps["tab20"].colors

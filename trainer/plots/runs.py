@@ -1,9 +1,8 @@
-"""Plots of runs and of pipeline schedules, from the folders of runs and from templates."""
+"""Plots of runs, from their folders."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,14 +21,9 @@ from matplotlib.ticker import FuncFormatter
 
 from trainer.config import ConfigError
 from trainer.observe import metrics
-from trainer.planning.cost.stages import StageCosts
-from trainer.planning.schedules import ir
-from trainer.planning.schedules.simulate import simulate
-from trainer.planning.schedules.templates import TEMPLATES, build_schedule
-from trainer.planning.schedules.timeline import Timeline, read_timeline
-from trainer.planning.schedules.validate import validate
-from trainer.plots.schedule import chrome_trace, draw_schedule
-from trainer.util.files import replacing
+from trainer.planning.schedules.timeline import read_timeline
+from trainer.plots.files import save, trace
+from trainer.plots.schedule import draw_schedule
 from trainer.util.tables import count
 
 # The palette of Okabe and Ito, distinct under every common colour blindness, without its yellow. More runs differ in
@@ -55,21 +49,14 @@ STYLE = {
     "legend.frameon": False,
 }
 HELD_OUT = {"linewidth": 1.0, "marker": "o", "markersize": 4.5, "markerfacecolor": "white"}
-X_LABELS = {"step": "optimizer step", "tokens": "tokens"}
+X_LABELS = {"step": "optimizer step", "tokens": "tokens", "hours": "hours since the first line, pauses included"}
 TIMELINES = ("planned", "measured")
 """Files RUN/schedule/NAME.json of a run with a pipeline, in the order of the panels."""
-SETTINGS = {
-    "parallel.pipeline.schedule": "--schedule",
-    "parallel.pipeline.chunks": "--chunks",
-    "parallel.pp": "--ranks",
-    "batch.accumulation": "--microbatches",
-}
-"""Settings of a run -> the options of this command line that stand for them."""
-RUN_OPTIONS, SCHEDULE_OPTIONS = ("x", "smooth"), ("ranks", "microbatches", "chunks", "costs")
+RUN_OPTIONS = ("x", "smooth")
 
 
 def curve(records: Sequence[dict[str, Any]], x: str, y: str) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """The points of metric `y` over `x` ('step' or 'tokens').
+    """The points of metric `y` over `x`, a key of `X_LABELS`.
 
     Lines without `x`, or without the key `y`, are left out. A null becomes NaN, which is drawn as a gap."""
     points = [(record[x], record[y]) for record in records if y in record and record.get(x) is not None]
@@ -101,7 +88,7 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 
 def draw_metrics(runs: dict[str, Sequence[dict[str, Any]]], x: str = "step", window: int = 1) -> Figure:
-    """Loss, learning rate, gradient norm and throughput of the runs, by name, over `x` ('step' or 'tokens').
+    """Loss, learning rate, gradient norm and throughput of the runs, by name, over `x`, a key of `X_LABELS`.
 
     With `window` above 1, loss, gradient norm and throughput are running means over that many logged steps, drawn over
     the faint original.
@@ -132,7 +119,7 @@ def draw_metrics(runs: dict[str, Sequence[dict[str, Any]]], x: str = "step", win
         for axes in panels[1]:
             axes.set_xlabel(X_LABELS[x])
             axes.xaxis.set_major_formatter(FuncFormatter(_count_tick))
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.xaxis.get_major_locator().set_params(integer=x != "hours")
         if held_out:
             keys = [Line2D([], [], color="#555555"), Line2D([], [], color="#555555", **HELD_OUT)]
             loss.legend(keys, ["training", "held-out"], loc="upper right")
@@ -182,27 +169,23 @@ def _spread(axes: Axes) -> float:
     return float(values.max() / values.min()) if len(values) else 1.0
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Writes the figure, in the format of the suffix, and closes it. Raises `ConfigError` when that cannot be done."""
-    formats = figure.canvas.get_supported_filetypes()
-    if path.suffix[1:] not in formats:
-        raise ConfigError(f"--out {path}: unknown format; legal: {', '.join('.' + name for name in sorted(formats))}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as part:
-            figure.savefig(part, format=path.suffix[1:])
-    except OSError as error:
-        raise ConfigError(f"--out {path}: cannot write ({error.strerror})") from None
-    finally:
-        pyplot.close(figure)
+def of_sweeps(folders: Sequence[Path]) -> list[Path]:
+    """The folders, with the trials that have trained in place of a sweep's."""
+    sweeps = [folder for folder in folders if (folder / "results.jsonl").exists()]
+    trials = {folder: [path.parent for path in sorted(folder.glob("*/metrics.jsonl"))] for folder in sweeps}
+    return [run for folder in folders for run in trials.get(folder) or [folder]]
 
 
 def read_runs(folders: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
-    """The lines of all runs by label. Raises one `ConfigError` that names every run that cannot be read."""
+    """The lines of all runs by label, with their `hours`. Raises one `ConfigError` that names every run that cannot be
+    read."""
     problems, runs = [], {}
     for name, folder in zip(labels(folders), folders):
         try:
-            runs[name] = metrics.read(folder)
+            lines = metrics.read(folder)
+            times = [line.get("time") for line in lines]  # absent in runs of 0.1.0
+            begin = next(filter(None, times), None)
+            runs[name] = [line | {"hours": time and (time - begin) / 3600} for line, time in zip(lines, times)]
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -210,78 +193,12 @@ def read_runs(folders: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
     return runs
 
 
-def schedule_of(given: str, ranks: int | None, microbatches: int | None, chunks: int | None) -> ir.Schedule:
-    """A template by its name, or the schedule in a CSV file. Raises `ConfigError` that names this command's options."""
-    if given in TEMPLATES:
-        if ranks is None or microbatches is None:
-            raise ConfigError(
-                f"--schedule {given} needs --ranks and --microbatches, for instance --ranks 4 --microbatches 8"
-            )
-        try:
-            return build_schedule(given, ranks, microbatches, chunks)
-        except ConfigError as error:
-            raise ConfigError([_option_names(problem) for problem in error.problems]) from None
-    if not given.endswith(".csv"):
-        raise ConfigError(
-            f"--schedule {given}: no such template; legal: {', '.join(TEMPLATES)}, or the name of a file that ends in "
-            ".csv"
-        )
-    try:
-        schedule = ir.load(Path(given), name=given)
-    except OSError as error:
-        raise ConfigError(f"--schedule {given}: cannot read ({error.strerror})") from None
-    problems = validate(schedule)
-    if problems:
-        raise ConfigError([f"{given}: {problem}" for problem in problems])
-    return schedule
-
-
-def _option_names(text: str) -> str:
-    for setting, option in SETTINGS.items():
-        text = text.replace(setting, option)
-    return text
-
-
-def simulated(schedule: ir.Schedule, costs: Sequence[float]) -> Timeline:
-    """The timeline of a schedule whose ranks need `costs` (F, I, W) for a micro-batch, shared equally by their
-    chunks."""
-    return simulate(schedule, StageCosts.uniform(schedule.stages, *(cost / schedule.chunks for cost in costs))).spans
-
-
-def parse_costs(text: str) -> tuple[float, ...]:
-    """Three durations from 'F,I,W'."""
-    try:
-        costs = tuple(map(float, text.split(",")))
-    except ValueError:
-        costs = ()
-    if len(costs) != 3 or not all(0 < cost < math.inf for cost in costs):
-        raise ConfigError(f"--costs {text}: give three positive numbers F,I,W, for instance 1,1.7,0.5")
-    return costs
-
-
-def draw_templates(given: argparse.Namespace) -> list[Path]:
-    """Draws what --schedule names, one panel each; returns the files written."""
-    named = [f"--{option}" for option in ("ranks", "microbatches", "chunks") if getattr(given, option) is not None]
-    if named and all(name.endswith(".csv") for name in given.schedule):
-        raise ConfigError(f"{', '.join(named)}: said by the file {given.schedule[0]}; leave it out")
-    costs = parse_costs(given.costs or "1,1,1")
-    timelines = {}
-    for name in given.schedule:
-        schedule = schedule_of(name, given.ranks, given.microbatches, given.chunks)
-        chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-        timelines[f"{name}: {schedule.ranks} ranks{chunks}, {schedule.microbatches} micro-batches"] = simulated(
-            schedule, costs
-        )
-    out = given.out or Path("schedule.png")
-    save(draw_schedule(timelines, seconds=False), out)
-    return [out, *trace(timelines, given.trace)]
-
-
 def draw_runs(given: argparse.Namespace) -> list[Path]:
     """Draws the metrics of the runs and, of a single one, its pipeline's timelines; returns the files written."""
     smooth = 1 if given.smooth is None else given.smooth
     if smooth < 1:
         raise ConfigError(f"--smooth {smooth}: give a number of logged steps, 1 or more")
+    found = of_sweeps(given.runs)
     run = given.runs[0].parent if given.runs[0].is_file() else given.runs[0]
     single = len(given.runs) == 1
     files = {name: run / "schedule" / f"{name}.json" for name in TIMELINES if single}
@@ -293,7 +210,7 @@ def draw_runs(given: argparse.Namespace) -> list[Path]:
             else f"--trace {given.trace}: give one run, not {len(given.runs)}"
         )
     out = given.out or (run if single else Path()) / "metrics.png"
-    save(draw_metrics(read_runs(given.runs), given.x or "step", smooth), out)
+    save(draw_metrics(read_runs(found), given.x or "step", smooth), out)
     if not read:
         return [out]
     timelines = {name: ranks for name, (ranks, _) in read.items()}
@@ -303,14 +220,3 @@ def draw_runs(given: argparse.Namespace) -> list[Path]:
         beside,
     )
     return [out, beside, *trace(timelines, given.trace)]
-
-
-def trace(timelines: dict[str, Timeline], path: Path | None) -> list[Path]:
-    """Writes the Chrome trace that --trace asks for."""
-    if path is None:
-        return []
-    try:
-        chrome_trace(timelines, path)
-    except OSError as error:
-        raise ConfigError(f"--trace {path}: cannot write ({error.strerror})") from None
-    return [path]

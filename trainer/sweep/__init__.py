@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config import ConfigError
-from trainer.sweep import local
+from trainer.sweep import local, slurm
 from trainer.sweep.plan import Trial, expand, make_trials
 from trainer.sweep.results import FINISHED, Results, changes, read_start, show
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
@@ -35,13 +35,9 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
     gpus = local.visible_gpus() if sweep.launcher == "local" else []
     trials = make_trials(sweep, common, swept, config_dir, len(gpus))
     folder = Path(sweep.dir)
-    as_jobs = sweep.launcher == "submitit"
-    descriptor = lock_folder("sweep.dir", folder, "sweep", "sweep.name", mode=0o755 if as_jobs else 0o777)
+    as_jobs = sweep.launcher == "slurm"
+    descriptor = lock_folder("sweep.dir", folder, "sweep", "sweep.name")
     try:
-        if as_jobs:
-            from trainer.sweep import slurm
-
-            slurm.claim(folder)
         results = Results(folder)
         waiting = _waiting(trials, results, as_jobs)
         _say(f"sweep {sweep.name}: {_counted(trials, results, waiting)}; results in {results.path}")
@@ -79,13 +75,8 @@ def _waiting(trials: list[Trial], results: Results, as_jobs: bool) -> list[Trial
     Trials that cannot run are recorded as refused. Raises `ConfigError` where a folder holds the results of other
     settings, and where Slurm does not say which jobs are queued or running."""
     waiting, problems, queued = [], [], set()
-    if as_jobs and any("job" in read_start(trial) for trial in trials):
-        from trainer.sweep import slurm
-
-        if (queued := slurm.queued()) is None:
-            raise ConfigError(
-                "squeue does not answer, and trials of this sweep may have jobs; give the same command later"
-            )
+    if as_jobs and any("job" in read_start(trial) for trial in trials) and (queued := slurm.queued()) is None:
+        raise ConfigError("squeue does not answer, and trials of this sweep may have jobs; give the same command later")
     for trial in trials:
         before, started = results.lines.get(trial.name, {}), read_start(trial)
         changed, job = changes(trial, started) if started else [], started.get("job") if as_jobs else None

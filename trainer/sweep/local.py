@@ -34,25 +34,6 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(sum(line.startswith("GPU ") for line in lines))]
 
 
-def command(trial: Trial, *torchrun: str, config_dir: str | None, start: int = 0) -> list[str]:
-    """The command that starts a trial's processes on a node.
-
-    torchrun: its options, by which the processes find each other. Errors of ranks go to torchrun/START."""
-    folder = ["--config-dir", config_dir] if config_dir else []
-    return [
-        sys.executable,
-        "-m",
-        "trainer.torchrun",
-        *torchrun,
-        "--log-dir",
-        str(trial.folder.absolute() / "torchrun" / str(start)),
-        "-m",
-        "trainer",
-        *folder,
-        *trial.overrides,
-    ]
-
-
 @dataclass
 class Running:
     """A trial under way.
@@ -135,9 +116,11 @@ def _start(trial: Trial, gpus: list[str], sweep: SweepConfig, config_dir: str | 
     results.clear(trial.folder)
     results.note_start(trial)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
+    torchrun = [sys.executable, "-m", "trainer.torchrun", "--standalone", "--nproc-per-node", str(trial.processes)]
+    errors = ["--log-dir", str(trial.folder.absolute() / "torchrun" / "0")]
     with open(trial.folder / "log.txt", "ab") as log:
         agent = subprocess.Popen(
-            command(trial, "--standalone", "--nproc-per-node", str(trial.processes), config_dir=config_dir),
+            [*torchrun, *errors, "-m", "trainer", *trial.words(config_dir)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -47,7 +47,7 @@ class SlurmConfig:
     partition: str | None = option(None, "partition; null means the cluster's default")
     account: str | None = option(None, "account")
     qos: str | None = option(None, "quality of service")
-    options: dict[str, Any] = option({}, "further options of sbatch: {constraint: h200, exclusive: true}")
+    options: dict[str, Any] = option({}, "further options of sbatch: {constraint: h200, exclusive: true}; they win")
 
 
 @dataclass
@@ -68,12 +68,10 @@ class SweepConfig:
     )
     sort: str = option("tokens_per_second", "what the table is sorted by, best first", SORTS)
     launcher: str = option(
-        "local", "where trials run: as processes of this machine, or each as a job of Slurm", ("local", "submitit")
+        "local", "where trials run: as processes of this machine, or each as a job of Slurm", ("local", "slurm")
     )
-    wait: bool = option(
-        True, "submitit: wait for the jobs; else the same command, given again, collects what has ended"
-    )
-    slurm: SlurmConfig = option(SlurmConfig(), "submitit: what each trial's job asks for")
+    wait: bool = option(True, "slurm: wait for the jobs; else the same command, given again, collects what has ended")
+    slurm: SlurmConfig = option(SlurmConfig(), "slurm: what each trial's job asks for")
 
 
 @dataclass
@@ -96,6 +94,10 @@ class Trial:
     @property
     def on_gpus(self) -> bool:
         return self.settings["run"]["device"] != "cpu"
+
+    def words(self, config_dir: str | None) -> list[str]:
+        """What stands behind `python -m trainer` for this trial."""
+        return [*(["--config-dir", config_dir] if config_dir else []), *self.overrides]
 
 
 def expand(
@@ -145,15 +147,15 @@ def expand(
         trials = [list(trial) for trial in itertools.product(*values)]
     sweep = typed.build(OmegaConf.to_container(own).get("sweep", {}), problems, SweepConfig, "sweep")
     problems |= {text: text for text in typed.out_of_range(sweep, "sweep")}
-    if sweep.launcher == "submitit" and sweep.time_minutes:
+    if sweep.launcher == "slurm" and sweep.time_minutes:
         problems["time"] = f"sweep.time_minutes={sweep.time_minutes}: a job's limit is sweep.slurm.time_minutes"
-    if sweep.launcher == "submitit" and sweep.parallel > 1:
+    if sweep.launcher == "slurm" and sweep.parallel > 1:
         problems["parallel"] = (
             f"sweep.parallel={sweep.parallel}: Slurm decides how many jobs run at a time; leave it out"
         )
     if sweep.launcher == "local" and (given := _of_slurm(sweep)):
         problems["launcher"] = (
-            f"{', '.join(given)}: trials run on this machine; set sweep.launcher=submitit, or leave it out"
+            f"{', '.join(given)}: trials run on this machine; set sweep.launcher=slurm, or leave it out"
         )
     if sweep.processes and sweep.processes % sweep.slurm.nodes:
         problems["nodes"] = (
@@ -260,7 +262,7 @@ def _processes(config: Config, sweep: SweepConfig, gpus: int) -> int:
     fewest = fewest_processes(config.parallel)
     if config.parallel.dp > 0:
         return fewest
-    if sweep.launcher == "submitit":
+    if sweep.launcher == "slurm":
         return sweep.slurm.nodes * sweep.slurm.gpus_per_node or max(fewest, sweep.slurm.nodes)
     return gpus // sweep.parallel if config.run.device != "cpu" and gpus >= sweep.parallel else fewest
 

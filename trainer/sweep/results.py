@@ -20,9 +20,9 @@ from trainer.config.typed import flat
 from trainer.observe import metrics
 from trainer.planning.fit import TOO_BIG
 from trainer.sweep.plan import Trial
-from trainer.training.out_of_memory import lacks_memory, said
 from trainer.util.exit_codes import REFUSED, STOPPED
 from trainer.util.files import write_atomic
+from trainer.util.memory_errors import lacks_memory, said
 from trainer.util.reading import brief, mismatch, parse_json, printable, read_bytes, read_json
 from trainer.util.tables import console_for, count, duration, percent, print_table, size
 
@@ -49,8 +49,7 @@ RESULT: dict[str, Any] = {
 def clear(folder: Path) -> None:
     """Prepares a trial's folder for a start: removes the status and errors that an earlier start has left."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in (folder / "status.json", *folder.glob("exit-*.json")):
-        path.unlink(missing_ok=True)
+    (folder / "status.json").unlink(missing_ok=True)
     shutil.rmtree(folder / "torchrun", ignore_errors=True)
 
 
@@ -74,17 +73,6 @@ def read_start(trial: Trial) -> dict[str, Any]:
     if not re.fullmatch("[0-9]{1,18}", start.get("job") or "0"):
         raise ConfigError(f"{path} says job={brief(start['job'])}, which is no number of a job; {way_out}")
     return start
-
-
-def note_exit(folder: Path, node: int, job: str, code: int) -> None:
-    """Writes, on a node of a trial's job, with what its agent has ended."""
-    write_atomic(folder / f"exit-{node}.json", json.dumps({"job": job, "code": code}) + "\n")
-
-
-def read_exit(folder: Path, node: int, job: str) -> int | None:
-    """What `note_exit` wrote for this job; None if nothing."""
-    found = _read(folder / f"exit-{node}.json")
-    return found["code"] if found.get("job") == job and type(found.get("code")) is int else None
 
 
 def changes(trial: Trial, started: dict[str, Any]) -> list[str]:
@@ -121,10 +109,10 @@ def outcome(
     errors = error_texts(folder) + ([str(status["reason"])] if "reason" in status else [])
     if short := next(filter(lacks_memory, errors), None):
         return "out_of_memory", said(short)
-    text = "".join(_tail(path) for path in sorted(folder.glob("log*.txt")))  # of each node: rank 0 may be on any
+    text = _tail(folder / "log.txt")
     refusals = re.findall(r"^configuration error[^:\n]*:(.*(?:\n  - .*)*)", text, re.MULTILINE)
     refusal = "; ".join(part for line in refusals[-1].split("\n  - ") if (part := line.strip())) if refusals else ""
-    if not status and TOO_BIG in refusal:  # whatever the code: other nodes may have lost the one that said so
+    if not status and TOO_BIG in refusal:  # whatever the code: it may be that of another node
         return "out_of_memory", refusal
     if requested is not None:
         return requested, None
@@ -141,10 +129,12 @@ def outcome(
 
 
 def error_texts(folder: Path) -> list[str]:
-    """The errors that the ranks of a trial's last start left for torchrun, the first one first."""
-    starts = [path for path in (folder / "torchrun").glob("*/") if re.fullmatch("[0-9]{1,9}", path.name)]
+    """The errors that the ranks of a trial's last start left for torchrun, the first one first.
+
+    Starts are named by a number, or in a Slurm job by two: requeues, and launches since."""
+    starts = [path for path in (folder / "torchrun").glob("*/") if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", path.name)]
     found = []
-    for path in max(starts, key=lambda path: int(path.name)).glob("**/error.json") if starts else []:
+    for path in max(starts, key=lambda path: [*map(int, path.name.split("."))]).glob("**/error.json") if starts else []:
         message = _read(path).get("message")
         if isinstance(message, dict):
             extra = message.get("extraInfo")

@@ -25,6 +25,7 @@ from trainer.planning.batch import BatchPlan
 from trainer.planning.cost.layers import layer_costs
 from trainer.planning.cost.memory import constant_bytes
 from trainer.planning.cost.stages import LayerCosts
+from trainer.planning.cost.updates import Updates
 from trainer.planning.pipeline import Pipeline, estimated_costs
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout
@@ -86,13 +87,15 @@ class Auto:
             layers = calibrated(layers, pipeline, max(finish for _, finish, _, _ in everyone))
             element = DTYPES[state.config.precision.compute].itemsize
             seen = simulate(pipeline.schedule, layers.stage(pipeline.split))
-            states = constant_bytes(state.spec, plan, element, pipeline.split, pipeline.schedule.placement)
+            updates = Updates.of(state.config)
+            states = constant_bytes(state.spec, plan, element, pipeline.split, pipeline.schedule.placement, updates)
             # What the formulas do not know: communication buffers, fragments, the compiler's workspaces.
             extra = max(0.0, max(peak for *_, peak in everyone) - max(a + b for a, b in zip(states, seen.memory)))
             limit = memory_limit(world.device)
 
             def constant(split: Split, placement: tuple[int, ...]) -> list[float]:
-                return [size + extra for size in constant_bytes(state.spec, plan, element, split, placement)]
+                sizes = constant_bytes(state.spec, plan, element, split, placement, updates)
+                return [size + extra for size in sizes]
 
             if settings.memory_cap is not None:
                 limit, constant = (

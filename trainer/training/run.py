@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer.checkpointing.manifest import list_checkpoints
 from trainer.config import Config, ConfigError
+from trainer.config.extend import extended
 from trainer.config.model import ModelSpec
 from trainer.data.corpus import open_corpus
 from trainer.data.tokens import DataError
@@ -24,13 +25,14 @@ from trainer.observe import flight, metrics
 from trainer.observe.sinks import reason_of, write_status
 from trainer.parallel.engine import check_engine
 from trainer.parallel.parallelize import check_compiler, check_model
+from trainer.planning.estimate.sequence import SHARE, Room, settle
 from trainer.planning.fit import check_fit
 from trainer.planning.plan import node_size
-from trainer.planning.resolve import resolve
+from trainer.planning.resolve import check, resolve
 from trainer.training.auto_schedule import saved_choice
 from trainer.training.history import settle_status, way_on
 from trainer.training.ledger import NonFinite
-from trainer.training.out_of_memory import advice, missing_memory
+from trainer.training.out_of_memory import advice
 from trainer.training.saving import Start
 from trainer.training.session import (
     claimed,
@@ -43,6 +45,7 @@ from trainer.training.session import (
 )
 from trainer.training.trainer import Trainer
 from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, rank
+from trainer.util.memory_errors import missing_memory
 
 
 @dataclass
@@ -61,14 +64,17 @@ class Result:
 def run(config: Config) -> Result:
     """Trains as configured, resuming where the run folder has a checkpoint. Raises `ConfigError` before any step."""
     world_size, folder = int(os.environ.get("WORLD_SIZE", 1)), Path(config.run.dir)
+    if problems := check(config, world_size):  # settings may have been changed since they were composed
+        raise ConfigError(problems)
     spec, weights = starting_point(config)
-    layout = resolve(config, world_size, spec)
+    layout, device = resolve(config, world_size, spec), local_device(config.run)
+    memory, node = memory_of(device), node_size(world_size)
+    config, layout = settle(config, layout, Room(memory.device, SHARE * memory.host / node), node)
     layout = saved_choice(folder, config, layout) or layout
-    device = local_device(config.run)
     check_compiler(config, device)
     check_engine(config, device)
     check_model(config, spec, device)
-    check_fit(config, layout, world_size, node_size(world_size), memory_of(device))
+    check_fit(config, layout, world_size, node, memory)
     corpus = open_corpus(config)
     joined_before = dist.is_initialized()
     warn_of_stale_store()
@@ -139,7 +145,7 @@ def starting_point(config: Config) -> tuple[ModelSpec, Weights | None]:
         return ModelSpec.from_dict({f.name: getattr(config.model, f.name) for f in dataclasses.fields(ModelSpec)}), None
     from trainer.hf import HFWeights, spec_from_hf
 
-    spec = spec_from_hf(config.model.from_hf)
+    spec = extended(spec_from_hf(config.model.from_hf), config.model.extend)
     if spec.learned_positions and config.batch.sequence_length > spec.max_length:
         raise ConfigError(
             f"batch.sequence_length={config.batch.sequence_length} exceeds the {spec.max_length} learned positions of "

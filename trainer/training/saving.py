@@ -14,6 +14,7 @@ from trainer.checkpointing.resume import data_identity, find_start, fitting_mani
 from trainer.config import Config
 from trainer.distributed.tensors import Fragment
 from trainer.distributed.world import World
+from trainer.optim.average import PREFIX
 from trainer.planning.batch import BatchPlan
 from trainer.planning.resolve import Layout
 from trainer.training.session import launchers
@@ -72,10 +73,16 @@ class Start:
             return Progress(), self.warnings
         manifest = self.manifest
         scaler = saved_scale(manifest)
-        restore(state, self.path, manifest["step"], scaler)
+        averaged = any(name.startswith(PREFIX) for name in manifest["tensors"])
+        restore(state, self.path, manifest["step"], scaler, averaged)
         kept = resume_error_feedback(state, self.path, manifest)
         samples = manifest["samples"] if state.config.checkpoint.data == "continue" else 0
         messages = [*self.warnings, *([] if kept else [DROPPED]), f"resumed from {self.path} at step {state.step}"]
+        decay = state.config.optimizer.ema.decay
+        if decay and not averaged:
+            messages.append(f"the checkpoint has no average of the weights: it begins with those of step {state.step}")
+        if averaged and not decay:
+            messages.append("the checkpoint's average of the weights is left out, as optimizer.ema.decay=0")
         if state.scaler.enabled and not scaler:
             first = state.config.precision.loss_scale
             messages.append(f"the checkpoint has no loss scale: it begins at precision.loss_scale={first:g}")
@@ -90,10 +97,14 @@ def saved_scale(manifest: dict[str, Any]) -> dict[str, Any]:
     return {} if idle else scaler
 
 
-def restore(state: TrainState, path: Path, step: int, scaler: dict[str, Any]) -> None:
-    """Fills `state` from the checkpoint `path` of `step`, written under any plan; `scaler`: the loss scale's state."""
-    load_tensors(path, state.tensors())
+def restore(state: TrainState, path: Path, step: int, scaler: dict[str, Any], averaged: bool = True) -> None:
+    """Fills `state` from the checkpoint `path` of `step`, written under any plan; `scaler`: the loss scale's state;
+    averaged: whether the checkpoint has an average of the weights, if the state wants one."""
+    tensors = state.tensors()
+    load_tensors(path, {name: value for name, value in tensors.items() if averaged or not name.startswith(PREFIX)})
     state.after_load()
+    if state.average is not None and not averaged:
+        state.average.begin()
     state.step = step
     state.scaler.load_state_dict(scaler)
 

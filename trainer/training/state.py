@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +21,7 @@ from trainer.model.linear import DeferredGrads
 from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage
 from trainer.model.transformer import Transformer
+from trainer.optim.average import WeightAverage
 from trainer.optim.groups import parameter_policies
 from trainer.parallel.compress.reduction import Compression, Uncompressed
 from trainer.parallel.engine import Engine, EngineOptimizer, load_engine
@@ -41,7 +44,7 @@ class TrainState:
 
     stages: number of a pipeline stage -> this rank's part of the model. names: every parameter of the whole model, in
     the order in which their gradient norms are kept. reports: by name, how many values the whole model's layers report
-    of a step. step: optimizer steps taken, skipped ones included.
+    of a step. step: optimizer steps taken, skipped ones included. average: of the weights, where one is kept.
     """
 
     config: Config
@@ -60,8 +63,11 @@ class TrainState:
     reports: dict[str, int]
     step: int = 0
     runtime: Runtime = field(init=False)
+    average: WeightAverage | None = field(init=False)
 
     def __post_init__(self) -> None:
+        decay = self.config.optimizer.ema.decay
+        self.average = WeightAverage(self.parameters, decay) if decay else None
         self.use_schedule(self.pipeline.schedule)
 
     @classmethod
@@ -86,7 +92,7 @@ class TrainState:
         }
         with torch.device("meta"):
             whole = make(spec, None)
-        whole.set_loss(config.loss.z_loss, config.loss.chunk, config.compile, loss_terms(config.loss))
+        whole.set_loss(config.loss.z_loss, config.loss.chunk, config.compile, terms=loss_terms(config.loss))
         parameters, infos, copies = named_parameters(stages)
         types = {name.removesuffix(COPY): info for name, info in infos.items()}
         policies = parameter_policies(types, config.precision.types, config.optimizer)
@@ -144,7 +150,7 @@ class TrainState:
         """Closes the state and frees the memory of model and optimizer, whoever still holds the state itself; `step`,
         `scaler` and what it was built from stay. All ranks call it together."""
         self.close()
-        del self.engine, self.stages, self.shared, self.optimizer, self.runtime
+        del self.engine, self.stages, self.shared, self.optimizer, self.runtime, self.average
         gc.collect()  # FSDP's modules refer to each other
 
     @property
@@ -161,11 +167,23 @@ class TrainState:
     def tensors(self) -> dict[str, Tensor | Fragment]:
         """Everything sharded, by plan-independent name."""
         optimizer = {name: tensor for name, tensor in self.optimizer.tensors().items() if not name.endswith(COPY)}
-        return {f"model.{name}": parameter for name, parameter in self.parameters.items()} | optimizer
+        average = self.average.tensors() if self.average is not None else {}
+        return {f"model.{name}": parameter for name, parameter in self.parameters.items()} | optimizer | average
 
     def after_load(self) -> None:
         """Once `tensors` have been filled: brings what a checkpoint does not hold into line."""
         self.optimizer.after_load(self.shared.copies)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Has the average of the weights in their place meanwhile; nothing may be gathered when it begins or ends."""
+        self.average.swap()
+        self.after_load()
+        try:
+            yield
+        finally:
+            self.average.swap()
+            self.after_load()
 
 
 def named_parameters(

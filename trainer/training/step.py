@@ -63,6 +63,8 @@ def train_step(state: TrainState, batches: list[Batch], asked: int) -> dict[str,
     rate = learning_rate(state.config.lr, state.config.run.steps, optimizer.updates)
     target = optimizer.updates.device
     found_inf = optimizer.step(rate, (scale / coefficient).float().to(target), found_inf.to(target)).to(world.device)
+    if state.average is not None:
+        state.average.update(found_inf)
     optimizer.zero_grad()
     state.compression.end_step(found_inf)
     result = {

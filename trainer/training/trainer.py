@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from trainer.data.batches import Loader, eval_batches
 from trainer.data.corpus import Corpus
 from trainer.distributed.world import World
 from trainer.model.initial import Weights, name_seed
-from trainer.observe.report import print_start
+from trainer.observe.report import start_report
 from trainer.observe.sinks import LOG, reason_of
 from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE, STEP, Watchdog
 from trainer.planning.fit import kept
@@ -39,7 +40,8 @@ class Trainer:
     """A run in progress: what is trained (`state`), on what (`loader`), and the loop. All ranks call its methods
     together.
 
-    tokens: trained on so far; stop_wanted: this rank's wish to end the run, of which the next step tells all ranks.
+    opening: what rank 0 says at the start; tokens: trained on so far; stop_wanted: this rank's wish to end the run, of
+    which the next step tells all ranks.
     """
 
     def __init__(
@@ -55,12 +57,15 @@ class Trainer:
         self.config, self.corpus, self.world, self.watchdog = config, corpus, world, watchdog
         self.batch, self.folder, self.stop_wanted, self.start = layout.batch, Path(config.run.dir), False, start
         self.hooks = Hooks(config, world)
-        if world.rank == 0 and config.logging.console != "none":
-            self.print_start(layout)
+        if world.rank == 0:
+            states, memory = kept(config, layout, node_size(world.size)), memory_of(world.device)
+            self.opening = start_report(config, layout, states, memory, corpus, world)
+            if config.logging.console != "none":
+                self.opening.print()
         self.state = TrainState.build(config, layout.spec, layout.plan, layout.pipeline, world, weights)
         progress, messages = self.start.resume(self.state)
         self.tokens, self.loader = progress.tokens, self.load_from(progress.samples)
-        messages = [*messages, *self.open_folder(layout)]
+        messages = [*messages, *self.open_folder()]
         self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
         self.ledger = Ledger(self.state, self.batch, progress.skipped)
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
@@ -163,7 +168,8 @@ class Trainer:
             mask_documents=self.config.data.mask_documents,
             device=self.world.device,
         )
-        loss = evaluate(self.state, batches).item()
+        with self.state.averaged() if self.config.eval.ema else nullcontext():
+            loss = evaluate(self.state, batches).item()
         self.ledger.evaluated({"step": step, "tokens": self.tokens, "eval_loss": loss})
         self.hooks.call("evaluation")
 
@@ -224,28 +230,22 @@ class Trainer:
             device=self.world.device,
         )
 
-    def open_folder(self, layout: Layout) -> list[str]:
+    def open_folder(self) -> list[str]:
         """Makes the run folder that of this start: sets an earlier run aside, and notes what is about to be trained,
         with which settings, by whom. Returns what is to be said."""
         places = self.world.gather(history.place(self.world))
         feedback = max(self.world.gather(self.state.compression.feedback_bytes))
         held = [f"error feedback takes {size(feedback)} more on the rank with most of it"] if feedback else []
-        return held + self.world.agree(lambda: self._open_folder(layout, places))
+        return held + self.world.agree(lambda: self._open_folder(places))
 
-    def _open_folder(self, layout: Layout, places: list[tuple[str, str]]) -> list[str]:
+    def _open_folder(self, places: list[tuple[str, str]]) -> list[str]:
         folder, resumed, step = self.folder, self.start.path, self.start.step
         aside = history.set_aside(folder, resumed, step)
         changed = history.note_start(self.config, step, resumed, aside, places)
         self.corpus.tokenizer.save(folder / "tokenizer")
         with open(folder / LOG, "a", encoding="utf-8") as log:
-            self.print_start(layout, Console(file=log))
+            self.opening.print(Console(file=log))
         return [
             *([f"what an earlier run left in {folder} is now in {aside}"] if aside else []),
             *([f"settings changed since: {history.shown(changed)}"] if changed else []),
         ]
-
-    def print_start(self, layout: Layout, console: Console | None = None) -> None:
-        """Prints what is about to be trained."""
-        states = kept(self.config, layout, node_size(self.world.size))
-        memory = memory_of(self.world.device)
-        print_start(self.config, layout, states, memory, self.corpus, self.world, console)

@@ -12,15 +12,15 @@ from pathlib import Path
 from trainer.config import ConfigError
 
 
-def lock_folder(setting: str, folder: Path, kind: str, ways: str, mode: int = 0o777) -> int:
+def lock_folder(setting: str, folder: Path, kind: str, ways: str) -> int:
     """Creates the folder that `setting` names and locks it against other processes.
 
     Returns a file descriptor; closing it releases the lock. For messages, `kind` is what uses the folder (run, sweep)
-    and `ways` the settings that name another one. mode: of a new folder, less the umask. Raises `ConfigError` where the
-    folder cannot be made, written or locked.
+    and `ways` the settings that name another one. Raises `ConfigError` where the folder cannot be made, written or
+    locked.
     """
     try:
-        folder.mkdir(mode, parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise ConfigError(

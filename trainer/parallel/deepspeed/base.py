@@ -24,8 +24,8 @@ from trainer.optim.groups import Policy
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.deepspeed.config import generate
 from trainer.parallel.gradients import SharedParameters
-from trainer.planning.cost.memory import moments
 from trainer.planning.cost.parameters import ParameterInfo
+from trainer.planning.cost.updates import moments
 
 deepspeed.utils.logger.setLevel(logging.ERROR)
 warnings.filterwarnings(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 
@@ -17,6 +17,7 @@ from trainer.planning.cost.parameters import (
     layer_specs,
     layer_tables,
 )
+from trainer.planning.cost.updates import Updates
 
 
 @by_value
@@ -69,3 +70,27 @@ def seen_keys(length: int, window: int = 0) -> float:
     window = min(window or length, length)
     # The first `window` positions see 1, 2, ... window keys; the others see `window`.
     return window * (length - (window - 1) / 2) / length
+
+
+def orthogonalisation(shape: Sequence[int], steps: int) -> int:
+    """FLOPs of Muon's Newton-Schulz iteration for a matrix: in each step, three products with its smaller Gram
+    matrix."""
+    small, large = sorted(shape)
+    return 2 * steps * small**2 * (2 * large + small)
+
+
+@by_value
+def muon_flops(spec: ModelSpec, updates: Updates) -> tuple[int, ...]:
+    """FLOPs of an update's orthogonalisations in each layer."""
+    found = []
+    for index, table in enumerate(layer_tables(spec)):
+        infos = {f"layers.{index}.{name}": info for name, info in table.items()}
+        policies, steps = updates.policies(infos), updates.optimizer.muon.steps
+        found.append(
+            sum(
+                orthogonalisation(info.shape, steps)
+                for name, info in infos.items()
+                if policies[name].optimizer == "muon"
+            )
+        )
+    return tuple(found)

@@ -32,6 +32,7 @@ def layer_costs(
     flops_per_second: float,
     *,
     recompute: ActivationConfig | None = None,
+    loss_tile: int | None = 0,
     element_bytes: int = 2,
     tp_bandwidth: float = inf,
     bandwidth: float = inf,
@@ -43,7 +44,7 @@ def layer_costs(
 
     length: tokens of a sequence. micro_size: sequences of a micro-batch.
     flops_per_second: what matrix products sustain.
-    recompute: settings of activation checkpointing; None keeps everything.
+    recompute: settings of activation checkpointing; None keeps everything. loss_tile: `loss.tile`.
     element_bytes: size of an element of the compute type.
     tp_bandwidth: bytes per second into a device within its tensor-parallel group.
     bandwidth: the same between pipeline stages and data-parallel ranks.
@@ -59,7 +60,7 @@ def layer_costs(
     table = prod(head(spec).multiplied(tp))  # elements of the head, and of the embedding, which has its shape
     f, i, w, activation, sizes = [collective], [0.0], [collective], [8.0 * tokens], [table]
     layers = model_work(spec, length, tp, element_bytes)
-    remaining = left_by_recompute(layers, recompute)
+    remaining, tiled = left_by_recompute(layers, recompute), recompute is not None and bool(recompute.tile)
     for layer, left in zip(layers, remaining, strict=True):
         # Two gathers and two reduce-scatters each way; the inputs gathered again in backward overlap with its products.
         again = sum(share * layer.flops[name] for name, share in left.again.items())
@@ -70,18 +71,22 @@ def layer_costs(
         activation.append(tokens * left.saved)
         sizes.append(layer.weights)
     logits = product_flops(head(spec), tp)
-    f.append(rate * logits + collective)
-    i.append(rate * logits + collective)
-    w.append(rate * logits)
-    # Input and output of the final norm, and the logits, which become their own gradient.
-    activation.append(tokens * element_bytes * (2 * spec.width + spec.vocab_size) / tp)
+    behind = not loss_tile  # with tiles the gradients are computed in the forward pass
+    f.append(rate * logits * (1 if behind else 3) + collective * (1 if behind else 2))
+    i.append((rate * logits + collective) * behind)
+    w.append(rate * logits * behind)
+    # Input and output of the final norm, or its gradient; and the logits, which become their own gradient, or the
+    # weight's gradient in fp32.
+    streams = tokens * element_bytes * 2 * spec.width / tp
+    activation.append(streams + (tokens * element_bytes * spec.vocab_size / tp if behind else 4.0 * table))
     sizes.append(table)  # a tied head too: the last stage holds a copy
     return LayerCosts(
         f=tuple(f),
         i=tuple(i),
         w=tuple(w),
         activation=tuple(activation),
-        kept=sum(layer.deferred for layer in layers) / sum(left.saved for left in remaining),
+        kept=sum(layer.deferred - layer.feed_deferred * tiled for layer in layers)
+        / sum(left.saved for left in remaining),
         host=host,
         transfer=latency + element_bytes * tokens * spec.width / tp / bandwidth,
         unshard=tuple(ring(element_bytes * size, shard, bandwidth, latency) for size in sizes),
@@ -106,6 +111,8 @@ class LayerWork:
     input: bytes of the layer's input.
     saved: bytes held for backward where nothing is recomputed. blocks: those inside of attention and feed-forward.
     deferred: bytes held for the weight gradients: inputs of the projections and gradients of their outputs.
+    between: bytes of the input of the layer's second half, its feed-forward block and norms; 0 where that is the
+    layer's. feed, feed_deferred: what `saved`, beside `between`, and `deferred` have of the second half.
     """
 
     flops: Mapping[str, float]
@@ -117,6 +124,9 @@ class LayerWork:
     saved: float
     blocks: Mapping[str, float]
     deferred: float
+    between: float
+    feed: float
+    feed_deferred: float
 
     @property
     def attention(self) -> float:
@@ -154,6 +164,9 @@ def layer_work(
     outputs = {name: stream if name in by_rows else element_bytes * rows for name, (rows, _) in shapes.items()}
     # What the projections read: the norms' outputs, attention's output, the feed-forward block's hidden state.
     deferred = sum(outputs.values()) + 2 * stream + sum(element_bytes * shapes[name][1] for name in by_rows)
+    inner = [name for name in shapes if fed(name)]
+    feed_deferred = stream + sum(outputs[name] for name in inner)
+    feed_deferred += sum(element_bytes * shapes[name][1] for name in inner if name in by_rows)
     # Attention holds its output and, in fp32, the log-sum-exp of each head's scores; a registered one need have none.
     outputs["attention"] = outputs["attention.q"] + 4.0 * a.heads / tp if a.kind in ATTENTION_SAVED else stream
     pre, post = layer.norm.placement in ("pre", "both"), layer.norm.placement in ("post", "both")
@@ -174,6 +187,9 @@ def layer_work(
         saved=streams * stream + statistics + sum(blocks.values()),
         blocks=MappingProxyType(blocks),
         deferred=deferred,
+        between=0.0 if parallel_residual else stream,
+        feed=(1 + (pre and post)) * stream + statistics / 2 + blocks["feed_forward"],
+        feed_deferred=feed_deferred,
     )
 
 
@@ -217,11 +233,12 @@ class Remaining(NamedTuple):
     """What a recompute policy leaves of a layer.
 
     saved: bytes of one token that are held for backward. again: operations that the backward pass repeats, and the
-    share of each: below 1 where it is not known which.
+    share of each: below 1 where it is not known which. host: bytes of one token that wait in host memory.
     """
 
     saved: float
     again: Mapping[str, float]
+    host: float = 0.0
 
 
 def left_by_recompute(layers: Sequence[LayerWork], config: ActivationConfig | None) -> list[Remaining]:
@@ -239,20 +256,33 @@ def left_by_recompute(layers: Sequence[LayerWork], config: ActivationConfig | No
 
 def recomputed(layer: LayerWork, index: int, config: ActivationConfig | None) -> Remaining:
     """What a recompute policy (see `checkpointing/activation.py`) leaves of layer `index`."""
-    if config is None or config.mode == "none" or (config.mode != "budget" and index % config.every):
+    if config is None:
         return Remaining(layer.saved, {})
+    tiled = list(filter(fed, layer.flops)) if config.tile else []  # what tiles repeat, the last product too
+    whole, host = layer.saved - layer.feed * bool(tiled), 0.0
+    if config.mode == "none" or (config.mode != "budget" and index % config.every):
+        return Remaining(whole, dict.fromkeys(tiled, 1.0))
     if config.mode == "selective" and config.modules:
         again = [name for name in layer.flops if matches(index, name, config.modules)]
         # A block's input is a norm's output, which is kept. What a single projection returns is its consumer's to keep.
-        saved = layer.saved - sum(size for block, size in layer.blocks.items() if matches(index, block, config.modules))
+        saved = whole - sum(size for block, size in layer.blocks.items() if matches(index, block, config.modules))
     else:
         kept = [name for name in layer.flops if config.mode == "selective" and selected(layer, name, config.save)]
-        saved = layer.input + sum(layer.outputs[name] for name in kept)
+        inputs = layer.input + layer.between * bool(tiled)
+        saved = inputs + sum(layer.outputs[name] for name in kept if name not in tiled)
         again = [name for name in layer.flops if name not in kept]
+        if config.offload:  # a byte is left, of which what W needs can be a multiple
+            saved, host = max(1.0, saved - inputs), inputs
     share = 1.0
     if config.mode == "budget":  # which operations the compiler keeps is not known: between all and none
         saved, share = saved + config.budget * (layer.saved - saved), 1 - config.budget
-    return Remaining(saved, {name: share for name in again if name in layer.needed})
+    repeated = {name: share for name in again if name in layer.needed}
+    return Remaining(saved, repeated | dict.fromkeys(tiled, 1.0), host)
+
+
+def fed(name: str) -> bool:
+    """Whether an operation belongs to the feed-forward block."""
+    return name.startswith("feed_forward.")
 
 
 def selected(layer: LayerWork, name: str, entries: list[str]) -> bool:

@@ -7,24 +7,16 @@ from dataclasses import dataclass, replace
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
-from trainer.config.registry import OPTIMIZERS
 from trainer.planning.batch import BatchPlan
 from trainer.planning.cost.parameters import Table, by_value, layer_tables, outer_tables
+from trainer.planning.cost.updates import Updates, moments
 from trainer.planning.pipeline import Pipeline
 from trainer.planning.plan import Plan
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Size of an element by the name of its type in the settings."""
 
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum",)}
-
-MASTER_BYTES, MOMENT_BYTES = 4, 8  # an fp32 parameter or gradient; AdamW's two fp32 moments
-
-
-def moments(optimizer: str) -> tuple[str, ...]:
-    """What an optimizer keeps of a parameter beside it, by the names in checkpoints."""
-    entry = OPTIMIZERS.registered.get(optimizer)
-    return entry.facts["moments"] if entry else MOMENTS[optimizer]
+MASTER_BYTES = 4  # an fp32 parameter or gradient
 
 
 @dataclass(frozen=True)
@@ -37,6 +29,7 @@ class StateBytes:
     offloaded: whether what is kept lies in host memory.
     sums: of offloaded gradients, on the device until the last micro-batch.
     feedback: what quantised gradients have left out.
+    average: of the weights.
     """
 
     parameters: int
@@ -47,19 +40,24 @@ class StateBytes:
     offloaded: bool
     sums: int = 0
     feedback: int = 0
+    average: int = 0
 
     @property
     def host(self) -> int:
-        return self.parameters + self.gradients + self.optimizer if self.offloaded else 0
+        return self.kept if self.offloaded else 0
 
     @property
     def device(self) -> int:
         return self.total - self.host
 
     @property
+    def kept(self) -> int:
+        """What is offloaded, where anything is."""
+        return self.parameters + self.gradients + self.optimizer + self.average
+
+    @property
     def total(self) -> int:
-        kept = self.parameters + self.gradients + self.optimizer
-        return kept + self.gathered + self.sums + self.unreduced + self.feedback
+        return self.kept + self.gathered + self.sums + self.unreduced + self.feedback
 
     def rows(self) -> list[tuple[str, int]]:
         """Labels and bytes for a table; terms of zero are left out."""
@@ -70,6 +68,7 @@ class StateBytes:
             ("sums of gradients", self.sums),
             ("unreduced gradients", self.unreduced),
             ("optimizer", self.optimizer),
+            ("average of weights", self.average),
             ("error feedback", self.feedback),
         ]
         if self.offloaded:
@@ -81,7 +80,7 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class HeldParameters:
-    """Numbers of parameters that one tensor-parallel rank holds.
+    """Numbers of parameters that one tensor-parallel rank holds, or the bytes of their states.
 
     layers: of each layer.
     outer: of a pipeline stage beside its layers, by whether it is the model's first and whether it is its last.
@@ -110,6 +109,25 @@ def held_parameters(spec: ModelSpec, tp: int) -> HeldParameters:
     )
 
 
+@by_value
+def held_moments(spec: ModelSpec, tp: int, updates: Updates) -> HeldParameters:
+    """Bytes of what the optimizers of a model keep on each of `tp` tensor-parallel ranks."""
+
+    def held(table: Table, prefix: str = "") -> int:
+        infos = {prefix + name: info for name, info in table.items()}
+        return sum(
+            infos[name].held(tp) * len(moments(policy.optimizer)) * ELEMENT_BYTES[policy.state_dtype]
+            for name, policy in updates.policies(infos).items()
+            if policy.optimizer
+        )
+
+    ends = [(first, last) for first in (True, False) for last in (True, False)]
+    return HeldParameters(
+        layers=tuple(held(table, f"layers.{index}.") for index, table in enumerate(layer_tables(spec))),
+        outer={end: sum(map(held, outer_tables(spec, *end))) for end in ends},
+    )
+
+
 def state_bytes(
     spec: ModelSpec,
     plan: Plan,
@@ -117,16 +135,19 @@ def state_bytes(
     layers: Iterable[range] | None = None,
     once: bool = False,
     device_sums: bool = False,
+    updates: Updates | None = None,
 ) -> StateBytes:
-    """The states on one rank under a plan, with AdamW.
+    """The states on one rank under a plan.
 
     compute_bytes: size of an element of the compute type, 4 for fp32, 2 for bf16 and fp16.
     layers: of each pipeline stage on the rank, all of them in one stage if None.
     once: whether gradients are reduced once a step whatever the ZeRO stage.
     device_sums: whether those that are reduced every micro-batch and offloaded are added up on the device.
+    updates: how parameters are updated; None: by AdamW.
     """
-    held = held_parameters(spec, plan.tp)
-    units = [held.units(part) for part in layers or [range(spec.depth)]]
+    held, updates, layers = held_parameters(spec, plan.tp), updates or Updates(), [*(layers or [range(spec.depth)])]
+    units = [held.units(part) for part in layers]
+    moments = sum(sum(held_moments(spec, plan.tp, updates).units(part)) for part in layers)
     total, shard = sum(map(sum, units)), plan.shard if plan.stage >= 1 else 1
     # Gathered or unreduced at a time where layers are gathered one by one: each stage's outer unit, the largest layer.
     at_once = sum(unit[0] for unit in units) + max(max(unit[1:]) for unit in units)
@@ -140,7 +161,8 @@ def state_bytes(
         gradients=MASTER_BYTES * (total if whole and not plan.offload else kept),
         sums=MASTER_BYTES * (total if whole else kept * device_sums) * plan.offload,
         unreduced=0 if whole else compute_bytes * at_once,
-        optimizer=MOMENT_BYTES * kept,
+        optimizer=-(-moments // shard),
+        average=MASTER_BYTES * kept if updates.optimizer.ema.decay else 0,
         offloaded=plan.offload,
     )
 
@@ -153,20 +175,27 @@ def rank_states(
     placement: Sequence[int],
     once: bool = False,
     device_sums: bool = False,
+    updates: Updates | None = None,
 ) -> list[StateBytes]:
     """The states on each pipeline rank.
 
     split: the layers of each pipeline stage. placement: the rank of each stage. The others are those of `state_bytes`.
     """
     stages = [[part for part, place in zip(split, placement, strict=True) if place == rank] for rank in range(plan.pp)]
-    return [state_bytes(spec, plan, compute_bytes, parts, once, device_sums) for parts in stages]
+    return [state_bytes(spec, plan, compute_bytes, parts, once, device_sums, updates) for parts in stages]
 
 
 def constant_bytes(
-    spec: ModelSpec, plan: Plan, compute_bytes: int, split: Sequence[range], placement: Sequence[int]
+    spec: ModelSpec,
+    plan: Plan,
+    compute_bytes: int,
+    split: Sequence[range],
+    placement: Sequence[int],
+    updates: Updates | None = None,
 ) -> list[float]:
     """Bytes on the device of each pipeline rank that no schedule changes."""
-    return [states.device for states in rank_states(spec, plan, compute_bytes, split, placement)]
+    ranks = rank_states(spec, plan, compute_bytes, split, placement, updates=updates)
+    return [states.device for states in ranks]
 
 
 def fullest_rank(
@@ -179,7 +208,7 @@ def fullest_rank(
     """
     sums = batch.accumulation > 1 and sums_on_device(plan, config.precision.reduce == "fp32")
     element, placement = ELEMENT_BYTES[config.precision.compute], pipeline.schedule.placement
-    ranks = rank_states(spec, plan, element, pipeline.split, placement, once, sums)
+    ranks = rank_states(spec, plan, element, pipeline.split, placement, once, sums, Updates.of(config))
     return replace(max(ranks, key=lambda states: states.total), feedback=feedback)
 
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import prod
 
 from trainer.config import Config
-from trainer.planning.cost.layers import left_by_recompute, model_work
+from trainer.planning.cost.layers import LayerWork, Remaining, fed, left_by_recompute, model_work
 from trainer.planning.cost.memory import (
     ELEMENT_BYTES,
     MASTER_BYTES,
@@ -26,6 +27,7 @@ from trainer.planning.cost.memory import (
     sums_on_device,
 )
 from trainer.planning.cost.parameters import head
+from trainer.planning.cost.updates import Updates
 from trainer.planning.pipeline import estimated_costs
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout
@@ -35,6 +37,7 @@ from trainer.planning.schedules.lower import lower_all
 CATEGORIES = (
     "parameters",
     "optimizer",
+    "average of weights",
     "gradients",
     "gathered parameters",
     "activations",
@@ -58,13 +61,15 @@ class Peak:
     """The fullest moment of a rank. All sizes in bytes.
 
     rank: in the pipeline. where: the action, its place among the rank's actions, and the unit in it. categories: what
-    is allocated. pools: what the allocator holds beside, in pools of other streams and of freed blocks.
+    is allocated. pools: what the allocator holds beside, in pools of other streams and of freed blocks. host: the most
+    that inputs of recomputed layers take in host memory, at any moment.
     """
 
     rank: int
     where: str
     categories: dict[str, float]
     pools: float
+    host: float = 0.0
 
     @cached_property
     def allocated(self) -> float:
@@ -116,32 +121,48 @@ class _Model:
         costs = estimated_costs(config, spec, plan, batch, self.element)
         self.activation, self.kept = costs.activation, costs.kept
         works = model_work(spec, batch.sequence_length, plan.tp, self.element)
-        # What the backward pass of a layer holds beside: what it computes again, gradients of the hidden states and of
-        # the widest products, and the whole tokens where ranks share them.
-        self.working = tuple(
-            self.tokens
-            * (
-                work.saved
-                - left.saved
-                + (2 + (plan.tp if plan.tp > 1 else 0)) * work.input
-                + 2 * max(work.outputs.values())
-            )
-            for work, left in zip(works, left_by_recompute(works, config.activation))
-        )
+        left = left_by_recompute(works, config.activation)
+        self.tile = min(config.activation.tile or 0, self.tokens / plan.tp)
+        self.working = tuple(self.of_layer(work, rest) for work, rest in zip(works, left))
+        self.host = tuple(self.tokens * rest.host for rest in left)
+        # The newest input that went to the host, and the one that is coming back.
+        self.passing = 2 * self.stream * any(self.host)
         rows, columns = head(spec).multiplied(plan.tp)
-        chunk = min(config.loss.chunk or self.tokens, self.tokens)
-        self.logits = self.element * self.tokens * rows
+        at_once = min((config.loss.tile or self.tokens) * plan.tp, self.tokens)
+        chunk = min(config.loss.chunk or at_once, at_once)
         # Four fp32 tensors: scores, exponentials, gradients, and those where there is a target. Compiled: none.
         self.loss = 0.0 if config.compile else 4.0 * MASTER_BYTES * chunk * rows
+        self.logits = self.element * self.tokens * rows
+        if config.loss.tile:  # what is left of a tile is added to gradients in fp32
+            self.loss += self.element * at_once * rows + self.stream
+            self.logits = MASTER_BYTES * rows * columns
         self.head_gradient = self.element * rows * columns
         self.held: HeldParameters = held_parameters(spec, plan.tp)
         sums = batch.accumulation > 1 and sums_on_device(plan, config.precision.reduce == "fp32")
         placement = layout.pipeline.schedule.placement
         self.states: list[StateBytes] = rank_states(
-            spec, plan, self.element, layout.pipeline.split, placement, once, sums
+            spec, plan, self.element, layout.pipeline.split, placement, once, sums, Updates.of(config)
         )
         self.shard = plan.shard if plan.stage else 1
         self.every = plan.stage >= 2 and not once  # whether each micro-batch's gradients are reduced
+
+    def of_layer(self, work: LayerWork, left: Remaining) -> float:
+        """What the backward pass of a layer holds beside: what it computes again, gradients of the hidden states and of
+        the widest products, and the whole tokens where ranks share them. With tiles: the more of that of both
+        halves."""
+        gathered = self.plan.tp if self.plan.tp > 1 else 0
+        first, saved = work.outputs, work.saved
+        if self.tile:
+            first = {name: size for name, size in work.outputs.items() if not fed(name)}
+            saved -= work.feed
+        working = self.tokens * (saved - left.saved - left.host + (2 + gathered) * work.input + 2 * max(first.values()))
+        if not self.tile:
+            return working
+        second = {name: size for name, size in work.outputs.items() if fed(name)}
+        tokens = self.tile * self.plan.tp
+        tile = tokens * (work.feed + (2 + gathered) * work.input + 2 * max(second.values()))
+        weights = sum(prod(shape) for name, shape in work.shapes.items() if fed(name))
+        return max(working, 2 * self.stream + tile + MASTER_BYTES * weights)
 
 
 class _Replay:
@@ -157,7 +178,10 @@ class _Replay:
         if not states.offloaded:
             self.hold("parameters", states.parameters)
             self.hold("optimizer", states.optimizer)
+            self.hold("average of weights", states.average)
         self.hold("error feedback", model.feedback)
+        self.hold("activations", model.passing)
+        self.host = self.most_host = 0.0
         self.gathered = {stage: self.gathered_bytes(stage) for stage in self.stages}
         self.lowered = any(action.kind == "UNSHARD" for action in program)
         if not self.lowered:
@@ -195,7 +219,7 @@ class _Replay:
                     self.hold("communication buffers", -self.model.stream)
         gather = self.model.element * max(max(units) for units in self.units.values()) * (self.model.shard > 1)
         pools = self.rest + self.apart + gather - self.most + FRAGMENTS * self.churn
-        return replace(self.best, pools=pools)
+        return replace(self.best, pools=pools, host=self.most_host)
 
     def hold(self, category: str, size: float) -> None:
         self.held[category] += size
@@ -235,6 +259,8 @@ class _Replay:
         model, layers = self.model, self.stages[stage]
         for layer in layers:
             self.hold("activations", model.activation[layer + 1])
+            self.host += model.host[layer]
+        self.most_host = max(self.most_host, self.host)
         if layers.start == 0:
             self.hold("activations", model.activation[0])
         if layers.stop == self.depth:
@@ -264,6 +290,7 @@ class _Replay:
                 gradients = (outer + model.element * size) * whole
                 self.look(f"layer {layer}", model.working[layer], gradients, buffer * size, self.ahead)
             self.hold("activations", -share * model.activation[layer + 1])
+            self.host -= model.host[layer]
             if whole:
                 self.gradients(stage, mode, size)
                 if last and model.plan.stage != 3:

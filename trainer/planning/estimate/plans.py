@@ -19,6 +19,7 @@ from trainer.config.hardware import HardwareConfig
 from trainer.planning.batch import BatchPlan
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
+from trainer.planning.cost.updates import Updates
 from trainer.planning.estimate.pace import Pace
 from trainer.planning.estimate.step import GIB, Estimate, estimate_within, update_bytes
 from trainer.planning.estimate.timing import Timing, time_units
@@ -102,7 +103,7 @@ class _Search:
         self.base, self.spec, self.hardware = config, config.model, hardware
         self.world, self.global_size, self.node = world, global_size, min(world, hardware.devices)
         self.pace = Pace.of(hardware, config.precision)
-        self.element = ELEMENT_BYTES[config.precision.compute]
+        self.element, self.updates = ELEMENT_BYTES[config.precision.compute], Updates.of(config)
         self.legal, self.reasons = 0, list[str]()
         self.splits: dict[tuple, tuple[range, ...]] = {}
         self.orders: dict[tuple, tuple[tuple[int, ...], Schedule | None]] = {}
@@ -195,8 +196,8 @@ class _Search:
 
     def rough_memory(self, plan: Plan, batch: BatchPlan, timing: Timing, schedule: str) -> float:
         """Less than what the fullest rank holds: the mean of states, and four fifths of the activations in flight."""
-        states = state_bytes(self.spec, plan, self.element)
-        held = 0 if states.offloaded else states.parameters + states.optimizer
+        states = state_bytes(self.spec, plan, self.element, updates=self.updates)
+        held = 0 if states.offloaded else states.parameters + states.optimizer + states.average
         held += states.gathered if plan.stage < 3 else 0
         held += states.gradients if batch.accumulation > 1 and not states.offloaded else 0
         return held / plan.pp + 0.8 * IN_FLIGHT.get(schedule, 1.0) * sum(timing.costs.activation[:-1])

@@ -12,6 +12,7 @@ from trainer.config import Config
 from trainer.config.typed import flat
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.estimate.plans import Ranking
+from trainer.planning.estimate.sequence import measures
 from trainer.planning.estimate.step import GIB, Estimate
 from trainer.planning.variants import FREE
 from trainer.util import tables
@@ -39,6 +40,7 @@ def _plan(found: Estimate) -> list[tuple[str, Any]]:
         ("batch", f"{batch.global_size} sequences of {batch.sequence_length} tokens: {arithmetic}"),
         ("precision", config.precision.compute + (", compiled" if config.compile else ", eager")),
         ("recompute", config.activation.mode),
+        *([("long sequences", long)] if (long := measures(config)) else []),
     ]
 
 
@@ -51,6 +53,7 @@ def _memory(found: Estimate) -> list[tuple[str, Any]]:
         ("at", fullest.where),
         *((label, tables.size(size)) for label, size in fullest.rows()),
         ("outside of it", tables.size(hardware.fixed * GIB)),
+        *([("in host memory", tables.size(host))] if (host := max(peak.host for peak in found.ranks)) else []),
         ("fits", f"{found.fits}: {used}"),
     ]
 
@@ -105,6 +108,9 @@ def left_out(found: Estimate) -> list[str]:
     config, plan = found.config, found.layout.plan
     schedule = config.parallel.pipeline.schedule
     missing = ["copies to host memory and the update there"] * plan.offload
+    missing += ["copies of layers' inputs to host memory and back, where computation does not hide them"] * bool(
+        config.activation.offload
+    )
     missing += ["what DeepSpeed's engine does in another way"] * (plan.engine == "deepspeed")
     missing += [f"what auto will choose: {found.layout.pipeline.schedule.name} is taken"] * (
         schedule == "auto" and plan.pp > 1
@@ -165,7 +171,13 @@ def to_json(found: Estimate) -> dict[str, Any]:
         "memory_band": found.hardware.memory_band,
         "fits": found.fits,
         "ranks": [
-            {"rank": peak.rank, "where": peak.where, "categories": peak.categories, "pools": peak.pools}
+            {
+                "rank": peak.rank,
+                "where": peak.where,
+                "categories": peak.categories,
+                "pools": peak.pools,
+                "host": peak.host,
+            }
             for peak in found.ranks
         ],
     }

@@ -8,10 +8,12 @@ from math import inf
 
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
-from trainer.planning.cost.flops import flops_per_token
-from trainer.planning.cost.memory import MASTER_BYTES, held_parameters, moments
+from trainer.planning.cost.flops import flops_per_token, muon_flops
+from trainer.planning.cost.memory import MASTER_BYTES, held_parameters
+from trainer.planning.cost.updates import Updates, moments
 from trainer.planning.estimate.memory import Peak, peaks
 from trainer.planning.estimate.pace import Pace
+from trainer.planning.estimate.sequence import Room, settle
 from trainer.planning.estimate.timing import TERMS, Timing, time_units
 from trainer.planning.gradient_comm import reduces_once
 from trainer.planning.resolve import Layout
@@ -73,7 +75,10 @@ class Estimate:
 
 
 def estimate(config: Config, layout: Layout, hardware: HardwareConfig) -> Estimate:
-    """The step of a layout on a kind of machine. Raises `ConfigError` for a device whose peak is not known."""
+    """The step of a layout on a kind of machine, with what `auto` takes there for long sequences. Raises `ConfigError`
+    for a device whose peak is not known."""
+    node = min(layout.plan.world, hardware.devices)
+    config, layout = settle(config, layout, Room(hardware.memory * GIB, inf), node)
     found = estimate_within(inf, config, layout, hardware)
     assert found is not None  # every time is less than infinite
     return found
@@ -109,13 +114,24 @@ def step_terms(config: Config, layout: Layout, timing: Timing, pace: Pace) -> tu
     terms["sharding collectives"] += longer - copies
     terms["bubble"] = max(0.0, bubble)
     terms["optimizer"] = update_bytes(config) * held_by_fullest(layout) / pace.optimizer
+    terms["optimizer"] += orthogonalised_by_fullest(config, layout) / pace.products
     return simulation, terms
 
 
 def update_bytes(config: Config) -> int:
     """Bytes that the update of one parameter moves: the gradient's norm; then gradient, master and moments read, master
-    and moments written."""
-    return MASTER_BYTES * (1 + 3 + 2 * len(moments(config.optimizer.name)))
+    and moments written; then master and average read, and the average written."""
+    averaged = 3 if config.optimizer.ema.decay else 0
+    return MASTER_BYTES * (1 + 3 + 2 * len(moments(config.optimizer.name)) + averaged)
+
+
+def orthogonalised_by_fullest(config: Config, layout: Layout) -> float:
+    """FLOPs of Muon on a rank of the pipeline rank with most of them, whose ranks share its matrices out."""
+    plan, pipeline = layout.plan, layout.pipeline
+    layers = muon_flops(layout.spec, Updates.of(config))
+    ranks = [pipeline.stages(rank).values() for rank in range(plan.pp)]
+    most = max(sum(sum(layers[part.start : part.stop]) for part in stages) for stages in ranks)
+    return most / (plan.world // plan.pp)
 
 
 def held_by_fullest(layout: Layout) -> float:

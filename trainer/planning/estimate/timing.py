@@ -161,7 +161,7 @@ class _Timer:
         bound = self.fused * tokens * work.saved / pace.memory + kernels * pace.kernel
         matmul = sum(products.values())
         again = sum(share * products.get(name, attention) for name, share in left.again.items())
-        again += self.fused * tokens * max(0.0, work.saved - left.saved) / pace.memory
+        again += self.fused * tokens * max(0.0, work.saved - left.saved - left.host) / pace.memory
         communication = 4 * self.collective
         repeated = sum(share * work.flops[name] for name, share in left.again.items()) / work.forward
         forward = {
@@ -202,9 +202,13 @@ class _Timer:
         loss = passes * self.element * self.tokens * rows / self.pace.memory
         forward = {"matrix products": product, "memory-bound kernels": loss, "tensor collectives": self.collective}
         backward = {"matrix products": product, "tensor collectives": self.collective}
+        weight = {"matrix products": product}
+        if self.config.loss.tile:  # gradients are computed in the forward pass
+            forward = {**forward, "matrix products": 3 * product, "tensor collectives": 2 * self.collective}
+            backward, weight = {}, {}
         # A tied head of one stage is the embedding's parameter, which that unit gathers.
         size = 0.0 if self.spec.tied and self.plan.pp == 1 else rows * columns
-        return self._sharded(size, forward, backward, {"matrix products": product}, 0.5)
+        return self._sharded(size, forward, backward, weight, 0.5)
 
     def _sharded(self, size: float, forward: dict, backward: dict, weight: dict, tensor: float) -> Unit:
         """A unit of `size` parameters with what data-parallel ranks do around its passes: gathers, reductions, and

@@ -1,13 +1,16 @@
-"""What train.sbatch asks: with which settings to start the run, and what to do when it has ended.
+"""What train.sbatch asks: with which settings to start a run, and what to do when it has ended.
 
-    job.py begin NODES PROCESSES OVERRIDE...     prints shell assignments: run_dir, cache, free_gib, args
-    job.py end RUN_DIR CODE TOLD STATE           prints what to do and why: again, requeue, or exit=CODE
+    python -m trainer.cluster.job begin NODES PROCESSES OVERRIDE...
+        prints shell assignments: run_dir, cache, free_gib, args
+    python -m trainer.cluster.job end RUN_DIR CODE TOLD STATE
+        prints what to do and why: again, requeue, or exit=CODE
 
 The run's own state decides, since exit codes do not: torchrun and srun pass on those of some process, and a process
 that has saved may be killed while it ends. run.dir holds `status.json`, which the run writes, its checkpoints, and
 `slurm/JOB.json`, the record of a job, whose time of change says when its present start was: what is newer came of that.
 A second job that is given the same run.dir meanwhile, which the run itself will refuse, thus changes nothing that the
-first will read."""
+first will read. `slurm/JOB-end.json` says how a job has ended for good, for a sweep that asks later than Slurm knows.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,22 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from trainer.checkpointing.manifest import MANIFEST, list_checkpoints
 from trainer.config import ConfigError
 from trainer.config.compose import quoted
 from trainer.planning.resolve import compose
-from trainer.util.exit_codes import DONE, LOST, REFUSED, UNFIT
+from trainer.util.exit_codes import DONE, FAILED, LOST, REFUSED, UNFIT
+from trainer.util.files import write_atomic
+from trainer.util.memory_errors import lacks_memory
 from trainer.util.reading import Malformed, read_bytes, read_json
+
+CANCELLED = 128 + signal.SIGTERM
+"""Exit code of a job that Slurm ends."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,15 @@ class Record:
 
     idle: int = 0
     saved: bool = False
+
+
+@dataclass(frozen=True)
+class End:
+    """How a job has ended. code: its exit code; last: that of its last start; why: in words."""
+
+    code: int
+    last: int
+    why: str
 
 
 def expand(arguments: list[str], task: int | None) -> list[str]:
@@ -89,6 +105,18 @@ def read_record(path: Path) -> tuple[Record | None, float]:
         return None, 0.0
 
 
+def end_of(run_dir: Path, job: str) -> Path:
+    return run_dir / "slurm" / f"{job}-end.json"
+
+
+def read_end(run_dir: Path, job: str) -> End | None:
+    """How a job has ended; None if it has not, or nobody could say."""
+    try:
+        return End(**read_json(end_of(run_dir, job), {"code": int, "last": int, "why": str}, "it is left out"))
+    except (OSError, TypeError, ConfigError):
+        return None
+
+
 def start(before: Record | None, progress: bool) -> Record:
     """The record of a new start, given the one before and whether that left a checkpoint."""
     if before is None:
@@ -96,17 +124,27 @@ def start(before: Record | None, progress: bool) -> Record:
     return replace(before, idle=0 if progress else before.idle + 1, saved=before.saved or progress)
 
 
-def decide(status: str | None, code: int, told: bool, state: str, record: Record, progress: bool, retries: int) -> str:
+def decide(
+    status: str | None,
+    code: int,
+    told: bool,
+    state: str,
+    record: Record,
+    progress: bool,
+    retries: int,
+    reason: str = "",
+) -> str:
     """What to do after a start has ended.
 
-    status: of the run's status.json, None if it never got so far; code: srun's, or `LOST`; told: whether the time limit
-    is near; state: the job's, as Slurm has it, empty if it did not answer; progress: whether a checkpoint was written.
+    status, reason: of the run's status.json, None if it never got so far; code: srun's, or `LOST`; told: whether the
+    time limit is near; state: the job's, as Slurm has it, empty if it did not answer; progress: whether a checkpoint
+    was written.
     A stop that nobody asked this script for was a preemption, or a signal from a person, who else would have used
     scancel: the job is requeued."""
     if status == "done" or status is None and code == DONE:  # a run that was done before says nothing anew
         return "exit=0 the run is done"
     if state not in ("RUNNING", ""):  # cancelled; or a node is lost, and Slurm itself requeues the job
-        return f"exit=143 Slurm ends this job ({state}); the same command goes on from the newest checkpoint"
+        return f"exit={CANCELLED} Slurm ends this job ({state}); the same command goes on from the newest checkpoint"
     if code == REFUSED:
         return f"exit={REFUSED} the settings were refused, see above"
     if code == UNFIT and not told:
@@ -114,10 +152,12 @@ def decide(status: str | None, code: int, told: bool, state: str, record: Record
             f"exit={UNFIT} a node is not fit, see above; leave it out with sbatch --exclude, or mend it, and submit "
             "again"
         )
+    if not progress and lacks_memory(reason):  # and would again
+        return f"exit={FAILED} the run found no memory, see above for what needs less"
     if not progress and record.idle + 1 >= retries:
         return (
-            f"exit=1 {record.idle + 1} starts in a row ended without a new checkpoint (TRAINER_RETRIES={retries}): "
-            "giving up"
+            f"exit={FAILED} {record.idle + 1} starts in a row ended without a new checkpoint "
+            f"(TRAINER_RETRIES={retries}): giving up"
         )
     if status == "stopped" or told:
         return "requeue the run stopped " + ("after saving" if progress else "with nothing new to save")
@@ -162,6 +202,7 @@ def begin(nodes: int, processes: int, arguments: list[str], environment: dict[st
         run_dir.mkdir(parents=True, exist_ok=True)
         path = record_of(run_dir, environment["SLURM_JOB_ID"])
         path.parent.mkdir(exist_ok=True)
+        end_of(run_dir, environment["SLURM_JOB_ID"]).unlink(missing_ok=True)  # somebody has requeued it
         before, when = read_record(path)
         record = start(before, newest_change(run_dir) > when)
         path.write_text(json.dumps(asdict(record)) + "\n")
@@ -196,17 +237,27 @@ def shell(values: dict[str, str | list[str]]) -> str:
 
 
 def end(run_dir: Path, job: str, code: int, told: bool, state: str, retries: int) -> str:
-    """What to do now that a job's start of the run in `run_dir` has ended; see `decide`."""
+    """What to do now that a job's start of the run in `run_dir` has ended (see `decide`); notes the end of the job."""
     record, when = read_record(record_of(run_dir, job))
-    status = run_dir / "status.json"
-    try:
-        word = (
-            read_json(status, {"status": str}, "it is left out")["status"] if status.stat().st_mtime >= when else None
-        )  # else of an earlier start
-    except (OSError, ConfigError):
-        word = None
+    found = read_status(run_dir / "status.json", when)
     progress = record is not None and newest_change(run_dir) > when
-    return decide(word, code, told, state, record or Record(), progress, retries)
+    decision = decide(
+        found.get("status"), code, told, state, record or Record(), progress, retries, found.get("reason", "")
+    )
+    what, _, why = decision.partition(" ")
+    if record is not None and what.startswith("exit="):
+        ended = End(int(what.removeprefix("exit=")), code, why)
+        write_atomic(end_of(run_dir, job), json.dumps(asdict(ended)) + "\n")
+    return decision
+
+
+def read_status(path: Path, since: float) -> dict[str, str]:
+    """`status` and `reason` of a run's status.json; empty where it was not written since, but by an earlier start."""
+    try:
+        found = read_json(path, {"status": str}, "it is left out") if path.stat().st_mtime >= since else {}
+    except (OSError, ConfigError):
+        return {}
+    return {name: str(found[name]) for name in ("status", "reason") if name in found}
 
 
 def main(arguments: list[str]) -> int:

@@ -1,0 +1,185 @@
+"""The longest sequence of Llama-3.1 8B's layers that trains on one and on two GPUs with everything that saves memory.
+
+    python bench/long_memory.py OUT [SECONDS]
+
+Two layers and the head are trained, one step a length, with tiled loss, tiled feed-forward, full recompute and inputs
+in host memory: what a length needs on the device does not depend on the depth then. Memory that the states of all 32
+layers would take is held beside: on two GPUs those of ZeRO-3; on one none, as under parallel.zero.offload=true. Lengths
+grow until one does not fit or the time (SECONDS, 280 for all) is over. The gradients of a short sequence are compared
+with and without these measures. OUT/long_memory.json has the numbers, beside what was predicted.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from trainer.config import Config
+from trainer.config.model import ModelSpec
+from trainer.distributed.tensors import local
+from trainer.distributed.world import World, join, local_device
+from trainer.model.attention import kernel_priority
+from trainer.planning.batch import BatchPlan
+from trainer.planning.cost.flops import flops_per_token
+from trainer.planning.cost.memory import state_bytes
+from trainer.planning.estimate.memory import peaks
+from trainer.planning.pipeline import resolve_pipeline
+from trainer.planning.plan import Plan, resolve_plan
+from trainer.planning.resolve import Layout
+from trainer.training.state import TrainState
+from trainer.training.step import train_step
+
+ROOT = Path(__file__).parents[1]
+DEPTH, TILE = 2, 8192
+LENGTHS = [16384, 131072, 262144, 524288, 786432, 1048576, 1572864, 2097152]
+RATE = 4e14
+"""Operations a second, for a guess of how long the next length takes."""
+
+
+def llama() -> ModelSpec:
+    """Llama 3.1 8B, which has the sizes of Llama 3 8B."""
+    values: dict[str, Any] = {}
+    for name in ("llama3_8b", "llama31_8b"):
+        found = yaml.safe_load((ROOT / f"configs/model/{name}.yaml").read_text())
+        rope = {**values.get("attention", {}).get("rope", {}), **found["attention"]["rope"]}
+        attention = {**values.get("attention", {}), **found["attention"], "rope": rope}
+        values = {**values, **found, "attention": attention}
+    values.pop("defaults")
+    return ModelSpec.from_dict(values)
+
+
+def settings(world: int, saving: bool) -> Config:
+    config = Config()
+    config.precision.compute, config.compile = "bf16", True
+    config.parallel.zero.stage = 3 if world > 1 else 0
+    config.activation.mode = "full"
+    if saving:
+        config.loss.tile = config.activation.tile = TILE
+        config.activation.offload = True
+    return config
+
+
+def build(spec: ModelSpec, config: Config, length: int, world: World, plan: Plan) -> tuple[TrainState, Layout]:
+    batch = BatchPlan(length, plan.dp, 1, 1)
+    pipeline = resolve_pipeline(config, spec, plan, batch)
+    return TrainState.build(config, spec, plan, pipeline, world), Layout(spec, plan, batch, pipeline)
+
+
+def tokens(length: int, vocabulary: int, world: World) -> list[Any]:
+    generator = torch.Generator(world.device).manual_seed(world.data.get_local_rank())
+    ids = torch.randint(vocabulary, (2, 1, length), device=world.device, generator=generator)
+    return [SimpleNamespace(tokens=ids[0], targets=ids[1], documents=None)]
+
+
+def gradients(spec: ModelSpec, config: Config, length: int, world: World, plan: Plan) -> list[torch.Tensor]:
+    """Of one micro-batch, on this rank."""
+    state, _ = build(spec, config, length, world, plan)
+    state.runtime.train(tokens(length, spec.vocab_size, world), torch.tensor(1 / length, device=world.device))
+    found = [local(parameter.grad).float().cpu() for parameter in state.parameters.values()]
+    state.free()
+    return found
+
+
+def compare(spec: ModelSpec, length: int, world: World, plan: Plan) -> float:
+    """The largest relative difference of a parameter's gradient, with and without what saves memory; both in bf16."""
+    one, other = (gradients(spec, settings(world.size, saving), length, world, plan) for saving in (True, False))
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(one, other))
+
+
+def measure(spec: ModelSpec, whole: ModelSpec, length: int, world: World, plan: Plan, ballast: int) -> dict[str, Any]:
+    """One step of a length, after it has compiled where there is time; sizes in GiB."""
+    config = settings(world.size, True)
+    state, layout = build(spec, config, length, world, plan)
+    held = torch.empty(ballast, dtype=torch.uint8, device=world.device)
+    torch.cuda.reset_peak_memory_stats()
+    batches, seconds = tokens(length, spec.vocab_size, world), []
+    for _ in range(2 if length <= LENGTHS[1] else 1):
+        started = time.perf_counter()
+        loss = train_step(state, batches, False)["loss"].item()
+        seconds.append(time.perf_counter() - started)
+    work, all_work = (flops_per_token(some, length, causal=True) for some in (spec, whole))
+    (peak,) = peaks(config, layout)
+    result = {
+        "length": length,
+        "loss": loss,
+        "seconds": seconds,
+        "allocated": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved": torch.cuda.max_memory_reserved() / 2**30,
+        "ballast": ballast / 2**30,
+        "predicted allocated": (peak.allocated + ballast) / 2**30,
+        "predicted reserved": (peak.reserved + ballast) / 2**30,
+        "TFLOP/s": work * length / seconds[-1] / 1e12,
+        "tokens/s a GPU with 32 layers": length / (seconds[-1] * all_work / work),
+        "host GiB a GPU with 32 layers": 2 * whole.depth * length * whole.width * 2 / 2**30,
+    }
+    del held
+    state.free()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return result
+
+
+def worker(out: Path, seconds: float) -> None:
+    started, device, size = time.perf_counter(), local_device(Config().run), int(os.environ["WORLD_SIZE"])
+    plan = resolve_plan(settings(size, True).parallel, size)
+    world, whole, spec = join(plan.mesh, device), llama(), llama()
+    spec.depth = DEPTH
+    ballast = 0
+    if size > 1:
+        ballast = sum(sign * state_bytes(some, plan, 2).total for some, sign in ((whole, 1), (spec, -1)))
+    results: dict[str, Any] = {"GPUs": size, "device": torch.cuda.get_device_name(), "lengths": []}
+    with kernel_priority(False):
+        results["gradient difference"] = compare(spec, LENGTHS[0], world, plan)
+        for length in LENGTHS[1:]:
+            guess = 4 / 3 * flops_per_token(spec, length, causal=True) * length / RATE + 30
+            left = seconds - (time.perf_counter() - started)
+            if world.agree(lambda: left < guess):
+                results["ended"] = f"{length} tokens would take {guess:.0f} s of {left:.0f} s that are left"
+                break
+            try:
+                results["lengths"].append(measure(spec, whole, length, world, plan, ballast))
+            except torch.OutOfMemoryError as error:
+                results["ended"] = f"{length} tokens: {str(error).splitlines()[0]}"
+                break
+            if world.rank == 0:
+                print(json.dumps(results["lengths"][-1]), flush=True)
+                (out / f"{size}.json").write_text(json.dumps(results, indent=1))
+    if world.rank == 0:
+        print(json.dumps(results), flush=True)
+        (out / f"{size}.json").write_text(json.dumps(results, indent=1))
+    dist.destroy_process_group()
+
+
+def main(out: Path, seconds: float = 280) -> int:
+    out.mkdir(parents=True, exist_ok=True)
+    counts, codes, ended = [count for count in (1, 2) if count <= torch.cuda.device_count()], [], time.time() + seconds
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    for place, count in enumerate(counts):
+        share = (ended - time.time()) / (len(counts) - place)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        command = [*torchrun, __file__, "worker", str(out), str(share - 15)]
+        try:
+            codes.append(subprocess.run(command, env=environment, timeout=share).returncode)
+        except subprocess.TimeoutExpired:
+            codes.append(124)
+    found = [json.loads(file.read_text()) for file in sorted(out.glob("[12].json"))]
+    (out / "long_memory.json").write_text(json.dumps(found, indent=1))
+    return max(codes, default=2)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "worker":
+        worker(Path(sys.argv[2]), float(sys.argv[3]))
+    else:
+        sys.exit(main(Path(sys.argv[1]), *map(float, sys.argv[2:3])))

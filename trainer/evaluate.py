@@ -1,0 +1,145 @@
+"""Benchmarks of a trained model by lm-eval: `trainer eval runs/NAME tasks=[hellaswag,arc_easy] [limit=100]`.
+
+lm-eval opens transformers folders: a checkpoint is exported once, into exports/ beside its run's checkpoints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpointing.manifest import saved_at
+from trainer.checkpointing.saved import WEIGHTS, SavedModel, open_saved
+from trainer.config import ConfigError
+from trainer.config.fields import option
+from trainer.config.options import run_command
+from trainer.hf import export
+from trainer.precision.dtypes import DTYPES
+from trainer.util import tables
+from trainer.util.extras import needs
+from trainer.util.files import write_atomic
+from trainer.util.reading import read_json
+
+RESULTS, WORDS = "results.json", ("checkpoint",)
+"""The file of all numbers; options that need no key."""
+
+
+@dataclass
+class EvalOptions:
+    checkpoint: str = option(
+        None, "run folder (its newest checkpoint is taken), checkpoint folder, or transformers folder"
+    )
+    tasks: list[str] = option(None, "tasks and groups of lm-eval, such as [hellaswag,arc_easy]")
+    weights: str = option("trained", "the weights as trained, or their average (optimizer.ema.decay)", WEIGHTS)
+    dtype: str = option("bf16", "type that the model computes in", tuple(DTYPES))
+    shots: int = option(-1, "examples before each question; -1: as the task has it")
+    limit: int = option(0, "questions of each task; 0 means all")
+    batch: int = option(8, "questions at a time")
+    include: str = option("", "folder with task files of your own, which can name Python code that lm-eval runs")
+    device: str = option("auto", "auto takes a GPU where there is one", ("auto", "cpu", "cuda"))
+
+
+def run(options: EvalOptions) -> None:
+    with needs("eval", "trainer eval"):
+        import lm_eval.models.huggingface  # which needs more than lm_eval itself
+        from lm_eval.tasks import TaskManager
+    manager = TaskManager(include_path=options.include or None)
+    check(options, manager.all_tasks)
+    saved = open_saved(options.checkpoint, options.weights)
+    folder = saved.run or saved.path
+    known = known_results(folder)
+    device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
+    model = {"pretrained": str(exported(saved, options)), "dtype": str(DTYPES[options.dtype]).removeprefix("torch.")}
+    found = lm_eval.simple_evaluate(
+        model="hf",
+        model_args=model,
+        tasks=options.tasks,
+        num_fewshot=None if options.shots < 0 else options.shots,
+        limit=options.limit or None,
+        batch_size=options.batch,
+        device=device,
+        task_manager=manager,
+        log_samples=False,
+    )
+    name = saved.path.name + ("-ema" if options.weights == "ema" else "")
+    how = {"limit": options.limit, "dtype": options.dtype}
+    measured = {
+        task: numbers(values) | {"shots": found["n-shot"].get(task, options.shots)} | how
+        for task, values in found["results"].items()
+    }
+    known[name] = known.get(name, {}) | measured
+    write_atomic(folder / RESULTS, json.dumps(known, indent=1) + "\n")
+    tables.rows(
+        f"{name} of {folder}",
+        [
+            {"task": task, "metric": metric, "value": f"{value:.4f}", "stderr": error}
+            for task, values in measured.items()
+            for metric, (value, error) in scores(values).items()
+        ],
+    )
+    print(folder / RESULTS)
+
+
+def check(options: EvalOptions, known: list[str]) -> None:
+    """Raises `ConfigError` for options that no evaluation could have."""
+    problems = [f"batch={options.batch} must be at least 1"] if options.batch < 1 else []
+    problems += [f"limit={options.limit} must be at least 0"] if options.limit < 0 else []
+    if options.device == "cuda" and not torch.cuda.is_available():
+        problems.append("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
+    if not options.tasks:
+        problems.append("tasks=[] names no task; give some, such as tasks=[hellaswag]")
+    problems += [
+        f"tasks: lm-eval knows no {task}; `lm-eval ls tasks` lists what there is, and include=FOLDER adds your own"
+        for task in options.tasks
+        if task not in known
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def known_results(folder: Path) -> dict[str, Any]:
+    """What earlier evaluations have left in `folder`: checkpoint -> task -> numbers."""
+    if not (folder / RESULTS).exists():
+        return {}
+    return read_json(folder / RESULTS, {str: {str: dict}}, "move it away")
+
+
+def exported(saved: SavedModel, options: EvalOptions) -> Path:
+    """The model as a transformers folder: itself, or its export, which is made where it is not there yet."""
+    if saved.run is None:
+        return saved.path
+    # A step that is trained again is saved at another time.
+    names = [saved.path.name, f"{saved_at(saved.path):.0f}", options.dtype, *(["ema"] * (options.weights == "ema"))]
+    folder = saved.run / "exports" / "-".join(names)
+    if not folder.exists():
+        export(saved.spec, saved.tensor, folder, DTYPES[options.dtype], saved.tokenizer)
+    return folder
+
+
+def numbers(values: dict[str, Any]) -> dict[str, float]:
+    """A task's metrics; a standard error that does not apply is a text."""
+    return {key: value for key, value in values.items() if isinstance(value, (int, float))}
+
+
+def scores(values: dict[str, Any]) -> dict[str, tuple[float, str]]:
+    """By metric, its value and its standard error; lm-eval's keys are `METRIC,FILTER` and `METRIC_stderr,FILTER`."""
+    shown = {}
+    for key, value in values.items():
+        metric, comma, kind = key.partition(",")
+        if comma and not metric.endswith("_stderr"):
+            error = values.get(f"{metric}_stderr,{kind}")
+            label = metric if kind == "none" else f"{metric} ({kind})"
+            shown[label] = value, "-" if error is None else f"{error:.4f}"
+    return shown
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_command(EvalOptions, run, "trainer.evaluate", arguments, WORDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

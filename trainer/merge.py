@@ -1,0 +1,89 @@
+"""The average of several trained models: `trainer merge A B ... OUT [weights=[0.5,0.5]] [dtype=fp32]`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from trainer.checkpointing.saved import SavedModel, open_saved
+from trainer.config import ConfigError
+from trainer.config.fields import option
+from trainer.config.model import ModelSpec
+from trainer.config.options import run_command
+from trainer.config.typed import flat
+from trainer.hf import export
+from trainer.precision.dtypes import DTYPES
+
+SAID_OTHERWISE = ("name", "init", "attention", "feed_forward", "pattern", "overrides")
+"""Fields of a spec that are no part of the trained model, or that its layers have."""
+
+
+WORDS = ("models", "out")
+"""Options that need no key."""
+
+
+@dataclass
+class MergeOptions:
+    models: list[str] = option(
+        None, "run folders (of each its newest checkpoint is taken), checkpoint folders or transformers folders"
+    )
+    out: str = option(None, "new transformers folder, which sample, export, eval and model.from_hf take")
+    weights: list[float] = option([], "share of each model, divided by their sum; by default all have the same")
+    dtype: str = option("fp32", "type of the merged weights", tuple(DTYPES))
+
+
+def run(options: MergeOptions) -> None:
+    count = len(options.models)
+    if count < 2:
+        raise ConfigError(f"merging takes two models or more, and a new folder; there is {count} model")
+    shares = options.weights or [1.0] * count
+    if len(shares) != count:
+        raise ConfigError(f"weights={options.weights} has {len(shares)} numbers for {count} models; give one for each")
+    total = math.fsum(shares)
+    if not math.isfinite(total) or total == 0:
+        raise ConfigError(f"weights={options.weights} add up to {total:g}; give finite shares with another sum")
+    models = [open_saved(model) for model in options.models]
+    check_alike(models, options.models)
+
+    def merged(name: str) -> Tensor:
+        value = models[0].tensor(name).float() * (shares[0] / total)
+        for model, share in zip(models[1:], shares[1:]):
+            value.add_(model.tensor(name).float(), alpha=share / total)
+        return value
+
+    export(models[0].spec, merged, options.out, DTYPES[options.dtype], models[0].tokenizer)
+    print(options.out)
+
+
+def check_alike(models: list[SavedModel], names: list[str]) -> None:
+    """Raises `ConfigError` for models whose parameters do not mean the same."""
+    first = meaning(models[0].spec)
+    for model, name in zip(models[1:], names[1:]):
+        other = meaning(model.spec)
+        differing = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+        if differing:
+            key = differing[0]
+            raise ConfigError(
+                f"{name} is another model than {names[0]}: {key} is {other.get(key)} against {first.get(key)}; merge "
+                "models of one architecture"
+            )
+
+
+def meaning(spec: ModelSpec) -> dict[str, Any]:
+    """What a spec says of parameters and of what is computed with them, however it says so."""
+    whole = {key: value for key, value in spec.to_dict().items() if key not in SAID_OTHERWISE}
+    layers = {str(index): dataclasses.asdict(spec.layer(index)) for index in range(spec.depth)}
+    return flat(whole | {"layers": layers})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_command(MergeOptions, run, "trainer.merge", arguments, WORDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""How each parameter is updated: its optimizer and what that keeps of it, by role and name (`precision.types`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from trainer.config import Config, OptimizerConfig, ParameterTypes, TypePolicy
+from trainer.config.registry import OPTIMIZERS
+from trainer.planning.cost.parameters import ROLES, ParameterInfo
+
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum",), "muon": ("momentum_buffer",)}
+"""What each optimizer of ours keeps of a parameter beside it, by the names in checkpoints."""
+
+
+def moments(optimizer: str) -> tuple[str, ...]:
+    """The same of any optimizer."""
+    entry = OPTIMIZERS.registered.get(optimizer)
+    return entry.facts["moments"] if entry else MOMENTS[optimizer]
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The settings from which every parameter's update follows."""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    types: ParameterTypes = field(default_factory=ParameterTypes)
+
+    @classmethod
+    def of(cls, config: Config) -> Updates:
+        return cls(config.optimizer, config.precision.types)
+
+    def policies(self, infos: Mapping[str, ParameterInfo]) -> dict[str, TypePolicy]:
+        """Global name -> policy, with nothing left open: the settings of the parameter's role, changed by every rule
+        whose pattern matches, in order. Muon by default is for hidden matrices; the others get AdamW."""
+        found = {}
+        for name, info in infos.items():
+            policy = TypePolicy(**self._chosen(name, info))
+            usual = self.optimizer.name if self.optimizer.name != "muon" or hidden_matrix(info) else "adamw"
+            decay = self.optimizer.weight_decay if policy.weight_decay is None else float(policy.weight_decay)
+            found[name] = dataclasses.replace(policy, optimizer=policy.optimizer or usual, weight_decay=decay)
+        return found
+
+    def problems(self, infos: Mapping[str, ParameterInfo]) -> list[str]:
+        """What is wrong with them for a model of such parameters, one sentence each."""
+        names = [
+            name
+            for name, info in infos.items()
+            if not hidden_matrix(info) and self._chosen(name, info)["optimizer"] == "muon"
+        ]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return [
+            f"precision.types gives {name}{more} optimizer=muon, which is for hidden matrices; leave it out there, or "
+            "name the matrices alone, such as precision.types.matrix.optimizer=muon"
+            for name in names[:1]
+        ]
+
+    def names(self) -> set[str]:
+        """Every optimizer that a setting names."""
+        rules = [rule if isinstance(rule, dict) else dataclasses.asdict(rule) for rule in self.types.rules.values()]
+        given = [getattr(self.types, role).optimizer for role in ROLES] + [rule.get("optimizer") for rule in rules]
+        return {self.optimizer.name, *filter(None, given)}
+
+    def _chosen(self, name: str, info: ParameterInfo) -> dict[str, Any]:
+        chosen = dataclasses.asdict(getattr(self.types, info.role))
+        for changes in self._matching(name):
+            chosen.update(changes)
+        return chosen
+
+    def _matching(self, name: str) -> Iterator[dict[str, Any]]:
+        for pattern, changes in self.types.rules.items():
+            if fnmatchcase(name, pattern):
+                yield changes if isinstance(changes, dict) else dataclasses.asdict(changes)
+
+
+def hidden_matrix(info: ParameterInfo) -> bool:
+    """Whether a parameter is a matrix between hidden states: neither embedding nor head."""
+    return info.role == "matrix" and len(info.shape) == 2

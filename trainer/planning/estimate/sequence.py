@@ -1,0 +1,89 @@
+"""Long sequences: which of tiles and host memory a plan needs, where the settings leave that open (`auto`).
+
+They are taken in the order of what they cost, as many as the predicted peak needs: tiles of the loss (a gradient in
+fp32), tiles of the feed-forward blocks (these blocks again in backward), inputs of recomputed layers in host memory
+(copies, and that memory)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from trainer.config import Config
+from trainer.planning.estimate.memory import Peak, peaks, replays
+from trainer.planning.gradient_comm import reduces_once
+from trainer.planning.pipeline import resolve_pipeline
+from trainer.planning.resolve import Layout
+
+TILE = 8192
+"""Tokens: enough for products at full speed, and for adding up a gradient in fp32 to be some percent of them."""
+
+SHARE = 0.92
+"""Of a device's memory that a predicted peak may take."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes for one process. device: None where the device's memory is the host's, whose use is not predicted."""
+
+    device: float | None
+    host: float
+
+
+def settle(config: Config, layout: Layout, room: Room, node: int) -> tuple[Config, Layout]:
+    """The configuration with `auto` of `loss.tile`, `activation.tile` and `activation.offload` decided, and its layout:
+    the first choice whose predicted peak fits, or else the one with the smallest. node: processes of a machine."""
+    choices = [(choice, _layout(choice, layout)) for choice in _choices(config, layout)]
+    if room.device is None or not replays(layout.plan) or len(choices) == 1:
+        return choices[0]
+    once = reduces_once(config.parallel.grad_comm, layout.plan, node)
+    found: list[tuple[float, tuple[Config, Layout]]] = []
+    for choice in choices:
+        ranks = peaks(*choice, lowered=False, once=once)
+        if found and max(peak.host for peak in ranks) > room.host:
+            continue
+        found.append((max(peak.reserved for peak in ranks), choice))
+        if found[-1][0] <= SHARE * room.device:
+            return choice
+    return min(found, key=lambda one: one[0])[1]
+
+
+def _choices(config: Config, layout: Layout) -> Iterator[Config]:
+    """What `auto` may become, the cheapest first. What cannot be is left out."""
+    chosen = copy.copy(config)
+    chosen.loss = replace(config.loss, tile=config.loss.tile or 0)
+    chosen.activation = replace(
+        config.activation, tile=config.activation.tile or 0, offload=bool(config.activation.offload)
+    )
+    yield chosen
+    activation, tokens = config.activation, layout.batch.sequence_length * layout.batch.micro_size / layout.plan.tp
+    if config.loss.tile is None and tokens > TILE:
+        chosen = _with(chosen, "loss", tile=TILE)
+        yield chosen
+    if activation.tile is None and tokens > TILE and activation.mode != "budget" and not activation.modules:
+        chosen = _with(chosen, "activation", tile=TILE)
+        yield chosen
+    if activation.offload is None and activation.mode in ("full", "selective") and not activation.modules:
+        yield _with(chosen, "activation", offload=True)
+
+
+def _with(config: Config, section: str, **values: object) -> Config:
+    changed = copy.copy(config)
+    setattr(changed, section, replace(getattr(config, section), **values))
+    return changed
+
+
+def _layout(config: Config, layout: Layout) -> Layout:
+    return replace(layout, pipeline=resolve_pipeline(config, layout.spec, layout.plan, layout.batch))
+
+
+def measures(config: Config, fullest: Peak | None = None) -> str:
+    """What is done for long sequences, in words; empty for nothing."""
+    tile = config.activation.tile
+    parts = [f"loss in tiles of {config.loss.tile} tokens"] if config.loss.tile else []
+    parts += [f"feed-forward in tiles of {tile}"] if tile else []
+    if config.activation.offload:
+        size = f" ({fullest.host / 2**30:.1f} GiB)" if fullest is not None else ""
+        parts.append(f"inputs of recomputed layers in host memory{size}")
+    return ", ".join(parts)

@@ -1,0 +1,105 @@
+"""Pictures of pipeline schedules without a run: templates, the greedy schedule, and files."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.config import ConfigError
+from trainer.planning.cost.stages import StageCosts
+from trainer.planning.schedules import ir
+from trainer.planning.schedules.simulate import simulate
+from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy, place_stages
+from trainer.planning.schedules.timeline import Timeline
+from trainer.planning.schedules.validate import validate
+from trainer.plots.files import save, trace
+from trainer.plots.schedule import draw_schedule
+
+SETTINGS = {
+    "parallel.pipeline.schedule": "--schedule",
+    "parallel.pipeline.chunks": "--chunks",
+    "parallel.pp": "--ranks",
+    "batch.accumulation": "--microbatches",
+}
+"""Settings of a run -> the options of this command line that stand for them."""
+SCHEDULE_OPTIONS = ("ranks", "microbatches", "chunks", "costs")
+
+
+def schedule_of(
+    given: str, ranks: int | None, microbatches: int | None, chunks: int | None, costs: Sequence[float] = (1, 1, 1)
+) -> ir.Schedule:
+    """A template by its name, the greedy schedule for ranks of these `costs`, or the schedule in a CSV file. Raises
+    `ConfigError` that names this command's options."""
+    if given in (*TEMPLATES, "greedy"):
+        if ranks is None or microbatches is None:
+            raise ConfigError(
+                f"--schedule {given} needs --ranks and --microbatches, for instance --ranks 4 --microbatches 8"
+            )
+        try:
+            if given == "greedy":
+                placement = place_stages(ranks, chunks or 1, "v")
+                return greedy(uniform(len(placement), chunks or 1, costs), placement, microbatches, cap=ranks)
+            return build_schedule(given, ranks, microbatches, chunks)
+        except ConfigError as error:
+            raise ConfigError([_option_names(problem) for problem in error.problems]) from None
+    if not given.endswith(".csv"):
+        raise ConfigError(
+            f"--schedule {given}: no such template; legal: {', '.join(TEMPLATES)}, greedy, or the name of a file that "
+            "ends in .csv"
+        )
+    try:
+        schedule = ir.load(Path(given), name=given)
+    except OSError as error:
+        raise ConfigError(f"--schedule {given}: cannot read ({error.strerror})") from None
+    problems = validate(schedule)
+    if problems:
+        raise ConfigError([f"{given}: {problem}" for problem in problems])
+    return schedule
+
+
+def _option_names(text: str) -> str:
+    for setting, option in SETTINGS.items():
+        text = text.replace(setting, option)
+    return text
+
+
+def uniform(stages: int, chunks: int, costs: Sequence[float]) -> StageCosts:
+    """Stages of ranks that need `costs` (F, I, W) for a micro-batch, shared equally by their chunks. Activations are
+    counted in micro-batches of a rank."""
+    return StageCosts.uniform(stages, *(cost / chunks for cost in costs), activation=1 / chunks)
+
+
+def simulated(schedule: ir.Schedule, costs: Sequence[float]) -> Timeline:
+    """The timeline of a schedule whose ranks need `costs` (F, I, W) for a micro-batch."""
+    return simulate(schedule, uniform(schedule.stages, schedule.chunks, costs)).spans
+
+
+def parse_costs(text: str) -> tuple[float, ...]:
+    """Three durations from 'F,I,W'."""
+    try:
+        costs = tuple(map(float, text.split(",")))
+    except ValueError:
+        costs = ()
+    if len(costs) != 3 or not all(0 < cost < math.inf for cost in costs):
+        raise ConfigError(f"--costs {text}: give three positive numbers F,I,W, for instance 1,1.7,0.5")
+    return costs
+
+
+def draw_templates(given: argparse.Namespace) -> list[Path]:
+    """Draws what --schedule names, one panel each; returns the files written."""
+    named = [f"--{option}" for option in ("ranks", "microbatches", "chunks") if getattr(given, option) is not None]
+    if named and all(name.endswith(".csv") for name in given.schedule):
+        raise ConfigError(f"{', '.join(named)}: said by the file {given.schedule[0]}; leave it out")
+    costs = parse_costs(given.costs or "1,1,1")
+    timelines = {}
+    for name in given.schedule:
+        schedule = schedule_of(name, given.ranks, given.microbatches, given.chunks, costs)
+        chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+        timelines[f"{name}: {schedule.ranks} ranks{chunks}, {schedule.microbatches} micro-batches"] = simulated(
+            schedule, costs
+        )
+    out = given.out or Path("schedule.png")
+    save(draw_schedule(timelines, seconds=False), out)
+    return [out, *trace(timelines, given.trace)]
