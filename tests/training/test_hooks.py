@@ -105,7 +105,7 @@ def test_what_a_run_folder_says_of_imports_is_not_followed(results, root, tmp_pa
             error = capsys.readouterr().err
             assert "model.feed_forward.kind=squared_relu is not one of gated, plain; imports=" in error, error
         assert "evil" not in sys.modules and "examples.squared_relu" not in sys.modules
-        imports = "imports=examples.squared_relu"
+        imports = "imports=[examples.squared_relu]"
         assert sample.main([checkpoint, imports, "tokens=3", "prompt=doc"]) == 0
         assert capsys.readouterr().out.startswith("doc")
         assert export.main([checkpoint, imports, f"out={tmp_path}/out"]) == 2

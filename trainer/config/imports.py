@@ -28,11 +28,6 @@ def load(names: Any) -> None:
         raise ConfigError(problems)
 
 
-def load_words(text: str) -> None:
-    """The same for the text of a small command's option, `a,b` or `[a,b]`."""
-    load([word for part in text.strip("[]").split(",") if (word := part.strip())])
-
-
 def _load(name: str) -> None:
     setting = f"imports=[{name}]"
     if not all(part.isidentifier() for part in name.split(".")):
