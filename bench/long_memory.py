@@ -164,7 +164,8 @@ def worker(out: Path, seconds: float) -> None:
 def main(out: Path, seconds: float = 280) -> int:
     out.mkdir(parents=True, exist_ok=True)
     counts, codes, ended = [count for count in (1, 2) if count <= torch.cuda.device_count()], [], time.time() + seconds
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     for place, count in enumerate(counts):
         share = (ended - time.time()) / (len(counts) - place)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]

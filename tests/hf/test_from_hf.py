@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -86,3 +88,34 @@ def test_a_folder_without_a_tokenizer_asks_for_one(pretrained, tmp_path):
         (bare / name).write_bytes((pretrained / name).read_bytes())
     with pytest.raises(ConfigError, match="data.tokenizer"):
         trainer.run(settings(bare, tmp_path))
+
+
+def test_a_model_is_extended_to_longer_sequences(pretrained, tmp_path):
+    """Trained at twice its length, written with the positions that it was trained with."""
+    extend = "model.extend={max_length: 128, scaling: yarn, factor: 2.0, original_length: 64}"
+    config = settings(pretrained, tmp_path, extend, "batch.sequence_length=128", "run.steps=1")
+    assert trainer.run(config).code == 0
+    assert export.main([f"checkpoint={tmp_path}/run", f"out={tmp_path}/out", "dtype=fp32"]) == 0
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).config
+    assert opened.max_position_embeddings == 128
+    assert {"rope_type": "yarn", "factor": 2.0}.items() <= opened.rope_parameters.items()
+
+
+@pytest.mark.parametrize(
+    "extend, word",
+    [
+        ("{scaling: yarm}", "model.extend.scaling=yarm"),
+        ("{factr: 2.0}", "model.extend.factr"),
+        ("{max_length: long}", "model.extend.max_length=long"),
+        ("{scaling: longrope, short_factor: [1.0], long_factor: [1.0]}", "model.attention.rope.short_factor"),
+        ("{factor: 0.5}", "model.extend.factor=0.5"),
+    ],
+)
+def test_what_a_model_cannot_be_extended_with_is_refused_by_name(pretrained, tmp_path, extend, word):
+    with pytest.raises(ConfigError, match=re.escape(word)):
+        trainer.run(settings(pretrained, tmp_path, f"model.extend={extend}"))
+
+
+def test_only_a_model_that_is_read_is_extended():
+    with pytest.raises(ConfigError, match="model.extend=.*model.from_hf"):
+        trainer.compose(["model.extend={factor: 2.0}"])

@@ -15,7 +15,7 @@ from trainer.config.compose import CONFIGS
 from trainer.config.model import ModelSpec, NormSpec, RopeSpec
 from trainer.model.initial import initialize
 from trainer.model.transformer import Transformer
-from trainer.planning.cost.layers import layer_costs
+from trainer.planning.cost.layers import layer_costs, left_by_recompute, model_work
 
 LENGTH, SEQUENCES, WIDTH = 32, 2, 64
 POLICIES = {
@@ -23,6 +23,11 @@ POLICIES = {
     "full": {"mode": "full"},
     "attention and every second product": {"mode": "selective"},
     "feed-forward": {"mode": "selective", "modules": ["*.feed_forward"]},
+    "feed-forward in tiles": {"tile": 16},
+    "attention and every second product, in tiles": {"mode": "selective", "tile": 16},
+    "full, in tiles": {"mode": "full", "tile": 16},
+    "full, on the host": {"mode": "full", "offload": True},
+    "full, in tiles, on the host": {"mode": "full", "tile": 16, "offload": True},
 }
 
 
@@ -60,6 +65,11 @@ def test_layers_of_shipped_models_hold_what_is_planned(name):
         config, model = ActivationConfig(**options), Transformer(spec)
         initialize(model, spec, 0, torch.device("cpu"))
         apply_recompute(model, config)
+        (left,) = left_by_recompute(model_work(spec, LENGTH, 1, 4), config)
+        tokens = LENGTH * SEQUENCES
         planned = layer_costs(spec, LENGTH, SEQUENCES, 1, 1.0, recompute=config, element_bytes=4).activation[1]
+        if config.offload:  # a CPU's memory has the copies, and the last input itself, which has not been pushed out
+            planned += tokens * left.host + (tokens * 4 * WIDTH if config.tile and left.host > 4 * WIDTH else 0)
+            planned += tokens * 4 * WIDTH  # the output stands for no input here
         found[label] = planned / held(model)
     assert found == pytest.approx(dict.fromkeys(POLICIES, 1.0), abs=0.05)

@@ -1,0 +1,85 @@
+"""What long sequences need, predicted, and chosen where it is left open."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from support.estimates import estimated, h200, settings, shipped
+
+from trainer.planning.checks import check
+from trainer.planning.estimate.memory import peaks
+from trainer.planning.estimate.sequence import TILE, Room, measures, settle
+from trainer.planning.estimate.step import GIB
+from trainer.planning.resolve import resolve
+
+OFF = {"loss__tile": 0, "activation__tile": 0, "activation__offload": False}
+FULL = {"activation__mode": "full", "compile": True, "batch__micro_size": 1, "parallel__zero__stage": 3}
+
+
+def config_of(length: int, **changes: object):
+    return settings(shipped("llama31_8b"), batch__sequence_length=length, **FULL | changes)
+
+
+def chosen(length: int, world: int, room: Room, **changes: object):
+    config = config_of(length, **changes)
+    found, layout = settle(config, resolve(config, world, config.model, world), room, world)
+    return (found.loss.tile, found.activation.tile, found.activation.offload), found, layout
+
+
+def test_short_sequences_need_nothing():
+    assert chosen(8192, 8, Room(140 * GIB, 1e12))[0] == (0, 0, False)
+    assert chosen(131072, 8, Room(None, 1e12))[0] == (0, 0, False)  # the memory of a CPU is not predicted
+
+
+def test_as_much_is_taken_as_is_needed():
+    """With less and less memory, in the order of what it costs; what is set stays as it is."""
+    lengths = [8192, 131072, 262144, 1048576]
+    found = [chosen(length, 8, Room(140 * GIB, 1e15))[0] for length in lengths]
+    assert found[0] == (0, 0, False) and found[-1] == (TILE, TILE, True)
+    assert all(sum(map(bool, one)) <= sum(map(bool, other)) for one, other in pairwise(found))
+    assert chosen(1048576, 8, Room(140 * GIB, 1e15), loss__tile=0, activation__tile=4096)[0] == (0, 4096, True)
+    assert chosen(1048576, 8, Room(140 * GIB, 1e15), activation__offload=False)[0] == (TILE, TILE, False)
+
+
+def test_what_the_host_does_not_hold_does_not_go_there():
+    assert chosen(1048576, 8, Room(140 * GIB, 100 * GIB))[0] == (TILE, TILE, False)
+
+
+def test_the_choice_fits_and_is_said():
+    for length, world in ((131072, 2), (524288, 2), (1048576, 8)):
+        one = estimated(config_of(length), world, h200())
+        plain = estimated(config_of(length, **OFF), world, h200())
+        assert one.fits == "yes" and plain.fits == "no"
+        assert one.memory < plain.memory and one.seconds < 1.2 * plain.seconds
+    assert measures(one.config, one.fullest) == (
+        f"loss in tiles of {TILE} tokens, feed-forward in tiles of {TILE}, inputs of recomputed layers in host memory "
+        f"({one.fullest.host / GIB:.1f} GiB)"
+    )
+    assert measures(config_of(8192, **OFF)) == ""
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
+def test_inputs_of_all_micro_batches_in_flight_wait_on_the_host(schedule):
+    pipeline = {"parallel__pp": 4, "parallel__pipeline__schedule": schedule, "batch__accumulation": 8}
+    config = config_of(65536, **pipeline, activation__offload=True, parallel__zero__stage=1)
+    found = [peak.host for peak in peaks(config, resolve(config, 4, config.model, 4))]
+    layers = [len(part) for part in resolve(config, 4, config.model, 4).pipeline.split]
+    flights = {"1f1b": [4, 3, 2, 1], "gpipe": [8] * 4, "zb_h1": [4, 3, 2, 1]}[schedule]
+    assert found == [flight * 65536 * 4096 * 2 * count for flight, count in zip(flights, layers)]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"activation__mode": "budget", "compile": True, "activation__tile": 64}, "activation.tile=64"),
+        ({"activation__mode": "none", "activation__offload": True}, "activation.offload=true"),
+        (
+            {"activation__mode": "selective", "activation__modules": ["*.attention"], "activation__offload": True},
+            "activation.offload=true",
+        ),
+    ],
+)
+def test_what_cannot_go_together_is_refused(changes, words):
+    config = settings(shipped("tiny"), **changes)
+    assert [problem for problem in check(config) if problem.startswith(words)]
