@@ -163,7 +163,12 @@ def scenarios(root: Path):
     term = ["loss.terms.confidence.weight=0.3", "model.logit_soft_cap=5", "loss.chunk=20"]
     yield (
         "block_and_term",
-        parity(root, "[zero3 activation.mode=full, parallel.pp=2 parallel.pipeline.schedule=zb_h1]", *block, *term),
+        parity(
+            root,
+            "[zero3 activation.mode=full loss.tile=8, parallel.pp=2 parallel.pipeline.schedule=zb_h1]",
+            *block,
+            *term,
+        ),
     )
     yield "block_cut", parity(root, "[parallel.tp=2]", *block, "model.overrides={1: {feed_forward: {kind: gated}}}")
     yield "term_cut", parity(root, "[parallel.tp=2]", *block, *term)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import sys
 import traceback
+import types
+import typing
 from typing import Any
 
 from trainer.config import typed
 from trainer.config.fields import ConfigError
-from trainer.config.registry import REGISTRIES
+from trainer.config.registry import REGISTRIES, Registry
 
 
 def load(names: Any) -> None:
@@ -52,23 +55,52 @@ def _load(name: str) -> None:
 
 def _last_own_line(error: Exception) -> str:
     """File and line where the import broke, but for Python's own machinery."""
-    lines = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in lines if frame.filename != __file__ and "importlib" not in frame.filename]
-    where = frames[-1] if frames else None
-    syntax = error if isinstance(error, SyntaxError) else None
-    return (
-        f"{syntax.filename}, line {syntax.lineno}"
-        if syntax
-        else f"{where.filename}, line {where.lineno}"
-        if where
-        else "no line"
-    )
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
+    last = (theirs or frames)[-1]
+    return f"{last.filename}, line {last.lineno}"
 
 
-def _wrong_settings(registry: Any) -> list[str]:
+def _wrong_settings(registry: Registry) -> list[str]:
     """What is wrong with how settings are declared."""
     found = []
     for entry in registry.registered.values():
         of = f"settings of the {registry.kind} '{entry.name}' ({entry.home})"
-        found += [f"{of}: {text}" for text in typed.wrong_schema(entry.settings)]
+        found += [f"{of}: {text}" for text in _wrong_schema(entry.settings)]
     return found
+
+
+def _wrong_schema(schema: Any) -> list[str]:
+    """What is wrong with a dataclass of settings, its defaults included."""
+    if not isinstance(schema, type) or not dataclasses.is_dataclass(schema):
+        return [f"{schema!r} is no dataclass"]
+    try:
+        hints = typing.get_type_hints(schema)
+    except NameError as error:
+        return [f"{error}; declare {schema.__name__} and the types of its fields at the top of a module"]
+    problems: typed.Problems = {}
+    for field in dataclasses.fields(schema):
+        if "doc" not in field.metadata:
+            problems[field.name] = f"{field.name} has no meaning; write {field.name}: TYPE = option(DEFAULT, 'meaning')"
+        elif not _known(hints[field.name]):
+            kinds = "int, float, bool, str, lists and mappings of them, each with or without None"
+            problems[field.name] = f"{field.name} is of type {hints[field.name]}; legal: {kinds}"
+    if problems:
+        return list(problems.values())
+    try:
+        typed.build(typed.plain(schema()), problems, schema)
+        return [*problems.values(), *typed.out_of_range(schema())]
+    except ValueError as error:  # of a schema that compares its settings
+        return [f"its defaults: {error}"]
+
+
+def _known(hint: Any) -> bool:
+    """Whether a value can be checked against a type."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        first, *others = typing.get_args(hint)
+        return _known(first) and others == [type(None)]
+    if typing.get_origin(hint) in (list, dict):
+        return _known(typing.get_args(hint)[-1])
+    return hint in (*typed.LEAVES, Any)

@@ -64,6 +64,12 @@ class Registry:
     def __bool__(self) -> bool:
         return True  # one that is empty yet says which names are legal, too
 
+    def __getitem__(self, name: str) -> Registered:
+        """What is registered under a name. Raises `ConfigError` where nothing is."""
+        if name not in self.registered:
+            raise ConfigError(self.unknown(name))
+        return self.registered[name]
+
     def unknown(self, name: str) -> str:
         """What to say of a name that nothing has registered."""
         if name in self.own:

@@ -114,38 +114,6 @@ def _registered_settings(field: dataclasses.Field, path: str) -> Iterator[Settin
             yield from leaves(entry.settings, join(path, name))
 
 
-def wrong_schema(schema: Any) -> list[str]:
-    """What is wrong with a dataclass of settings that is not ours."""
-    if not isinstance(schema, type) or not dataclasses.is_dataclass(schema):
-        return [f"{schema!r} is no dataclass"]
-    try:
-        hints = typing.get_type_hints(schema)
-    except NameError as error:
-        return [f"{error}; declare {schema.__name__} and the types of its fields at the top of a module"]
-    problems: Problems = {}
-    for field in dataclasses.fields(schema):
-        if "doc" not in field.metadata:
-            problems[field.name] = f"{field.name} has no meaning; write {field.name}: TYPE = option(DEFAULT, 'meaning')"
-        elif not _known(hints[field.name]):
-            kinds = "int, float, bool, str, lists and mappings of them, each with or without None"
-            problems[field.name] = f"{field.name} is of type {hints[field.name]}; legal: {kinds}"
-    if not problems:
-        defaults = {field.name: _default(field) for field in dataclasses.fields(schema)}
-        _section(schema, defaults, "", problems, partial=True)
-        problems |= {text: text for text in (outside(*ranged) for ranged in _ranged(schema, defaults, "")) if text}
-    return list(problems.values())
-
-
-def _known(hint: Any) -> bool:
-    """Whether a value can be checked against a type."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        first, *others = typing.get_args(hint)
-        return _known(first) and others == [type(None)]
-    if typing.get_origin(hint) in (list, dict):
-        return _known(typing.get_args(hint)[-1])
-    return hint in (*LEAVES, Any)
-
-
 def out_of_range(section: Any, path: str = "") -> list[str]:
     """What is wrong with the values of a typed section that lie outside of their setting's range."""
     found = (outside(*ranged) for ranged in _ranged(type(section), vars(section), path))
@@ -162,8 +130,8 @@ def _ranged(schema: type, values: dict[str, Any], path: str) -> Iterator[tuple[s
         if interval := field.metadata.get("range"):
             yield from ((place, item, interval) for item in (value if isinstance(value, list) else [value]))
         if registry := field.metadata.get("registry"):
-            for name, entry in value.items():
-                yield from _ranged(registry.registered[name].settings, entry, join(place, name))
+            for name, entry in ((name, entry) for name, entry in value.items() if name in registry.registered):
+                yield from _ranged(registry[name].settings, entry, join(place, name))
             continue
         kind = PARTIAL.get(place) or (typing.get_args(hint) or (hint,))[-1]
         if dataclasses.is_dataclass(kind):
@@ -306,7 +274,7 @@ def _registered(registry: Registry, values: dict, path: str, problems: Problems,
             problems[place] = f"{place}: {registry.unknown(str(name))}"
             continue
         try:
-            converted[name] = plain(_section(registry.registered[name].settings, given, place, problems, partial))
+            converted[name] = plain(_section(registry[name].settings, given, place, problems, partial))
         except Invalid as error:
             problems[place] = str(error)
     return converted

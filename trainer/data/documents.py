@@ -64,7 +64,7 @@ class OwnDocuments:
     """Documents by whose length the bytes of all are estimated."""
 
     def __init__(self, name: str, config: SourceConfig):
-        entry = SOURCES.registered[config.kind]
+        entry = SOURCES[config.kind]
         self.named = f"data.sources.{name}: {entry.home}"
         self.made, self.settings = entry.made, entry.chosen(config.settings)
         with self.blaming():

@@ -44,7 +44,7 @@ class LossSettings:
 
 def loss_terms(config: LossConfig) -> dict[str, Term]:
     """The registered terms that a configuration names, with their settings."""
-    entries = {name: LOSS_TERMS.registered[name] for name in config.terms}
+    entries = {name: LOSS_TERMS[name] for name in config.terms}
     return {name: partial(entry.made, entry.chosen(config.terms)) for name, entry in entries.items()}
 
 

@@ -134,7 +134,7 @@ class Logger:
 
 def open_sink(name: str, given: dict[str, Any], place: SinkPlace) -> Any:
     """A registered sink with its settings."""
-    entry = SINKS.registered[name]
+    entry = SINKS[name]
     return entry.made(entry.of(given), place)
 
 

@@ -37,7 +37,7 @@ def learning_rate(config: LearningRateConfig, steps: int, updates: Tensor) -> Te
     start = steps - length if config.schedule == "wsd" else config.warmup
     progress = ((number - start) / length).clamp(0.0, 1.0)
     if config.schedule in SCHEDULES.registered:
-        entry = SCHEDULES.registered[config.schedule]
+        entry = SCHEDULES[config.schedule]
         share = entry.made(entry.chosen(config.settings), Progress(progress, number, config.warmup, steps))
     elif config.schedule == "cosine":
         share = (1 + torch.cos(math.pi * progress)) / 2

@@ -176,7 +176,7 @@ class Optimizer:
     def _registered(
         self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor
     ) -> None:
-        entry, number = OPTIMIZERS.registered[policy.optimizer], self.updates + 1
+        entry, number = OPTIMIZERS[policy.optimizer], self.updates + 1
         settings = entry.chosen(self.config.settings)
         for name in names:
             weight = local(self.parameters[name])

@@ -38,7 +38,7 @@ def _chosen(config: Config) -> Iterator[tuple[Registry, str, dict, set[str]]]:
 
 def check_optimizers(config: Config, plan: Plan) -> list[str]:
     """Registered optimizers that cannot update what a rank holds under the plan."""
-    registered = [OPTIMIZERS.registered[name] for name in Updates.of(config).names() & OPTIMIZERS.registered.keys()]
+    registered = [OPTIMIZERS[name] for name in Updates.of(config).names() & OPTIMIZERS.registered.keys()]
     if (plan.shard, plan.tp, plan.engine) == (1, 1, "torch"):
         return []
     return [

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import Config, ConfigError
-from trainer.config.registry import CALLBACKS, METRICS, Registered, Registry
+from trainer.config.registry import CALLBACKS, METRICS, Registered
 from trainer.distributed.tensors import local
 from trainer.distributed.world import World
 from trainer.training.step import Ask
@@ -108,19 +108,18 @@ class Hooks:
         self.run = Run(config, world)
         self.callbacks = {}
         for name, given in config.callbacks.items():
-            entry = found(CALLBACKS, "callbacks", name)
+            entry = CALLBACKS[name]
             with self.blaming(entry, "callback", "when it was made"):
                 self.callbacks[name] = entry.made(entry.of(given))
         self.metrics = {
-            name: (entry := found(METRICS, "logging.metrics", name), entry.of(given))
-            for name, given in config.logging.metrics.items()
+            name: (METRICS[name], METRICS[name].of(given)) for name, given in config.logging.metrics.items()
         }
 
     def call(self, event: str) -> None:
         """Calls every callback that has a method of this name; see `register.EVENTS`. All ranks call it together."""
         for name, callback in self.callbacks.items():
             if method := getattr(callback, event, None):
-                with self.blaming(CALLBACKS.registered[name], "callback", f"in {event}()"):
+                with self.blaming(CALLBACKS[name], "callback", f"in {event}()"):
                     method(self.run)
 
     def measure(self) -> dict[str, Tensor]:
@@ -137,9 +136,7 @@ class Hooks:
         states = {}
         for name, callback in self.callbacks.items():
             if hasattr(callback, "state_dict"):
-                with self.blaming(
-                    CALLBACKS.registered[name], "callback", "in state_dict(), which returns JSON's types"
-                ):
+                with self.blaming(CALLBACKS[name], "callback", "in state_dict(), which returns JSON's types"):
                     states[name] = json.loads(json.dumps(callback.state_dict()))
         return states
 
@@ -147,7 +144,7 @@ class Hooks:
         """Gives callbacks what `states` returned when the checkpoint was written."""
         for name, callback in self.callbacks.items():
             if name in states and hasattr(callback, "load_state_dict"):
-                with self.blaming(CALLBACKS.registered[name], "callback", "in load_state_dict()"):
+                with self.blaming(CALLBACKS[name], "callback", "in load_state_dict()"):
                     callback.load_state_dict(states[name])
 
     @contextlib.contextmanager
@@ -162,10 +159,3 @@ class Hooks:
             raise HookFailed(
                 f"{kind} '{entry.name}' ({entry.home}) failed {place}: {type(error).__name__}: {error}"
             ) from error
-
-
-def found(registry: Registry, setting: str, name: str) -> Registered:
-    """What is registered under a name. Raises `ConfigError` where nothing is."""
-    if name not in registry.registered:
-        raise ConfigError(f"{setting}.{name}: {registry.unknown(name)}")
-    return registry.registered[name]

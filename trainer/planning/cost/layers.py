@@ -217,12 +217,12 @@ def block_saved(kinds: registry.Registry, ours: Mapping[str, Saved], kind: str) 
     """What a block holds for backward, whether its kind is one of `ours` or registered."""
     if kind not in kinds.registered:
         return ours[kind]
-    name = "attention" if kinds is registry.ATTENTION else "feed_forward"
-    return kinds.registered[kind].facts["saved"] or (
-        lambda layer, outputs: (
-            2 * sum(size for projection, size in outputs.items() if projection.startswith(f"{name}."))
-        )
-    )
+    block = "attention." if kinds is registry.ATTENTION else "feed_forward."
+
+    def usual(layer: LayerSpec, outputs: Mapping[str, float]) -> float:
+        return 2 * sum(size for name, size in outputs.items() if name.startswith(block))
+
+    return kinds[kind].facts["saved"] or usual
 
 
 ATTENTION_SAVED: dict[str, Saved] = {"softmax": softmax_saved}
