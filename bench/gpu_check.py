@@ -92,6 +92,18 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         run("demo"),
         *(run(name, f"parallel={name}") for name in ("pp2_zbv", "pp2_auto") if gpus % 2 == 0),
         run("compiled", "compile=true", "precision=bf16", "activation=selective"),
+        *(
+            run(f"context_{name}", "parallel.cp=2", "precision=bf16", *settings)
+            for name, settings in {
+                "gather": ("parallel.context.method=gather", "compile=true"),
+                "documents": (
+                    *("parallel.context.method=gather", "data.mask_documents=true", "compile=true"),
+                    "activation=selective",
+                ),
+                "heads": ("parallel.context.method=heads", "parallel=zero3"),
+            }.items()
+            if gpus % 2 == 0
+        ),
         run("documents", "data.mask_documents=true", "compile=true", "precision=bf16"),
         run("offload", "parallel=zero3_offload"),
         run("fp16", "precision=fp16", "parallel=zero2"),

@@ -80,7 +80,7 @@ def main() -> None:
     batch = BatchPlan(length, micro * accumulation * plan.dp, micro, accumulation)
     pipeline = resolve_pipeline(config, spec, plan, batch)
     torch.set_float32_matmul_precision(config.precision.matmul)
-    world, started = join(plan.mesh, device), time.perf_counter()
+    world, started = join(plan.mesh, device, cp=plan.cp), time.perf_counter()
     state = TrainState.build(config, spec, plan, pipeline, world)
     built = time.perf_counter() - started
     config.batch.micro_size, config.batch.accumulation = micro, accumulation  # given: auto keeps them

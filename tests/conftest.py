@@ -40,6 +40,7 @@ LONG = (
     "test_zero.py",
     "test_pipeline_defects.py",
     "test_watchdog.py",
+    "test_site.py",
 )
 """Files that take longest, in the order in which pytest-xdist's workers take them: those that compute and those that
 mostly wait in turn, short ones last."""

@@ -42,7 +42,7 @@ def imported() -> dict[str, set[str]]:
 
 def test_what_is_imported_is_declared():
     declared = modules(PROJECT["dependencies"]) | modules(
-        [r for name in EXTRAS for r in EXTRAS[name] if name != "test"]
+        [r for name in EXTRAS for r in EXTRAS[name] if name not in ("test", "docs")]
     )
     known = declared | BROUGHT | set(sys.stdlib_module_names) | {"trainer", "_typeshed"}
     assert not {name: files for name, files in imported().items() if name not in known}
@@ -80,3 +80,21 @@ def test_a_run_needs_no_extra():
     barred = [name for extra in ("plots", "tensorboard") for name in modules(EXTRAS[extra])]
     code = f"import sys; sys.modules.update(dict.fromkeys({barred})); import trainer.cli, trainer.training.run"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_container():
+    """What the Dockerfile copies is there and is let through, and what it installs is for users."""
+    lines = re.sub(r" \\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if re.match(r"[A-Z]+ ", line)]
+    said = {word: [rest for step, rest in steps if step == word] for word, _ in steps}
+    copied = {name for rest in said["COPY"] for name in rest.split()[:-1]}
+    assert all((ROOT / name).exists() for name in copied)
+    assert {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")} == copied
+    [extras] = [re.search(r"pip install .*\[(.*)\]", rest)[1] for rest in said["RUN"] if "pip install" in rest]
+    assert set(extras.split(",")) == set(re.search(r"\[(.*)\]", EXTRAS["all"][0])[1].split(",")) - {"test", "docs"}
+    assert re.fullmatch(r"BASE=nvidia/cuda:\d+\.\d+\.\d+-runtime-ubuntu\d+\.\d+", said["ARG"][0])
+    order = [word for word, _ in steps]
+    assert order.index("USER") > max(place for place, word in enumerate(order) if word == "RUN"), (
+        "root runs nothing else"
+    )
+    assert said["USER"] == ["trainer"] and said["ENTRYPOINT"] == ['["trainer"]'] and "trainer" in PROJECT["scripts"]

@@ -333,3 +333,10 @@ def test_schema_is_documented_and_its_defaults_are_legal():
 def test_intervals(value, low, high, ends):
     legal = (value >= low if ends[0] == "[" else value > low) and (value <= high if ends[1] == "]" else value < high)
     assert (outside("x", value, f"{ends[0]}{low}, {high}{ends[1]}") is None) == legal
+
+
+def test_auto_is_null_where_a_setting_may_be_null():
+    config = compose(["loss.tile=auto", "activation.tile=auto", "activation.offload=auto"])
+    assert config.loss.tile is config.activation.tile is config.activation.offload is None
+    with pytest.raises(ConfigError, match="loss.chunk=auto must be a whole number"):
+        compose(["loss.chunk=auto"])

@@ -7,7 +7,7 @@ import torch
 from support.launch import CAN_COMPILE
 
 from trainer.model import compiled
-from trainer.model.attention import compiled_block_mask, compiled_flex
+from trainer.model.attention import compiled_flex
 
 
 @pytest.mark.skipif(not CAN_COMPILE, reason="needs a compiler")
@@ -24,9 +24,8 @@ def test_out_of_graphs_is_an_error(monkeypatch):
 
 def test_attention_has_graphs_for_many_shapes():
     """Also where nothing else is compiled: kinds of layers, micro-batches and evaluation each need one."""
-    for function in (compiled_flex, compiled_block_mask):
-        function.cache_clear()
-        with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
-            function()
-            assert torch._dynamo.config.recompile_limit == compiled.GRAPHS
-            assert torch._dynamo.config.fail_on_recompile_limit_hit
+    compiled_flex.cache_clear()
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
+        compiled_flex()
+        assert torch._dynamo.config.recompile_limit == compiled.GRAPHS
+        assert torch._dynamo.config.fail_on_recompile_limit_hit

@@ -100,6 +100,8 @@ def test_what_cannot_be_is_refused():
         compose([*SMALL, "parallel=tp2"], world_size=2)
     [problem] = error.value.problems
     assert "parallel.tp=2: the attention block 'average' (average.Average) does not say" in problem
+    with pytest.raises(ConfigError, match="parallel.cp=2: the attention block 'average' .* of its own rank alone"):
+        compose([*SMALL, "parallel.cp=2"], world_size=2)
     assert "tensor_parallel=True" in problem and not check_plan(compose(SMALL, world_size=1).parallel, 2)
     for kind, said in (("lying", "feed_forward.weight: a registered block declares None"), ("bare", "is no trainer")):
         config = compose([*SMALL, f"model.feed_forward.kind={kind}"], world_size=1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.reference import random_batch, tiny_spec
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -74,6 +75,20 @@ def test_tiles_and_host_memory_change_no_gradient(kind, policy):
         apply_recompute(model, ActivationConfig(**POLICIES[policy], tile=tile))
         for one, other in zip(gradients(model, split), expected, strict=True):
             assert ((one - other).norm() / other.norm()).item() < 1e-14
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_parts_of_a_layer_are_compiled_each_by_itself(policy):
+    spec = tiny_spec()
+    expected, model = gradients(built(spec)), built(spec)
+    model.set_loss(0.0, 3, False, 5)
+    apply_recompute(model, ActivationConfig(**POLICIES[policy], tile=5))
+    for layer in model.layers.values():
+        layer.run, layer.run_tile = (
+            torch.compile(part, dynamic=False, backend="aot_eager") for part in (layer.run, layer.run_tile)
+        )
+    for one, other in zip(gradients(model), expected, strict=True):
+        assert ((one - other).norm() / other.norm()).item() < 1e-14
 
 
 def test_gradients_of_tiles_are_added_up_in_fp32():
@@ -143,11 +158,13 @@ def test_one_tile_of_hidden_units_lives_at_a_time():
 def test_inputs_leave_the_device_and_come_back_in_time(schedule, monkeypatch):
     """At any time the device has two of them at most, and the host the others; nothing is left at the end."""
     alive: list[weakref.ref] = []
+    inputs: list[StorageWeakRef] = []
     made = host.Kept.__init__
 
-    def noted(kept: host.Kept, *arguments: Any) -> None:
-        made(kept, *arguments)
+    def noted(kept: host.Kept, x: Tensor, *arguments: Any) -> None:
+        made(kept, x, *arguments)
         alive.append(weakref.ref(kept))
+        inputs.append(StorageWeakRef(x.untyped_storage()))
 
     monkeypatch.setattr(host.Kept, "__init__", noted)
     spec = tiny_spec(depth=5)
@@ -158,6 +175,7 @@ def test_inputs_leave_the_device_and_come_back_in_time(schedule, monkeypatch):
 
     def count(*_: Any) -> None:
         on_device.append(sum(kept is not None and kept.there is not None for kept in (ref() for ref in alive)))
+        on_device.append(sum(not storage.expired() for storage in inputs))  # whoever else holds them
 
     for layer in model.layers.values():
         layer.register_forward_hook(count)

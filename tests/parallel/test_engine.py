@@ -21,7 +21,7 @@ from trainer.parallel.fsdp_internals import fsdp_units, is_set_up, parameter_gro
 from trainer.planning.plan import resolve_plan
 
 PACKAGE = Path(__file__).parents[2] / "trainer"
-MESH = {"pp": 1, "replicate": 1, "shard": 1, "cp": 1, "tp": 1}
+MESH = {"pp": 1, "replicate": 1, "shard": 1, "tp": 1}
 
 
 def test_every_engine_that_can_be_asked_for_is_there():

@@ -169,7 +169,7 @@ def test_arguments():
     assert parse_arguments(["plans=zero1"])[1] == ["zero1"]
 
 
-@pytest.mark.parametrize("processes, depth, count", [(1, 4, 1), (4, 4, 18), (8, 8, None)])
+@pytest.mark.parametrize("processes, depth, count", [(1, 4, 1), (4, 4, 20), (8, 8, None)])
 def test_generated_plans_are_legal_and_hold_every_layout(processes, depth, count):
     spec = ModelSpec(depth=depth)
     spec.attention.heads, spec.attention.kv_heads = 8, 2
@@ -178,12 +178,13 @@ def test_generated_plans_are_legal_and_hold_every_layout(processes, depth, count
         named = dict(word.split("=") for word in text.split())
         config = Config()
         config.parallel.tp, config.parallel.pp = int(named["parallel.tp"]), int(named["parallel.pp"])
-        config.parallel.zero.stage = int(named["parallel.zero.stage"])
+        config.parallel.zero.stage, config.parallel.cp = int(named["parallel.zero.stage"]), int(named["parallel.cp"])
         plan = resolve_plan(config.parallel, processes, spec)
-        seen.add((plan.dp, plan.tp, plan.pp))
+        seen.add((plan.dp, plan.cp, plan.tp, plan.pp))
     assert len(set(plans)) == len(plans) and count in (None, len(plans))
     powers = [n for n in (1, 2, 4, 8) if n <= processes]
-    assert seen == {(dp, tp, pp) for dp in powers for tp in powers for pp in powers if dp * tp * pp == processes}
+    grid = {(dp, 1, tp, pp) for dp in powers for tp in powers for pp in powers if dp * tp * pp == processes}
+    assert seen == grid | {(processes // cp, cp, 1, 1) for cp in powers}
 
 
 @pytest.mark.parametrize(

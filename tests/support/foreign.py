@@ -82,7 +82,7 @@ class ForeignModel(nn.Module):
         super().__init__()
         part = range(spec.depth) if part is None else part
         self.depth, self.first, self.last = spec.depth, part.start == 0, part.stop == spec.depth
-        self.group, self.rotaries, self.reports, self.z_loss = None, (), {}, 0.0
+        self.group, self.context, self.rotaries, self.reports, self.z_loss = None, None, (), {}, 0.0
         if self.first:
             self.table = Matrix(spec.vocab_size, spec.width, "embedding")
         self.layers = nn.ModuleDict({str(index): ForeignLayer(spec.width) for index in part})

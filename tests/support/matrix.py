@@ -72,7 +72,7 @@ PLAIN = dict(
 
 
 def world(case: Case) -> int:
-    return case["dp"] * case["tp"] * case["pp"]
+    return case["dp"] * case.get("cp", 1) * case["tp"] * case["pp"]
 
 
 def legal(case: Case) -> bool:
@@ -185,6 +185,40 @@ def data_parallel(processes: int) -> Iterator[Case]:
     yield base | {"stage": 2, "precision": "bf16", "reduce": "bf16", "micro_batches": 1}
 
 
+WAYS = ("gather zigzag", "gather contiguous", "gather blocks", "halo zigzag", "heads")
+"""How context-parallel ranks share sequences: method and order."""
+
+
+def context_parallel(processes: int) -> Iterator[Case]:
+    """Sequences that ranks share, in every way and with every other feature: on two processes with each value of each
+    feature, on more with other axes and schedules."""
+    base = PLAIN | {"dp": 1, "cp": 2}
+    if processes == 2:
+        for index in range(11):
+            case = base | {"way": WAYS[index % 5], "stage": index % 4}
+            for number, name in enumerate(name for name in FEATURES if name != "micro_batches"):
+                values = FEATURES[name]
+                case[name] = values[(index + index // len(values) * number) % len(values)]
+            if "halo" in case["way"]:
+                case["attention"] = "window_cap"
+            yield case
+    if processes == 4:
+        yield base | {"cp": 4, "way": "gather blocks", "attention": "documents", "stage": 3, "recompute": "modules"}
+        yield base | {"cp": 4, "way": "both zigzag", "attention": "window_cap", "stage": 2, "precision": "bf16"}
+        yield base | {"cp": 4, "way": "heads", "kv_heads": 1, "stage": 1, "recompute": "every2"}
+        yield base | {"dp": 2, "stage": 3, "shard": 2, "attention": "documents", "way": "auto"}
+        yield base | {"dp": 2, "stage": 3, "offload": True, "micro_batches": 3}
+        yield base | {"tp": 2, "way": "gather contiguous", "qk_norm": "full", "family": "gpt2", "kv_heads": 1}
+        yield base | {"tp": 2, "way": "heads", "recompute": "full", "stage": 2, "loss": "z_loss"}
+        for schedule, more in (
+            ("1f1b", {"recompute": "selective", "way": "halo zigzag", "attention": "window_cap"}),
+            ("zb_h1", {"tied": True, "way": "heads", "attention": "documents"}),
+            ("zb_v", {"stage": 3, "kv_heads": 4, "precision": "fp16"}),
+            ("interleaved", {"stage": 1, "way": "gather blocks", "attention": "documents", "loss": "chunk"}),
+        ):
+            yield base | {"pp": 2, "schedule": schedule, "micro_batches": 3} | more
+
+
 RECOMPUTED = [
     PLAIN | layout
     for layout in (
@@ -200,7 +234,7 @@ RECOMPUTED = [
 COMPILED = [
     PLAIN | {"compile": True} | layout
     for layout in (
-        {"dp": 2, "stage": 3, "recompute": "full"},
+        {"cp": 2, "stage": 3, "recompute": "full"},
         {"tp": 2, "recompute": "selective", "attention": "documents"},
         {"dp": 2, "stage": 3, "recompute": "budget", "offload": True},
         {"pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
@@ -215,6 +249,7 @@ CUBES = [
         {"stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
         {"stage": 2, "schedule": "interleaved", "precision": "bf16", "recompute": "full"},
         {"stage": 1, "schedule": "1f1b", "micro_batches": 6, "precision": "fp16", "kv_heads": 1, "family": "gpt2"},
+        {"dp": 1, "cp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "attention": "documents", "tied": True},
     )
 ]
 
@@ -254,6 +289,7 @@ MUON = [
         {"tp": 4, "kv_heads": 2},
         {"tp": 2, "pp": 2, "schedule": "1f1b", "tied": True},
         {"dp": 2, "pp": 2, "schedule": "interleaved", "stage": 1, "family": "neox"},
+        {"pp": 2, "schedule": "1f1b", "optimizer": "muon_in_one_layer"},
         {"dp": 2, "tp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
         {"dp": 4, "shard": 2, "tp": 2, "stage": 3, "kv_heads": 1, "micro_batches": 1},
     )
@@ -265,6 +301,7 @@ def cases(processes: int, compiled: bool) -> list[Case]:
     """Everything that runs on this number of processes."""
     chosen = [*data_parallel(processes)] if processes <= 4 else []
     chosen += [case for case in [*sample(), *QUANTISED, *MUON] if world(case) == processes]
+    chosen += context_parallel(processes)
     if processes == 2:
         chosen += [
             case | {"recompute": recompute, "bits": True}

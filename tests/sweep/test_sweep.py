@@ -113,7 +113,7 @@ def test_names_are_readable_and_stay_when_the_sweep_grows():
 
 
 def test_processes_are_the_plans_or_the_machines():
-    assert [trial.processes for trial in trials("+config=debug", "parallel=zero1,tp2,tp2_pp2")] == [1, 2, 4]
+    assert [trial.processes for trial in trials("+config=debug", "parallel=zero1,tp2,cp2,tp2_pp2")] == [1, 2, 2, 4]
     assert [trial.processes for trial in trials("+config=debug", "parallel.dp=1,2,4", gpus=8)] == [1, 2, 4]
     assert [trial.processes for trial in trials("+config=debug", "parallel=zero1,tp2", "sweep.parallel=2", gpus=8)] == [
         4,

@@ -79,7 +79,7 @@ PLANS = {  # of one run of four steps
 CHAINS = {  # of plans, two steps each, on 4 processes and then on 2; one process begins and ends
     "untied": {
         4: [
-            {"parallel.tp": 2, "parallel.zero.stage": 3},
+            {"parallel.cp": 2, "parallel.tp": 2, "parallel.zero.stage": 3},
             {"parallel.pp": 2, "parallel.pipeline.schedule": "zb_h1", "parallel.zero.stage": 2, "batch.micro_size": 1},
             {"parallel.tp": 2, "parallel.pp": 2, "parallel.pipeline.schedule": "interleaved", "parallel.zero.stage": 1},
         ],

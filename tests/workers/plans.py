@@ -94,9 +94,16 @@ def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_of(case: Case, folder: Path) -> Config:
-    schedule = case["schedule"]
+    schedule, (method, _, order) = case["schedule"], case.get("way", "gather zigzag").partition(" ")
     config = settings(
+        batch__sequence_length=LENGTH,
+        data__mask_documents=case["attention"] != "causal",
         parallel__tp=case["tp"],
+        parallel__cp=case.get("cp", 1),
+        parallel__context__method=method,
+        parallel__context__order=order or "auto",
+        parallel__context__block=2,
+        parallel__context__inner=2 if method == "both" else None,
         parallel__pp=case["pp"],
         parallel__zero__stage=case["stage"],
         parallel__shard=case.get("shard", -1),
@@ -106,7 +113,7 @@ def config_of(case: Case, folder: Path) -> Config:
         precision__compute=case["precision"],
         precision__reduce=case.get("reduce", "fp32"),
         compile=case.get("compile", False),
-        optimizer__name=case.get("optimizer", "adamw"),
+        optimizer__name="muon" if case.get("optimizer") == "muon" else "adamw",
         optimizer__muon__compute="fp32",
         **{f"activation__{name}": value for name, value in RECOMPUTE[case["recompute"]].items()},
         **{f"parallel__grad_comm__{name}": value for name, value in case.get("gradients", {}).items()},
@@ -124,6 +131,8 @@ def config_of(case: Case, folder: Path) -> Config:
         config.parallel.pipeline.schedule = str(path)
     elif schedule != "none":
         config.parallel.pipeline.schedule = schedule
+    if case.get("optimizer") == "muon_in_one_layer":
+        config.precision.types.rules = {"layers.0.attention.[qkvo].weight": {"optimizer": "muon"}}
     if case.get("overflow"):
         config.precision.loss_scale, config.precision.scale_backoff = 2.0**40, 2.0**-10
     return config
@@ -155,9 +164,9 @@ class Worlds(dict[tuple, World]):
     """Meshes by shape; each is made once."""
 
     def of(self, plan: Any, device: torch.device) -> World:
-        shape = plan.pp, plan.replicate, plan.shard, plan.tp
+        shape = plan.pp, plan.replicate, plan.shard, plan.cp, plan.tp
         if shape not in self:
-            self[shape] = join(plan.mesh, device)
+            self[shape] = join(plan.mesh, device, cp=plan.cp)
         return self[shape]
 
 
@@ -182,11 +191,11 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
             raise
         if world.rank == 0:
             key, kind = (
-                json.dumps([spec.to_dict(), case["loss"] == "z_loss", case["attention"], config.optimizer.name]),
+                json.dumps([spec.to_dict(), case["loss"] == "z_loss", case["attention"], case.get("optimizer")]),
                 coarsest(config.precision, config.parallel.grad_comm),
             )
             base = settings(loss__z_loss=config.loss.z_loss)
-            base.optimizer = config.optimizer
+            base.optimizer, base.precision.types = config.optimizer, config.precision.types
             if key not in references:
                 references[key] = reference(base, spec, batches(case, spec, device), device)
             if key + kind not in plain:  # fp32 has to do with the table

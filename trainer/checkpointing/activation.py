@@ -106,6 +106,8 @@ def recomputed(kind: type[nn.Module]) -> type[nn.Module]:
     them."""
 
     class Recomputed(kind):
+        recomputed = True
+
         def forward(self, *arguments: Any) -> Any:
             return recompute_all(super().forward, *arguments)
 

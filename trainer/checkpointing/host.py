@@ -32,21 +32,27 @@ class HostStore:
     def keep(self, layer: int, x: Tensor, part: int = 0) -> saved_tensors_hooks:
         """The context in which autograd keeps `x`, the input of the part `part` of a layer, in host memory. layer: its
         place among those that do so."""
-        return saved_tensors_hooks(partial(self.pack, x, (layer, part)), unpack)
+        return saved_tensors_hooks(partial(self.pack, identity(x), (layer, part)), unpack)
 
-    def pack(self, x: Tensor, place: tuple[int, int], saved: Tensor) -> Any:
-        if saved.data_ptr() != x.data_ptr() or saved.shape != x.shape or saved.dtype != x.dtype:
+    def pack(self, wanted: tuple, place: tuple[int, int], saved: Tensor) -> Any:
+        """wanted: the identity of the input, not the input: autograd keeps this function as long as what it returns."""
+        if identity(saved) != wanted:
             return saved
         newest = self.newest
-        if newest is not None and newest.there is not None and newest.there.data_ptr() == x.data_ptr():
+        if newest is not None and newest.there is not None and newest.there.data_ptr() == saved.data_ptr():
             newest.uses += 1
             return newest
-        if x.is_cuda and self.stream is None:
-            self.stream = torch.cuda.Stream(x.device)
+        if saved.is_cuda and self.stream is None:
+            self.stream = torch.cuda.Stream(saved.device)
         if newest is not None:
             newest.leave()
         self.newest = Kept(saved.detach(), place, newest, self)
         return self.newest
+
+
+def identity(x: Tensor) -> tuple:
+    """What tells a tensor from all others that are alive."""
+    return x.data_ptr(), x.shape, x.dtype
 
 
 def unpack(packed: Any) -> Tensor:

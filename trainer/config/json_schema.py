@@ -39,7 +39,8 @@ def _value(hint: Any, path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
         return {"type": "object", "properties": named, "additionalProperties": False}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [_value(arguments[0], path, metadata), {"type": "null"}]}
+        others = [{"type": "null"}] if arguments[0] is str else [{"type": "null"}, {"const": "auto"}]
+        return {"anyOf": [_value(arguments[0], path, metadata), *others]}
     if dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         fields = {field.name: _field(hints[field.name], path, field) for field in dataclasses.fields(hint)}

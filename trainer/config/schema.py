@@ -200,13 +200,46 @@ class GradCommConfig:
 
 
 @dataclass
+class ContextConfig:
+    """How the ranks that share a sequence bring its queries and keys together. Exact for every mask."""
+
+    method: str = option(
+        "auto",
+        "gather (keys and values of the whole sequence come to each rank), heads (all-to-all into heads and back), "
+        "halo (gather, but where a window is short enough only the keys before each part come), both (heads among "
+        "neighbours, gather among groups of them), auto (heads within a node where there are key-value heads enough; "
+        "else what sends least, a network counted dearer than a node)",
+        ("auto", "gather", "heads", "halo", "both"),
+    )
+    order: str = option(
+        "auto",
+        "which parts of a sequence a rank holds: contiguous (one run), zigzag (an early and a late one, which balances "
+        "causal attention), blocks (many, which balances packed documents); auto: zigzag, and blocks with "
+        "data.mask_documents",
+        ("auto", "contiguous", "zigzag", "blocks"),
+    )
+    block: int = option(128, "order=blocks: tokens of a block", unit="tokens", range="[1, inf)")
+    inner: int | None = option(
+        None, "method=both: neighbours that exchange heads; null means those of a node", unit="ranks", range="[2, inf)"
+    )
+    groups: int = option(
+        4,
+        "keys and values are gathered in up to so many groups of heads, one while attention runs on the one before",
+        unit="groups",
+        range="[1, inf)",
+    )
+
+
+@dataclass
 class ParallelConfig:
     dp: int = option(-1, "data-parallel ranks; -1 takes what is left", unit="ranks")
     shard: int = option(
-        -1, "ranks that share one copy of the sharded state (HSDP when below dp); -1 means dp", unit="ranks"
+        -1, "ranks that share one copy of the sharded state (HSDP when below dp x cp); -1 means dp x cp", unit="ranks"
     )
     tp: int = option(1, "tensor-parallel ranks", unit="ranks", range="[1, inf)")
     tp_across_nodes: bool = option(False, "allow tensor-parallel groups that span nodes, whose links are much slower")
+    cp: int = option(1, "context-parallel ranks, which share each sequence", unit="ranks", range="[1, inf)")
+    context: ContextConfig = option(ContextConfig(), "how context-parallel ranks share a sequence")
     pp: int = option(1, "pipeline-parallel ranks", unit="ranks", range="[1, inf)")
     pipeline: PipelineConfig = option(PipelineConfig(), "how micro-batches go through the pipeline")
     zero: ZeroConfig = option(ZeroConfig(), "what the data-parallel ranks share")

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 _NAMES = {
-    "run.steps": "max_steps train_iters max_iters num_steps training_steps total_steps num_training_steps iterations",
+    "run.steps": "max_steps train_iters max_iters num_steps train_steps training_steps total_steps num_training_steps "
+    "iterations",
     "run.dir": "output_dir save_dir out_dir default_root_dir dump_folder log_dir",
     "run.name": "run_name experiment_name exp_name",
-    "run.seed": "random_seed",
+    "run.seed": "random_seed data_seed",
+    "run.deterministic": "full_determinism deterministic_mode",
     "lr.peak": "learning_rate lr max_lr base_lr",
     "lr.warmup": "warmup_steps warmup_iters num_warmup_steps lr_warmup_iters lr_warmup_steps",
-    "lr.final": "min_lr min_lr_ratio min_lr_factor",
+    "lr.final": "min_lr min_lr_ratio min_lr_factor min_decay_lr",
     "lr.schedule": "lr_scheduler lr_scheduler_type lr_decay_style scheduler",
     "lr.decay": "lr_decay_iters decay_steps",
     "batch.sequence_length": "seq_len seq_length max_seq_len max_seq_length block_size context_length ctx_len",
     "batch.global_size": "batch_size global_batch_size train_batch_size",
     "batch.micro_size": "micro_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu local_batch_size "
     "device_batch_size mbs",
-    "batch.accumulation": "gradient_accumulation_steps grad_accum grad_accumulation accumulate_grad_batches",
+    "batch.accumulation": "gradient_accumulation_steps grad_accum grad_accumulation accumulate_grad_batches "
+    "batch_accumulation_per_replica",
+    "optimizer.name": "optim",
     "optimizer.beta1": "adam_beta1 momentum",
     "optimizer.beta2": "adam_beta2",
     "optimizer.eps": "adam_eps adam_epsilon epsilon",
@@ -27,18 +31,32 @@ _NAMES = {
     "model.attention.heads": "num_heads n_heads n_head num_attention_heads",
     "model.attention.kv_heads": "num_key_value_heads n_kv_heads num_query_groups num_kv_heads",
     "model.feed_forward.width": "ffn_hidden_size intermediate_size mlp_dim d_ff",
+    "model.max_length": "max_position_embeddings",
+    "model.attention.window": "window_size sliding_window",
+    "model.attention.rope.theta": "rope_theta rotary_base",
+    "model.init.std": "init_method_std initializer_range",
     "model.tied": "tie_word_embeddings tie_embeddings",
     "parallel.tp": "tensor_parallel tensor_model_parallel_size tensor_parallel_degree tp_size",
     "parallel.pp": "pipeline_parallel pipeline_model_parallel_size pipeline_parallel_degree pp_size",
+    "parallel.cp": "context_parallel context_parallel_size sequence_parallel_size ulysses_size ulysses_degree",
     "parallel.dp": "data_parallel data_parallel_size dp_size",
+    "parallel.shard": "data_parallel_shard_degree",
     "parallel.zero.stage": "zero_stage zero_optimization fsdp",
     "activation.mode": "gradient_checkpointing activation_checkpointing activation_checkpoint recompute "
     "recompute_granularity",
     "precision.compute": "bf16 fp16 dtype torch_dtype mixed_precision",
-    "checkpoint.every": "save_steps save_interval save_every save_freq",
+    "precision.matmul": "tf32",
+    "precision.reduce": "communication_data_type grad_reduce_in_bf16 mixed_precision_reduce",
+    "precision.loss_scale": "initial_loss_scale",
+    "precision.growth_interval": "loss_scale_window",
+    "compile": "torch_compile",
+    "checkpoint.every": "save_steps save_interval save_every save_freq checkpoint_interval",
+    "checkpoint.keep_every": "save_retain_interval",
+    "checkpoint.asynchronous": "async_save async_mode",
     "checkpoint.keep_last": "save_total_limit keep_latest_k save_top_k",
     "checkpoint.resume": "resume_from_checkpoint resume_from load_from resume ckpt_path",
     "eval.every": "eval_steps eval_interval eval_every val_check_interval eval_freq",
+    "eval.sequences": "eval_iters limit_val_batches",
     "logging.every": "logging_steps log_interval log_every log_freq log_every_n_steps",
     "logging.wandb.project": "wandb_project",
     "logging.wandb.enabled": "use_wandb report_to",
@@ -57,13 +75,16 @@ _EXPERTS = "there is no mixture of experts"
 _LORA = "there is no LoRA: all parameters are trained"
 ABSENT = {
     **dict.fromkeys(("epochs", "epoch", "num_epochs", "max_epochs", "num_train_epochs"), _LENGTH),
-    **dict.fromkeys(("hours", "max_hours", "max_time", "tokens", "max_tokens", "train_tokens"), _LENGTH),
+    **dict.fromkeys(
+        ("hours", "max_hours", "max_time", "tokens", "max_tokens", "train_tokens", "train_samples"), _LENGTH
+    ),
     **dict.fromkeys(("lora", "peft", "qlora", "lora_rank", "lora_alpha"), _LORA),
     **dict.fromkeys(("moe", "num_experts", "experts", "ep", "expert_parallel", "expert_model_parallel_size"), _EXPERTS),
-    **dict.fromkeys(("cp", "context_parallel", "context_parallel_size"), "there is no context parallelism"),
     **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout"), "there is no dropout"),
     **dict.fromkeys(("ema", "ema_decay"), "there is no averaging of weights"),
     **dict.fromkeys(("early_stopping", "patience"), "a callback can end a run: docs/extending.md has one"),
+    "rampup_batch_size": "the global batch is the same in every step",
+    "label_smoothing_factor": "there is no label smoothing",
     "fp8": "nothing computes in fp8; parallel.grad_comm can send gradients in it",
 }
 """Name elsewhere -> what is true here, where there is no such setting."""

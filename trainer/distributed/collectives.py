@@ -67,6 +67,12 @@ class TensorGroup:
         """Starts: the sum of all ranks' `x`, on every rank."""
         return c10d.all_reduce(x.contiguous(), "sum", self.name)
 
+    def exchange(self, x: Tensor, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
+        """Starts: all to all along the first dimension; of it come `received` from each rank and go `sent` to each,
+        equal parts if None."""
+        even = [len(x) // self.size] * self.size
+        return c10d.all_to_all_single(x.contiguous(), received or even, sent or even, self.name)
+
     def wait(self, x: Tensor) -> Tensor:
         return c10d.wait_tensor(x)
 

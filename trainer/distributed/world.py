@@ -6,7 +6,7 @@ import datetime
 import itertools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -44,10 +44,13 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     data: DeviceMesh
-    """The ranks that see different data: replicate x shard as one dimension."""
+    """The ranks that see different data: of replicate x shard as one dimension every cp-th."""
     timeout: datetime.timedelta
     """After which communication fails on its own. It has to outlast what a rank may keep the others waiting for, such
     as compiling."""
+    context: DeviceMesh | None = None
+    """The ranks that share sequences, neighbours in replicate x shard; None where none do."""
+    subgroups: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = field(default_factory=dict)
 
     @cached_property
     def dimensions(self) -> dict[str, DeviceMesh]:
@@ -87,7 +90,19 @@ class World:
     def speaks_for_data(self) -> bool:
         """Whether this rank is the one that counts its data-parallel rank's batch, which the ranks of all other
         dimensions share."""
-        return all(place == 0 for name, place in self.places.items() if name not in ("replicate", "shard"))
+        places = [place for name, place in self.places.items() if name not in ("replicate", "shard")]
+        return not any(places) and (self.context is None or self.context.get_local_rank() == 0)
+
+    def split_context(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """The context-parallel ranks in two dimensions: this rank's group of `inner` neighbours, and that of the ranks
+        with its place among theirs. All ranks call it together; a group is made once."""
+        if inner not in self.subgroups:
+            everyone = self.gather(self.context.mesh.tolist())
+            groups = [list(group) for group in dict.fromkeys(map(tuple, everyone))]
+            near = [group[start : start + inner] for group in groups for start in range(0, len(group), inner)]
+            far = [group[start::inner] for group in groups for start in range(inner)]
+            self.subgroups[inner] = own_group(near, self.timeout), own_group(far, self.timeout)
+        return self.subgroups[inner]
 
     def sum_all(self, values: torch.Tensor) -> torch.Tensor:
         """Sums `values` in place over all ranks; every rank gets the same bits."""
@@ -120,9 +135,15 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return everyone
 
 
-def join(shape: Mapping[str, int], device: torch.device, timeout: float = 1200.0) -> World:
+def own_group(groups: list[list[int]], timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """This rank's of several process groups, which are made by all ranks together."""
+    return dist.new_subgroups_by_enumeration(groups, timeout=timeout)[0]
+
+
+def join(shape: Mapping[str, int], device: torch.device, timeout: float = 1200.0, cp: int = 1) -> World:
     """Starts torch.distributed (NCCL on GPUs, gloo on CPUs) unless it runs, and builds a mesh of `shape`: sizes of its
-    dimensions by name, the fastest last (`Plan.mesh`). timeout: of communication, in seconds.
+    dimensions by name, the fastest last (`Plan.mesh`). timeout: of communication, in seconds. cp: neighbours in
+    replicate x shard that share sequences (`Plan.cp`).
 
     A plain `python -m trainer` is a world of one and needs no rendezvous.
     """
@@ -138,7 +159,18 @@ def join(shape: Mapping[str, int], device: torch.device, timeout: float = 1200.0
             backend, timeout=limit, **rendezvous, device_id=device if device.type == "cuda" else None
         )
     mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-    data = mesh["replicate", "shard"]._flatten("dp")
+    states, context = mesh["replicate", "shard"], None
+    if cp > 1:
+        everyone = gather(states.mesh.flatten().tolist())
+        runs = [list(ranks) for ranks in dict.fromkeys(map(tuple, everyone))]
+        shared = [ranks[start : start + cp] for ranks in runs for start in range(0, len(ranks), cp)]
+        apart = [ranks[start::cp] for ranks in runs for start in range(cp)]
+        context, data = (
+            DeviceMesh.from_group(own_group(groups, limit), device.type, mesh_dim_names=(name,))
+            for groups, name in ((shared, "cp"), (apart, "dp"))
+        )
+    else:
+        data = states._flatten("dp")
     for group in (*mesh.get_all_groups(), data.get_group()):  # torch would give them 10 minutes with NCCL
         set_timeout(group, limit)
-    return World(dist.get_rank(), dist.get_world_size(), device, mesh, data, limit)
+    return World(dist.get_rank(), dist.get_world_size(), device, mesh, data, limit, context)

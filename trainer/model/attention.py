@@ -1,8 +1,8 @@
 """Scaled dot-product attention with causal, sliding-window and document masks.
 
-Plain causal attention goes to `scaled_dot_product_attention`, which picks the fastest kernel of the device. Windows,
-documents and soft caps go to FlexAttention on a GPU (a block mask, never N x N scores or masks) and to a dense mask on
-a CPU."""
+A query sees a run of keys that ends with itself; a mask says where each query's run begins. Plain causal attention goes
+to `scaled_dot_product_attention`, which picks the fastest kernel of the device. Windows, documents and soft caps go to
+FlexAttention on a GPU (a block mask, never N x N scores or masks) and to a dense mask on a CPU."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
+from trainer.model.block_mask import block_mask
 from trainer.model.compiled import compiled
-
-
-def sees(query: Any, key: Any, window: int) -> Any:
-    """Which positions a causal query sees, of indices that broadcast (tensors)."""
-    seen = query >= key
-    return seen & (query - key < window) if window else seen
 
 
 def build_mask(documents: Tensor | None, length: int, window: int, soft_cap: float, device: torch.device) -> Any:
@@ -31,28 +27,55 @@ def build_mask(documents: Tensor | None, length: int, window: int, soft_cap: flo
     documents: int [batch, length], the number of the document each token belongs to, or None. A window that spans the
     whole sequence is no window.
     """
-    window = 0 if window >= length else window
-    if documents is None and not window and not soft_cap:
+    if is_plain(documents, length, window, soft_cap):
         return None
-    if device.type == "cuda":
+    places = torch.arange(length, device=device)
+    return mask_of(first_seen(documents, length, window, device), places, length)
 
-        def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            seen = sees(query, key, window)
-            return seen if documents is None else seen & (documents[batch, query] == documents[batch, key])
 
-        batch = None if documents is None else documents.shape[0]
-        return compiled_block_mask()(mask_mod, batch, None, length, length, device=str(device))
-    index = torch.arange(length, device=device)
-    seen = sees(index[:, None], index[None, :], window)[None, None]
-    return seen if documents is None else seen & (documents[:, None, :, None] == documents[:, None, None, :])
+def is_plain(documents: Tensor | None, length: int, window: int, soft_cap: float) -> bool:
+    """Whether a query sees all keys before it, at their plain scores."""
+    return documents is None and not 0 < window < length and not soft_cap
+
+
+def first_seen(documents: Tensor | None, length: int, window: int, device: torch.device) -> Tensor:
+    """The first key that the query at each place sees: int [batch or 1, length], which never falls."""
+    index = torch.arange(length, device=device)[None]
+    first = torch.zeros_like(index) if documents is None else document_starts(documents)
+    return torch.maximum(first, index - window + 1) if window else first
+
+
+def document_starts(documents: Tensor) -> Tensor:
+    """The place of the first token of each token's document. documents, result: int [batch, length]; tokens of a
+    document are neighbours."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return torch.where(starts, index, 0).cummax(1).values
+
+
+def mask_of(first: Tensor, places: Tensor, keys: int) -> Any:
+    """The mask of queries at `places` [queries], which rise, among `keys` keys: a query sees those from `first` [batch
+    or 1, queries] to its own place."""
+    if places.is_cuda:
+        return block_mask(first, places, keys)
+    key = torch.arange(keys, device=places.device)
+    return (key <= places[:, None]) & (key >= first[:, None, :, None])
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, soft_cap: float = 0.0) -> Tensor:
     """Causal attention. query: [batch, heads, length, head_dim]; key, value: [batch, kv_heads, length, head_dim].
 
-    mask: what `build_mask` returned for the same soft_cap. Returns [batch, heads, length, head_dim].
+    mask: what `build_mask` returned for the same soft_cap. Where it is None, there may be fewer queries than keys, and
+    the last query sees all keys. Returns [batch, heads, length, head_dim].
     """
     grouped = query.shape[1] != key.shape[1]
+    if mask is None and query.shape[2] < key.shape[2]:
+        if grouped and query.element_size() > 2:  # flash attention has no fp32, and the kernel that has it no groups
+            repeat = query.shape[1] // key.shape[1]
+            key, value, grouped = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1), False
+        last = causal_lower_right(query.shape[2], key.shape[2])
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=last, scale=scale, enable_gqa=grouped)
     if mask is None:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
     if not isinstance(mask, Tensor):
@@ -83,10 +106,3 @@ def compiled_flex() -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
 
     return compiled(flex_attention)
-
-
-@cache
-def compiled_block_mask() -> Callable:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return compiled(create_block_mask)

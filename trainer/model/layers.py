@@ -15,8 +15,10 @@ from trainer.config.model import AttentionSpec, FeedForwardSpec, LayerSpec, Norm
 from trainer.distributed.collectives import Sum
 from trainer.model.attention import attend
 from trainer.model.axes import Declared
+from trainer.model.context import SharedMask
 from trainer.model.linear import DeferredGrads, columns, number_layer, rows
 from trainer.model.rotary import rotate
+from trainer.model.shared_attention import attend_together
 from trainer.model.stage import Report, apart, keep_here, together
 from trainer.model.tiles import tiled
 
@@ -120,6 +122,9 @@ class Block(nn.Module):
     """What a layer is made of. Its result may be `Reported`, in training; `reports` then says how many values each of
     its statistics has."""
 
+    recomputed = False
+    """Whether backward runs it again (`activation.modules`)."""
+
     def __init__(self) -> None:
         super().__init__()
         self.reports: dict[str, int] = {}
@@ -153,7 +158,8 @@ class Attention(Block):
 
     def forward(self, x: Tensor, shape: tuple[int, int], rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
         """x: [tokens, width], this rank's tokens of a micro-batch of `shape` (batch, length); rotation: cos and sin of
-        the positions (rope); mask: see `attention.build_mask`."""
+        the positions (rope); mask: see `attention.build_mask` and `context.SharedMask`. The length is that of what this
+        rank holds of each sequence, between the products."""
         query, key, value = project(x, self.q, self.k, self.v)
         if self.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
@@ -165,7 +171,8 @@ class Attention(Block):
         query, key, value = (y.transpose(1, 2) for y in (query, key, value))
         if self.rotary:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
-        attended = attend(query, key, value, mask, self.scale, self.soft_cap)
+        meet = attend_together if isinstance(mask, SharedMask) else attend
+        attended = meet(query, key, value, mask, self.scale, self.soft_cap)
         return self.o(attended.transpose(1, 2).reshape(shape[0] * shape[1], -1))
 
 
@@ -225,6 +232,11 @@ class Layer(nn.Module):
         self.run: Callable = self.run_body
         self.run_tile: Callable = self.feed
         self.keep: Callable[..., AbstractContextManager] = keep_here
+
+    @property
+    def recomputes_attention(self) -> bool:
+        """Whether backward runs attention's block again."""
+        return self.recompute is not None or self.attention.recomputed
 
     def forward(self, x: Tensor, *context: Any) -> Any:
         with self.keep(x):

@@ -85,7 +85,9 @@ class Stage(Protocol):
     module that has `reset_buffers()` is asked to fill its buffers.
 
     layers: by their number in the whole model, in order; a child of the model. depth: layers of the whole model. first,
-    last: whether the stage holds the model's ends. group: the tensor-parallel ranks, where the model is cut. rotaries:
+    last: whether the stage holds the model's ends. group: the tensor-parallel ranks, where the model is cut. context:
+    those that share sequences (`context.ContextGroup`), where there are several; the model then computes its own tokens
+    of each, `context.own(length)`. rotaries:
     modules that hold buffers alone, which stay with the computation where parameters do not, and in fp32. reports: by
     name, how many values of each statistic its layers report in training.
     """
@@ -95,6 +97,7 @@ class Stage(Protocol):
     first: bool
     last: bool
     group: TensorGroup | None
+    context: Any
     rotaries: Iterable[nn.Module]
     reports: dict[str, int]
 
@@ -107,6 +110,8 @@ class Stage(Protocol):
     ) -> Any:
         """tokens: int [batch, length]; documents: int [batch, length], tokens of different numbers do not see each
         other and positions restart; hidden: [tokens / t, width], what the stage before returned (None on the first).
+        Where ranks share sequences, all of them are given the whole ones, and `tokens` in shapes of results is the
+        rank's own part.
 
         Returns hidden states before the last stage; on it logits [batch, length, vocab], or with targets the pair
         (objective, cross-entropy), both summed over the valid targets. Any of them is `Reported` where a layer reports.

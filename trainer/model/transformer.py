@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import ScatterSum, TensorGroup
-from trainer.model.attention import build_mask, cap_score
+from trainer.model.attention import build_mask, cap_score, document_starts
 from trainer.model.axes import Declared
+from trainer.model.context import ContextGroup, once
 from trainer.model.layers import Block, Layer, Linear, Norm
 from trainer.model.linear import DeferredGrads, columns
 from trainer.model.loss import LossSettings, Term, linear_cross_entropy
@@ -85,6 +86,7 @@ class Transformer(nn.Module):
         self.first, self.last = layers.start == 0, layers.stop == spec.depth
         specs = {index: spec.layer(index) for index in layers}
         self.group: TensorGroup | None = None
+        self.context: ContextGroup | None = None
         if self.first or (
             self.last and spec.tied
         ):  # a tied head is the embedding's parameter, of which each end has a copy
@@ -153,16 +155,22 @@ class Transformer(nn.Module):
         positions = (
             document_positions(documents) if documents is not None else torch.arange(length, device=tokens.device)
         )
+        build = build_mask
+        if self.context is not None:
+            build, own = self.context.build_mask, self.context.own(length, tokens.device)
+            tokens, positions = tokens[:, own], positions[..., own]
+            shape, targets = tuple(tokens.shape), None if targets is None else targets[:, own]
         rotations = [rotary(positions, length) for rotary in self.rotaries]
         masks = {
-            kind: build_mask(documents, length, *kind, tokens.device)
+            kind: build(documents, length, *kind, tokens.device)
             for kind in dict.fromkeys(k for _, k in self.kinds.values())
         }
         x, reports = self.embed(tokens, positions) if self.first else hidden, {}
         for index, layer in self.layers.items():
             rotary, kind = self.kinds[index]
             rotation = None if rotary is None else rotations[rotary]
-            x, reports[f"layers.{index}"] = apart(layer(x, shape, rotation, masks[kind]))
+            mask = once(masks[kind]) if layer.recomputes_attention else masks[kind]
+            x, reports[f"layers.{index}"] = apart(layer(x, shape, rotation, mask))
         if self.last:
             x, reports["head"] = apart(self.head(self.norm(x), None if targets is None else targets.flatten()))
             x = x if targets is not None else x.view(*shape, -1)
@@ -181,7 +189,4 @@ class Transformer(nn.Module):
 
 def document_positions(documents: Tensor) -> Tensor:
     """Positions that restart at each document. documents, result: int [batch, length]."""
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    starts = torch.ones_like(documents, dtype=torch.bool)
-    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return index - torch.where(starts, index, 0).cummax(1).values
+    return torch.arange(documents.shape[1], device=documents.device) - document_starts(documents)

@@ -15,10 +15,11 @@ from trainer.config.model import ModelSpec
 from trainer.distributed.world import World
 from trainer.observe.metrics import Meter
 from trainer.optim.groups import parameter_policies
+from trainer.planning.context import traffic
 from trainer.planning.cost import flops as cost
 from trainer.planning.cost.devices import peak_flops, product_type
-from trainer.planning.cost.memory import StateBytes
-from trainer.planning.cost.parameters import declarations
+from trainer.planning.cost.memory import ELEMENT_BYTES, StateBytes
+from trainer.planning.cost.parameters import declarations, layer_specs
 from trainer.planning.estimate.memory import peaks, replays
 from trainer.planning.estimate.sequence import measures
 from trainer.planning.fit import Memory
@@ -50,6 +51,18 @@ def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> Me
         peak,
         world.size,
     )
+
+
+def sharing(config: Config, layout: Layout) -> str:
+    """How ranks share sequences, and what each receives for it in a step, for people."""
+    batch, context = layout.batch, layout.context
+    assert context is not None
+    moved = [
+        traffic(layer.attention, context, batch.sequence_length, layout.plan.tp) for layer in layer_specs(layout.spec)
+    ]
+    elements = sum(layer.inner + layer.outer for layer in moved) * batch.micro_size * batch.accumulation
+    received = tables.size(elements * ELEMENT_BYTES[config.precision.compute] / layout.plan.pp)
+    return f"{context.describe()}; {received} a rank and step"
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,7 @@ def start_report(
             "plan": [
                 ("processes", f"{world.size} x {device_name(world.device)}"),
                 ("plan", plan.describe()),
+                *([("sequences", sharing(config, layout))] if layout.context else []),
                 *([("pipeline", pipeline.describe())] if plan.pp > 1 else []),
                 (
                     "precision",

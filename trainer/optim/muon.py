@@ -132,6 +132,8 @@ class Orthogonaliser:
         the matrix, asked for once each. All ranks call it together.
 
         Parts travel while the matrices of another round are multiplied."""
+        if not self.rounds:
+            return
         arriving = self._gather(self.rounds[0], direction)
         leaving: Callable[[], None] | None = None
         for number, some in enumerate(self.rounds):

@@ -41,7 +41,7 @@ class Optimizer:
     what is registered, by group.
 
     parameters: global name -> parameter (sharded or not), with its gradient in `.grad`. world: of the ranks that hold
-    parts of them; None where each is whole here.
+    parts of matrices for Muon; None where each is whole here.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Optimizer:
             for moment in moments(policy.optimizer)
         }
         matrices = {name: parameter for name, parameter in parameters.items() if policies[name].optimizer == "muon"}
-        self.orthogonaliser = Orthogonaliser(matrices, config.muon, world) if matrices else None
+        self.orthogonaliser = Orthogonaliser(matrices, config.muon, world) if matrices or world else None
 
     def gradients(self) -> list[Tensor]:
         """This rank's part of every gradient, in the order of the parameters."""

@@ -38,6 +38,7 @@ from trainer.parallel.fsdp_internals import (
 )
 from trainer.parallel.gradients import SharedParameters
 from trainer.planning.cost.memory import sums_on_device
+from trainer.planning.cost.updates import Updates
 from trainer.planning.plan import Plan
 from trainer.precision.dtypes import DTYPES
 from trainer.precision.scaler import GradScaler
@@ -82,7 +83,7 @@ class FSDP:
             if isinstance(module, FSDPModule):
                 # Losses are already divided by the global count of valid tokens: gradients are sums. A rank that is
                 # alone would divide by one, in a pass over all gradients.
-                if plan.dp > 1:
+                if plan.replicate * plan.shard > 1:
                     module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
@@ -102,7 +103,9 @@ class FSDP:
         for model in stages.values():
             fill(model, weights)
             self.compression.attach(model, policies)
-        optimizer = Optimizer(parameters, policies, self.config.optimizer, self.world)
+        # Of a whole model's ranks, some may hold no matrix of Muon; they make its groups with the others.
+        muon = "muon" in Updates.of(self.config).names()
+        optimizer = Optimizer(parameters, policies, self.config.optimizer, self.world if muon else None)
         return optimizer, GradScaler(self.config.precision, self.world.device)
 
     def sharding(self, reductions: int) -> FSDPSharding:

@@ -21,8 +21,10 @@ from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage
 from trainer.model.transformer import Transformer
 from trainer.parallel import tensor
+from trainer.parallel.context import share_sequences
 from trainer.parallel.engine import Engine
 from trainer.planning.cost.parameters import declarations
+from trainer.planning.plan import Plan
 
 
 def check_compiler(config: Config, device: torch.device) -> None:
@@ -79,6 +81,7 @@ def parallelize(
     config: Config,
     spec: ModelSpec,
     layers: range,
+    plan: Plan,
     world: World,
     engine: Engine,
     deferred: DeferredGrads | None = None,
@@ -99,6 +102,7 @@ def parallelize(
     if config.compile:
         compile_layers(model, deferred is not None)
     tensor.split(model, world.dimensions["tp"])
+    share_sequences(model, config, spec, plan, world)
     engine.shard(model)
     engine.materialize(model)
     keep_buffers(model, world.device)

@@ -138,9 +138,9 @@ def run(
     results = [PlanResult(case.text, "REFUSED", case.reasons) for case in cases]
     for number, (index, case) in enumerate(legal, start=1):
         plan, batch, pipeline = case.layout.plan, case.layout.batch, case.layout.pipeline
-        mesh = tuple(plan.mesh.values())
+        mesh = plan.cp, *plan.mesh.values()
         if mesh not in worlds:
-            worlds[mesh] = join(plan.mesh, device)
+            worlds[mesh] = join(plan.mesh, device, cp=plan.cp)
         world = worlds[mesh]
         if rank == 0:
             say(f"plan {number} of {len(legal)}: {'; '.join(case.describe())}")

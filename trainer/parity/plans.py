@@ -78,9 +78,12 @@ def make_case(
 
 
 def generated(spec: ModelSpec, processes: int) -> list[str]:
-    """Every (dp, tp, pp) that the model can be laid out in, each with ZeRO stages and schedules."""
-    node = node_size(processes)
-    plans = []
+    """Every (dp, tp, pp) that the model can be laid out in, each with ZeRO stages and schedules; and sequences shared
+    by any number of ranks."""
+    node, plain = node_size(processes), "parallel.dp=-1 parallel.shard=-1 parallel.zero.offload=false"
+    plans = [
+        f"{plain} parallel.cp={cp} parallel.tp=1 parallel.pp=1 parallel.zero.stage=3" for cp in divisors(processes)[1:]
+    ]
     for tp in divisors(processes):
         for pp in divisors(processes // tp):
             if check_plan(ParallelConfig(tp=tp, pp=pp), processes, spec, node):
@@ -93,8 +96,7 @@ def generated(spec: ModelSpec, processes: int) -> list[str]:
             )
             chosen = [(stage, schedules[0]) for stage in stages] + [(stages[-1], name) for name in schedules[1:]]
             plans += [
-                f"parallel.dp=-1 parallel.shard=-1 parallel.zero.offload=false parallel.tp={tp} parallel.pp={pp} "
-                f"parallel.zero.stage={stage}"
+                f"{plain} parallel.cp=1 parallel.tp={tp} parallel.pp={pp} parallel.zero.stage={stage}"
                 + f" parallel.pipeline.schedule={name} parallel.pipeline.chunks=null parallel.pipeline.split=balanced"
                 * bool(name)
                 for stage, name in chosen

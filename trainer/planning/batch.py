@@ -33,19 +33,21 @@ class BatchPlan:
         return self.global_size * self.sequence_length
 
 
-def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1, pp: int = 1) -> BatchPlan:
-    """The batch on `dp` data-parallel ranks; sizes that are not given are derived and none is ever rounded. The `tp`
-    tensor-parallel ranks share the tokens of a micro-batch evenly; `pp` pipeline ranks want several micro-batches each.
+def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1, pp: int = 1, cp: int = 1) -> BatchPlan:
+    """The batch on `dp` data-parallel ranks; sizes that are not given are derived and none is ever rounded. The `cp`
+    context-parallel x `tp` tensor-parallel ranks share the tokens of a sequence evenly; `pp` pipeline ranks want
+    several micro-batches each.
 
     With a global size and one of `micro_size` and `accumulation`, the third follows. A missing `micro_size` is
     otherwise the largest that divides what a rank reads and holds at most `MICRO_TOKENS` tokens (one sequence where a
     sequence is longer), small enough for `PIPELINE_FILL` micro-batches a pipeline rank where there is a pipeline; a
     missing `accumulation` without a global size is 1, or so many. Raises `ConfigError` with legal neighbours."""
     problems = out_of_range(batch, "batch")
-    if batch.sequence_length % tp:
+    if batch.sequence_length % (cp * tp):
+        ranks = " x ".join(f"parallel.{name}={size}" for name, size in (("cp", cp), ("tp", tp)) if size > 1)
         problems.append(
-            f"batch.sequence_length={batch.sequence_length} is not a multiple of parallel.tp={tp}, whose ranks share "
-            f"the tokens; legal: {_either(_multiples(batch.sequence_length, tp))}"
+            f"batch.sequence_length={batch.sequence_length} is not a multiple of {ranks}, whose ranks share "
+            f"the tokens; legal: {_either(_multiples(batch.sequence_length, cp * tp))}"
         )
     if problems:
         raise ConfigError(problems)

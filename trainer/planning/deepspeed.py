@@ -135,6 +135,11 @@ def check_parallel(parallel: ParallelConfig, dp: int, nodes: int) -> list[str]:
             f"or {TORCH}"
         ]
     problems, stage = [], f"parallel.zero.stage={zero.stage}"
+    if parallel.cp > 1:
+        problems.append(
+            f"parallel.zero.engine=deepspeed has never shared states among parallel.cp={parallel.cp} ranks of a "
+            f"sequence; set {TORCH}, which runs this plan, or parallel.cp=1"
+        )
     for name, size in (("pp", parallel.pp), ("tp", parallel.tp)):
         if zero.stage > 1 and size > 1:
             why = (
@@ -251,6 +256,11 @@ def check_settings(config: Config) -> Iterator[str]:
         yield (
             "compile=true: DeepSpeed's stage 3 swaps the memory of parameters under the compiled code; set "
             f"compile=false, parallel.zero.stage=1 or 2, or {TORCH}"
+        )
+    if config.activation.tile and zero.stage == 3:
+        yield (
+            f"activation.tile={config.activation.tile}: DeepSpeed's stage 3 gathers parameters for each module's pass, "
+            f"and tiles have passes of their own; set activation.tile=0, parallel.zero.stage=1 or 2, or {TORCH}"
         )
     if config.parallel.pipeline.schedule == "auto" and config.parallel.pp > 1:
         yield (

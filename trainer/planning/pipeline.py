@@ -156,6 +156,7 @@ def estimated_costs(
         recompute=config.activation,
         loss_tile=config.loss.tile,
         element_bytes=element_bytes,
+        cp=plan.cp,
     )
 
 

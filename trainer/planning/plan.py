@@ -20,7 +20,10 @@ from trainer.planning.deepspeed import check_parallel
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved plan; its mesh says which rank is where."""
+    """A resolved plan; its mesh says which rank is where.
+
+    The ranks between `pp` and `tp` have two orders: `replicate` x `shard` says who shares the model's states, and dp x
+    `cp`, with `cp` the faster, who shares sequences. Shards may be cut across both."""
 
     pp: int
     replicate: int
@@ -31,12 +34,13 @@ class Plan:
     engine: str = "torch"
     nvme: bool = False
     sum_on_host: bool = False
+    cp: int = 1
 
     @property
     def mesh(self) -> dict[str, int]:
         """The dimensions of the mesh and their sizes, from the slowest to the fastest: ranks that differ in the last
         one only are neighbours, on one node as far as it goes."""
-        return {"pp": self.pp, "replicate": self.replicate, "shard": self.shard, "cp": 1, "tp": self.tp}
+        return {"pp": self.pp, "replicate": self.replicate, "shard": self.shard, "tp": self.tp}
 
     @property
     def world(self) -> int:
@@ -44,10 +48,12 @@ class Plan:
         return math.prod(self.mesh.values())
 
     def groups(self, dimension: str) -> list[list[int]]:
-        """The process groups of a dimension of the mesh: global ranks that differ in their place along it only."""
-        names = list(self.mesh)
-        step = math.prod(self.mesh[name] for name in names[names.index(dimension) + 1 :])
-        size = self.mesh[dimension]
+        """The process groups of a dimension of the mesh, or of `dp` or `cp`: global ranks that differ in their place
+        along it only."""
+        sizes = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp} if dimension in ("dp", "cp") else self.mesh
+        names = list(sizes)
+        step = math.prod(sizes[name] for name in names[names.index(dimension) + 1 :])
+        size = sizes[dimension]
         firsts = (rank for rank in range(self.world) if rank // step % size == 0)
         return [[first + place * step for place in range(size)] for first in firsts]
 
@@ -58,19 +64,19 @@ class Plan:
     @property
     def token_ranks(self) -> int:
         """Ranks that share the tokens of a micro-batch between the products of a layer: each holds an equal run."""
-        return self.tp
+        return self.tp * self.cp
 
     @property
     def dp(self) -> int:
         """Ranks that see different data."""
-        return self.replicate * self.shard
+        return self.replicate * self.shard // self.cp
 
     def describe(self) -> str:
-        parts = [f"{name}{size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1]
+        parts = [f"{name}{size}" for name, size in (("cp", self.cp), ("tp", self.tp), ("pp", self.pp)) if size > 1]
         return (
             " x ".join([f"dp{self.dp}", *parts])
             + f", ZeRO-{self.stage}"
-            + (f" over {self.shard} of {self.dp} ranks" if self.stage and self.shard < self.dp else "")
+            + (f" over {self.shard} of {self.shard * self.replicate} ranks" * bool(self.stage and self.replicate > 1))
             + (", on a disk" if self.nvme else ", offloaded to host memory" if self.offload else "")
             + (", DeepSpeed" if self.engine == "deepspeed" else "")
         )
@@ -86,31 +92,36 @@ def check_plan(
     problems = out_of_range(parallel, "parallel")
     if parallel.dp != -1 and parallel.dp < 1:
         problems.append(f"parallel.dp={parallel.dp} must be positive, or -1 for the processes that are left")
-    if min(parallel.tp, parallel.pp, abs(parallel.dp)) < 1 or parallel.dp < -1:
+    if min(parallel.tp, parallel.pp, parallel.cp, abs(parallel.dp)) < 1 or parallel.dp < -1:
         return problems
     problems += _check_tensor(parallel, spec, world, node or world) + _check_depth(parallel, spec)
-    model, dp, stage = parallel.tp * parallel.pp, parallel.dp, parallel.zero.stage
-    degrees = f"parallel.tp={parallel.tp} x parallel.pp={parallel.pp}" + ("" if dp == -1 else f" x parallel.dp={dp}")
+    cp, dp, stage = parallel.cp, parallel.dp, parallel.zero.stage
+    if spec is not None and cp > 1:
+        problems += [
+            f"parallel.cp={cp}: the attention block '{entry.name}' ({entry.home}) sees the tokens of its own rank alone; "
+            "set parallel.cp=1"
+            for kinds, entry in registered_blocks(spec)
+            if kinds is ATTENTION
+        ]
+    model, context = parallel.tp * parallel.pp * cp, f" parallel.cp={cp}" if cp > 1 else ""
+    degrees = f"parallel.tp={parallel.tp} x parallel.pp={parallel.pp}" + (context and f" x{context}")
+    degrees += "" if dp == -1 else f" x parallel.dp={dp}"
     if world % model or dp not in (-1, world // model):
         counts = [model * dp] if dp != -1 else near(world, model, node or world)
         ways = [f"start {' or '.join(map(str, counts))} processes"]
         if world % model == 0:
             ways.append(f"set parallel.dp={world // model}, or -1 for what is left")
         else:
-            fitting = [(n, parallel.pp) for n in divisors(world) if n < parallel.tp and world % (n * parallel.pp) == 0][
-                -1:
-            ]
-            fitting += [
-                (parallel.tp, n) for n in divisors(world) if n < parallel.pp and world % (n * parallel.tp) == 0
-            ][-1:]
-            fitting = fitting or [(1, 1)]
-            ways += [f"set parallel.tp={tp} parallel.pp={pp}" for tp, pp in fitting]
+            ways += [f"set parallel.tp={tp} parallel.pp={pp}{context}" for tp, pp in _smaller(parallel, world)]
+            if cp > 1 and (shorter := [n for n in divisors(cp) if world % (model // cp * n) == 0]):
+                ways.append(f"set parallel.cp={shorter[-1]}")
         needs = f"needs {model * dp} processes" if dp != -1 else f"needs a multiple of {model} processes"
         return [*problems, f"{degrees} {needs}, but {world} run; {', or '.join(ways)}"]
-    dp = world // model
+    dp = world // model * cp  # all that hold the same part of the model
     if parallel.shard != -1 and parallel.shard not in divisors(dp):
+        kinds = "data- and context-parallel" if cp > 1 else "data-parallel"
         problems.append(
-            f"parallel.shard={parallel.shard} does not divide the {dp} data-parallel ranks; legal: "
+            f"parallel.shard={parallel.shard} does not divide the {dp} {kinds} ranks; legal: "
             f"{', '.join(map(str, divisors(dp)))}, or -1 for all"
         )
     if stage == 0 and parallel.shard not in (-1, 1):
@@ -135,6 +146,14 @@ def check_plan(
             "up on the device; set parallel.shard=-1, or parallel.zero.sum_on_host=false"
         )
     return problems + check_parallel(parallel, dp, world // (node or world))
+
+
+def _smaller(parallel: ParallelConfig, world: int) -> list[tuple[int, int]]:
+    """The nearest smaller degrees of tp, and of pp, with which a plan fits `world` processes."""
+    tp, pp, cp, sizes = parallel.tp, parallel.pp, parallel.cp, divisors(world)
+    fewer = [(n, pp) for n in sizes if n < tp and world % (n * pp * cp) == 0][-1:]
+    fewer += [(tp, n) for n in sizes if n < pp and world % (n * tp * cp) == 0][-1:]
+    return fewer or [(1, 1)] * (cp == 1)
 
 
 def near(world: int, model: int, node: int) -> list[int]:
@@ -229,7 +248,7 @@ def resolve_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = 
 
 def lay(parallel: ParallelConfig, world: int) -> Plan:
     """The plan of settings that `check_plan` has nothing against."""
-    stage, dp = parallel.zero.stage, world // (parallel.tp * parallel.pp)
+    stage, dp = parallel.zero.stage, world // (parallel.tp * parallel.pp)  # cp ranks among them
     shard = 1 if stage == 0 else dp if parallel.shard == -1 else parallel.shard
     return Plan(
         pp=parallel.pp,
@@ -241,4 +260,5 @@ def lay(parallel: ParallelConfig, world: int) -> Plan:
         engine=parallel.zero.engine,
         nvme=parallel.zero.nvme is not None,
         sum_on_host=parallel.zero.sum_on_host,
+        cp=parallel.cp,
     )

@@ -16,6 +16,7 @@ from trainer.config import Config, ConfigError, ModelSpec, typed
 from trainer.config.compose import gather, to_config
 from trainer.planning import checks
 from trainer.planning.batch import BatchPlan, resolve_batch
+from trainer.planning.context import Context, resolve_context
 from trainer.planning.cost.parameters import declarations
 from trainer.planning.cost.updates import Updates
 from trainer.planning.gradient_comm import check_grad_comm
@@ -25,12 +26,14 @@ from trainer.planning.plan import Plan, check_plan, node_size, resolve_plan
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is trained on a number of processes: who holds what of it, who reads what, who computes what when."""
+    """How a model is trained on a number of processes: who holds what of it, who reads what, who computes what when,
+    and how sequences are shared, if they are."""
 
     spec: ModelSpec
     plan: Plan
     batch: BatchPlan
     pipeline: Pipeline
+    context: Context | None = None
 
 
 def resolve(config: Config, world_size: int, spec: ModelSpec, node: int | None = None) -> Layout:
@@ -65,9 +68,10 @@ def _decide(
     plan = None if problems else resolve_plan(config.parallel, world_size, spec, node)
     try:
         # Without a plan the number of ranks is unknown; what cannot be divided on one rank is wrong on any number.
-        batch = resolve_batch(config.batch, *((plan.dp, plan.tp, plan.pp) if plan else (1, 1, 1)))
+        batch = resolve_batch(config.batch, *((plan.dp, plan.tp, plan.pp, plan.cp) if plan else (1,)))
         if plan and spec:
-            layout = Layout(spec, plan, batch, resolve_pipeline(config, spec, plan, batch))
+            context = resolve_context(config, spec, plan, node)
+            layout = Layout(spec, plan, batch, resolve_pipeline(config, spec, plan, batch), context)
     except ConfigError as error:
         problems = problems + error.problems
     if spec:

@@ -268,7 +268,7 @@ def _processes(config: Config, sweep: SweepConfig, gpus: int) -> int:
 
 
 def fewest_processes(parallel: ParallelConfig) -> int:
-    return parallel.tp * parallel.pp * max(parallel.dp, parallel.shard, 1)
+    return parallel.tp * parallel.pp * max(max(parallel.dp, 1) * parallel.cp, parallel.shard)
 
 
 def names(swept: list[list[str]]) -> list[str]:

@@ -148,7 +148,9 @@ def measured_layers(state: TrainState, batch: BatchPlan, ranks: list[Measured]) 
         state.plan.tp,
         1.0,
         recompute=state.config.activation,
+        loss_tile=state.config.loss.tile,
         element_bytes=element,
+        cp=state.plan.cp,
     )
     seconds: dict[tuple[int, str], float] = defaultdict(float)
     weights: dict[int, float] = defaultdict(float)

@@ -8,6 +8,9 @@ from typing import Any
 from trainer.config import Config
 from trainer.planning.deepspeed import check_parallel, check_settings
 
+LONG = 16384
+"""Tokens of a sequence that is worth sharing."""
+
 
 def advice(config: Config) -> str:
     """What to override so that a run needs less memory, least costly first: only what it does not have already, and its
@@ -28,6 +31,8 @@ def advice(config: Config) -> str:
         ways.append("parallel.zero.nvme=FOLDER on a local disk")
     if zero.engine == "torch" and zero.offload and zero.stage >= 2 and not zero.sum_on_host:
         ways.append("parallel.zero.sum_on_host=true (slow)")
+    if config.batch.sequence_length >= LONG and _takes(config, cp=2 * config.parallel.cp):
+        ways.append(f"parallel.cp={2 * config.parallel.cp}")
     if _takes(config, tp=2 * config.parallel.tp):
         ways.append(f"parallel.tp={2 * config.parallel.tp}")
     return (

@@ -80,7 +80,7 @@ def run(config: Config) -> Result:
     warn_of_stale_store()
     if config.guard.stall_factor:
         flight.enable(folder / "flight")
-    world = join(layout.plan.mesh, device, max(1200.0, 2 * config.guard.stall_allowance))
+    world = join(layout.plan.mesh, device, max(1200.0, 2 * config.guard.stall_allowance), layout.plan.cp)
     with (
         numeric_mode(config),
         host_threads(layout.plan, device),

@@ -86,7 +86,7 @@ class TrainState:
         deferred = DeferredGrads()
         stages = {
             stage: parallelize(
-                config, spec, layers, world, engine, deferred if pipeline.splits_backward else None, make
+                config, spec, layers, plan, world, engine, deferred if pipeline.splits_backward else None, make
             )
             for stage, layers in pipeline.stages(world.place("pp")).items()
         }

@@ -39,6 +39,7 @@ def layer_costs(
     latency: float = 0.0,
     host: float = 0.0,
     shard: int = 1,
+    cp: int = 1,
 ) -> LayerCosts:
     """Costs of a model from its operations, on one of the `tp` ranks that share a layer.
 
@@ -50,11 +51,12 @@ def layer_costs(
     bandwidth: the same between pipeline stages and data-parallel ranks.
     latency: seconds of one transfer, and of each step of a ring. host: seconds of one action.
     shard: ranks that share the parameters (ZeRO): they are gathered and their gradients, in fp32, reduced once a step.
+    cp: ranks that share each sequence, attention evenly too; what they send is not counted.
 
     Counted are matrix products and attention (causal, within its window), saved activations of a layer with sequence
     parallelism that gathers its inputs again in backward, and exposed collectives; not element-wise operations.
     """
-    tokens = length * micro_size
+    tokens = length * micro_size / cp
     collective = ring(element_bytes * tokens * spec.width, tp, tp_bandwidth, latency)
     rate = tokens / flops_per_second
     table = prod(head(spec).multiplied(tp))  # elements of the head, and of the embedding, which has its shape

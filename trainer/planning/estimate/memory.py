@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from trainer.config import Config
+from trainer.planning.context import gathered
 from trainer.planning.cost.layers import LayerWork, Remaining, fed, left_by_recompute, model_work
 from trainer.planning.cost.memory import (
     ELEMENT_BYTES,
@@ -26,7 +27,7 @@ from trainer.planning.cost.memory import (
     rank_states,
     sums_on_device,
 )
-from trainer.planning.cost.parameters import head
+from trainer.planning.cost.parameters import head, layer_specs
 from trainer.planning.cost.updates import Updates
 from trainer.planning.pipeline import estimated_costs
 from trainer.planning.plan import Plan
@@ -116,14 +117,22 @@ class _Model:
         self.layout, self.plan, self.feedback = layout, layout.plan, feedback
         spec, plan, batch = layout.spec, layout.plan, layout.batch
         self.element = ELEMENT_BYTES[config.precision.compute]
-        self.tokens = batch.sequence_length * batch.micro_size
+        self.tokens = batch.sequence_length * batch.micro_size // plan.cp
         self.stream = self.element * self.tokens * spec.width / plan.tp
         costs = estimated_costs(config, spec, plan, batch, self.element)
         self.activation, self.kept = costs.activation, costs.kept
         works = model_work(spec, batch.sequence_length, plan.tp, self.element)
-        left = left_by_recompute(works, config.activation)
+        left, keys = left_by_recompute(works, config.activation), self.gathered_keys()
+        if config.compile:  # which keeps gathered keys instead of the rank's own, where nothing is recomputed
+            more = [
+                size * (rest.saved == work.saved) * (1 - 1 / plan.cp) for size, rest, work in zip(keys, left, works)
+            ]
+            self.activation = tuple(map(sum, zip(self.activation, [0.0, *more, 0.0])))
         self.tile = min(config.activation.tile or 0, self.tokens / plan.tp)
-        self.working = tuple(self.of_layer(work, rest) for work, rest in zip(works, left))
+        self.working = tuple(
+            self.of_layer(work, rest, size * (3 + (count > 1)) / count)
+            for work, rest, size, count in zip(works, left, keys, self.groups_of_heads())
+        )
         self.host = tuple(self.tokens * rest.host for rest in left)
         # The newest input that went to the host, and the one that is coming back.
         self.passing = 2 * self.stream * any(self.host)
@@ -146,21 +155,37 @@ class _Model:
         self.shard = plan.shard if plan.stage else 1
         self.every = plan.stage >= 2 and not once  # whether each micro-batch's gradients are reduced
 
-    def of_layer(self, work: LayerWork, left: Remaining) -> float:
+    def gathered_keys(self) -> list[float]:
+        """Bytes of the gathered keys and values of each layer. Its backward pass has those of a group of heads, of the
+        next one, and gradients, before and behind their way into the ranks' order."""
+        layout, size = self.layout, self.element * self.layout.batch.micro_size
+        if layout.context is None:
+            return [0.0] * layout.spec.depth
+        length, tp, layers = layout.batch.sequence_length, layout.plan.tp, layer_specs(layout.spec)
+        return [size * gathered(layer.attention, layout.context, length, tp) for layer in layers]
+
+    def groups_of_heads(self) -> list[int]:
+        """In how many groups each layer's keys are gathered."""
+        layout, layers = self.layout, layer_specs(self.layout.spec)
+        context = layout.context
+        return [1 if context is None else context.parts(layer.attention, layout.plan.tp) for layer in layers]
+
+    def of_layer(self, work: LayerWork, left: Remaining, keys: float) -> float:
         """What the backward pass of a layer holds beside: what it computes again, gradients of the hidden states and of
-        the widest products, and the whole tokens where ranks share them. With tiles: the more of that of both
-        halves."""
-        gathered = self.plan.tp if self.plan.tp > 1 else 0
+        the widest products, and the whole tokens where ranks share them. With tiles: the more of that of both halves.
+        keys: bytes of gathered keys and their gradients."""
+        whole = self.plan.tp if self.plan.tp > 1 else 0
         first, saved = work.outputs, work.saved
         if self.tile:
             first = {name: size for name, size in work.outputs.items() if not fed(name)}
             saved -= work.feed
-        working = self.tokens * (saved - left.saved - left.host + (2 + gathered) * work.input + 2 * max(first.values()))
+        computed = saved - left.saved - left.host + (2 + whole) * work.input + 2 * max(first.values())
+        working = self.tokens * computed + keys
         if not self.tile:
             return working
         second = {name: size for name, size in work.outputs.items() if fed(name)}
         tokens = self.tile * self.plan.tp
-        tile = tokens * (work.feed + (2 + gathered) * work.input + 2 * max(second.values()))
+        tile = tokens * (work.feed + (2 + whole) * work.input + 2 * max(second.values()))
         weights = sum(prod(shape) for name, shape in work.shapes.items() if fed(name))
         return max(working, 2 * self.stream + tile + MASTER_BYTES * weights)
 

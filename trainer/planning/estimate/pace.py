@@ -72,9 +72,13 @@ class Ring:
     @classmethod
     def of(cls, hardware: HardwareConfig, plan: Plan, dimension: str) -> Ring:
         """The groups of a dimension of the mesh. Those that span nodes use all adapters of their ranks on a node."""
-        size, node = plan.mesh[dimension], hardware.devices
-        first = plan.groups(dimension)[0]
-        local = sum(rank // node == first[0] // node for rank in first)
+        return cls.among(hardware, plan.groups(dimension)[0])
+
+    @classmethod
+    def among(cls, hardware: HardwareConfig, ranks: list[int]) -> Ring:
+        """The group of these global ranks."""
+        size, node = len(ranks), hardware.devices
+        local = sum(rank // node == ranks[0] // node for rank in ranks)
         if local == size:
             return cls(size, speed(hardware.node), hardware.node.latency * 1e-6)
         between = min(speed(hardware.node), local * speed(hardware.network))

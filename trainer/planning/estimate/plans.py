@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import heapq
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
@@ -17,6 +18,7 @@ from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.config.fields import divisors
 from trainer.config.hardware import HardwareConfig
 from trainer.planning.batch import BatchPlan
+from trainer.planning.context import Context, resolve_context
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
 from trainer.planning.cost.updates import Updates
@@ -45,6 +47,9 @@ IN_FLIGHT = {"v_half": 1 / 2, "v_min": 1 / 3}
 """Activations that a rank holds, over those of one micro-batch in the whole model, where they are fewer."""
 
 RECOMPUTE = ("none", "selective", "full")
+
+SHARED = 8192
+"""Tokens of a sequence that a rank holds at least, in plans that are tried."""
 
 MOST_MICRO_BATCHES = 256
 """Of a rank, in plans that are tried: more make nothing faster, and take long to simulate."""
@@ -121,17 +126,18 @@ class _Search:
 
     def parallels(self) -> Iterator[ParallelConfig]:
         """Degrees, ZeRO stages and shard sizes."""
+        length = self.base.batch.sequence_length
         for tp in divisors(self.world):
-            for pp in divisors(self.world // tp):
-                dp = self.world // tp // pp
-                if self.global_size % dp or self.base.batch.sequence_length % tp:
+            for pp, cp in itertools.product(divisors(self.world // tp), self.shares()):
+                dp, rest = divmod(self.world // tp // pp, cp)  # dp x cp ranks hold the same part of the model
+                if rest or self.global_size % dp or length % (cp * tp):
                     continue
-                whole = replace(self.base.parallel, dp=-1, tp=tp, pp=pp, shard=-1)
-                problems = check_plan(whole, self.world, self.spec, self.node)
+                whole = replace(self.base.parallel, dp=-1, tp=tp, pp=pp, cp=cp, shard=-1)
+                problems = check_plan(whole, self.world, self.spec, self.node) or self.unshared(whole)
                 self.reasons += problems
-                for stage in () if problems else (0, 1, 2, 3) if dp > 1 else (0,):
+                for stage in () if problems else (0, 1, 2, 3) if dp * cp > 1 else (0,):
                     inside = self.node // tp  # ranks of a group that stays within a node
-                    for shard in (-1, inside) if stage and 1 < inside < dp and dp % inside == 0 else (-1,):
+                    for shard in (-1, inside) if stage and 1 < inside < dp * cp and dp * cp % inside == 0 else (-1,):
                         yield replace(whole, shard=shard, zero=replace(whole.zero, stage=stage))
 
     def with_schedules(
@@ -175,10 +181,28 @@ class _Search:
         )
         return config
 
+    def shares(self) -> list[int]:
+        """Ranks that share a sequence: as many as the settings say, and where it is long, other numbers too."""
+        given, length = self.base.parallel.cp, self.base.batch.sequence_length
+        return sorted({given, *(n for n in divisors(self.world) if length // n >= SHARED)})
+
+    def unshared(self, parallel: ParallelConfig) -> list[str]:
+        """Why ranks cannot share sequences as asked."""
+        config = copy.copy(self.base)
+        config.parallel = parallel
+        try:
+            self.context(config, lay(parallel, self.world))
+        except ConfigError as error:
+            return error.problems
+        return []
+
+    def context(self, config: Config, plan: Plan) -> Context | None:
+        return resolve_context(config, self.spec, plan, self.node)
+
     def timing(self, config: Config, plan: Plan, batch: BatchPlan) -> Timing:
         """The timing of units depends on no schedule and on no split."""
         unused = Pipeline(Schedule("", ((),), (0,), batch.accumulation), (range(self.spec.depth),))
-        return time_units(config, Layout(self.spec, plan, batch, unused), self.hardware)
+        return time_units(config, Layout(self.spec, plan, batch, unused, self.context(config, plan)), self.hardware)
 
     def layout(self, candidate: Candidate) -> Layout:
         """The layout that `resolve` gives; splits and schedules that other candidates have too are made once."""
@@ -192,7 +216,7 @@ class _Search:
         if cut not in self.splits:
             self.splits[cut] = resolve_split("balanced", estimated_costs(config, self.spec, plan, batch), placement)
         assert schedule is not None  # greedy is not among SCHEDULES
-        return Layout(self.spec, plan, batch, Pipeline(schedule, self.splits[cut]))
+        return Layout(self.spec, plan, batch, Pipeline(schedule, self.splits[cut]), self.context(config, plan))
 
     def rough_memory(self, plan: Plan, batch: BatchPlan, timing: Timing, schedule: str) -> float:
         """Less than what the fullest rank holds: the mean of states, and four fifths of the activations in flight."""

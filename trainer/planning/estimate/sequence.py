@@ -1,8 +1,8 @@
 """Long sequences: which of tiles and host memory a plan needs, where the settings leave that open (`auto`).
 
 They are taken in the order of what they cost, as many as the predicted peak needs: tiles of the loss (a gradient in
-fp32), tiles of the feed-forward blocks (these blocks again in backward), inputs of recomputed layers in host memory
-(copies, and that memory)."""
+fp32), tiles of the feed-forward blocks (their last product again in backward, and an input a layer), inputs of
+recomputed layers in host memory (copies, and that memory), both."""
 
 from __future__ import annotations
 
@@ -57,15 +57,21 @@ def _choices(config: Config, layout: Layout) -> Iterator[Config]:
         config.activation, tile=config.activation.tile or 0, offload=bool(config.activation.offload)
     )
     yield chosen
-    activation, tokens = config.activation, layout.batch.sequence_length * layout.batch.micro_size / layout.plan.tp
+    activation, tokens = (
+        config.activation,
+        layout.batch.sequence_length * layout.batch.micro_size / layout.plan.token_ranks,
+    )
     if config.loss.tile is None and tokens > TILE:
         chosen = _with(chosen, "loss", tile=TILE)
         yield chosen
+    more: list[dict[str, object]] = []
     if activation.tile is None and tokens > TILE and activation.mode != "budget" and not activation.modules:
-        chosen = _with(chosen, "activation", tile=TILE)
-        yield chosen
+        more.append({"tile": TILE})
     if activation.offload is None and activation.mode in ("full", "selective") and not activation.modules:
-        yield _with(chosen, "activation", offload=True)
+        more.append({"offload": True})
+    yield from (_with(chosen, "activation", **values) for values in more)
+    if len(more) > 1:
+        yield _with(chosen, "activation", **{name: value for values in more for name, value in values.items()})
 
 
 def _with(config: Config, section: str, **values: object) -> Config:

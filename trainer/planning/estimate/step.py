@@ -46,7 +46,7 @@ class Estimate:
     @property
     def exposed(self) -> float:
         """Of the step's seconds, those of communication."""
-        return self.terms["tensor collectives"] + self.terms["sharding collectives"]
+        return sum(self.terms[f"{kind} collectives"] for kind in ("tensor", "context", "sharding"))
 
     @property
     def tokens_per_second(self) -> float:

@@ -10,10 +10,12 @@ from math import hypot
 
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
+from trainer.config.model import AttentionSpec
+from trainer.planning.context import traffic
 from trainer.planning.cost.flops import product_flops
 from trainer.planning.cost.layers import ATTENTION_BACKWARD, LayerWork, Remaining, left_by_recompute, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES
-from trainer.planning.cost.parameters import head
+from trainer.planning.cost.parameters import head, layer_specs
 from trainer.planning.cost.stages import LayerCosts
 from trainer.planning.estimate.pace import Pace, Ring
 from trainer.planning.gradient_comm import asked
@@ -27,6 +29,7 @@ TERMS = (
     "recompute",
     "launching",
     "tensor collectives",
+    "context collectives",
     "sharding collectives",
     "sharding copies",
 )
@@ -108,7 +111,11 @@ class _Timer:
         self.config, self.plan, self.spec, self.batch = config, layout.plan, layout.spec, layout.batch
         self.pace = Pace.of(hardware, config.precision)
         self.element = ELEMENT_BYTES[config.precision.compute]
-        self.tokens = self.batch.sequence_length * self.batch.micro_size
+        self.tokens = self.batch.sequence_length * self.batch.micro_size // self.plan.cp
+        self.context, first = layout.context, self.plan.groups("cp")[0]
+        if self.context is not None:
+            self.neighbours = Ring.among(hardware, first[: self.context.inner])
+            self.gatherers = Ring.among(hardware, first[:: self.context.inner])
         self.rings = {name: Ring.of(hardware, self.plan, name) for name in ("tp", "shard", "replicate", "pp")}
         self.fused = 1.0 if config.compile else EAGER
         stream = self.element * self.tokens * self.spec.width
@@ -129,10 +136,10 @@ class _Timer:
         left = left_by_recompute(works, self.config.activation)
         known: dict[tuple[int, float], Unit] = {}
         layers = []
-        for work, remaining in zip(works, left):
+        for work, remaining, layer in zip(works, left, layer_specs(spec)):
             key = id(work), remaining.saved
             if key not in known:
-                known[key] = self._layer(work, remaining)
+                known[key] = self._layer(work, remaining, layer.attention)
             layers.append(known[key])
         units = (self._embedding(), *layers, self._head())
         return Timing(
@@ -153,7 +160,24 @@ class _Timer:
         moved = self.element * (self.tokens * (outputs + inputs) + outputs * inputs)
         return hypot(flops / self.pace.products, moved / self.pace.memory) + self.pace.kernel
 
-    def _layer(self, work: LayerWork, left: Remaining) -> Unit:
+    def _shared(self, attention: AttentionSpec, behind: float) -> tuple[Terms, Terms, float]:
+        """What ranks that share sequences add to a layer's forward and backward pass, exposed, and all of it. Keys but
+        those of the first heads are gathered behind attention, which takes `behind` in the forward pass."""
+        if self.context is None:
+            return {}, {}, 0.0
+        moved = traffic(attention, self.context, self.batch.sequence_length, self.plan.tp)
+        size, near, far = self.element * self.batch.micro_size, self.neighbours, self.gatherers
+        exchanged = size * moved.inner / 2 / near.bandwidth + 2 * (near.ranks - 1) * near.latency
+        parts = self.context.parts(attention, self.plan.tp)
+        terms, total = [], 0.0
+        for received, computed in ((moved.forward, behind), (moved.backward, ATTENTION_BACKWARD * behind)):
+            seconds = size * received / far.bandwidth + parts * (far.ranks - 1) * far.latency
+            hidden = self.pace.exposed(seconds * (1 - 1 / parts), computed * (1 - 1 / parts))
+            terms.append({"context collectives": exchanged + seconds / parts + hidden})
+            total += exchanged + seconds
+        return terms[0], terms[1], total
+
+    def _layer(self, work: LayerWork, left: Remaining, spec: AttentionSpec) -> Unit:
         tokens, pace = self.tokens, self.pace
         products = {name: self._product(tokens * work.flops[name], *shape) for name, shape in work.shapes.items()}
         attention = tokens * work.attention / pace.attention
@@ -177,10 +201,12 @@ class _Timer:
             "recompute": again,
             "tensor collectives": communication * (1 + repeated),
         }
+        shared_forward, shared_backward, shared = self._shared(spec, attention)
+        forward, backward = {**forward, **shared_forward}, {**backward, **shared_backward}
         launches = (len(products) + kernels + 1) * pace.launch
         forward["launching"] = max(0.0, launches - sum(forward.values()))
         backward["launching"] = max(0.0, (2 + bool(left.again)) * launches - sum(backward.values()) - matmul)
-        return self._sharded(work.weights, forward, backward, {"matrix products": matmul}, 2 + repeated)
+        return self._sharded(work.weights, forward, backward, {"matrix products": matmul}, 2 + repeated, shared)
 
     def _embedding(self) -> Unit:
         """The look-up, and the gradient of the whole table, most of which is zero."""
@@ -210,11 +236,14 @@ class _Timer:
         size = 0.0 if self.spec.tied and self.plan.pp == 1 else rows * columns
         return self._sharded(size, forward, backward, weight, 0.5)
 
-    def _sharded(self, size: float, forward: dict, backward: dict, weight: dict, tensor: float) -> Unit:
+    def _sharded(
+        self, size: float, forward: dict, backward: dict, weight: dict, tensor: float, context: float = 0.0
+    ) -> Unit:
         """A unit of `size` parameters with what data-parallel ranks do around its passes: gathers, reductions, and
-        copies in and out of flat buffers. tensor: tensor collectives of a micro-batch, in units of four."""
+        copies in and out of flat buffers. tensor: tensor collectives of a micro-batch, in units of four; context:
+        seconds of those among ranks that share sequences."""
         plan, pace, shards = self.plan, self.pace, self.rings["shard"]
-        axes = {"tensor": 4 * tensor * self.collective}
+        axes = {"tensor": 4 * tensor * self.collective, "context": context}
         gather = shards.seconds(self.element * size) if plan.stage else 0.0
         reduce = shards.seconds(self.gradient * size)
         replicas = 2 * self.rings["replicate"].seconds(self.gradient * size / shards.ranks)

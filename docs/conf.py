@@ -1,0 +1,34 @@
+"""The site, built by Sphinx from the same Markdown files that are read in the checkout.
+
+    sphinx-build -W --keep-going -c docs . build/site
+
+The source is the checkout's root, so that links between README, docs/ and the code lead where they lead on disk: to
+pages of the site, and to the files themselves. The notebook is run by the build. tests/docs/test_site.py builds it.
+"""
+
+from __future__ import annotations
+
+import trainer
+
+project = "trainer"
+version = release = trainer.__version__
+extensions = ["myst_nb", "sphinx.ext.autodoc"]
+
+root_doc = "docs/index"
+include_patterns = ["*.md", "docs/*.md", "bench/README.md", "examples/*.ipynb"]
+exclude_patterns = [".*", "build", "runs", "tests", "trainer", "configs", "launch"]
+default_role = "code"
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 4
+myst_links_external_new_tab = False
+
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 150
+
+html_theme = "furo"
+html_title = "trainer"
+html_extra_path = ["site"]
+html_copy_source = False

@@ -1,0 +1,56 @@
+"""Block masks from where runs of keys begin, beside what every pair of tokens says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.model import block_mask
+from trainer.model.attention import first_seen, mask_of
+from trainer.model.block_mask import block_size, key_tables, query_tables
+
+
+def dense(numbers: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
+    """The blocks of a table, as bool [batch, rows, columns]; each is named once."""
+    found = torch.zeros(numbers.shape[0], numbers.shape[2], columns, dtype=torch.int64)
+    for batch, row in torch.cartesian_prod(*map(torch.arange, found.shape[:2])).tolist():
+        for column in indices[batch, 0, row, : numbers[batch, 0, row]].tolist():
+            found[batch, row, column] += 1
+    assert found.max() <= 1
+    return found.bool()
+
+
+@given(st.data())
+def test_tables_are_those_of_every_pair(data):
+    size, ranks = data.draw(st.sampled_from([1, 2, 4, 8]), "block"), data.draw(st.integers(1, 4), "ranks")
+    length = data.draw(st.integers(1, 6), "runs") * ranks * size - data.draw(st.integers(0, size - 1), "short")
+    window = data.draw(st.integers(0, length + 2), "window")
+    edges = data.draw(st.lists(st.booleans(), min_size=2 * length, max_size=2 * length), "documents")
+    documents = torch.tensor(edges).view(2, length).cumsum(1) if data.draw(st.booleans(), "packed") else None
+    first = first_seen(documents, length, window, torch.device("cpu"))
+    rank = data.draw(st.integers(0, ranks - 1), "rank")
+    places = torch.arange(length)[torch.arange(length) // size % ranks == rank]
+    first, seen = first[:, places], mask_of(first[:, places], places, length)[:, 0]
+    rows, columns = -(-len(places) // size), -(-length // size)
+    if rows == 0:
+        return
+    pairs = torch.zeros(len(seen), rows * size, columns * size, dtype=torch.bool)
+    pairs[:, : len(places), :length] = seen
+    blocks = pairs.view(len(seen), rows, size, columns, size).transpose(2, 3).flatten(3)
+    behind = torch.arange(rows * size).view(rows, 1, size, 1) >= len(places)  # queries that are not there
+    whole = (blocks | behind.expand(-1, columns, -1, size).flatten(2)).all(-1)
+    for tables, wanted in (
+        (query_tables(first, places, size, length), (blocks.any(-1), whole)),
+        (key_tables(first, places, size, length), (blocks.any(-1).mT, whole.mT)),
+    ):
+        part, inside = dense(*tables[:2], wanted[0].shape[2]), dense(*tables[2:], wanted[0].shape[2])
+        assert not (part & inside).any()
+        assert torch.equal(part | inside, wanted[0]) and torch.equal(inside, wanted[1])
+
+
+@pytest.mark.parametrize("queries, keys, size", [(2**17, 2**17, 128), (2**17, 2**20, 128), (2**20, 2**20, 512)])
+def test_tables_of_a_million_tokens_are_bounded(queries, keys, size):
+    assert block_size(1, queries, keys) == size
+    assert 16 * (queries // size) * (keys // size) <= block_mask.TABLES == 2**27

@@ -1,0 +1,65 @@
+"""Sequences that several ranks share: the numbers of one process, and what each rank sends and keeps for it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.launch import launch
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    out = tmp_path_factory.mktemp("context") / "results.json"
+    launch("context.py", 4, out, timeout=400, forks=True)
+    return json.loads(out.read_text())
+
+
+def test_every_way_gives_the_numbers_of_one_process(results):
+    """Loss and every gradient, in fp64: all masks and numbers of key-value heads, targets on one rank alone."""
+    ways = results["ways"]
+    assert {(one["way"], one["mask"], one["kv_heads"], one["size"]) for one in ways} >= {
+        (way, mask, heads, size)
+        for way in ("gather zigzag", "gather contiguous", "gather blocks", "heads")
+        for mask in ("causal", "documents", "window", "longer window", "cap", "all")
+        for heads, size in ((1, 4), (2, 4), (4, 4), (2, 2))
+    }
+    assert not [one for one in ways if not one["error"] < 1e-14]
+
+
+def test_every_rank_takes_part_in_every_collective(results):
+    """Forward and backward: a rank that left one out, for having nothing to send or to use, would let the others
+    wait."""
+    for one in results["ways"]:
+        counts = one["counts"]
+        assert all(count == counts[0] for count in counts), one
+        both, fetched = "both" in one["way"], fetches(one)
+        groups = min(2, one["kv_heads"] // (1 + both) or 1) * (one["way"] != "heads" and not fetched)
+        again = one["mask"] not in ("cap", "all")  # a CPU's soft caps are computed with copies of keys, which are kept
+        exchanges = 4 * (both or one["way"] == "heads") + 2 * fetched
+        expected = {"gather": groups * (1 + again), "scatter_sum": groups, "exchange": exchanges}
+        assert counts[0] == {name: count for name, count in expected.items() if count}, one
+
+
+def fetches(one):
+    """Whether layers of the model fetch the keys before a run. Of 32 tokens, runs have 4 in zigzag order on 4 ranks,
+    and 8 where two gather: a window of 5, of 4 keys before a query, fits all."""
+    return (
+        one["mask"] == "window"
+        and ("halo" in one["way"] or "both" in one["way"])
+        or ("both" in one["way"] and one["mask"] in ("longer window", "all"))
+    )
+
+
+def test_keys_are_gathered_twice_whatever_is_recomputed(results):
+    """Two layers. Backward gathers again, or the layer's recompute does; groups of heads change no bit."""
+    found = {name: one for name, one in results["recompute"].items() if name != "kept 2"}
+    assert len({one["digest"] for one in found.values()}) == 1
+    for name, one in found.items():
+        groups = int(name.split()[1])
+        assert one["counts"] == {"gather": 2 * 2 * groups, "scatter_sum": 2 * groups}, name
+
+
+def test_keys_do_not_stay_until_backward(results):
+    kept = {name: one["kept"] for name, one in results["recompute"].items()}
+    assert kept.pop("kept 2") == 2 * 2 and set(kept.values()) == {0}

@@ -1,0 +1,257 @@
+"""Who holds which tokens of a shared sequence, what is sent, what `auto` chooses, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.reference import changed, tiny_spec
+
+import trainer
+from trainer.config import Config, ConfigError
+from trainer.config.model import ModelSpec
+from trainer.model.attention import first_seen
+from trainer.model.context import ContextGroup
+from trainer.planning.context import Context, resolve_context, traffic
+from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.estimate.memory import peaks
+from trainer.planning.estimate.plans import rank_plans
+from trainer.planning.estimate.step import estimate
+from trainer.planning.plan import resolve_plan
+from trainer.planning.resolve import check, resolve
+
+CPU = torch.device("cpu")
+
+
+def resolved(spec: ModelSpec, world: int, node: int | None = None, **changes: Any) -> Context:
+    config = changed(Config(), {"batch__sequence_length": 4096, **changes})
+    plan = resolve_plan(config.parallel, world, spec, node or world)
+    context = resolve_context(config, spec, plan, node or world)
+    assert context is not None
+    return context
+
+
+def spec_of(heads: int, kv_heads: int, *windows: int) -> ModelSpec:
+    spec = tiny_spec(attention={"heads": heads, "kv_heads": kv_heads, "head_dim": 8})
+    spec.pattern = [{"attention": {"window": window}} for window in windows]
+    return spec
+
+
+@given(st.sampled_from(["contiguous", "zigzag", "blocks"]), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
+def test_every_token_is_held_once_and_in_order(order, inner, outer, unit):
+    length = 2 * inner * outer * unit * 4
+    groups = [
+        ContextGroup(Context(inner, outer, order, 2 * inner, False, 1), rank, None, None)
+        for rank in range(inner * outer)
+    ]
+    held = [group.own(length, CPU) for group in groups]
+    assert {len(one) for one in held} == {length // (inner * outer)}
+    assert torch.cat(held).sort().values.tolist() == list(range(length))
+    assert torch.equal(torch.cat(held), groups[0].order(length, CPU))
+    for outer_rank in range(outer):  # masks are built of places that rise, in runs
+        group, size = groups[outer_rank * inner], groups[0].plan.run(length)
+        places = torch.cat(held[outer_rank * inner : (outer_rank + 1) * inner])
+        assert (places.diff() > 0).all()
+        assert (places[::size] // size).tolist() == group.runs(length)
+
+
+def balance(order: str, ranks: int, first: torch.Tensor) -> float:
+    """Keys that the queries of the busiest rank see, over the mean."""
+    length = first.shape[1]
+    seen = torch.arange(length) - first[0] + 1
+    group = ContextGroup(Context(1, ranks, order, 128, False, 1), 0, None, None)
+    work = seen[group.order(length, CPU)].view(ranks, -1).sum(1).double()
+    return (work.max() / work.mean()).item()
+
+
+def test_each_order_is_balanced_for_what_it_is_for():
+    length, generator = 2**17, torch.Generator().manual_seed(0)
+    causal = first_seen(None, length, 0, CPU)
+    assert balance("zigzag", 8, causal) == 1.0 and balance("contiguous", 8, causal) > 1.8
+    sizes = torch.empty(400).log_normal_(9.0, 1.3, generator=generator).long() + 1
+    documents = torch.arange(400).repeat_interleave(sizes)[None, :length]
+    packed = first_seen(documents, length, 0, CPU)
+    assert balance("blocks", 8, causal) < 1.02 and balance("blocks", 8, packed) < 1.1 < balance("zigzag", 8, packed)
+
+
+CHOSEN = [  # model, processes, node, settings -> method, order
+    ("few keys are gathered", spec_of(32, 1), 2, 2, {"cp": 2}, (1, 2, "zigzag")),
+    ("heads enough are exchanged", spec_of(32, 8), 2, 2, {"cp": 2}, (2, 1, "contiguous")),
+    ("many ranks exchange heads", spec_of(16, 8), 16, 16, {"cp": 16}, (16, 1, "contiguous")),
+    ("heads stay on a node", spec_of(32, 8), 32, 8, {"cp": 32}, (8, 4, "zigzag")),
+    ("tensor ranks leave none", spec_of(8, 1), 16, 8, {"cp": 2, "tp": 8, "dp": 1}, (1, 2, "zigzag")),
+    ("windows are fetched", spec_of(32, 8, 64, 64, 0), 4, 4, {"cp": 4}, (1, 4, "zigzag")),
+    ("documents", spec_of(32, 1), 2, 2, {"cp": 2, "mask": True}, (1, 2, "blocks")),
+    ("documents and windows", spec_of(32, 8, 64, 64, 0), 2, 2, {"cp": 2, "mask": True}, (1, 2, "zigzag")),
+    ("an order means gathering", spec_of(32, 8), 8, 8, {"cp": 8, "context__order": "zigzag"}, (4, 2, "zigzag")),
+]
+
+
+@pytest.mark.parametrize("name, spec, world, node, changes, expected", CHOSEN, ids=[case[0] for case in CHOSEN])
+def test_auto_takes_what_sends_least(name, spec, world, node, changes, expected):
+    settings = {f"parallel__{key}": value for key, value in changes.items() if key != "mask"}
+    found = resolved(spec, world, node, data__mask_documents=changes.get("mask", False), **settings)
+    assert (found.inner, found.outer, found.order) == expected
+
+
+def test_traffic_is_that_of_the_published_formulas():
+    """Per token of a rank with L / c tokens: gather 2 g d (c - 1), heads (2 h + 2 max(g, c)) d (c - 1) / c."""
+    attention = spec_of(32, 8).layer(0).attention
+    for cp in (2, 4, 8, 16):
+        own = 2**15 // cp
+        gather = traffic(attention, Context(1, cp, "zigzag", 128, False, 1), 2**15, 1)
+        assert gather == (0, 2 * 8 * 8 * (cp - 1) * own, 2 * 2 * 8 * 8 * (cp - 1) * own)
+        heads = traffic(attention, Context(cp, 1, "contiguous", 128, False, 1), 2**15, 1)
+        assert heads == pytest.approx((2 * (64 + 2 * max(8, cp)) * 8 * (cp - 1) / cp * own, 0, 0))
+    window = spec_of(32, 8, 65).layer(0).attention
+    assert traffic(window, Context(1, 4, "zigzag", 128, True, 1), 2**15, 1) == (
+        0,
+        2 * 8 * 8 * 2 * 64,
+        2 * 8 * 8 * 2 * 64,
+    )
+
+
+@pytest.mark.parametrize(
+    "length, cp, gathered, exchanged", [(2**15, 8, 112, 70), (2**17, 8, 448, 280), (2**17, 32, 496, 124)]
+)
+def test_a_step_of_llama3_8b_is_estimated(length, cp, gathered, exchanged):
+    """MiB that a layer receives in its forward pass; seconds and memory of a step follow."""
+    base = ["+config=llama3_8b", f"batch.sequence_length={length}", "activation=full", "batch.global_size=1"]
+    base += ["parallel.zero.stage=3", "batch.micro_size=1", "model.max_length=131072"]
+    found = {}
+    for method, megabytes in (("gather", gathered), ("heads", exchanged)):
+        config = trainer.compose([*base, f"parallel.cp={cp}", f"parallel.context.method={method}"], world_size=cp)
+        layout = resolve(config, cp, config.model, cp)
+        one = traffic(config.model.layer(0).attention, layout.context, length, 1)
+        assert (one.forward or one.inner / 2) * 2 == megabytes * 2**20
+        hardware = load_hardware("h200", [f"devices={cp}", "node.latency=1e-6"])
+        found[method] = estimate(config, layout, hardware)
+        passes = 3 if method == "gather" else 2
+        link = hardware.node.bandwidth * 1e9 * hardware.node.achieved
+        expected = config.model.depth * passes * megabytes * 2**20 / link
+        assert found[method].communication["context"] == pytest.approx(expected, rel=1e-3)
+        assert 0 < found[method].terms["context collectives"] < 1.001 * expected
+    assert (
+        found["gather"].terms["context collectives"] < 0.5 * found["gather"].communication["context"]
+    )  # behind attention
+    alone = trainer.compose([*base, "parallel.dp=1"], world_size=1)
+    whole = peaks(alone, resolve(alone, 1, alone.model, 1))[0].categories
+    part = found["gather"].fullest.categories
+    assert part["activations"] < 1.3 * whole["activations"] / cp
+
+
+def test_the_best_plan_of_a_long_sequence_shares_it():
+    """One sequence of 128k tokens of Llama-3 8B on 8 GPUs, which data-parallel ranks alone could not divide."""
+    base = ["+config=llama3_8b", "batch.sequence_length=131072", "model.max_length=131072", "batch.global_size=1"]
+    config = trainer.compose([*base, "batch.micro_size=1"], world_size=1)
+    best, *_ = rank_plans(config, load_hardware("h200"), 8, 1, most=3).best
+    assert best.layout.plan.cp > 1 and best.fits != "no" and best.communication["context"] > 0
+
+
+REFUSED = [  # processes, model, settings, words, a legal neighbour that they name
+    (3, spec_of(4, 2), {"cp": 2}, ["parallel.cp=2", "needs a multiple of 2", "set parallel.cp=1"], {"cp": 1}),
+    (2, spec_of(4, 2), {"cp": 2, "length": 31}, ["batch.sequence_length=31", "30 or 32"], {"cp": 2, "length": 30}),
+    (
+        2,
+        spec_of(4, 2),
+        {"cp": 2, "context__method": "gather", "length": 30},
+        ["batch.sequence_length=30", "zigzag order", "28 or 32"],
+        {"cp": 2, "context__method": "gather", "length": 32},
+    ),
+    (
+        2,
+        spec_of(4, 2),
+        {"cp": 2, "context__order": "blocks", "length": 500},
+        ["batch.sequence_length=500", "blocks order", "legal: 256 or 512", "parallel.context.block"],
+        {"cp": 2, "context__order": "blocks", "length": 512},
+    ),
+    (4, spec_of(4, 2), {"cp": 2, "tp": 2, "length": 510}, ["parallel.cp=2 x parallel.tp=2", "508 or 512"], {"cp": 2}),
+    (
+        8,
+        spec_of(4, 2),
+        {"cp": 8, "context__method": "heads"},
+        ["method=heads", "heads=4, kv_heads=2", "parallel.cp=1 or 2 or 4", "method=gather"],
+        {"cp": 8, "context__method": "gather"},
+    ),
+    (
+        2,
+        spec_of(4, 2),
+        {"cp": 2, "context__method": "heads", "context__order": "zigzag"},
+        ["order=zigzag has no meaning", "method=gather"],
+        {"cp": 2, "context__method": "gather", "context__order": "zigzag"},
+    ),
+    (
+        2,
+        spec_of(4, 2),
+        {"cp": 2, "context__method": "both"},
+        ["method=both", "parallel.cp=2", "set method=gather or heads"],
+        {"cp": 2, "context__method": "heads"},
+    ),
+    (
+        4,
+        spec_of(4, 2),
+        {"cp": 4, "context__method": "both", "context__inner": 3},
+        ["parallel.context.inner=3", "legal: parallel.context.inner=2"],
+        {"cp": 4, "context__method": "both", "context__inner": 2},
+    ),
+    (
+        4,
+        spec_of(4, 2),
+        {"cp": 4, "context__inner": 2},
+        ["parallel.context.inner=2 is for parallel.context.method=both"],
+        {"cp": 4, "context__inner": 2, "context__method": "both"},
+    ),
+    (
+        2,
+        spec_of(4, 2, 900),
+        {"cp": 2, "context__method": "halo", "length": 1024},
+        ["method=halo", "at most 257", "windows of 900", "method=gather"],
+        {"cp": 2, "context__method": "halo", "length": 4096},
+    ),
+    (2, spec_of(4, 2), {"cp": 2, "context__method": "halo"}, ["no window in any layer"], {"cp": 2}),
+    (
+        2,
+        spec_of(4, 2, 90),
+        {"cp": 2, "context__method": "halo", "context__order": "blocks"},
+        ["method=halo", "order=zigzag"],
+        {"cp": 2, "context__method": "halo", "context__order": "zigzag"},
+    ),
+    (4, spec_of(4, 2), {"cp": 2, "shard": 3, "zero__stage": 3}, ["4 data- and context-parallel ranks"], {"cp": 2}),
+    (
+        2,
+        spec_of(4, 2),
+        {"cp": 2, "zero__stage": 1, "zero__engine": "deepspeed"},
+        ["parallel.zero.engine=deepspeed", "parallel.cp=2", "parallel.zero.engine=torch"],
+        {"cp": 2, "zero__stage": 1},
+    ),
+    (2, spec_of(4, 2), {"cp": 0}, ["parallel.cp=0"], {"cp": 1}),
+]
+
+
+@pytest.mark.parametrize("world, spec, settings, words, legal", REFUSED, ids=[str(case[2]) for case in REFUSED])
+def test_refusals_name_the_setting_and_a_way_out(world, spec, settings, words, legal):
+    def problems(settings: dict[str, Any]) -> list[str]:
+        paths = {f"parallel__{name}": value for name, value in settings.items() if name != "length"}
+        config = changed(Config(), {"batch__sequence_length": settings.get("length", 2048), **paths})
+        for name, value in vars(spec).items():
+            setattr(config.model, name, value)
+        config.data.vocab_size = 16
+        config.data.tokenizer = "bpe"
+        return [text for text in check(config, world) if "vocab" not in text]
+
+    found = "; ".join(problems(settings))
+    assert all(word in found for word in words), found
+    assert not problems(legal)
+
+
+def test_an_unknown_model_is_not_judged():
+    config = changed(
+        Config(), {"parallel__cp": 8, "parallel__context__method": "heads", "batch__sequence_length": 4096}
+    )
+    with pytest.raises(ConfigError, match="method=heads"):
+        resolve_context(config, spec_of(4, 2), resolve_plan(config.parallel, 8), 8)
+    config.model.from_hf = "somewhere"
+    assert not check(config, 8)

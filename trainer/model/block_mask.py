@@ -1,0 +1,88 @@
+"""Block masks of FlexAttention from where each query's run of keys begins, without looking at pairs of tokens.
+
+Of a block of queries, the keys that some query sees are one run of blocks, and those that every query sees whole are a
+run inside of it; both follow from the first and the last query. torch's `create_block_mask` evaluates every pair: 10^12
+for a million tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+"""Tokens of a block: what FlexAttention's kernels are written for."""
+
+TABLES = 2**27
+"""Bytes that the tables of a mask may take before its blocks become larger."""
+
+
+def block_mask(first: Tensor, places: Tensor, keys: int) -> Any:
+    """The BlockMask of queries at `places` [queries], which rise, among `keys` keys: a query sees those from `first`
+    [batch or 1, queries], which never falls along a row, to its own place."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    size, queries = block_size(len(first), len(places), keys), len(places)
+    by_query, by_key = query_tables(first, places, size, keys), key_tables(first, places, size, keys)
+    place, start = places.int(), first.int()
+    if len(start) == 1:  # of every sequence of the batch
+        start = start[0]
+
+        def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= place[query]) & (key >= start[query])
+    else:
+
+        def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= place[query]) & (key >= start[batch, query])
+
+    return BlockMask((queries, keys), *by_query, *by_key, BLOCK_SIZE=(size, size), mask_mod=mask_mod)
+
+
+def block_size(batch: int, queries: int, keys: int) -> int:
+    """Tokens of a block: `BLOCK`, doubled until four tables of 4 bytes for each pair of blocks fit into `TABLES`."""
+    size = BLOCK
+    while 16 * batch * -(-queries // size) * -(-keys // size) > TABLES:
+        size *= 2
+    return size
+
+
+def seen_blocks(first: Tensor, places: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each block of `size` queries the first and last block of keys that it sees, and the first and last that each
+    of its queries sees whole (the last before the first: none). All int [batch or 1, blocks of queries]; all rise."""
+    heads = torch.arange(0, len(places), size, device=places.device)
+    tails = (heads + size - 1).clamp(max=len(places) - 1)
+    low, high = first[:, heads] // size, (places[tails] // size).expand(len(first), -1)
+    whole_low, whole_high = -(-first[:, tails] // size), ((places[heads] + 1) // size - 1).expand(len(first), -1)
+    return low, high, whole_low, whole_high
+
+
+def query_tables(first: Tensor, places: Tensor, size: int, keys: int) -> tuple[Tensor, ...]:
+    """Numbers and indices of the blocks of keys that each block of queries sees in part, and of those it sees whole."""
+    return tables(*seen_blocks(first, places, size), -(-keys // size))
+
+
+def key_tables(first: Tensor, places: Tensor, size: int, keys: int) -> tuple[Tensor, ...]:
+    """The same from the other side: the blocks of queries that see each block of keys."""
+    low, high, whole_low, whole_high = (bound.contiguous() for bound in seen_blocks(first, places, size))
+    blocks = torch.arange(-(-keys // size), device=places.device).expand(len(first), -1).contiguous()
+
+    def between(bottom: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+        """The first and last block of queries whose run of keys, from `bottom` to `top`, holds each block of keys."""
+        return torch.searchsorted(top, blocks), torch.searchsorted(bottom, blocks, right=True) - 1
+
+    return tables(*between(low, high), *between(whole_low, whole_high), low.shape[1])
+
+
+def tables(low: Tensor, high: Tensor, whole_low: Tensor, whole_high: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Of runs of blocks with a run inside: how many are outside of the inner one and which, how many inside and which.
+    Numbers are int32 [batch or 1, 1, rows], indices [..., width], of which so many count."""
+    whole = (whole_high - whole_low + 1).clamp(min=0)
+    seen = (high - low + 1).clamp(min=0)
+    before = torch.where(whole > 0, whole_low - low, seen)[..., None]  # of those in part, how many stand first
+    column = torch.arange(width, device=low.device)
+    part = torch.where(column < before, low[..., None] + column, whole_high[..., None] + 1 + column - before)
+    inside = whole_low[..., None] + column
+    return tuple(
+        table.int()[:, None] for table in (seen - whole, part.clamp(0, width - 1), whole, inside.clamp(0, width - 1))
+    )

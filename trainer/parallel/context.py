@@ -1,0 +1,35 @@
+"""Context parallelism, put onto a model: which process groups bring its sequences together."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from trainer.config import Config
+from trainer.config.model import ModelSpec
+from trainer.distributed.collectives import TensorGroup
+from trainer.distributed.world import World
+from trainer.model.context import ContextGroup
+from trainer.model.stage import Stage
+from trainer.planning.context import resolve_context
+from trainer.planning.plan import Plan, node_size
+
+
+def share_sequences(model: Stage, config: Config, spec: ModelSpec, plan: Plan, world: World) -> None:
+    """Lets a model compute this rank's part of each sequence, where the plan has ranks that share them."""
+    context = resolve_context(config, spec, plan, node_size(world.size))
+    if context is None:
+        return
+    assert world.context is not None and world.context.size() == plan.cp, "the mesh was made for another plan"
+    heads, keys = None, None
+    if context.outer == 1:
+        heads = world.context.get_group()
+    elif context.inner == 1:
+        keys = world.context.get_group()
+    else:
+        heads, keys = world.split_context(context.inner)
+    model.context = ContextGroup(context, world.context.get_local_rank(), member(heads), member(keys))
+
+
+def member(group: dist.ProcessGroup | None) -> TensorGroup | None:
+    """This rank in a process group."""
+    return None if group is None else TensorGroup(group.group_name, dist.get_rank(group), dist.get_world_size(group))

@@ -1,0 +1,205 @@
+"""Context parallelism, decided: which ranks exchange heads and which gather keys, who holds which tokens, what is sent.
+
+Of cp ranks, runs of `inner` neighbours exchange heads (DeepSpeed-Ulysses, arXiv 2309.14509), after which each has some
+heads of all their tokens; the `outer` ranks with one place in their runs gather keys and values (Llama 3, arXiv
+2407.21783, 3.3.2). `gather` is inner=1, `heads` is outer=1. Pure: needs neither torch nor processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trainer.config import Config, ConfigError, ContextConfig
+from trainer.config.fields import divisors
+from trainer.config.model import AttentionSpec, ModelSpec
+from trainer.planning.cost.parameters import layer_specs
+from trainer.planning.plan import Plan, cuts
+
+BETWEEN_NODES = 8.0
+"""What a byte between nodes costs over one inside a node where no hardware is named: 370 over 45 GB/s, H200 with
+NVLink and 400 Gbit/s a GPU."""
+
+ROWS = {"contiguous": 1, "zigzag": 2}
+"""Runs of tokens that each rank holds, where the order says it."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """How the ranks of a group share sequences.
+
+    inner x outer: see above. order: of tokens over the outer ranks; block: of order blocks. halo: whether layers with a
+    window fetch only the keys before each run, where runs are as long as that and few: blocks are not. groups: of
+    key-value heads that are gathered one after the other, at most.
+    """
+
+    inner: int
+    outer: int
+    order: str
+    block: int
+    halo: bool
+    groups: int
+
+    def rows(self, length: int) -> int:
+        """Runs of tokens that an outer rank holds of a sequence. Row i of the sequence's runs is dealt out from the
+        first rank to the last for even i, and back for odd i."""
+        return ROWS[self.order] if self.order in ROWS else length // (self.outer * self.block)
+
+    def run(self, length: int) -> int:
+        """Tokens of a run."""
+        return length // (self.outer * ROWS[self.order]) if self.order in ROWS else self.block
+
+    def fetched(self, window: int, length: int) -> int:
+        """The keys that a layer with this window (0: none) fetches before each run; 0: it gathers all."""
+        fits = self.outer > 1 and self.order in ROWS and 1 < window <= self.run(length) + 1
+        return window - 1 if self.halo and fits else 0
+
+    def parts(self, attention: AttentionSpec, tp: int) -> int:
+        """Groups of key-value heads that are gathered one after the other on one of `tp` tensor-parallel ranks."""
+        return divided(max(max(attention.kv_heads // tp, 1) // self.inner, 1), self.groups)
+
+    def describe(self) -> str:
+        order = f"{self.order} order" + f" of {self.block}" * (self.order == "blocks")
+        if self.outer == 1:
+            return f"heads exchanged over {self.inner} ranks"
+        exchanged = f"heads exchanged over {self.inner}, " if self.inner > 1 else ""
+        return f"{exchanged}keys gathered over {self.outer} ranks, {order}"
+
+
+def divided(heads: int, most: int) -> int:
+    """Into how many equal groups heads are divided: as many as go, and at most `most`."""
+    while heads % most:
+        most -= 1
+    return most
+
+
+class Traffic(NamedTuple):
+    """Elements that a rank receives for one sequence in a layer's forward and backward pass, among the inner and the
+    outer ranks. What recompute repeats is not among them: without it, backward gathers again instead."""
+
+    inner: float
+    forward: float
+    backward: float
+
+    @property
+    def outer(self) -> float:
+        return self.forward + self.backward
+
+
+def traffic(attention: AttentionSpec, context: Context, length: int, tp: int) -> Traffic:
+    """What a layer sends. length: of the whole sequence; tp: tensor-parallel ranks."""
+    inner, outer, size = context.inner, context.outer, attention.head_dim
+    own, heads, keys = length / (inner * outer), attention.heads / tp, max(attention.kv_heads / tp, 1)
+    exchanged = (2 * heads + 2 * max(keys, inner)) * size * own * (inner - 1) / inner
+    token = 2 * max(keys / inner, 1) * size  # keys and values
+    if before := context.fetched(attention.window, length):
+        moved = token * before * context.rows(length)
+        return Traffic(2 * exchanged, moved, moved)
+    gathered = token * own * inner * (outer - 1)
+    return Traffic(2 * exchanged, gathered, 2 * gathered)  # gathered again, and gradients summed over ranks
+
+
+def gathered(attention: AttentionSpec, context: Context, length: int, tp: int) -> float:
+    """Elements of the keys and values that one rank has before it at once, of one sequence; 0 where none travel."""
+    if context.outer == 1 or context.fetched(attention.window, length):
+        return 0.0
+    return 2 * max(max(attention.kv_heads / tp, 1) / context.inner, 1) * attention.head_dim * length
+
+
+def resolve_context(config: Config, spec: ModelSpec, plan: Plan, node: int) -> Context | None:
+    """How sequences are shared under a plan on nodes of `node` processes; None where they are not. Raises `ConfigError`
+    with the way out."""
+    if plan.cp == 1:
+        return None
+    asked, length = config.parallel.context, config.batch.sequence_length
+    layers = [layer.attention for layer in layer_specs(spec)]
+    order = asked.order if asked.order != "auto" else "blocks" if config.data.mask_documents else "zigzag"
+    windows = _mostly_windows(layers, plan.cp, length)
+    if asked.order == "auto" and (length % (plan.cp * asked.block) or windows):
+        order = "zigzag"
+
+    def context(inner: int) -> Context:
+        # One rank alone has one run.
+        mine = order if inner < plan.cp else "contiguous"
+        return Context(inner, plan.cp // inner, mine, asked.block, asked.method != "gather", asked.groups)
+
+    inside = math.gcd(plan.cp, max(node // plan.tp, 1))  # neighbours on one node
+    legal = [n for n in divisors(plan.cp) if all(cuts(a.heads, a.kv_heads, plan.tp * n) for a in layers)]
+    if asked.method in ("gather", "halo"):
+        chosen = context(1)
+    elif asked.method == "heads":
+        chosen = context(plan.cp)
+    elif asked.method == "both":
+        between = [n for n in divisors(plan.cp)[1:-1] if n in legal and inside % n == 0]
+        chosen = context(asked.inner or (between[-1] if between else 1))
+    else:
+
+        def cost(one: Context) -> float:
+            far = BETWEEN_NODES if plan.cp * plan.tp > node else 1.0
+            sent = [traffic(attention, one, length, plan.tp) for attention in layers]
+            return sum(layer.inner + far * layer.outer for layer in sent)
+
+        fitting = [n for n in legal if inside % n == 0 and (n < plan.cp or asked.order == "auto")]
+        if plan.cp in fitting and plan.cp * plan.tp <= min(a.kv_heads for a in layers) and not windows:
+            fitting = [plan.cp]  # without copies of keys; whole sequences are balanced, and go to one GPU's kernels
+        chosen = min(map(context, fitting), key=cost)
+    problems = [*_check(asked, plan, layers, legal, chosen), *_check_length(chosen, length, plan, layers, asked)]
+    if problems:
+        raise ConfigError(problems)
+    return chosen
+
+
+def _mostly_windows(layers: list[AttentionSpec], cp: int, length: int) -> bool:
+    """Whether most layers have a window that fits into a run of zigzag order."""
+    return 2 * sum(1 < layer.window <= length // (2 * cp) + 1 for layer in layers) > len(layers)
+
+
+def _check(
+    asked: ContextConfig, plan: Plan, layers: list[AttentionSpec], legal: list[int], chosen: Context
+) -> Iterator[str]:
+    name = f"parallel.context.method={asked.method}"
+    heads = f"heads={layers[0].heads}, kv_heads={layers[0].kv_heads}" + f" and parallel.tp={plan.tp}" * (plan.tp > 1)
+    if asked.method == "heads" and plan.cp not in legal:
+        yield (
+            f"{name} cannot share {heads} over parallel.cp={plan.cp} ranks; legal: parallel.cp="
+            f"{' or '.join(map(str, legal))}; or set parallel.context.method=gather, which has no such limit"
+        )
+    if asked.method == "both" and not (1 < chosen.inner < plan.cp and chosen.inner in legal):
+        ways = [n for n in legal if 1 < n < plan.cp]
+        given = f"with parallel.context.inner={asked.inner} " if asked.inner else ""
+        yield f"{name} {given}needs some of parallel.cp={plan.cp} ranks on a node to share {heads}; " + (
+            f"legal: parallel.context.inner={' or '.join(map(str, ways))}" if ways else "set method=gather or heads"
+        )
+    if asked.inner and asked.method != "both":
+        yield f"parallel.context.inner={asked.inner} is for parallel.context.method=both, not for {asked.method}"
+    if asked.method == "heads" and asked.order != "auto":
+        yield (
+            f"parallel.context.order={asked.order} has no meaning with {name}, where every rank has whole sequences; "
+            "leave it at auto, or set method=gather"
+        )
+
+
+def _check_length(
+    chosen: Context, length: int, plan: Plan, layers: list[AttentionSpec], asked: ContextConfig
+) -> Iterator[str]:
+    unit = chosen.outer * (chosen.block if chosen.order == "blocks" else ROWS[chosen.order])
+    unit = math.lcm(unit, plan.cp * plan.tp)
+    if length % unit:
+        near = [n for n in (length // unit * unit, length // unit * unit + unit) if n]
+        smaller = " or parallel.context.block" * (chosen.order == "blocks")
+        yield (
+            f"batch.sequence_length={length} cannot be dealt out to parallel.cp={plan.cp} ranks in "
+            f"{chosen.order} order; legal: {' or '.join(map(str, near))}, or a smaller parallel.cp{smaller}"
+        )
+    elif asked.method == "halo" and chosen.order == "blocks":
+        yield "parallel.context.method=halo has too little in blocks to attend to; set order=zigzag, or method=gather"
+    elif asked.method == "halo" and not any(chosen.fetched(layer.window, length) for layer in layers):
+        run, windows = chosen.run(length), sorted({layer.window for layer in layers if layer.window})
+        why = f"windows of {', '.join(map(str, windows))}" if windows else "no window in any layer"
+        yield (
+            f"parallel.context.method=halo needs a layer whose window is at most {run + 1}, one more than the run of "
+            f"tokens that parallel.cp={plan.cp} ranks in {chosen.order} order hold, and this model has {why}; set "
+            "method=gather, a longer batch.sequence_length, or a smaller parallel.cp"
+        )
