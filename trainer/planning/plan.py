@@ -98,8 +98,8 @@ def check_plan(
     cp, dp, stage = parallel.cp, parallel.dp, parallel.zero.stage
     if spec is not None and cp > 1:
         problems += [
-            f"parallel.cp={cp}: the attention block '{entry.name}' ({entry.home}) sees the tokens of its own rank alone; "
-            "set parallel.cp=1"
+            f"parallel.cp={cp}: the attention block '{entry.name}' ({entry.home}) sees the tokens of its own rank "
+            "alone; set parallel.cp=1"
             for kinds, entry in registered_blocks(spec)
             if kinds is ATTENTION
         ]
