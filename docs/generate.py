@@ -304,6 +304,11 @@ def _keys(key: Key, path: str) -> Iterator[list[str]]:
             yield [f"`{inner_path}`", inner.value, "; ".join(f"`{need}`" for need in inner.needs)]
 
 
+def example(name: str) -> str:
+    """A module of examples/, whole."""
+    return f"`examples/{name}.py`:\n\n```python\n{(ROOT / 'examples' / f'{name}.py').read_text()}```"
+
+
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
@@ -319,6 +324,7 @@ TABLES: dict[str, Callable[..., str]] = {
         hardware,
         schedules,
         deepspeed,
+        example,
     )
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +17,9 @@ from trainer.model.axes import Declared
 from trainer.model.context import ContextGroup, once
 from trainer.model.layers import Block, Layer, Linear, Norm
 from trainer.model.linear import DeferredGrads, columns
-from trainer.model.loss import LossSettings, linear_cross_entropy
+from trainer.model.loss import LossSettings, Term, linear_cross_entropy
 from trainer.model.rotary import Rotary
-from trainer.model.stage import apart, together
+from trainer.model.stage import Report, Reported, apart, together
 
 
 class Embedding(Declared):
@@ -61,7 +61,10 @@ class Head(Declared):
             (logits,) = columns(x, [weight], [None], self.group)
             return cap_score(logits, cap=self.loss.soft_cap) if self.loss.soft_cap else logits
         start = 0 if self.group is None else part_start(self.declared["weight"].shape[0], self.group)
-        return linear_cross_entropy(x, weight, targets, self.loss, self.group, start)
+        objective, entropy, added = linear_cross_entropy(x, weight, targets, self.loss, self.group, start)
+        if not (self.training and self.loss.terms):
+            return objective, entropy
+        return Reported((objective, entropy), Report(None, dict(zip(self.loss.terms, added.split(1)))))
 
 
 def part_start(size: int, group: TensorGroup) -> int:
@@ -116,9 +119,13 @@ class Transformer(nn.Module):
         }
         self.tie()
 
-    def set_loss(self, z_loss: float, chunk: int, compiled: bool, tile: int = 0) -> None:
+    def set_loss(
+        self, z_loss: float, chunk: int, compiled: bool, tile: int = 0, terms: Mapping[str, Term] | None = None
+    ) -> None:
         if self.last:
-            self.head.loss = replace(self.head.loss, z_loss=z_loss, chunk=chunk, compiled=compiled, tile=tile)
+            settings = dict(z_loss=z_loss, chunk=chunk, compiled=compiled, tile=tile, terms=terms or {})
+            self.head.loss = replace(self.head.loss, **settings)
+            self.reports |= {f"head.{name}": 1 for name in terms or {}}
 
     def defer(self, deferred: DeferredGrads) -> None:
         tiled = {module for layer in self.layers.values() if layer.tile for module in layer.feed_forward.modules()}
@@ -166,12 +173,8 @@ class Transformer(nn.Module):
             mask = once(masks[kind]) if layer.recomputes_attention else masks[kind]
             x, reports[f"layers.{index}"] = apart(layer(x, shape, rotation, mask))
         if self.last:
-            x = self.norm(x)
-            if targets is None:
-                x = self.head(x).view(*shape, -1)
-            else:
-                objective, entropy = self.head(x, targets.flatten())
-                x = objective, entropy.view(shape).sum(1)
+            x, reports["head"] = apart(self.head(self.norm(x), None if targets is None else targets.flatten()))
+            x = x.view(*shape, -1) if targets is None else (x[0], x[1].view(shape).sum(1))
         return together(x, reports)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:

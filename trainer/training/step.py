@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from enum import IntFlag
 from functools import lru_cache
 
 import torch
@@ -15,22 +16,36 @@ from trainer.optim.lr_schedule import learning_rate
 from trainer.training.state import COPY, TrainState
 
 
-def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str, Tensor]:
+class Ask(IntFlag):
+    """What a rank may ask of all: to stop, to be gone on with; to finish, as done; to save; to evaluate."""
+
+    STOP = 1
+    FINISH = 2
+    SAVE = 4
+    EVALUATE = 8
+
+
+def train_step(state: TrainState, batches: list[Batch], asked: int) -> dict[str, Tensor]:
     """Runs one optimizer step on this rank's micro-batches. Nothing is read back from the device.
 
     The loss of the step is the sum over all valid tokens of all ranks divided by their number, whatever the
-    micro-batches and ranks. A step whose loss or gradient is not finite changes nothing. `stop` is this rank's wish to
-    end the run.
+    micro-batches and ranks. A step whose loss or gradient is not finite changes nothing. `asked` is what this rank asks
+    for, as an `Ask`.
 
-    Returns device scalars, equal on all ranks: loss, grad_norm, lr, loss_scale, found_inf, stop (ranks that wish to
-    end); and four vectors: squares (squared gradient norm of each parameter of the model, as in `state.names`), losses
-    and targets (summed loss and number of valid tokens of each of this rank's own sequences; zeros but on one of the
-    ranks that share them), statistics (what layers report of the step, one after the other as in `state.reports`)."""
+    Returns device scalars, equal on all ranks: loss, valid (tokens that it is the mean of), grad_norm, lr, loss_scale,
+    found_inf; and five vectors: asked (how many ranks ask for each `Ask`), squares (squared gradient norm of each
+    parameter of the model, as in `state.names`), losses and targets (summed loss and number of valid tokens of each of
+    this rank's own sequences; zeros but on one of the ranks that share them), statistics (what layers report of the
+    step, one after the other as in `state.reports`)."""
     world, scaler, optimizer = state.world, state.scaler, state.optimizer
     targets = own_targets(state, batches)
-    counts = torch.stack([targets.sum(), torch.full((), float(stop), dtype=torch.float64, device=world.device)])
-    valid, stopping = world.sum_all(counts).unbind()
-    valid = valid.clamp(min=1)  # a step without any target has loss and gradients of zero
+    counts = torch.zeros(1 + len(Ask), dtype=torch.float64, device=world.device)
+    counts[0] = targets.sum()
+    for place, ask in enumerate(Ask, start=1):
+        if asked & ask:
+            counts[place] = 1
+    valid, asking = world.sum_all(counts).split([1, len(Ask)])
+    valid = valid.squeeze().clamp(min=1)  # a step without any target has loss and gradients of zero
 
     state.compression.begin_step(state.step, scaler)
     losses = own_losses(state, state.runtime.train(batches, scaler.scale(1 / valid.float())))
@@ -53,11 +68,12 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
     state.compression.end_step(found_inf)
     result = {
         "loss": loss,
+        "valid": valid,
         "grad_norm": norm,
         "lr": rate.to(world.device),
         "loss_scale": scale,
         "found_inf": found_inf,
-        "stop": stopping,
+        "asked": asking,
         "squares": squares / scale.square(),
         "losses": losses,
         "targets": targets,

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from trainer.checkpointing.checkpointer import Checkpointer
+from trainer.checkpointing.manifest import step_folder
 from trainer.config import Config
 from trainer.data.batches import Loader, eval_batches
 from trainer.data.corpus import Corpus, Samples
@@ -26,11 +27,12 @@ from trainer.planning.resolve import Layout
 from trainer.training import history
 from trainer.training.adapt import Adaptation
 from trainer.training.auto_schedule import write_schedule
+from trainer.training.hooks import Hooks
 from trainer.training.ledger import Ledger
 from trainer.training.saving import Progress, Start, contents
 from trainer.training.session import Clock, memory_of, profiled, stop_signals
 from trainer.training.state import TrainState
-from trainer.training.step import evaluate, train_step
+from trainer.training.step import Ask, evaluate, train_step
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
 from trainer.util.tables import size
 
@@ -56,7 +58,7 @@ class Trainer:
     ):
         self.config, self.corpus, self.world, self.watchdog = config, corpus, world, watchdog
         self.batch, self.folder, self.stop_wanted, self.start = layout.batch, Path(config.run.dir), False, start
-        self.clock = clock
+        self.clock, self.hooks = clock, Hooks(config, world)
         if world.rank == 0:
             states, memory = kept(config, layout, node_size(world.size)), memory_of(world.device)
             self.opening = start_report(config, layout, states, memory, corpus, world)
@@ -71,6 +73,8 @@ class Trainer:
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
         for text in messages:
             self.ledger.log.event(text)
+        self.hooks.load(progress.callbacks)
+        self.hooks.run.begin(self.state, self.tokens, self.ledger.latest, self.ledger.log)
 
     def train(self) -> int:
         """The loop. Returns the exit code."""
@@ -79,11 +83,13 @@ class Trainer:
             with stop_signals(self.wish_stop):
                 gc.collect()
                 gc.freeze()  # what exists now lives to the end: the collector need not look at it again
+                self.hooks.call("start")
                 if self.config.eval.at_start and self.state.step == 0:
                     self.evaluate()
                 while self.state.step < steps and not self.ledger.stop:
                     self.one_step()
                     self.read_back()
+                    self.hooks.call("step")
                     self.adapt()
                     self.evaluate_if_due()
                     self.save_if_due()
@@ -91,7 +97,8 @@ class Trainer:
                 self.read_back(everything=True)
                 self.watchdog.enter(ENDING, self.state.step)
                 if self.save_at_end():
-                    code = DONE if self.state.step >= steps else STOPPED
+                    self.hooks.call("end")
+                    code = DONE if self.state.step >= steps or self.ledger.finished else STOPPED
                     status = "stopped" if code == STOPPED else "done"
                     ended = f"run.hours={self.config.run.hours:g}" if self.clock.over else "a signal"
                     self.ledger.log.event(self.ledger.summary(first, self.state.step, code, ended))
@@ -118,8 +125,12 @@ class Trainer:
         self.watchdog.enter(STEP, number)
         torch.manual_seed(name_seed(self.config.run.seed, f"step {state.step} rank {self.world.data.get_local_rank()}"))
         with profiled(self.config, number, self.world):
-            scalars = train_step(state, batches, self.stop_wanted or self.time_is_up())
+            asked = self.hooks.run.take_asked() | (Ask.STOP if self.stop_wanted or self.time_is_up() else Ask(0))
+            scalars = train_step(state, batches, asked)
         self.tokens += self.batch.tokens
+        self.hooks.run.advance(state, scalars, self.tokens)
+        if self.ledger.due(number):
+            scalars |= self.hooks.measure()
         self.ledger.add(state, scalars, batches, self.tokens, self.loader)
 
     def read_back(self, everything: bool = False) -> None:
@@ -146,8 +157,13 @@ class Trainer:
     def evaluate_if_due(self) -> None:
         """Evaluates every `eval.every` steps and after the last."""
         step, every = self.state.step, self.config.eval.every
-        if every and (step % every == 0 or step >= self.config.run.steps) and not self.ledger.stop:
-            self.evaluate()
+        due = every and (step % every == 0 or step >= self.config.run.steps)
+        if not (self.ledger.take(Ask.EVALUATE) or due) or self.ledger.stop:
+            return
+        if not len(self.corpus.eval) and not self.corpus.sets:
+            self.ledger.log.event("an evaluation was asked for, and nothing is held out: set data.eval_fraction")
+            return
+        self.evaluate()
 
     def evaluate(self) -> None:
         """Mean loss on the held-out sequences, the same ones every time and under every plan, by source where there are
@@ -161,7 +177,8 @@ class Trainer:
             record |= {f"eval_loss/{name}": loss for name, loss in zip(sources, losses)}
         for name, samples in self.corpus.sets.items():
             (record[f"eval_loss/{name}"],) = self.losses_on(samples)
-        self.ledger.log.evaluation(record)
+        self.ledger.evaluated(record)
+        self.hooks.call("evaluation")
 
     def losses_on(self, samples: Samples, sources: Sequence[str] = ()) -> list[float]:
         """Mean loss on sequences that are not trained on, and by source."""
@@ -178,17 +195,20 @@ class Trainer:
             return evaluate(self.state, batches, sources).tolist()
 
     def save_if_due(self) -> None:
-        """Saves every `checkpoint.every` steps; the last step is saved at the end."""
+        """Saves every `checkpoint.every` steps, and where a callback asks; the last step is saved at the end."""
         step, every = self.state.step, self.config.checkpoint.every
-        if every and step % every == 0 and step < self.config.run.steps and not self.ledger.stop:
-            self.save()
+        if step < self.config.run.steps and not self.ledger.stop:
+            if self.ledger.take(Ask.SAVE) or every and step % every == 0:
+                self.save()
 
     def save(self, wait: bool = False) -> None:
         """Hands the state to the checkpointer, which writes while training goes on, unless it is to `wait`."""
         self.read_back(everything=True)
         self.watchdog.enter(SAVING, self.state.step)
-        progress = Progress(self.loader.position, self.tokens, self.ledger.skipped)
+        progress = Progress(self.loader.position, self.tokens, self.ledger.skipped, self.hooks.states())
         self.checkpointer.save(self.state.step, *contents(self.state, self.batch, progress, self.start), wait=wait)
+        self.hooks.run.checkpoint = step_folder(self.checkpointer.folder, self.state.step)
+        self.hooks.call("save")
 
     def save_now(self) -> bool:
         """Saves the present step, unless that has been done, and says whether its checkpoint is there."""
@@ -200,7 +220,9 @@ class Trainer:
 
     def save_at_end(self) -> bool:
         """The last save, where one is wanted; False where it failed."""
-        if not (self.ledger.stop or self.config.checkpoint.at_end) or self.save_now():
+        ledger = self.ledger
+        wanted = self.config.checkpoint.at_end or ledger.stop and not ledger.finished or ledger.take(Ask.SAVE)
+        if not wanted or self.save_now():
             return True
         text = f"{self.folder}: the last checkpoint, of step {self.state.step}, could not be written"
         print(text, file=sys.stderr, flush=True)
