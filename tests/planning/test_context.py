@@ -15,6 +15,7 @@ from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.model.attention import first_seen
 from trainer.model.context import ContextGroup
+from trainer.observe.report import sharing
 from trainer.planning.context import Context, resolve_context, traffic
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.memory import peaks
@@ -141,6 +142,21 @@ def test_a_step_of_llama3_8b_is_estimated(length, cp, gathered, exchanged):
     whole = peaks(alone, resolve(alone, 1, alone.model, 1))[0].categories
     part = found["gather"].fullest.categories
     assert part["activations"] < 1.3 * whole["activations"] / cp
+
+
+@pytest.mark.parametrize(
+    "method, expected",
+    [
+        ("gather", "keys gathered over 8 ranks, zigzag order; 10.5 GiB a rank and step"),  # 32 layers, 3 x 112 MiB
+        ("heads", "heads exchanged over 8 ranks; 4.38 GiB a rank and step"),  # 2 x 70 MiB
+    ],
+)
+def test_the_start_says_what_is_sent(method, expected):
+    settings = ["batch.sequence_length=32768", "batch.global_size=1", "batch.micro_size=1", "model.max_length=32768"]
+    config = trainer.compose(
+        ["+config=llama3_8b", *settings, "parallel.cp=8", f"parallel.context.method={method}"], world_size=8
+    )
+    assert sharing(config, resolve(config, 8, config.model, 8)) == expected
 
 
 def test_the_best_plan_of_a_long_sequence_shares_it():
