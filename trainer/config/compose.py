@@ -131,7 +131,8 @@ def _word(word: str, loader: ConfigLoader, groups: list[str]) -> str:
         return _path(word, "config", groups)
     holders = [group for group in ("config", *groups) if word in _options(loader, group)]
     ways = [("+" if group == "config" else "") + f"{group}={word}" for group in dict.fromkeys(holders)]
-    hint = f"did you mean {' or '.join(ways)}?" if ways else f"recipes: {', '.join(_options(loader, 'config'))}"
+    some = ", ".join(_options(loader, "config")[:3])
+    hint = f"did you mean {' or '.join(ways)}?" if ways else f"recipes: {some}, and those of python -m trainer --help"
     return f"'{word}' is not SETTING=VALUE, GROUP=OPTION or +config=RECIPE; {hint}"
 
 
