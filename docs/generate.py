@@ -30,6 +30,7 @@ from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.stages import StageCosts
 from trainer.planning.deepspeed import OWN, Key
 from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.estimate.sequence import measures
 from trainer.planning.estimate.step import GIB, Estimate, estimate
 from trainer.planning.resolve import check, resolve
 from trainer.planning.schedules.simulate import Simulation, simulate
@@ -180,7 +181,7 @@ def receipts() -> str:
                 f"{count} {kind.upper()}",
                 one.layout.plan.describe(),
                 f"{batch.micro_size} x {batch.accumulation}",
-                one.config.activation.mode,
+                "; ".join(filter(None, [one.config.activation.mode, measures(one.config, one.fullest)])),
                 f"{one.memory / GIB:.0f} of {hardware.memory:.0f} GiB",
                 f"{tables.count(speed)} ({tables.count(low)} to {tables.count(high)})",
                 tables.duration(one.config.run.steps * one.seconds),
@@ -305,6 +306,11 @@ def _keys(key: Key, path: str) -> Iterator[list[str]]:
             yield [f"`{inner_path}`", inner.value, "; ".join(f"`{need}`" for need in inner.needs)]
 
 
+def example(name: str) -> str:
+    """A module of examples/, whole."""
+    return f"`examples/{name}.py`:\n\n```python\n{(ROOT / 'examples' / f'{name}.py').read_text()}```"
+
+
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
@@ -320,6 +326,7 @@ TABLES: dict[str, Callable[..., str]] = {
         hardware,
         schedules,
         deepspeed,
+        example,
     )
 }
 

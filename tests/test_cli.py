@@ -106,7 +106,7 @@ def test_pages(capsys, tmp_path):
     for section in ("data.sources", "data.sources.stdlib"):
         page = main(capsys, "--help", section)[1]
         for field in dataclasses.fields(SourceConfig):
-            assert f"data.sources.NAME.{field.name}={json.dumps(field.default)}" in page
+            assert f"data.sources.NAME.{field.name}={json.dumps(getattr(SourceConfig(), field.name))}" in page
     assert "in documents; range [0, inf)" in page
     for section in ("model.pattern", "model.overrides", "precision.types.rules", "sweep.slurm", "parallel.pipeline"):
         code, page, _ = main(capsys, "--help", section)

@@ -66,6 +66,7 @@ def test_exported_run_opens_and_generates_the_same(tmp_path: Path, spec: ModelSp
     run, out = tmp_path / "run", tmp_path / "out"
     models = make_run(run, spec, (1, 2))
     assert export.main([f"checkpoint={run}", f"out={out}", "dtype=fp32"]) == 0
+    assert f"{out}: weights in fp32\n" in capsys.readouterr().out
     opened = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert opened.generation_config.eos_token_id == tokenizer.eos_token_id == 256

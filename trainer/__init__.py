@@ -1,18 +1,20 @@
 """Trains large language models with data, tensor and pipeline parallelism and ZeRO, configured by Hydra.
 
 From Python: `trainer.run(trainer.compose(["+config=debug", "run.steps=20"])).metrics`. Importing this package imports
-neither torch nor Hydra.
+neither torch nor Hydra. `trainer.register` and `trainer.option` are for packages that add to it (docs/extending.md).
 """
 
 import importlib
 
 __version__ = "0.1.0"
-__all__ = ["Config", "ConfigError", "compose", "run"]
+__all__ = ["Config", "ConfigError", "compose", "option", "register", "run"]
 
 _HOMES = {
     "Config": "trainer.config",
     "ConfigError": "trainer.config",
     "compose": "trainer.planning.resolve",
+    "option": "trainer.config.fields",
+    "register": "trainer.config",
     "run": "trainer.training.run",
 }
 

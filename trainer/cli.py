@@ -28,7 +28,7 @@ USAGE = """\
 usage: trainer train [--gpus N | --processes N] +config=RECIPE [GROUP=OPTION ...] [SETTING=VALUE ...]
        trainer sweep ...                 each combination of values such as lr.peak=1e-3,3e-4 or parallel=glob(zero*)
                                          is a trial, a run with processes of its own; its settings: --help sweep
-       trainer plot | sample | export | merge | eval | parity | preflight ...
+       trainer estimate | plot | sample | export | merge | eval | parity | preflight ...
        python -m trainer ...             the same without installation
        torchrun --nproc-per-node N -m trainer +config=RECIPE ...  a run whose processes torchrun starts
 
@@ -36,6 +36,8 @@ usage: trainer train [--gpus N | --processes N] +config=RECIPE [GROUP=OPTION ...
   --cfg job          print the composed configuration and stop; with --resolve, as the run will see it
   --schema [SECTION] JSON schema of recipes, or of the files of a section's group (such as model), for editors
   --help [SECTION]   this page, or the settings of a section (such as lr, or model.attention) with their meaning
+
+  imports=[MODULE]   imports modules of your own, which add to the project (docs/extending.md), also behind --help
 
   +config=[a,b]      several recipes, the later wins; single settings win over every recipe
   ~data.sources.NAME removes an entry of a mapping
@@ -124,10 +126,8 @@ def main(arguments: Sequence[str]) -> int:
                 print(USAGE + "\n--help has recipes, groups and sections of settings", file=sys.stderr, flush=True)
             return REFUSED
         options = _parse(arguments)
-        if options.help is not None:
-            return _print(help_text(options.help, options.config_dir))
-        if options.schema is not None:
-            return _print(json.dumps(json_schema(options.schema), indent=1))
+        if options.help is not None or options.schema is not None:
+            return _print(_page(options))
         if options.cfg:
             return _print(_shown(options))
         if options.multirun:
@@ -144,6 +144,18 @@ def main(arguments: Sequence[str]) -> int:
     except Exception:
         traceback.print_exc()
         return FAILED
+
+
+def _page(options: argparse.Namespace) -> str:
+    """The page of `--help` or `--schema`, with what is registered by the imports that stand beside it."""
+    section = options.schema if options.help is None else options.help
+    if "=" in section:  # an override behind the option, and no section
+        options.overrides, section = [section, *options.overrides], ""
+    if options.overrides:
+        gather(options.overrides, options.config_dir)
+    if options.help is not None:
+        return help_text(section, options.config_dir)
+    return json.dumps(json_schema(section), indent=1)
 
 
 def _shown(options: argparse.Namespace) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from trainer.checkpointing.saved import WEIGHTS, open_saved
 from trainer.config.fields import option
+from trainer.config.imports import load
 from trainer.config.options import run_command
 from trainer.hf import export
 from trainer.precision.dtypes import DTYPES
@@ -20,9 +21,11 @@ class ExportOptions:
     out: str = option(None, "new folder, which AutoModelForCausalLM and AutoTokenizer open with from_pretrained")
     dtype: str = option("bf16", "type of the exported weights", tuple(DTYPES))
     weights: str = option("trained", "the weights as trained, or their average (optimizer.ema.decay)", WEIGHTS)
+    imports: list[str] = option([], "modules of your own that register the model's blocks; they are run")
 
 
 def run(options: ExportOptions) -> None:
+    load(options.imports)
     saved = open_saved(options.checkpoint, options.weights)
     export(saved.spec, saved.tensor, options.out, DTYPES[options.dtype], saved.tokenizer)
     rounded = "" if options.dtype == "fp32" else " (dtype=fp32 keeps them as trained)"

@@ -10,6 +10,7 @@ import torch
 from trainer.checkpointing.saved import WEIGHTS, open_saved
 from trainer.config import ConfigError
 from trainer.config.fields import option
+from trainer.config.imports import load
 from trainer.config.options import run_command
 from trainer.data.tokenizer import load_tokenizer
 from trainer.generate.sampling import generate_tokens, load_model
@@ -27,6 +28,7 @@ class SampleOptions:
     seed: int = option(0, "seeds the choice")
     weights: str = option("trained", "the weights as trained, or their average (optimizer.ema.decay)", WEIGHTS)
     device: str = option("auto", "auto takes a GPU where there is one", ("auto", "cpu", "cuda"))
+    imports: list[str] = option([], "modules of your own that register the model's blocks; they are run")
 
 
 def run(options: SampleOptions) -> None:
@@ -40,6 +42,7 @@ def run(options: SampleOptions) -> None:
         problems.append("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
     if problems:
         raise ConfigError(problems)
+    load(options.imports)
     saved = open_saved(options.checkpoint, options.weights)
     if saved.tokenizer is None:
         raise ConfigError(

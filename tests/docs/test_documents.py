@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support.registries import forgotten
 from test_architecture import ROOMS
 
 import trainer
@@ -37,7 +38,9 @@ from trainer.planning import variants
 from trainer.sweep import plan as sweep
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "bench" / "README.md"])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("[be]*/README.md")])
+MODULES = {path.read_text() for path in (ROOT / "examples").glob("*.py")}
+"""What pages show whole, and tests/training/test_hooks.py runs."""
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # captured streams have no descriptor
 
 NOT_RUN = {
@@ -92,6 +95,13 @@ def read(path: Path) -> Page:
     return Page(
         re.sub(r"^( *)```([\w{}-]*)\n(.*?)^ *```$", take, path.read_text(), flags=re.MULTILINE | re.DOTALL), blocks
     )
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """What commands import is forgotten: tables are of the project alone."""
+    with forgotten():
+        yield
 
 
 # What the commands of a page are
@@ -427,7 +437,10 @@ def test_python(place: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(place)
     examples = list(
         dict.fromkeys(
-            body for path in PAGES for language, body in read(path).blocks if language == "python" and "trainer" in body
+            body
+            for path in PAGES
+            for language, body in read(path).blocks
+            if language == "python" and "trainer" in body and body not in MODULES
         )
     )
     assert len(examples) == 2

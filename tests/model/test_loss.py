@@ -35,7 +35,9 @@ def test_value_and_gradients_equal_autograd(tokens, vocab, soft_cap, z_loss, chu
     entropy = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
     objective = entropy + z_loss * logits.logsumexp(-1).square()[targets != IGNORE].sum()
     expected = torch.autograd.grad(objective / 7, (hidden, weight))
-    ours, reported = LinearCrossEntropy.apply(hidden, weight, targets, LossSettings(soft_cap, z_loss, chunk), None, 0)
+    ours, reported, _ = LinearCrossEntropy.apply(
+        hidden, weight, targets, LossSettings(soft_cap, z_loss, chunk), None, 0
+    )
     torch.testing.assert_close((ours, reported), (objective, entropy))
     torch.testing.assert_close(torch.autograd.grad(ours / 7, (hidden, weight)), expected)
 
@@ -46,8 +48,8 @@ def test_low_precision_gradients_have_no_common_factor(dtype):
     hidden, weight, targets = problem(3000, 40, dtype)
     exact_hidden, exact_weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
     for valid in (190_001, 777):
-        ours, _ = LinearCrossEntropy.apply(hidden, weight, targets, LossSettings(chunk=512), None, 0)
-        exact, _ = LinearCrossEntropy.apply(exact_hidden, exact_weight, targets, LossSettings(), None, 0)
+        ours, _, _ = LinearCrossEntropy.apply(hidden, weight, targets, LossSettings(chunk=512), None, 0)
+        exact, _, _ = LinearCrossEntropy.apply(exact_hidden, exact_weight, targets, LossSettings(), None, 0)
         scale = 4096.0 if dtype is torch.float16 else 1.0  # as the loss scaler does
         for mine, reference in zip(
             torch.autograd.grad(ours * scale / valid, (hidden, weight)),
@@ -59,7 +61,7 @@ def test_low_precision_gradients_have_no_common_factor(dtype):
 
 def test_without_targets_there_is_neither_loss_nor_gradient():
     hidden, weight, targets = problem(5, 4)
-    ours, reported = LinearCrossEntropy.apply(
+    ours, reported, _ = LinearCrossEntropy.apply(
         hidden, weight, torch.full_like(targets, IGNORE), LossSettings(0.0, 1e-4, 2), None, 0
     )
     assert ours == reported == 0

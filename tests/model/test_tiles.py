@@ -207,9 +207,9 @@ def test_host_memory_frees_that_of_a_gpu():
             torch.cuda.reset_peak_memory_stats()
             model(batch.tokens, batch.targets)[0].backward()
             peaks.append(torch.cuda.max_memory_allocated() - sum(p.nbytes for p in model.parameters()))
-        found.append([parameter.grad.double() for parameter in model.parameters()])
+        found.append([parameter.grad.double().cpu() for parameter in model.parameters()])
         del model
     for one, other in zip(*found, strict=True):
         assert ((one - other).norm() / other.norm()).item() < 1e-5
     stream = 4 * 16384 * spec.width
-    assert peaks[1] - peaks[3] > 2 * (spec.depth - 3) * stream
+    assert peaks[1] - peaks[3] > 2 * (spec.depth - 4) * stream  # but for those on the way out or back

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.reference import settings, tiny_spec
 from torch import nn
 
-from trainer.config import Config, OptimizerConfig, TypePolicy
+from trainer.config import ConfigError, OptimizerConfig, TypePolicy
 from trainer.config.schema import MuonConfig
 from trainer.optim import muon
 from trainer.optim.groups import Policy, parameter_policies
@@ -22,7 +22,7 @@ from trainer.planning.cost.memory import held_parameters, state_bytes
 from trainer.planning.cost.parameters import declarations
 from trainer.planning.cost.updates import Updates
 from trainer.planning.plan import Plan
-from trainer.planning.resolve import check as check_all
+from trainer.planning.resolve import resolve
 
 SHAPES = [(24, 12), (12, 24), (16, 16), (1, 7)]
 
@@ -80,11 +80,11 @@ def test_it_is_for_hidden_matrices_and_leaves_the_rest_to_adamw():
     ],
 )
 def test_it_is_refused_for_what_is_no_hidden_matrix(where, words):
-    config = Config()
-    config.model = tiny_spec()
-    config.model.from_hf = None
+    config = settings(batch__global_size=1)
     vars(config.precision.types).update(where)
-    (problem,) = [text for text in check_all(config, 1) if "muon" in text]
+    with pytest.raises(ConfigError) as refused:
+        resolve(config, 1, tiny_spec())
+    (problem,) = refused.value.problems
     assert words in problem and "precision.types.matrix.optimizer=muon" in problem
 
 

@@ -8,14 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.kernels import compare_kernels
 from support.reference import tiny_spec
+from support.registries import forgotten, package
 from torch import nn
 
-from trainer.config import Config, LearningRateConfig, OptimizerConfig, PrecisionConfig, TypePolicy
+from trainer.config import Config, ConfigError, LearningRateConfig, OptimizerConfig, PrecisionConfig, TypePolicy
+from trainer.config.imports import load
 from trainer.model.axes import parameter_infos
 from trainer.model.transformer import Transformer
 from trainer.optim.groups import Policy, parameter_policies
 from trainer.optim.lr_schedule import learning_rate
 from trainer.optim.optimizer import Optimizer
+from trainer.planning.resolve import compose
 from trainer.precision.scaler import GradScaler
 
 
@@ -46,6 +49,49 @@ def test_adamw_equals_torch(state, tolerance):
     for mine, copy in zip(weights.values(), copies):
         torch.testing.assert_close(mine, copy, rtol=tolerance, atol=tolerance)
     assert all(value.dtype is state for value in ours.state.values())
+
+
+def test_a_registered_optimizer_equals_torch_and_skips():
+    with forgotten():
+        load(["examples.adamax"])
+        weights, ours, generator = problem("adamax", decay=0.0)
+        copies = [nn.Parameter(w.detach().clone()) for w in weights.values()]
+        theirs = torch.optim.Adamax(copies, lr=0.01, betas=(0.9, 0.999), eps=1e-8)
+        for broken in (0, 0, 1, 0):
+            for mine, copy in zip(weights.values(), copies):
+                copy.grad = torch.randn(5, 3, generator=generator)
+                mine.grad = copy.grad * (float("inf") if broken else 8)
+            ours.step(scalar(0.01), scalar(8), scalar(broken))
+            if not broken:
+                theirs.step()
+        for mine, copy in zip(weights.values(), copies):
+            torch.testing.assert_close(mine, copy, rtol=1e-6, atol=1e-6)
+        assert {moment for _, moment in ours.state} == {"exp_avg", "exp_inf"}
+
+
+def test_registered_optimizers_that_cannot_be(tmp_path):
+    with forgotten(tmp_path):
+        package(
+            tmp_path,
+            "whole",
+            """
+            @register.optimizer("whole", moments=("m",), elementwise=False)
+            def whole(settings, update):
+                return update.weight, {"other": update.weight}
+            """,
+        )
+        mine = ["imports=[whole]", "precision.types.matrix.optimizer=whole"]
+        for plan in ("zero1", "tp2"):
+            with pytest.raises(ConfigError, match=r"optimizer 'whole' \(whole.whole\) needs whole parameters"):
+                compose([*mine, f"parallel={plan}"], world_size=2)
+        assert compose([*mine, "parallel=ddp"], world_size=2).precision.types.matrix.optimizer == "whole"
+        with pytest.raises(ConfigError, match="optimizer.settings.whole: .* is not chosen"):
+            compose(["imports=[whole]", "optimizer.settings.whole={}"], world_size=1)
+        weights, ours, _ = problem("whole")
+        for weight in weights.values():
+            weight.grad = torch.zeros_like(weight)
+        with pytest.raises(ConfigError, match="returns the moments other, and is registered with m"):
+            ours.step(scalar(1), scalar(1), scalar(0))
 
 
 def test_lion_and_sgd_follow_their_definitions():

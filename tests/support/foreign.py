@@ -89,7 +89,7 @@ class ForeignModel(nn.Module):
         if self.last:
             self.scores = Matrix(spec.vocab_size, spec.width, "head")
 
-    def set_loss(self, z_loss: float, chunk: int, compiled: bool, tile: int = 0) -> None:
+    def set_loss(self, z_loss: float, chunk: int, compiled: bool, tile: int = 0, terms: object = None) -> None:
         self.z_loss = z_loss
 
     def defer(self, deferred: Any) -> None:

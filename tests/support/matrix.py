@@ -286,6 +286,7 @@ MUON = [
         {"dp": 4, "stage": 3},
         {"dp": 4, "stage": 2, "shard": 2, "micro_batches": 1},
         {"dp": 2, "tp": 2, "stage": 3},
+        {"cp": 2, "tp": 2, "stage": 3},
         {"tp": 4, "kv_heads": 2},
         {"tp": 2, "pp": 2, "schedule": "1f1b", "tied": True},
         {"dp": 2, "pp": 2, "schedule": "interleaved", "stage": 1, "family": "neox"},

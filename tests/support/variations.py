@@ -12,8 +12,8 @@ from trainer.config.typed import Setting, settings
 from trainer.hf.config import assign
 from trainer.hf.families import FAMILIES
 
-FIELDS = {setting.path: setting for setting in settings(ModelSpec())}
-"""Every leaf of the spec."""
+FIELDS = {setting.path: setting for setting in settings(ModelSpec()) if setting.registry is None}
+"""Every leaf of the spec, but for settings of what packages register, which transformers does not have."""
 LAYER_FIELDS = [path for path in FIELDS if path.split(".")[0] in ("attention", "feed_forward", "norm")]
 
 

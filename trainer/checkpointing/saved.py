@@ -66,7 +66,8 @@ def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
                 )
         check_model(contents, spec, prefix)
     except DamagedCheckpoint as damage:
-        raise ConfigError(f"checkpoint={checkpoint}: {damage}; give another checkpoint") from None
+        way_out = "" if "imports=" in str(damage) else "; give another checkpoint"
+        raise ConfigError(f"checkpoint={checkpoint}: {damage}{way_out}") from None
 
     def tensor(name: str) -> Tensor:
         return contents.read([prefix + name])[prefix + name]

@@ -15,9 +15,9 @@ from trainer.config.typed import Invalid, Problems, build
 def read_states(path: Path) -> dict[str, Any]:
     """The manifest of a run's checkpoint, whose states are of the kinds that `saving.contents` writes; its `spec` is
     complete. DamagedCheckpoint names the first that is not."""
-    manifest = {"data": {}, "batch": {}} | read_manifest(path)
+    manifest = {"data": {}, "batch": {}, "callbacks": {}} | read_manifest(path)
     manifest["spec"] = saved_spec(path, manifest).to_dict()
-    for name in ("data", "batch", "scaler"):
+    for name in ("data", "batch", "callbacks", "scaler"):
         state = manifest.get(name)
         _demand(path, name, isinstance(state, dict), state, "a mapping")
     counts = {name: (manifest.get(name), LARGEST) for name in ("tokens", "samples", "skipped")}

@@ -1,6 +1,7 @@
 """What is asked: every setting with its meaning, and how command lines and YAML become one typed object. Imports no
 torch."""
 
+from trainer.config import register
 from trainer.config.fields import ConfigError
 from trainer.config.model import ModelSpec
 from trainer.config.schema import (
@@ -57,4 +58,5 @@ __all__ = [
     "TypePolicy",
     "WandbConfig",
     "ZeroConfig",
+    "register",
 ]

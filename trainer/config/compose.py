@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import Config, ConfigError, typed
+from trainer.config import Config, ConfigError, imports, typed
 from trainer.config.fields import nearest
 from trainer.config.synonyms import SETTINGS
 from trainer.config.user_files import UserFiles
@@ -41,7 +41,8 @@ SWEEP = "several values are a sweep, which --multirun runs, a trial each"
 
 
 def gather(overrides: Sequence[str], config_dir: str | os.PathLike | None = None) -> tuple[dict, typed.Problems]:
-    """Plain values of all settings, interpolations unresolved, and the overrides that had to be left out.
+    """Plain values of all settings, interpolations unresolved, and the overrides that had to be left out. What
+    `imports` names has then been imported.
 
     Raises `ConfigError` where Hydra cannot compose what is left.
     """
@@ -53,7 +54,12 @@ def gather(overrides: Sequence[str], config_dir: str | os.PathLike | None = None
             composed = hydra.compose("config", [*accepted, SEARCH])
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
             raise ConfigError([*problems.values(), _sentence(error)]) from None
-    return typed.complete(Config(), typing.cast(dict, OmegaConf.to_container(composed))), problems
+    values = typing.cast(dict, OmegaConf.to_container(composed))
+    try:
+        imports.load(values.get("imports"))  # before names and types are looked at
+    except ConfigError as error:
+        raise ConfigError([*problems.values(), *error.problems]) from error
+    return typed.complete(Config(), values), problems
 
 
 @contextmanager

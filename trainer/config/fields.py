@@ -7,19 +7,26 @@ import copy
 import dataclasses
 import difflib
 import math
+from collections.abc import Collection
 from dataclasses import field
 from typing import Any
 
 
 def option(
-    default: Any, doc: str, choices: tuple | None = None, unit: str | None = None, range: str | None = None
+    default: Any,
+    doc: str,
+    choices: Collection | None = None,
+    unit: str | None = None,
+    range: str | None = None,
+    registry: Any = None,
 ) -> Any:
     """A documented setting: default, meaning, legal values and unit live here and nowhere else.
 
-    choices: all legal values; range: an interval as in mathematics, `[0, 1)` includes its lower bound alone; of a list,
-    it holds for each item.
+    choices: all legal values, or the `Registry` of their names; range: an interval as in mathematics, `[0, 1)` includes
+    its lower bound alone; of a list, it holds for each item. registry: of a mapping, the `Registry` of what its entries
+    are the settings of.
     """
-    metadata = {"doc": doc, "choices": choices, "unit": unit, "range": range}
+    metadata = {"doc": doc, "choices": choices, "unit": unit, "range": range, "registry": registry}
     if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -49,6 +56,21 @@ def nearest(word: str, legal: list[str]) -> str:
 def divisors(n: int) -> list[int]:
     low = [d for d in range(1, math.isqrt(max(n, 0)) + 1) if n % d == 0]
     return low + [n // d for d in reversed(low) if d * d != n]
+
+
+def assign(target: Any, values: dict[str, Any], path: str) -> None:
+    """Sets fields of a (nested) dataclass from a mapping. Raises `ValueError` for a name that is no field."""
+    fields = {f.name: f for f in dataclasses.fields(target)}
+    for name, value in values.items():
+        if name not in fields:
+            raise ValueError(f"unknown field '{path}.{name}'; {nearest(name, list(fields))}")
+        current = getattr(target, name)
+        if dataclasses.is_dataclass(current) and isinstance(value, dict):
+            assign(current, value, f"{path}.{name}")
+        elif fields[name].metadata.get("registry"):  # what several places say of one kind adds up
+            setattr(target, name, current | {kind: current.get(kind, {}) | given for kind, given in value.items()})
+        else:
+            setattr(target, name, value)
 
 
 class ConfigError(Exception):

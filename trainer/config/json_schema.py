@@ -34,6 +34,9 @@ def json_schema(section: str = "") -> dict[str, Any]:
 
 def _value(hint: Any, path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What a value of type `hint` may be."""
+    if registry := metadata.get("registry"):
+        named = {name: _value(entry.settings, f"{path}.{name}", {}) for name, entry in registry.registered.items()}
+        return {"type": "object", "properties": named, "additionalProperties": False}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         others = [{"type": "null"}] if arguments[0] is str else [{"type": "null"}, {"const": "auto"}]

@@ -14,7 +14,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.fields import divisors, nearest, option
+from trainer.config.fields import assign, divisors, option
+from trainer.config.registry import ATTENTION, FEED_FORWARD
 
 
 @dataclass
@@ -81,7 +82,7 @@ class RopeSpec:
 class AttentionSpec:
     """Causal self-attention with grouped key-value heads."""
 
-    kind: str = option("softmax", "attention block", ("softmax",))
+    kind: str = option("softmax", "attention block", ATTENTION)
     heads: int = option(8, "query heads")
     kv_heads: int = option(0, "key-value heads; 0 means as many as query heads")
     head_dim: int = option(0, "dimensions per head; 0 means width / heads")
@@ -99,16 +100,18 @@ class AttentionSpec:
         "rope", "rotary positions, or none (learned positions are a field of the model)", ("rope", "none")
     )
     rope: RopeSpec = option(RopeSpec(), "rotary frequencies")
+    settings: dict[str, Any] = option({}, "settings of a registered kind, by its name", registry=ATTENTION)
 
 
 @dataclass
 class FeedForwardSpec:
     """Feed-forward block: `gated` is down(act(gate(x)) * up(x)) (SwiGLU, GeGLU), `plain` is down(act(up(x)))."""
 
-    kind: str = option("gated", "feed-forward block", ("gated", "plain"))
+    kind: str = option("gated", "feed-forward block", FEED_FORWARD)
     width: int = option(1024, "hidden width")
     activation: str = option("silu", "non-linearity", ("silu", "gelu", "gelu_tanh", "relu"))
     bias: bool = option(False, "bias on the projections")
+    settings: dict[str, Any] = option({}, "settings of a registered kind, by its name", registry=FEED_FORWARD)
 
 
 @dataclass
@@ -249,19 +252,6 @@ class ModelSpec:
         spec = cls()
         assign(spec, values, "model")
         return spec
-
-
-def assign(target: Any, values: dict[str, Any], path: str) -> None:
-    """Sets fields of a (nested) dataclass from a mapping. Raises `ValueError` for a name that is no field."""
-    names = [f.name for f in dataclasses.fields(target)]
-    for name, value in values.items():
-        if name not in names:
-            raise ValueError(f"unknown field '{path}.{name}'; {nearest(name, names)}")
-        current = getattr(target, name)
-        if dataclasses.is_dataclass(current) and isinstance(value, dict):
-            assign(current, value, f"{path}.{name}")
-        else:
-            setattr(target, name, value)
 
 
 def layer_range(where: str, depth: int) -> range:

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.config.fields import option
 from trainer.config.model import ModelSpec
+from trainer.config.registry import CALLBACKS, LOSS_TERMS, METRICS, OPTIMIZERS, SCHEDULES, SINKS, SOURCES
 
 
 @dataclass
@@ -46,8 +47,8 @@ class SourceConfig:
 
     kind: str = option(
         "stdlib",
-        "the running interpreter's own library, local files, a hub name, or ready-made token files",
-        ("stdlib", "text", "jsonl", "parquet", "hub", "tokens"),
+        "the running interpreter's own library, local files, a hub name, ready-made token files, or a registered kind",
+        SOURCES,
     )
     path: str | None = option(None, "file, folder or glob (text, jsonl, parquet, tokens) or hub name (hub)")
     field: str = option("text", "column that holds the text (jsonl, parquet, hub)")
@@ -61,6 +62,7 @@ class SourceConfig:
         ("auto", "uint16", "uint32"),
     )
     weight: float = option(1.0, "share of this source among all, before normalisation", range="[0, inf)")
+    settings: dict[str, Any] = option({}, "settings of a registered kind, by its name", registry=SOURCES)
 
 
 @dataclass
@@ -248,9 +250,7 @@ class ParallelConfig:
 class TypePolicy:
     """How parameters of one type are optimised."""
 
-    optimizer: str | None = option(
-        None, "optimizer of this type; null means optimizer.name", ("adamw", "lion", "sgd", "muon")
-    )
+    optimizer: str | None = option(None, "optimizer of this type; null means optimizer.name", OPTIMIZERS)
     state_dtype: str = option("fp32", "type that the optimizer's moments are kept in", ("fp32", "bf16"))
     weight_decay: float | None = option(
         None, "decoupled weight decay; null means optimizer.weight_decay", range="[0, inf)"
@@ -336,6 +336,9 @@ class LossConfig:
         unit="tokens",
         range="[0, inf)",
     )
+    terms: dict[str, Any] = option(
+        {}, "registered terms by name, with their settings, added to each token's loss", registry=LOSS_TERMS
+    )
 
 
 @dataclass
@@ -366,9 +369,7 @@ class EmaConfig:
 @dataclass
 class OptimizerConfig:
     name: str = option(
-        "adamw",
-        "optimizer; muon is for hidden matrices, and leaves all other parameters to adamw",
-        ("adamw", "lion", "sgd", "muon"),
+        "adamw", "optimizer; muon is for hidden matrices, and leaves all other parameters to adamw", OPTIMIZERS
     )
     beta1: float = option(0.9, "decay of the first moment (momentum for sgd)", range="[0, 1)")
     beta2: float = option(0.95, "decay of the second moment", range="[0, 1)")
@@ -377,17 +378,19 @@ class OptimizerConfig:
     clip_norm: float = option(1.0, "largest global gradient norm; 0 means no clipping", range="[0, inf)")
     muon: MuonConfig = option(MuonConfig(), "muon")
     ema: EmaConfig = option(EmaConfig(), "average of the weights")
+    settings: dict[str, Any] = option({}, "settings of registered optimizers, by name", registry=OPTIMIZERS)
 
 
 @dataclass
 class LearningRateConfig:
-    schedule: str = option("cosine", "shape after the warm-up", ("cosine", "wsd", "linear", "constant"))
+    schedule: str = option("cosine", "shape after the warm-up", SCHEDULES)
     peak: float = option(3e-4, "learning rate after the warm-up", range="(0, inf)")
     warmup: int = option(10, "linear warm-up from zero", unit="steps", range="[0, inf)")
     final: float = option(0.1, "last learning rate as a share of peak", range="[0, 1]")
     decay: int = option(
         0, "wsd: length of the final decay; 0 means a fifth of run.steps", unit="steps", range="[0, inf)"
     )
+    settings: dict[str, Any] = option({}, "settings of a registered schedule, by its name", registry=SCHEDULES)
 
 
 @dataclass
@@ -472,6 +475,12 @@ class LoggingConfig:
     wandb: WandbConfig = option(WandbConfig(), "Weights & Biases")
     trace: list[int] = option([], "steps of which rank 0 writes a profiler trace to traces/", range="[1, inf)")
     types: bool = option(False, "print the parameter-type map at start")
+    metrics: dict[str, Any] = option(
+        {}, "registered metrics by name, with their settings: {weight_norm: {}}", registry=METRICS
+    )
+    sinks: dict[str, Any] = option(
+        {}, "registered sinks by name, with their settings: where lines of metrics go besides", registry=SINKS
+    )
 
 
 @dataclass
@@ -491,3 +500,11 @@ class Config:
     guard: GuardConfig = option(GuardConfig(), "when a run ends itself: non-finite steps, no progress; slow ranks")
     logging: LoggingConfig = option(LoggingConfig(), "metrics")
     compile: bool = option(False, "compile each block with torch.compile")
+    imports: list[str] = option(
+        [], "modules that are imported first, and register data sources, optimizers, callbacks and more"
+    )
+    callbacks: dict[str, Any] = option(
+        {},
+        "registered callbacks by name, with their settings, in the order in which they are called",
+        registry=CALLBACKS,
+    )

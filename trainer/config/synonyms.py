@@ -82,7 +82,7 @@ ABSENT = {
     **dict.fromkeys(("moe", "num_experts", "experts", "ep", "expert_parallel", "expert_model_parallel_size"), _EXPERTS),
     **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout"), "there is no dropout"),
     **dict.fromkeys(("ema", "ema_decay"), "there is no averaging of weights"),
-    **dict.fromkeys(("early_stopping", "patience"), "there is no early stopping; Ctrl-C saves"),
+    **dict.fromkeys(("early_stopping", "patience"), "a callback can end a run: docs/extending.md has one"),
     "rampup_batch_size": "the global batch is the same in every step",
     "label_smoothing_factor": "there is no label smoothing",
     "fp8": "nothing computes in fp8; parallel.grad_comm can send gradients in it",

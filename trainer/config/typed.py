@@ -12,19 +12,22 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf, StringNode, ValidationError
 
 from trainer.config import synonyms
-from trainer.config.fields import nearest, outside
+from trainer.config.fields import nearest, option, outside
 from trainer.config.model import LayerSpec
+from trainer.config.registry import Registry
 from trainer.config.schema import Config, SourceConfig, TypePolicy
 
 Problems = dict[str, str]
 """What is wrong, by setting."""
+
+EMPTY: Mapping[str, Any] = types.MappingProxyType({})
 
 LEAVES = {
     int: (IntegerNode, "a whole number"),
@@ -37,7 +40,7 @@ LEAVES = {
 @dataclass
 class PatternEntry(LayerSpec):
     repeat: int = dataclasses.field(
-        metadata={"doc": "layers in a row of this kind", "choices": None, "unit": "layers", "range": None}
+        metadata=option(None, "layers in a row of this kind", unit="layers").metadata  # without a default
     )
 
 
@@ -62,10 +65,11 @@ class Setting(NamedTuple):
     choices: tuple | None
     unit: str | None
     range: str | None
+    registry: Registry | None
 
 
 def settings(section: Any = None, path: str = "") -> Iterator[Setting]:
-    """Every setting of the schema, in its order."""
+    """Every setting of the schema, in its order, with those of what is registered."""
     section = Config() if section is None else section
     for field in dataclasses.fields(section):
         value, name = getattr(section, field.name), join(path, field.name)
@@ -73,6 +77,7 @@ def settings(section: Any = None, path: str = "") -> Iterator[Setting]:
             yield from settings(value, name)
         else:
             yield Setting(name, plain(value), **field.metadata)
+            yield from _registered_settings(field, name)
 
 
 def entry_settings(path: str) -> Iterator[Setting]:
@@ -91,7 +96,22 @@ def leaves(schema: type, path: str) -> Iterator[Setting]:
         if dataclasses.is_dataclass(hint):
             yield from leaves(typing.cast(type, hint), name)
         else:
-            yield Setting(name, None if field.default is dataclasses.MISSING else field.default, **field.metadata)
+            yield Setting(name, _default(field), **field.metadata)
+            yield from _registered_settings(field, name)
+
+
+def _default(field: dataclasses.Field) -> Any:
+    """Of a field, as plain data; None where it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return plain(field.default_factory())
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _registered_settings(field: dataclasses.Field, path: str) -> Iterator[Setting]:
+    """The settings of what is registered, where a field holds such."""
+    if registry := field.metadata.get("registry"):
+        for name, entry in registry.registered.items():
+            yield from leaves(entry.settings, join(path, name))
 
 
 def out_of_range(section: Any, path: str = "") -> list[str]:
@@ -109,6 +129,10 @@ def _ranged(schema: type, values: dict[str, Any], path: str) -> Iterator[tuple[s
             continue
         if interval := field.metadata.get("range"):
             yield from ((place, item, interval) for item in (value if isinstance(value, list) else [value]))
+        if registry := field.metadata.get("registry"):
+            for name, entry in ((name, entry) for name, entry in value.items() if name in registry.registered):
+                yield from _ranged(registry[name].settings, entry, join(place, name))
+            continue
         kind = PARTIAL.get(place) or (typing.get_args(hint) or (hint,))[-1]
         if dataclasses.is_dataclass(kind):
             named = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -169,9 +193,10 @@ def build(values: dict, problems: Problems, schema: type = Config, path: str = "
 
 
 def _convert(
-    hint: Any, value: Any, path: str, problems: Problems, choices: tuple | None = None, partial: bool = False
+    hint: Any, value: Any, path: str, problems: Problems, metadata: Mapping[str, Any] = EMPTY, partial: bool = False
 ) -> Any:
     """`value` as the type `hint`; raises `Invalid` where the whole of it is wrong."""
+    choices = metadata.get("choices")
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):  # Optional[T]
         hint = arguments[0]
@@ -185,9 +210,11 @@ def _convert(
         if not isinstance(value, origin):
             kind = "mapping, such as {name: ...}" if origin is dict else "list, such as [a, b]"
             raise Invalid(f"{path}={value} must be a {kind}")
+        if registry := metadata.get("registry"):
+            return _registered(registry, value, path, problems, partial)
         item, partial = PARTIAL.get(path, arguments[-1]), path in PARTIAL
         entries = value.items() if origin is dict else enumerate(value)
-        converted = _collect(((str(key), item, entry, None) for key, entry in entries), path, problems, partial)
+        converted = _collect(((str(key), item, entry, EMPTY) for key, entry in entries), path, problems, partial)
         return converted if origin is dict else list(converted.values())
     if hint is Any:
         return value
@@ -202,36 +229,65 @@ def _convert(
     if choices is not None and result not in choices:
         close = difflib.get_close_matches(str(result), map(str, choices), 1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
-        raise Invalid(f"{path}={result} is not one of {_list(choices)}{hint}")
+        more = "; imports=[PACKAGE] registers more" if isinstance(choices, Registry) else ""
+        raise Invalid(f"{path}={result} is not one of {_list(choices)}{hint}{more}")
     return result
 
 
 def _section(schema: type, values: Any, path: str, problems: Problems, partial: bool) -> Any:
     hints, fields = typing.get_type_hints(schema), {field.name: field for field in dataclasses.fields(schema)}
     if not isinstance(values, dict):
-        example = f"{path}.{next(iter(fields))}=VALUE"
-        raise Invalid(f"{path}={values} must be a mapping of {_list(fields)}; one setting is {example}")
+        example = f"one setting is {path}.{next(iter(fields))}=VALUE" if fields else f"it has none: {path}={{}}"
+        raise Invalid(f"{path}={values} must be a mapping of its settings ({_list(fields)}); {example}")
     for name, value in values.items():
         if name not in fields:
             problems[join(path, name)] = unknown(path, str(name), list(fields), value)
+    values = values if partial else _with_chosen(fields, values)
     given = [name for name in fields if name in values]
     converted = _collect(
-        ((name, hints[name], values[name], fields[name].metadata.get("choices")) for name in given),
-        path,
-        problems,
-        partial,
+        ((name, hints[name], values[name], fields[name].metadata) for name in given), path, problems, partial
     )
-    return converted if partial else schema(**converted)
+    try:
+        return converted if partial else schema(**converted)
+    except ValueError as error:  # of a registered schema that compares its settings
+        raise Invalid(f"{path}: {error}") from None
+
+
+def _with_chosen(fields: dict[str, dataclasses.Field], values: dict) -> dict:
+    """The values, in which something registered that is chosen has an entry with its settings, given or not."""
+    for name, field in fields.items():
+        choice = field.metadata.get("choices")
+        if isinstance(choice, Registry) and values.get(name) in choice.registered:
+            for other in (other for other, its in fields.items() if its.metadata.get("registry") is choice):
+                given = values.get(other) or {}
+                values = values | {other: {values[name]: {}} | given if isinstance(given, dict) else given}
+    return values
+
+
+def _registered(registry: Registry, values: dict, path: str, problems: Problems, partial: bool) -> dict[str, Any]:
+    """Settings of what is registered, by its name: plain, with the defaults of those that are left out unless
+    `partial`."""
+    converted = {}
+    for name, given in values.items():
+        place = join(path, name)
+        if name not in registry.registered:
+            problems[place] = f"{place}: {registry.unknown(str(name))}"
+            continue
+        try:
+            converted[name] = plain(_section(registry[name].settings, given, place, problems, partial))
+        except Invalid as error:
+            problems[place] = str(error)
+    return converted
 
 
 def _collect(
-    entries: Iterable[tuple[str, Any, Any, tuple | None]], path: str, problems: Problems, partial: bool
+    entries: Iterable[tuple[str, Any, Any, Mapping[str, Any]]], path: str, problems: Problems, partial: bool
 ) -> dict[str, Any]:
-    """Converts (name, type, value, choices) one by one; what is invalid becomes a problem and is left out."""
+    """Converts (name, type, value, metadata) one by one; what is invalid becomes a problem and is left out."""
     converted = {}
-    for name, hint, value, choices in entries:
+    for name, hint, value, metadata in entries:
         try:
-            converted[name] = _convert(hint, value, join(path, name), problems, choices, partial)
+            converted[name] = _convert(hint, value, join(path, name), problems, metadata, partial)
         except Invalid as error:
             problems[join(path, name)] = str(error)
     return converted

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
+import json
 import math
 import os
 import sysconfig
@@ -14,6 +16,7 @@ from typing import Any
 
 from trainer.config import ConfigError, SourceConfig
 from trainer.config.fields import nearest
+from trainer.config.registry import SOURCES
 from trainer.data.progress import on_terminal
 from trainer.data.tables import JsonLines, ParquetRows
 from trainer.data.text import Document, TextFiles
@@ -54,6 +57,50 @@ class Table:
                     yield Document(text)
 
 
+class OwnDocuments:
+    """Documents of a registered source. Errors of its code become `ConfigError`."""
+
+    SAMPLED = 64
+    """Documents by whose length the bytes of all are estimated."""
+
+    def __init__(self, name: str, config: SourceConfig):
+        entry = SOURCES[config.kind]
+        self.named = f"data.sources.{name}: {entry.home}"
+        self.made, self.settings = entry.made, entry.chosen(config.settings)
+        with self.blaming():
+            self.length = min(len(self.source), config.limit or len(self.source))
+            self.identity = json.loads(json.dumps(self.source.identity()))
+        stride = max(1, self.length // self.SAMPLED)
+        sizes = [len(one.text.encode()) for n in range(0, self.length, stride) for one in self.read(n, n + 1)]
+        self.bytes = sum(sizes) * self.length // max(1, len(sizes))
+
+    @cached_property
+    def source(self) -> Any:
+        return self.made(self.settings)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For the processes that tokenise, which open the source anew."""
+        return {name: value for name, value in vars(self).items() if name != "source"}
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, first: int, last: int) -> Iterator[Document]:
+        with self.blaming():
+            for text in self.source.read(first, last):
+                if not isinstance(text, str):
+                    raise TypeError(f"read({first}, {last}) yields {brief(text)} instead of text")
+                if text:
+                    yield Document(text)
+
+    @contextlib.contextmanager
+    def blaming(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise ConfigError(f"{self.named}: {type(error).__name__}: {error}") from error
+
+
 class Stream:
     """Documents of a hub data set in the order in which they arrive."""
 
@@ -90,7 +137,7 @@ class Stream:
                 yield text
 
 
-Documents = TextFiles | JsonLines | ParquetRows | Table
+Documents = TextFiles | JsonLines | ParquetRows | Table | OwnDocuments
 """Documents that can be read in any order."""
 
 
@@ -103,7 +150,8 @@ class Source:
     def __init__(self, name: str, config: SourceConfig, cache: Path):
         self.name, self.config, self.cache = name, config, cache
         self.streams = config.kind == "hub" and config.streaming
-        self.paths = [] if config.kind == "hub" else find_files(name, config)
+        self.registered = config.kind in SOURCES.registered
+        self.paths = [] if config.kind == "hub" or self.registered else find_files(name, config)
         if config.limit and config.kind in ("stdlib", "text"):
             self.paths = self.paths[: config.limit]
 
@@ -115,12 +163,16 @@ class Source:
         if config.kind == "hub":
             files = [] if self.streams else [entry["filename"] for entry in self.documents.rows.cache_files]
             return [*reading, config.path, config.subset, config.split, files]
+        if self.registered:
+            return [*reading, config.settings, self.documents.identity]
         states = [(path, os.stat(path)) for path in self.paths]
         return [*reading, [(path, state.st_size, state.st_mtime_ns) for path, state in states]]
 
     @cached_property
     def documents(self) -> Documents | Stream:
         name, config = self.name, self.config
+        if self.registered:
+            return OwnDocuments(name, config)
         if config.kind in ("stdlib", "text"):
             return TextFiles(name, self.paths, strict=config.kind == "text")
         if config.kind == "jsonl":

@@ -188,10 +188,10 @@ def _in_processes(job: TokeniseJob, numbers: list[int], workers: int) -> Iterato
     """Yields each number when its shard is done. Workers get the job through their standard input, which nobody else
     can write, and report to one pipe, a line of JSON at a time."""
     package = str(Path(__file__).parents[2])
-    environment = {
+    environment = {  # what this process can import, a registered source's module among it
         **os.environ,
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [package, *sys.path])),
     }
     read, write = os.pipe()
     command = [sys.executable, "-m", __name__, str(write)]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.config import ConfigError, registry
 from trainer.config.model import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
 from trainer.distributed.collectives import Sum
 from trainer.model.attention import attend
@@ -198,6 +199,16 @@ FEED_FORWARD: dict[str, Callable[[FeedForwardSpec, int], Block]] = {"gated": Fee
 """Kind of a block in the spec -> its class."""
 
 
+def registered(spec: AttentionSpec | FeedForwardSpec, kinds: registry.Registry, width: int) -> Block | None:
+    """The block of a registered kind; None where the kind is our own."""
+    if (entry := kinds.registered.get(spec.kind)) is None:
+        return None
+    block = entry.made(entry.chosen(spec.settings), spec, width)
+    if not isinstance(block, Block):
+        raise ConfigError(f"the {kinds.kind} '{entry.name}' ({entry.home}) is no trainer.model.layers.Block")
+    return block
+
+
 class Layer(nn.Module):
     """One decoder layer, a `StageLayer`. `recompute` decides what backward finds saved of the body; `run` and
     `run_tile` may be compiled versions of its parts. None of them wraps the module, so that names stay global."""
@@ -205,8 +216,12 @@ class Layer(nn.Module):
     def __init__(self, spec: LayerSpec, width: int, parallel_residual: bool):
         super().__init__()
         self.parallel_residual = parallel_residual
-        self.attention = ATTENTION[spec.attention.kind](spec.attention, spec.norm, width)
-        self.feed_forward = FEED_FORWARD[spec.feed_forward.kind](spec.feed_forward, width)
+        self.attention = registered(spec.attention, registry.ATTENTION, width) or ATTENTION[spec.attention.kind](
+            spec.attention, spec.norm, width
+        )
+        self.feed_forward = registered(spec.feed_forward, registry.FEED_FORWARD, width) or FEED_FORWARD[
+            spec.feed_forward.kind
+        ](spec.feed_forward, width)
         pre, post = spec.norm.placement in ("pre", "both"), spec.norm.placement in ("post", "both")
         self.attention_norm = Norm(width, spec.norm) if pre else nn.Identity()
         self.feed_forward_norm = Norm(width, spec.norm) if pre else nn.Identity()

@@ -7,14 +7,16 @@ and two numbers a token are exchanged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainer.config import LossConfig
+from trainer.config.registry import LOSS_TERMS
 from trainer.distributed.collectives import TensorGroup
 from trainer.model.compiled import compiled
 from trainer.model.tiles import tiles
@@ -22,29 +24,40 @@ from trainer.precision.products import Role, matmul
 
 IGNORE = -100
 
+Term = Callable[[Tensor, Tensor], Tensor]
+"""Scores [tokens, vocab] and targets [tokens] -> what is added to each token's loss [tokens]."""
+
 
 @dataclass(frozen=True)
 class LossSettings:
     """soft_cap: of the logits, 0 for none; z_loss: factor of the squared log-normaliser; chunk: tokens whose fp32
     logits exist at a time, 0 for all; compiled: whether chunks run compiled; tile: tokens of this rank whose logits
-    exist at a time, 0 for all."""
+    exist at a time, 0 for all; terms: registered ones."""
 
     soft_cap: float = 0.0
     z_loss: float = 0.0
     chunk: int = 0
     compiled: bool = False
     tile: int = 0
+    terms: Mapping[str, Term] = field(default_factory=dict)
+
+
+def loss_terms(config: LossConfig) -> dict[str, Term]:
+    """The registered terms that a configuration names, with their settings."""
+    entries = {name: LOSS_TERMS[name] for name in config.terms}
+    return {name: partial(entry.made, entry.chosen(config.terms)) for name, entry in entries.items()}
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, settings: LossSettings, group: TensorGroup | None, start: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Summed cross-entropy of `hidden @ weight.T` against targets.
 
     hidden: [tokens / t, width]; weight: [vocab / t, width], rows from `start` on of the whole; targets: int [tokens],
     IGNORE where there is none. Returns two fp32 scalars, both sums over the tokens that have a target: the objective
-    (with z-loss), which is differentiable, and the cross-entropy alone; equal on all ranks of `group`. The gradients
-    are exact, not recomputed."""
+    (with z-loss and registered terms), which is differentiable, and the cross-entropy alone; equal on all ranks of
+    `group`; and a vector, the sum of each term (zeros where nothing is differentiated). The gradients are exact, not
+    recomputed."""
     loss = TiledCrossEntropy if settings.tile else LinearCrossEntropy
     return loss.apply(hidden, weight, targets, settings, group, start)
 
@@ -64,15 +77,15 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logits = _logits(hidden, weight, group)[0]
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        objective, entropy = _loss(logits, targets, settings, group, start, wanted)
+        objective, entropy, added = _loss(logits, targets, settings, group, start, wanted)
         if wanted:
             ctx.group = group
             ctx.save_for_backward(hidden, weight, logits)
-        ctx.mark_non_differentiable(entropy)
-        return objective, entropy
+        ctx.mark_non_differentiable(entropy, added)
+        return objective, entropy, added
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor, _: Any) -> tuple:
+    def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple:
         hidden, weight, gradient = ctx.saved_tensors
         group = ctx.group
         whole = hidden if group is None else group.gather(hidden)
@@ -107,11 +120,11 @@ class TiledCrossEntropy(torch.autograd.Function):
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         to_hidden = torch.empty_like(hidden) if wanted else None
         to_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        objective = entropy = hidden.new_zeros((), dtype=wide)
+        objective = entropy = added = hidden.new_zeros((), dtype=wide)
         for rows in tiles(len(hidden), settings.tile):
             logits, part = _logits(hidden[rows], weight, group)
-            terms = _loss(logits, by_rank[:, rows].flatten(), settings, group, start, wanted)
-            objective, entropy = objective + terms[0], entropy + terms[1]
+            of_tile = _loss(logits, by_rank[:, rows].flatten(), settings, group, start, wanted)
+            objective, entropy, added = objective + of_tile[0], entropy + of_tile[1], added + of_tile[2]
             if to_hidden is not None:
                 gradient = matmul(logits, weight, Role.INPUT_GRADIENT)
                 to_hidden[rows] = gradient if group is None else group.wait(group.scatter_sum(gradient))
@@ -119,11 +132,11 @@ class TiledCrossEntropy(torch.autograd.Function):
                 to_weight += matmul(logits, part, Role.WEIGHT_GRADIENT)
         ctx.save_for_backward(to_hidden, to_weight)
         ctx.weight_dtype, ctx.tile = weight.dtype, settings.tile
-        ctx.mark_non_differentiable(entropy)
-        return objective, entropy
+        ctx.mark_non_differentiable(entropy, added)
+        return objective, entropy, added
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor, _: Any) -> tuple:
+    def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple:
         to_hidden, to_weight = ctx.saved_tensors
         result = torch.empty_like(to_hidden)
         for rows in tiles(len(to_hidden), ctx.tile):  # in fp32, of a tile
@@ -142,8 +155,9 @@ def _logits(hidden: Tensor, weight: Tensor, group: TensorGroup | None) -> tuple[
 
 def _loss(
     logits: Tensor, targets: Tensor, settings: LossSettings, group: TensorGroup | None, start: int, wanted: bool
-) -> tuple[Tensor, Tensor]:
-    """Objective and cross-entropy of logits; where `wanted`, these become the objective's gradient, chunk by chunk."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Objective, cross-entropy and terms of logits; where `wanted`, these become the objective's gradient, chunk by
+    chunk."""
     statistics, gradient = (
         (compiled_once(loss_statistics), compiled_once(loss_gradient))
         if settings.compiled
@@ -159,11 +173,25 @@ def _loss(
     valid = targets != IGNORE
     entropy = torch.where(valid, normalizer - score, 0).sum()
     objective = entropy + settings.z_loss * torch.where(valid, normalizer, 0).square().sum()
+    added = objective.new_zeros(len(settings.terms))
     for rows in chunks if wanted else ():
-        logits[rows] = gradient(
-            logits[rows], index[rows], valid[rows], normalizer[rows], settings.soft_cap, settings.z_loss
-        )
-    return objective, entropy
+        whole = gradient(logits[rows], index[rows], valid[rows], normalizer[rows], settings.soft_cap, settings.z_loss)
+        if settings.terms:
+            of_terms, values = term_gradients(logits[rows], targets[rows], settings)
+            whole, added = whole + of_terms, added + values
+        logits[rows] = whole
+    return objective + added.sum(), entropy, added
+
+
+def term_gradients(logits: Tensor, targets: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """The gradient of all terms with respect to `logits` [tokens, vocab], in fp32, and the sum of each: [terms]. Tokens
+    without a target do not count."""
+    leaf = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).requires_grad_()
+    with torch.enable_grad():
+        scores = capped(leaf, settings.soft_cap)
+        values = [torch.where(targets != IGNORE, term(scores, targets), 0).sum() for term in settings.terms.values()]
+        (gradient,) = torch.autograd.grad(sum(values[1:], values[0]), leaf)
+    return gradient, torch.stack(values).detach()
 
 
 def capped(logits: Tensor, soft_cap: float) -> Tensor:

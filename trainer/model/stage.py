@@ -117,7 +117,14 @@ class Stage(Protocol):
         (objective, cross-entropy), both summed over the valid targets. Any of them is `Reported` where a layer reports.
         """
 
-    def set_loss(self, z_loss: float, chunk: int, compiled: bool, tile: int = 0) -> None:
+    def set_loss(
+        self,
+        z_loss: float,
+        chunk: int,
+        compiled: bool,
+        tile: int = 0,
+        terms: Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None = None,
+    ) -> None:
         """How the loss is computed, where the stage holds it; see `LossSettings`."""
 
     def defer(self, deferred: DeferredGrads) -> None:

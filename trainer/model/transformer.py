@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +17,9 @@ from trainer.model.axes import Declared
 from trainer.model.context import ContextGroup, once
 from trainer.model.layers import Block, Layer, Linear, Norm
 from trainer.model.linear import DeferredGrads, columns
-from trainer.model.loss import LossSettings, linear_cross_entropy
+from trainer.model.loss import LossSettings, Term, linear_cross_entropy
 from trainer.model.rotary import Rotary
-from trainer.model.stage import apart, together
+from trainer.model.stage import Report, Reported, apart, together
 
 
 class Embedding(Declared):
@@ -60,7 +60,10 @@ class Head(Declared):
             (logits,) = columns(x, [weight], [None], self.group)
             return cap_score(logits, cap=self.loss.soft_cap) if self.loss.soft_cap else logits
         start = 0 if self.group is None else part_start(self.declared["weight"].shape[0], self.group)
-        return linear_cross_entropy(x, weight, targets, self.loss, self.group, start)
+        objective, entropy, added = linear_cross_entropy(x, weight, targets, self.loss, self.group, start)
+        if not (self.training and self.loss.terms):
+            return objective, entropy
+        return Reported((objective, entropy), Report(None, dict(zip(self.loss.terms, added.split(1)))))
 
 
 def part_start(size: int, group: TensorGroup) -> int:
@@ -115,9 +118,13 @@ class Transformer(nn.Module):
         }
         self.tie()
 
-    def set_loss(self, z_loss: float, chunk: int, compiled: bool, tile: int = 0) -> None:
+    def set_loss(
+        self, z_loss: float, chunk: int, compiled: bool, tile: int = 0, terms: Mapping[str, Term] | None = None
+    ) -> None:
         if self.last:
-            self.head.loss = replace(self.head.loss, z_loss=z_loss, chunk=chunk, compiled=compiled, tile=tile)
+            settings = dict(z_loss=z_loss, chunk=chunk, compiled=compiled, tile=tile, terms=terms or {})
+            self.head.loss = replace(self.head.loss, **settings)
+            self.reports |= {f"head.{name}": 1 for name in terms or {}}
 
     def defer(self, deferred: DeferredGrads) -> None:
         tiled = {module for layer in self.layers.values() if layer.tile for module in layer.feed_forward.modules()}
@@ -165,7 +172,7 @@ class Transformer(nn.Module):
             mask = once(masks[kind]) if layer.recomputes_attention else masks[kind]
             x, reports[f"layers.{index}"] = apart(layer(x, shape, rotation, mask))
         if self.last:
-            x = self.head(self.norm(x), None if targets is None else targets.flatten())
+            x, reports["head"] = apart(self.head(self.norm(x), None if targets is None else targets.flatten()))
             x = x if targets is not None else x.view(*shape, -1)
         return together(x, reports)
 

@@ -12,8 +12,9 @@ import numpy
 from trainer.config import ConfigError
 from trainer.util.reading import parse_json, read_bytes
 
-# One line of metrics.jsonl is one object with these keys: a step line has all but eval_loss, an evaluation line has
-# those of EVALUATION. What is unknown, does not apply or is not finite is null.
+# One line of metrics.jsonl is one object with these keys: a step line has those of STEP, an evaluation line those of
+# EVALUATION. What is unknown, does not apply or is not finite is null. A key that ends in /NAME stands for any number
+# of keys.
 METRICS: dict[str, str] = {
     "step": "optimizer steps done, this one included",
     "time": "when the line was written, in seconds since 1970",
@@ -40,6 +41,8 @@ METRICS: dict[str, str] = {
     "comm/bytes_outer": "the same between replicas and between nodes",
     "loss_scale": "fp16 loss scale of this step",
     "skipped": "steps so far whose update was skipped for a non-finite loss or gradient",
+    "term/NAME": "mean per valid token of a registered term of the loss (loss.terms), which `loss` does not contain",
+    "user/NAME": "a registered metric (logging.metrics)",
     "eval_loss": "mean loss per token on held-out data, in nats",
 }
 EVALUATION = ("step", "time", "tokens", "eval_loss")
@@ -114,18 +117,26 @@ class Meter:
 
 
 def line(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """`values` as one line of metrics: every name of `names`, in order; absent and non-finite values are None.
+    """`values` as one line of metrics: every name of `names`, in order; absent and non-finite values are None. What
+    belongs to a name that ends in /NAME stands in its place.
 
     Raises `ValueError` for a name that is not in `names`, or without a step.
     """
-    unknown = [name for name in values if name not in names]
+    families = {name: [key for key in values if key.startswith(name[: -len("NAME")])] for name in names if many(name)}
+    keys = [key for name in names for key in families.get(name, [name])]
+    unknown = [name for name in values if name not in keys]
     if unknown or values.get("step") is None:
         raise ValueError(
             f"metrics {unknown} are not in the table of trainer/observe/metrics.py"
             if unknown
             else "a line of metrics needs its step"
         )
-    return {name: _plain(values.get(name)) for name in names}
+    return {name: _plain(values.get(name)) for name in keys}
+
+
+def many(name: str) -> bool:
+    """Whether a name of `METRICS` stands for many."""
+    return name.endswith("/NAME")
 
 
 def _plain(value: Any) -> int | float | None:

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
 from rich.console import Console
@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from trainer.config import ConfigError, LoggingConfig, RunConfig, WandbConfig
+from trainer.config.registry import SINKS
 from trainer.observe import metrics
 from trainer.util.exit_codes import DONE, STOPPED
 from trainer.util.extras import needs
@@ -37,6 +38,17 @@ from trainer.util.tables import count, duration, percent, size
 MetricsLine = dict[str, Any]
 Notify = Callable[[str], None]
 METRICS_FILE, REPLACED, STATUS, LOG = "metrics.jsonl", "metrics-replaced.jsonl", "status.json", "console.log"
+
+
+class SinkPlace(NamedTuple):
+    """What a registered sink is told. folder: the run's; name: of the run; resume_step: the step that training
+    continues after, 0 for a new run; config: the resolved configuration as plain data; notify: shows a notice."""
+
+    folder: Path
+    name: str
+    resume_step: int
+    config: dict[str, Any]
+    notify: Notify
 
 
 class Logger:
@@ -71,6 +83,9 @@ class Logger:
             self._open("TensorBoard", lambda: TensorBoard(folder, resume_step))
         if logging.wandb.enabled:
             self._open("wandb", lambda: Wandb(folder, logging.wandb, run.name, resume_step, config, self.event))
+        place = SinkPlace(folder, run.name, resume_step, config, self.event)
+        for name, given in logging.sinks.items():
+            self._open(f"the sink '{name}'", partial(open_sink, name, given, place))
         self._open(
             "status.json", lambda: Status(folder, resume_step, run.steps)
         )  # the last to open is the first to close
@@ -115,6 +130,12 @@ class Logger:
             self._sinks.remove(sink)
             self._listeners = [listener for listener in self._listeners if listener is not sink]
             self.event(f"{type(sink).__name__} is off from here: {reason_of(error)}")
+
+
+def open_sink(name: str, given: dict[str, Any], place: SinkPlace) -> Any:
+    """A registered sink with its settings."""
+    entry = SINKS[name]
+    return entry.made(entry.of(given), place)
 
 
 def reason_of(error: BaseException) -> str:

@@ -8,20 +8,37 @@ global parameter name, and saved as tensors in the layout of the parameters."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
-from trainer.config import OptimizerConfig
+from trainer.config import ConfigError, OptimizerConfig
+from trainer.config.registry import OPTIMIZERS
 from trainer.distributed.tensors import like, local
 from trainer.distributed.world import World
 from trainer.optim.groups import Policy
 from trainer.optim.muon import Orthogonaliser, lr_factor
-from trainer.planning.cost.updates import MOMENTS
+from trainer.planning.cost.updates import moments
+
+
+class Update(NamedTuple):
+    """What a registered optimizer gets of a parameter: this rank's part of it, in fp32.
+
+    gradient: unscaled and clipped. moments: by name. rate, number: the learning rate, and the number of the update from
+    1, scalar tensors."""
+
+    weight: Tensor
+    gradient: Tensor
+    moments: dict[str, Tensor]
+    rate: Tensor
+    number: Tensor
+    weight_decay: float
 
 
 class Optimizer:
-    """AdamW (arXiv 1711.05101; on a CPU torch's fused kernel), Lion (arXiv 2302.06675), SGD with momentum, and Muon, by
-    group.
+    """AdamW (arXiv 1711.05101; on a CPU torch's fused kernel), Lion (arXiv 2302.06675), SGD with momentum, Muon, and
+    what is registered, by group.
 
     parameters: global name -> parameter (sharded or not), with its gradient in `.grad`. world: of the ranks that hold
     parts of matrices for Muon; None where each is whole here.
@@ -44,7 +61,7 @@ class Optimizer:
             (name, moment): torch.zeros_like(local(parameters[name]), dtype=policy.state_dtype)
             for policy, names in self.groups.items()
             for name in names
-            for moment in MOMENTS[policy.optimizer]
+            for moment in moments(policy.optimizer)
         }
         matrices = {name: parameter for name, parameter in parameters.items() if policies[name].optimizer == "muon"}
         self.orthogonaliser = Orthogonaliser(matrices, config.muon, world) if matrices or world else None
@@ -69,7 +86,9 @@ class Optimizer:
             self._muon(rate, grad_scale, found_inf)
         for policy, names in self.groups.items():
             names = [name for name in names if policy.optimizer != "muon" and local(self.parameters[name]).numel()]
-            if names and self.updates.is_cuda:
+            if names and policy.optimizer in OPTIMIZERS.registered:
+                self._registered(policy, names, rate * policy.lr_scale, grad_scale, found_inf)
+            elif names and self.updates.is_cuda:
                 self._launch(policy, names, rate * policy.lr_scale, grad_scale, found_inf)
             elif names:
                 {"adamw": self._adamw, "lion": self._lion, "sgd": self._sgd}[policy.optimizer](
@@ -84,7 +103,7 @@ class Optimizer:
             policy.optimizer,
             [local(self.parameters[name]) for name in names],
             [local(self.parameters[name].grad) for name in names],
-            [[self.state[name, moment] for name in names] for moment in MOMENTS[policy.optimizer]],
+            [[self.state[name, moment] for name in names] for moment in moments(policy.optimizer)],
             multi_tensor.scalars(rate, grad_scale, found_inf, self.updates + 1, (beta1, beta2)),
             (beta1, beta2),
             self.config.eps,
@@ -92,7 +111,7 @@ class Optimizer:
         )
 
     def _adamw(self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
-        first, second = ([self.state[name, moment] for name in names] for moment in MOMENTS["adamw"])
+        first, second = ([self.state[name, moment] for name in names] for moment in moments("adamw"))
         weights = [local(self.parameters[name]) for name in names]
         gradients = [local(self.parameters[name].grad) for name in names]
         groups = [(weights, gradients, first, second)]
@@ -153,6 +172,25 @@ class Optimizer:
             weight.sub_(part.to(weight) * (step * lr_factor(config.adjust_lr, parameter.shape)))
 
         self.orthogonaliser.run(direction, apply)
+
+    def _registered(
+        self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor
+    ) -> None:
+        entry, number = OPTIMIZERS[policy.optimizer], self.updates + 1
+        settings = entry.chosen(self.config.settings)
+        for name in names:
+            weight = local(self.parameters[name])
+            gradient = torch.where(found_inf > 0, 0, local(self.parameters[name].grad) / grad_scale)
+            before = {moment: self.state[name, moment] for moment in moments(policy.optimizer)}
+            kept = {moment: value.float() for moment, value in before.items()}
+            updated, after = entry.made(settings, Update(weight, gradient, kept, rate, number, policy.weight_decay))
+            if set(after) != set(before):
+                raise ConfigError(
+                    f"the optimizer '{entry.name}' ({entry.home}) returns the moments {', '.join(after)}, and is "
+                    f"registered with {', '.join(before)}"
+                )
+            for old, new in [(weight, updated), *((before[moment], after[moment]) for moment in before)]:
+                old.copy_(torch.where(found_inf > 0, old, new.to(old.dtype)))
 
     def _inputs(self, name: str, moment: str, grad_scale: Tensor, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parameter = self.parameters[name]

@@ -40,13 +40,11 @@ class SharedParameters:
         self.parameters, self.copies, self.tied, self.ends, self.world = parameters, copies, tied, ends, world
         elsewhere = {copy for _, copy in copies} | (set() if counted else set(tied))
         first = world.place("replicate") == 0
-        self.counted = torch.tensor(
-            [
-                first and name not in elsewhere and (is_split(parameter) or world.place("tp") == 0)
-                for name, parameter in parameters.items()
-            ],
-            device=world.device,
-        )
+        self.counted_here = [
+            first and name not in elsewhere and (is_split(parameter) or world.place("tp") == 0)
+            for name, parameter in parameters.items()
+        ]
+        self.counted = torch.tensor(self.counted_here, device=world.device)
 
     @torch.no_grad()
     def sum(self) -> None:

@@ -14,13 +14,16 @@ from trainer.checkpointing.activation import apply_recompute, check_recompute, r
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.distributed.world import World
+from trainer.model.axes import parameter_infos
 from trainer.model.compiled import compiled
 from trainer.model.linear import DeferredGrads
+from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage
 from trainer.model.transformer import Transformer
 from trainer.parallel import tensor
 from trainer.parallel.context import share_sequences
 from trainer.parallel.engine import Engine
+from trainer.planning.cost.parameters import declarations
 from trainer.planning.plan import Plan
 
 
@@ -38,6 +41,7 @@ def check_model(config: Config, spec: ModelSpec, device: torch.device) -> None:
     """What only the modules can tell, before any process group. Raises `ConfigError`."""
     with torch.device("meta"):
         model = Transformer(spec)
+    check_declared(model, spec)
     check_recompute(model, config.activation)
     if (
         config.compile
@@ -46,6 +50,19 @@ def check_model(config: Config, spec: ModelSpec, device: torch.device) -> None:
         and recomputes_attention(model, config.activation)
     ):
         check_compiled_recompute(config)
+
+
+def check_declared(model: Transformer, spec: ModelSpec) -> None:
+    """Memory, FLOPs and checkpoints follow from what is said of parameters without modules: registered blocks have to
+    declare the same. Raises `ConfigError`."""
+    said, declared = declarations(spec), parameter_infos(model)
+    wrong = [name for name in {**said, **declared} if said.get(name) != declared.get(name)]
+    if wrong or list(said) != list(declared):
+        name = next(iter(wrong), "their order")
+        raise ConfigError(
+            f"{name}: a registered block declares {declared.get(name)}, and the function `parameters` with which it is "
+            f"registered says {said.get(name)}; make both equal"
+        )
 
 
 def check_compiled_recompute(config: Config) -> None:
@@ -77,7 +94,8 @@ def parallelize(
     """
     with torch.device("meta"):
         model = make(spec, layers)
-    model.set_loss(config.loss.z_loss, config.loss.chunk, config.compile, config.loss.tile or 0)
+    loss = config.loss
+    model.set_loss(loss.z_loss, loss.chunk, config.compile, loss.tile or 0, loss_terms(loss))
     apply_recompute(model, config.activation)
     if deferred is not None:
         model.defer(deferred)

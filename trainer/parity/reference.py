@@ -18,6 +18,7 @@ from trainer.config.schema import MuonConfig
 from trainer.data.batches import Batch
 from trainer.model.axes import parameter_infos
 from trainer.model.initial import Weights, initialize
+from trainer.model.loss import loss_terms
 from trainer.model.stage import apart
 from trainer.model.transformer import Transformer
 from trainer.optim.groups import parameter_policies
@@ -88,7 +89,9 @@ def reference(
             targets = batch.targets.flatten()
             entropy = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
             normalizers = logits.logsumexp(-1)[targets != IGNORE]
-            ((entropy + config.loss.z_loss * normalizers.square().sum() + auxiliary) * (scale / valid)).backward()
+            added = sum(term(logits, targets)[targets != IGNORE].sum() for term in loss_terms(config.loss).values())
+            objective = entropy + config.loss.z_loss * normalizers.square().sum() + added + auxiliary
+            (objective * (scale / valid)).backward()
             loss += entropy.item() / valid
         for parameter in model.parameters():
             parameter.grad /= scale

@@ -13,6 +13,7 @@ from typing import Any
 from trainer.config import ConfigError, ParallelConfig
 from trainer.config.fields import divisors
 from trainer.config.model import ModelSpec
+from trainer.config.registry import ATTENTION, FEED_FORWARD, Registered, Registry
 from trainer.config.typed import out_of_range
 from trainer.planning.deepspeed import check_parallel
 
@@ -95,6 +96,13 @@ def check_plan(
         return problems
     problems += _check_tensor(parallel, spec, world, node or world) + _check_depth(parallel, spec)
     cp, dp, stage = parallel.cp, parallel.dp, parallel.zero.stage
+    if spec is not None and cp > 1:
+        problems += [
+            f"parallel.cp={cp}: the attention block '{entry.name}' ({entry.home}) sees the tokens of its own rank "
+            "alone; set parallel.cp=1"
+            for kinds, entry in registered_blocks(spec)
+            if kinds is ATTENTION
+        ]
     model, context = parallel.tp * parallel.pp * cp, f" parallel.cp={cp}" if cp > 1 else ""
     degrees = f"parallel.tp={parallel.tp} x parallel.pp={parallel.pp}" + (context and f" x{context}")
     degrees += "" if dp == -1 else f" x parallel.dp={dp}"
@@ -173,6 +181,12 @@ def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, 
             "model.feed_forward.width": min(spec.layer(index).feed_forward.width for index in range(spec.depth)),
         }
         problems += [
+            f"parallel.tp={tp}: the {kinds.kind} '{entry.name}' ({entry.home}) does not say that its parameters can be "
+            "cut; register it with tensor_parallel=True if they can, or set parallel.tp=1"
+            for kinds, entry in registered_blocks(spec)
+            if not entry.facts["tensor_parallel"]
+        ]
+        problems += [
             f"parallel.tp={tp} leaves ranks without a part of {name}={size}; legal: up to "
             f"{max(n for n in range(1, tp) if fills(size, n))}"
             for name, size in sizes.items()
@@ -185,6 +199,16 @@ def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, 
             "parallel.tp_across_nodes=true"
         )
     return problems
+
+
+def registered_blocks(spec: ModelSpec) -> list[tuple[Registry, Registered]]:
+    """The kinds of blocks of the user's packages that the layers have."""
+    layers = [spec.layer(index) for index in range(spec.depth)]
+    used = {ATTENTION: {layer.attention.kind for layer in layers}}
+    used[FEED_FORWARD] = {layer.feed_forward.kind for layer in layers}
+    return [
+        (kinds, entry) for kinds, names in used.items() for entry in kinds.registered.values() if entry.name in names
+    ]
 
 
 def node_size(world: int) -> int:

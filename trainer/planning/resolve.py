@@ -77,6 +77,7 @@ def _decide(
     if spec:
         problems = problems + Updates.of(config).problems(declarations(spec))
     if plan:
+        problems = problems + checks.check_optimizers(config, plan)
         problems = problems + check_grad_comm(config.parallel.grad_comm, config.precision.types, plan, node)
     return layout, problems
 

@@ -23,6 +23,7 @@ from trainer.planning.batch import BatchPlan
 from trainer.planning.schedules.simulate import Simulation
 from trainer.training.history import way_on
 from trainer.training.state import TrainState
+from trainer.training.step import Ask
 from trainer.util.exit_codes import STOPPED
 
 BYTES = ("comm/bytes_inner", "comm/bytes_outer")
@@ -35,19 +36,21 @@ class NonFinite(RuntimeError):
 class Ledger:
     """The record of a run's steps. All ranks keep it together, and see a step at the same point.
 
-    losses: the first and the latest; skipped: steps of the run without an update; stop: whether a rank wishes to end
-    the run; log: where the steps go, and notices.
+    losses: the first and the latest; skipped: steps of the run without an update; stop: whether a rank asks to end the
+    run, and finished: as done; latest: the newest known number of each name; log: where the steps go, and notices.
     """
 
     def __init__(self, state: TrainState, batch: BatchPlan, skipped: int):
         config, world = state.config, state.world
         self.config, self.world, self.names, self.tokens_a_step = config, world, state.names, batch.tokens
+        self.reports = state.reports
         self.scaled, self.pipelined = state.scaler.enabled, state.plan.pp > 1
         self.deferred = DeferredScalars(world.device)
         self.meter = step_meter(config, state.spec, world, batch.sequence_length)
         self.stragglers = Stragglers(config.guard)
         self.losses: list[float] = []
-        self.skipped, self.skipped_in_row, self.stop = skipped, 0, False
+        self.skipped, self.skipped_in_row, self.stop, self.finished = skipped, 0, False, False
+        self.asked, self.latest = Ask(0), dict[str, Any]()
         self.predicted: tuple[Simulation, int] | None = None  # and the step from which its measurement counts
         self.log = Logger(
             Path(config.run.dir), config.logging, config.run, state.step, dataclasses.asdict(config), world.rank == 0
@@ -93,8 +96,10 @@ class Ledger:
             # An fp16 overflow is the scaler's business until the scale has nowhere left to go.
             strike = bad and not (self.scaled and numbers["loss_scale"] > 1)
             self.skipped_in_row = self.skipped_in_row + 1 if strike else 0
-            self.stop = self.stop or numbers["stop"] > 0
-            if step % self.config.logging.every == 0 or step == self.config.run.steps or bad or self.stop:
+            self.asked |= Ask(sum(ask for ask, ranks in zip(Ask, numbers["asked"]) if ranks))
+            self.finished = Ask.FINISH in self.asked
+            self.stop = self.finished or Ask.STOP in self.asked
+            if self.due(step) or bad or self.stop:
                 self.log_step(step, numbers, host)
             if bad:
                 self.log.event(f"step {step}: no update, {self.describe_non_finite(numbers)}")
@@ -105,18 +110,20 @@ class Ledger:
     def log_step(self, step: int, numbers: dict[str, Any], host: dict[str, Any]) -> None:
         """Writes a step's line of metrics, and says what it shows of predictions and of slow ranks."""
         measured, makespan = self.compare_ranks(host["times"])
-        self.log.step(
-            {
-                "step": step,
-                "tokens": host["tokens"],
-                "epoch": host["epoch"],
-                "skipped": self.skipped,
-                **measured,
-                **{name: int(numbers[name]) for name in BYTES if name in numbers},
-                **{name: numbers[name] for name in ("loss", "grad_norm", "lr", "loss_scale", "memory_gib")},
-                **self.meter.read(),
-            }
-        )
+        record = {
+            "step": step,
+            "tokens": host["tokens"],
+            "epoch": host["epoch"],
+            "skipped": self.skipped,
+            **measured,
+            **{name: int(numbers[name]) for name in BYTES if name in numbers},
+            **{name: numbers[name] for name in ("loss", "grad_norm", "lr", "loss_scale", "memory_gib")},
+            **{name: value for name, value in numbers.items() if name.startswith("user/")},
+            **self.terms(numbers),
+            **self.meter.read(),
+        }
+        self.latest.update(record)
+        self.log.step(record)
         if self.predicted is not None and step >= self.predicted[1]:
             predicted, self.predicted = self.predicted[0], None
             self.log.event(
@@ -125,6 +132,26 @@ class Ledger:
             )
         if self.stragglers.add(measured["straggler"], measured["straggler_rank"]):
             self.name_straggler(measured["straggler"], measured["straggler_rank"])
+
+    def terms(self, numbers: dict[str, Any]) -> dict[str, float]:
+        """The mean over valid tokens of each registered term of the loss."""
+        statistics = dict(zip(self.reports, np.split(numbers["statistics"], np.cumsum([*self.reports.values()])[:-1])))
+        return {f"term/{name}": statistics[f"head.{name}"].item() / numbers["valid"] for name in self.config.loss.terms}
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """Writes an evaluation's line of metrics."""
+        self.latest.update(record)
+        self.log.evaluation(record)
+
+    def due(self, step: int) -> bool:
+        """Whether a step will be logged if nothing is wrong with it."""
+        return step % self.config.logging.every == 0 or step == self.config.run.steps
+
+    def take(self, ask: Ask) -> bool:
+        """Whether a rank has asked for something since the last call."""
+        taken = ask in self.asked
+        self.asked &= ~ask
+        return taken
 
     def expect(self, predicted: Simulation, step: int) -> None:
         """Holds a predicted step against the first that is logged from `step` on."""
@@ -186,6 +213,8 @@ class Ledger:
         """How a run that began after step `first` ended after `step` with an exit code, for people."""
         folder, steps = Path(self.config.run.dir), self.config.run.steps
         fell = f"loss {self.losses[0]:.3f} -> {self.losses[-1]:.3f}" if self.losses else "no step was logged"
+        if self.finished and step < steps:
+            return f"finished by a callback after step {step} of {steps} ({fell}); everything is in {folder}"
         if code == STOPPED:
             return f"stopped by a signal after step {step} of {steps} ({fell}); {way_on(self.config)}"
         return f"done: {fell} in steps {first + 1} to {step}; everything is in {folder}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,12 @@ DROPPED = "what quantisation had left out of the gradients belongs to the checkp
 @dataclass(frozen=True)
 class Progress:
     """How far a run has come, beside its state. samples: position in the data; tokens: trained on; skipped: steps
-    without an update."""
+    without an update; callbacks: what callbacks keep, by name."""
 
     samples: int = 0
     tokens: int = 0
     skipped: int = 0
+    callbacks: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Start:
         if state.scaler.enabled and not scaler:
             first = state.config.precision.loss_scale
             messages.append(f"the checkpoint has no loss scale: it begins at precision.loss_scale={first:g}")
-        return Progress(samples, manifest["tokens"], manifest["skipped"]), messages
+        return Progress(samples, manifest["tokens"], manifest["skipped"], manifest["callbacks"]), messages
 
 
 def saved_scale(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -134,6 +135,7 @@ def contents(
         "tokens": progress.tokens,
         "samples": progress.samples,
         "skipped": progress.skipped,
+        "callbacks": progress.callbacks,
         "scaler": state.scaler.state_dict(),
         "data": start.data,
     }

@@ -18,6 +18,7 @@ from trainer.distributed.world import World
 from trainer.model.axes import ParameterInfo, parameter_infos
 from trainer.model.initial import Weights, initial_weights
 from trainer.model.linear import DeferredGrads
+from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage
 from trainer.model.transformer import Transformer
 from trainer.optim.average import WeightAverage
@@ -91,6 +92,7 @@ class TrainState:
         }
         with torch.device("meta"):
             whole = make(spec, None)
+        whole.set_loss(config.loss.z_loss, config.loss.chunk, config.compile, terms=loss_terms(config.loss))
         parameters, infos, copies = named_parameters(stages)
         types = {name.removesuffix(COPY): info for name, info in infos.items()}
         policies = parameter_policies(types, config.precision.types, config.optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from enum import IntFlag
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -18,26 +19,34 @@ if TYPE_CHECKING:
     from trainer.data.batches import Batch
 
 
-def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str, Tensor]:
+class Ask(IntFlag):
+    """What a rank may ask of all: to stop, to be gone on with; to finish, as done; to save; to evaluate."""
+
+    STOP = 1
+    FINISH = 2
+    SAVE = 4
+    EVALUATE = 8
+
+
+def train_step(state: TrainState, batches: list[Batch], asked: int) -> dict[str, Tensor]:
     """Runs one optimizer step on this rank's micro-batches. Nothing is read back from the device.
 
     The loss of the step is the sum over all valid tokens of all ranks divided by their number, whatever the
-    micro-batches and ranks. A step whose loss or gradient is not finite changes nothing. `stop` is this rank's wish to
-    end the run.
+    micro-batches and ranks. A step whose loss or gradient is not finite changes nothing. `asked` is what this rank asks
+    for, as an `Ask`.
 
-    Returns device scalars, equal on all ranks: loss, grad_norm, lr, loss_scale, found_inf, stop (ranks that wish to
-    end); and three vectors: squares (squared gradient norm of each parameter of the model, as in `state.names`), losses
-    (of this rank's own micro-batches; zeros but on the last pipeline stage), statistics (what layers report of the
-    step, one after the other as in `state.reports`)."""
+    Returns device scalars, equal on all ranks: loss, valid (tokens that it is the mean of), grad_norm, lr, loss_scale,
+    found_inf; and four vectors: asked (how many ranks ask for each `Ask`), squares (squared gradient norm of each
+    parameter of the model, as in `state.names`), losses (of this rank's own micro-batches; zeros but on the last
+    pipeline stage), statistics (what layers report of the step, one after the other as in `state.reports`)."""
     world, scaler, optimizer = state.world, state.scaler, state.optimizer
-    counts = torch.stack(
-        [
-            sum((batch.targets != IGNORE).sum() for batch in batches).double() * world.speaks_for_data,
-            torch.full((), float(stop), dtype=torch.float64, device=world.device),
-        ]
-    )
-    valid, stopping = world.sum_all(counts).unbind()
-    valid = valid.clamp(min=1)  # a step without any target has loss and gradients of zero
+    counts = torch.zeros(1 + len(Ask), dtype=torch.float64, device=world.device)
+    counts[0] = sum((batch.targets != IGNORE).sum() for batch in batches) * world.speaks_for_data
+    for place, ask in enumerate(Ask, start=1):
+        if asked & ask:
+            counts[place] = 1
+    valid, asking = world.sum_all(counts).split([1, len(Ask)])
+    valid = valid.squeeze().clamp(min=1)  # a step without any target has loss and gradients of zero
 
     state.compression.begin_step(state.step, scaler)
     losses = state.runtime.train(batches, scaler.scale(1 / valid.float()))
@@ -60,11 +69,12 @@ def train_step(state: TrainState, batches: list[Batch], stop: bool) -> dict[str,
     state.compression.end_step(found_inf)
     result = {
         "loss": loss,
+        "valid": valid,
         "grad_norm": norm,
         "lr": rate.to(world.device),
         "loss_scale": scale,
         "found_inf": found_inf,
-        "stop": stopping,
+        "asked": asking,
         "squares": squares / scale.square(),
         "losses": losses,
         "statistics": statistics,

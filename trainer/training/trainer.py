@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from trainer.checkpointing.checkpointer import Checkpointer
+from trainer.checkpointing.manifest import step_folder
 from trainer.config import Config
 from trainer.data.batches import Loader, eval_batches
 from trainer.data.corpus import Corpus
@@ -25,11 +26,12 @@ from trainer.planning.resolve import Layout
 from trainer.training import history
 from trainer.training.adapt import Adaptation
 from trainer.training.auto_schedule import write_schedule
+from trainer.training.hooks import Hooks
 from trainer.training.ledger import Ledger
 from trainer.training.saving import Progress, Start, contents
 from trainer.training.session import memory_of, profiled, stop_signals
 from trainer.training.state import TrainState
-from trainer.training.step import evaluate, train_step
+from trainer.training.step import Ask, evaluate, train_step
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
 from trainer.util.tables import size
 
@@ -54,6 +56,7 @@ class Trainer:
     ):
         self.config, self.corpus, self.world, self.watchdog = config, corpus, world, watchdog
         self.batch, self.folder, self.stop_wanted, self.start = layout.batch, Path(config.run.dir), False, start
+        self.hooks = Hooks(config, world)
         if world.rank == 0:
             states, memory = kept(config, layout, node_size(world.size)), memory_of(world.device)
             self.opening = start_report(config, layout, states, memory, corpus, world)
@@ -68,6 +71,8 @@ class Trainer:
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
         for text in messages:
             self.ledger.log.event(text)
+        self.hooks.load(progress.callbacks)
+        self.hooks.run.begin(self.state, self.tokens, self.ledger.latest, self.ledger.log)
 
     def train(self) -> int:
         """The loop. Returns the exit code."""
@@ -76,9 +81,11 @@ class Trainer:
             with stop_signals(self.wish_stop):
                 gc.collect()
                 gc.freeze()  # what exists now lives to the end: the collector need not look at it again
+                self.hooks.call("start")
                 while self.state.step < steps and not self.ledger.stop:
                     self.one_step()
                     self.read_back()
+                    self.hooks.call("step")
                     self.adapt()
                     self.evaluate_if_due()
                     self.save_if_due()
@@ -86,7 +93,8 @@ class Trainer:
                 self.read_back(everything=True)
                 self.watchdog.enter(ENDING, self.state.step)
                 if self.save_at_end():
-                    code = DONE if self.state.step >= steps else STOPPED
+                    self.hooks.call("end")
+                    code = DONE if self.state.step >= steps or self.ledger.finished else STOPPED
                     status = "stopped" if code == STOPPED else "done"
                     self.ledger.log.event(self.ledger.summary(first, self.state.step, code))
                 if self.state.plan.pp > 1:
@@ -111,8 +119,12 @@ class Trainer:
         self.watchdog.enter(STEP, number)
         torch.manual_seed(name_seed(self.config.run.seed, f"step {state.step} rank {self.world.data.get_local_rank()}"))
         with profiled(self.config, number, self.world):
-            scalars = train_step(state, batches, self.stop_wanted)
+            asked = self.hooks.run.take_asked() | (Ask.STOP if self.stop_wanted else Ask(0))
+            scalars = train_step(state, batches, asked)
         self.tokens += self.batch.tokens
+        self.hooks.run.advance(state, scalars, self.tokens)
+        if self.ledger.due(number):
+            scalars |= self.hooks.measure()
         self.ledger.add(state, scalars, batches, self.tokens, self.loader)
 
     def read_back(self, everything: bool = False) -> None:
@@ -139,7 +151,11 @@ class Trainer:
     def evaluate_if_due(self) -> None:
         """Mean loss on the held-out sequences, the same ones every time and under every plan."""
         step, every = self.state.step, self.config.eval.every
-        if not every or (step % every and step < self.config.run.steps) or self.ledger.stop:
+        due = every and (step % every == 0 or step >= self.config.run.steps)
+        if not (self.ledger.take(Ask.EVALUATE) or due) or self.ledger.stop:
+            return
+        if not len(self.corpus.eval):
+            self.ledger.log.event("an evaluation was asked for, and nothing is held out: set data.eval_fraction")
             return
         self.read_back(everything=True)
         self.watchdog.enter(EVALUATING, step)
@@ -154,20 +170,24 @@ class Trainer:
         )
         with self.state.averaged() if self.config.eval.ema else nullcontext():
             loss = evaluate(self.state, batches).item()
-        self.ledger.log.evaluation({"step": step, "tokens": self.tokens, "eval_loss": loss})
+        self.ledger.evaluated({"step": step, "tokens": self.tokens, "eval_loss": loss})
+        self.hooks.call("evaluation")
 
     def save_if_due(self) -> None:
-        """Saves every `checkpoint.every` steps; the last step is saved at the end."""
+        """Saves every `checkpoint.every` steps, and where a callback asks; the last step is saved at the end."""
         step, every = self.state.step, self.config.checkpoint.every
-        if every and step % every == 0 and step < self.config.run.steps and not self.ledger.stop:
-            self.save()
+        if step < self.config.run.steps and not self.ledger.stop:
+            if self.ledger.take(Ask.SAVE) or every and step % every == 0:
+                self.save()
 
     def save(self, wait: bool = False) -> None:
         """Hands the state to the checkpointer, which writes while training goes on, unless it is to `wait`."""
         self.read_back(everything=True)
         self.watchdog.enter(SAVING, self.state.step)
-        progress = Progress(self.loader.position, self.tokens, self.ledger.skipped)
+        progress = Progress(self.loader.position, self.tokens, self.ledger.skipped, self.hooks.states())
         self.checkpointer.save(self.state.step, *contents(self.state, self.batch, progress, self.start), wait=wait)
+        self.hooks.run.checkpoint = step_folder(self.checkpointer.folder, self.state.step)
+        self.hooks.call("save")
 
     def save_now(self) -> bool:
         """Saves the present step, unless that has been done, and says whether its checkpoint is there."""
@@ -179,7 +199,9 @@ class Trainer:
 
     def save_at_end(self) -> bool:
         """The last save, where one is wanted; False where it failed."""
-        if not (self.ledger.stop or self.config.checkpoint.at_end) or self.save_now():
+        ledger = self.ledger
+        wanted = self.config.checkpoint.at_end or ledger.stop and not ledger.finished or ledger.take(Ask.SAVE)
+        if not wanted or self.save_now():
             return True
         text = f"{self.folder}: the last checkpoint, of step {self.state.step}, could not be written"
         print(text, file=sys.stderr, flush=True)

@@ -25,7 +25,7 @@ from trainer.optim.optimizer import Optimizer
 from trainer.parallel.deepspeed.config import generate
 from trainer.parallel.gradients import SharedParameters
 from trainer.planning.cost.parameters import ParameterInfo
-from trainer.planning.cost.updates import MOMENTS
+from trainer.planning.cost.updates import moments
 
 deepspeed.utils.logger.setLevel(logging.ERROR)
 warnings.filterwarnings(
@@ -224,14 +224,14 @@ class Zero:
         for index, (flat, held) in enumerate(zip(self.masters, self.held)):
             with self.resident(index) if held else nullcontext():
                 for name, part in held.items():
-                    moments, state = MOMENTS[self.policies[name].optimizer], self.updater.by_flat[flat][0].state
+                    state = self.updater.by_flat[flat][0].state
                     yield (
                         name,
                         {
                             "model": flat.detach()[part],
                             **{
                                 moment: state["", moment][part] if self.swapped else state[name, moment]
-                                for moment in moments
+                                for moment in moments(self.policies[name].optimizer)
                             },
                         },
                     )

@@ -7,6 +7,7 @@ from math import prod
 from types import MappingProxyType
 
 from trainer.config.model import AttentionSpec, ModelSpec
+from trainer.config.registry import ATTENTION
 from trainer.planning.cost.parameters import (
     ROLES,
     ParameterInfo,
@@ -59,6 +60,8 @@ def product_flops(matrix: ParameterInfo, ranks: int = 1) -> float:
 def attention_flops(a: AttentionSpec, keys: float, ranks: int = 1) -> float:
     """Forward FLOPs of one token that sees `keys` keys, on one of `ranks` tensor-parallel ranks: scores, and their
     product with the values."""
+    if entry := ATTENTION.registered.get(a.kind):
+        return entry.facts["flops"](entry.chosen(a.settings), a, keys) / ranks
     return 4.0 * (a.heads * a.head_dim / ranks) * keys
 
 

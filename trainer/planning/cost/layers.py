@@ -10,6 +10,7 @@ from math import inf, prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from trainer.config import registry
 from trainer.config.model import LayerSpec, ModelSpec
 from trainer.planning.cost.flops import attention_flops, product_flops, seen_keys
 from trainer.planning.cost.parameters import by_value, head, layer_specs, layer_table
@@ -168,15 +169,15 @@ def layer_work(
     inner = [name for name in shapes if fed(name)]
     feed_deferred = stream + sum(outputs[name] for name in inner)
     feed_deferred += sum(element_bytes * shapes[name][1] for name in inner if name in by_rows)
-    # Attention holds its output and, in fp32, the log-sum-exp of each head's scores.
-    outputs["attention"] = outputs["attention.q"] + 4.0 * a.heads / tp
+    # Attention holds its output and, in fp32, the log-sum-exp of each head's scores; a registered one need have none.
+    outputs["attention"] = outputs["attention.q"] + 4.0 * a.heads / tp if a.kind in ATTENTION_SAVED else stream
     pre, post = layer.norm.placement in ("pre", "both"), layer.norm.placement in ("post", "both")
     # Of each block: input, norm's output, inputs of other norms.
     streams = 2 * (1 + (pre and post) + 1) - parallel_residual
     statistics = 2 * (pre + post) * (4.0 if layer.norm.kind == "rms" else 8.0) / tp
     blocks = {
-        "attention": ATTENTION_SAVED[a.kind](layer, outputs),
-        "feed_forward": FEED_FORWARD_SAVED[layer.feed_forward.kind](layer, outputs),
+        "attention": block_saved(registry.ATTENTION, ATTENTION_SAVED, a.kind)(layer, outputs),
+        "feed_forward": block_saved(registry.FEED_FORWARD, FEED_FORWARD_SAVED, layer.feed_forward.kind)(layer, outputs),
     }
     return LayerWork(
         flops=MappingProxyType(flops),
@@ -212,6 +213,18 @@ def gated_saved(layer: LayerSpec, outputs: Mapping[str, float]) -> float:
 def plain_saved(layer: LayerSpec, outputs: Mapping[str, float]) -> float:
     """The projection and the non-linearity's result."""
     return 2 * outputs["feed_forward.up"]
+
+
+def block_saved(kinds: registry.Registry, ours: Mapping[str, Saved], kind: str) -> Saved:
+    """What a block holds for backward, whether its kind is one of `ours` or registered."""
+    if kind not in kinds.registered:
+        return ours[kind]
+    block = "attention." if kinds is registry.ATTENTION else "feed_forward."
+
+    def usual(layer: LayerSpec, outputs: Mapping[str, float]) -> float:
+        return 2 * sum(size for name, size in outputs.items() if name.startswith(block))
+
+    return kinds[kind].facts["saved"] or usual
 
 
 ATTENTION_SAVED: dict[str, Saved] = {"softmax": softmax_saved}

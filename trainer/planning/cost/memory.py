@@ -9,7 +9,7 @@ from trainer.config import Config
 from trainer.config.model import ModelSpec
 from trainer.planning.batch import BatchPlan
 from trainer.planning.cost.parameters import Table, by_value, layer_tables, outer_tables
-from trainer.planning.cost.updates import MOMENTS, Updates
+from trainer.planning.cost.updates import Updates, moments
 from trainer.planning.pipeline import Pipeline
 from trainer.planning.plan import Plan
 
@@ -116,7 +116,7 @@ def held_moments(spec: ModelSpec, tp: int, updates: Updates) -> HeldParameters:
     def held(table: Table, prefix: str = "") -> int:
         infos = {prefix + name: info for name, info in table.items()}
         return sum(
-            infos[name].held(tp) * len(MOMENTS[policy.optimizer]) * ELEMENT_BYTES[policy.state_dtype]
+            infos[name].held(tp) * len(moments(policy.optimizer)) * ELEMENT_BYTES[policy.state_dtype]
             for name, policy in updates.policies(infos).items()
             if policy.optimizer
         )

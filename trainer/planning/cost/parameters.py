@@ -14,7 +14,8 @@ from math import prod
 from types import MappingProxyType
 from typing import ParamSpec, TypeVar
 
-from trainer.config.model import LayerSpec, ModelSpec, NormSpec
+from trainer.config import registry
+from trainer.config.model import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec
 
 TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
 """Axes that tensor parallelism cuts; parameters without one are whole on each of its ranks."""
@@ -84,6 +85,9 @@ class ParameterInfo:
 Table = Mapping[str, ParameterInfo]
 """Name -> facts, in the order in which the modules register their parameters."""
 
+Block = Callable[[LayerSpec, int], Table]
+"""(layer, width of the residual stream) -> the table of one of the layer's blocks, by names within the block."""
+
 
 def by_value(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Caches a pure function by the values of its arguments, which need not be hashable, as specs and settings are not.
@@ -133,12 +137,25 @@ def layer_table(layer: LayerSpec, width: int) -> Table:
     """The table of one layer. width: of the residual stream, as in the functions of the blocks below."""
     pre, post = layer.norm.placement in ("pre", "both"), layer.norm.placement in ("post", "both")
     blocks = [
-        ("attention", ATTENTION[layer.attention.kind](layer, width)),
-        ("feed_forward", FEED_FORWARD[layer.feed_forward.kind](layer, width)),
+        ("attention", block_table(layer.attention, registry.ATTENTION, ATTENTION, layer, width)),
+        ("feed_forward", block_table(layer.feed_forward, registry.FEED_FORWARD, FEED_FORWARD, layer, width)),
         *((f"{block}_norm", norm(width, layer.norm)) for block in ("attention", "feed_forward") if pre),
         *((f"{block}_post_norm", norm(width, layer.norm)) for block in ("attention", "feed_forward") if post),
     ]
     return MappingProxyType(joined(blocks))
+
+
+def block_table(
+    spec: AttentionSpec | FeedForwardSpec,
+    kinds: registry.Registry,
+    ours: Mapping[str, Block],
+    layer: LayerSpec,
+    width: int,
+) -> Table:
+    """The table of a block, whether its kind is one of `ours` or registered."""
+    if entry := kinds.registered.get(spec.kind):
+        return entry.facts["parameters"](entry.chosen(spec.settings), spec, width)
+    return ours[spec.kind](layer, width)
 
 
 def outer_tables(spec: ModelSpec, first: bool, last: bool) -> tuple[Table, Table]:
@@ -211,9 +228,6 @@ def gated_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]
     gate = linear(width, layer.feed_forward.width, ("mlp", "embed"), layer.feed_forward.bias)
     return {**joined([("gate", gate)]), **plain_feed_forward(layer, width)}
 
-
-Block = Callable[[LayerSpec, int], Table]
-"""(layer, width of the residual stream) -> the table of one of the layer's blocks, by names within the block."""
 
 ATTENTION: dict[str, Block] = {"softmax": softmax_attention}
 FEED_FORWARD: dict[str, Block] = {"gated": gated_feed_forward, "plain": plain_feed_forward}

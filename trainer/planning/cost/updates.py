@@ -9,10 +9,17 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from trainer.config import Config, OptimizerConfig, ParameterTypes, TypePolicy
+from trainer.config.registry import OPTIMIZERS
 from trainer.planning.cost.parameters import ROLES, ParameterInfo
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum",), "muon": ("momentum_buffer",)}
-"""What each optimizer keeps of a parameter beside it, by the names in checkpoints."""
+"""What each optimizer of ours keeps of a parameter beside it, by the names in checkpoints."""
+
+
+def moments(optimizer: str) -> tuple[str, ...]:
+    """The same of any optimizer."""
+    entry = OPTIMIZERS.registered.get(optimizer)
+    return entry.facts["moments"] if entry else MOMENTS[optimizer]
 
 
 @dataclass(frozen=True)

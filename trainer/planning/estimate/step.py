@@ -10,7 +10,7 @@ from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.planning.cost.flops import flops_per_token, muon_flops
 from trainer.planning.cost.memory import MASTER_BYTES, held_parameters
-from trainer.planning.cost.updates import MOMENTS, Updates
+from trainer.planning.cost.updates import Updates, moments
 from trainer.planning.estimate.memory import Peak, peaks
 from trainer.planning.estimate.pace import Pace
 from trainer.planning.estimate.sequence import Room, settle
@@ -122,7 +122,7 @@ def update_bytes(config: Config) -> int:
     """Bytes that the update of one parameter moves: the gradient's norm; then gradient, master and moments read, master
     and moments written; then master and average read, and the average written."""
     averaged = 3 if config.optimizer.ema.decay else 0
-    return MASTER_BYTES * (1 + 3 + 2 * len(MOMENTS[config.optimizer.name]) + averaged)
+    return MASTER_BYTES * (1 + 3 + 2 * len(moments(config.optimizer.name)) + averaged)
 
 
 def orthogonalised_by_fullest(config: Config, layout: Layout) -> float:

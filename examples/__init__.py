@@ -1,0 +1,1 @@
+"""Packages that add to the trainer, one module for each kind of hook; README.md has their commands."""

@@ -1,0 +1,111 @@
+"""Blocks of the user's packages: what is planned of them is what they are, or it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.registries import forgotten, package
+
+from trainer.config import ConfigError
+from trainer.model.axes import parameter_infos
+from trainer.model.initial import initialize
+from trainer.model.transformer import Transformer
+from trainer.parallel.parallelize import check_model
+from trainer.planning.cost.flops import flops_per_token, parameter_counts
+from trainer.planning.cost.layers import layer_costs, model_work
+from trainer.planning.cost.parameters import declarations
+from trainer.planning.plan import check_plan
+from trainer.planning.resolve import compose
+
+AVERAGE = """
+from dataclasses import dataclass
+import torch
+from trainer.model.layers import Block, Linear
+from trainer.planning.cost.parameters import joined, linear
+
+@dataclass
+class Settings:
+    inner: int = option(24, "width of what is averaged", range="[1, inf)")
+
+def parameters(settings, spec, width):
+    modules = [("v", linear(width, settings.inner, ("mlp", "embed"), False))]
+    return joined([*modules, ("o", linear(settings.inner, width, ("embed", "mlp"), False, residual=True))])
+
+@register.attention("average", Settings, parameters=parameters, flops=lambda settings, spec, keys: 2 * settings.inner)
+class Average(Block):
+    def __init__(self, settings, spec, width):
+        super().__init__()
+        self.v = Linear(width, settings.inner, ("mlp", "embed"))
+        self.o = Linear(settings.inner, width, ("embed", "mlp"), residual=True)
+
+    def forward(self, x, shape, rotation, mask):
+        v = self.v(x).view(*shape, -1)
+        return self.o((v.cumsum(1) / torch.arange(1, shape[1] + 1)[:, None]).flatten(0, 1))
+
+@register.feed_forward("lying", parameters=lambda settings, spec, width: linear(width, width, ("mlp", "embed"), False))
+class Lying(Block):
+    def __init__(self, settings, spec, width):
+        super().__init__()
+        self.up = Linear(width, width, ("mlp", "embed"))
+
+@register.feed_forward("bare", parameters=lambda settings, spec, width: {})
+class Bare(torch.nn.Module):
+    def __init__(self, settings, spec, width):
+        super().__init__()
+"""
+SMALL = ["imports=[average]", "model.width=32", "model.depth=3", "model.vocab_size=64", "data.tokenizer=bytes"]
+SMALL += [
+    "model.vocab_size=300",
+    "model.attention.heads=4",
+    "model.feed_forward.width=40",
+    "model.attention.kind=average",
+]
+SMALL += ["model.overrides={0: {attention: {kind: softmax}}, 2: {attention: {settings: {average: {inner: 12}}}}}"]
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path: Path) -> Iterator[None]:
+    with forgotten(tmp_path):
+        package(tmp_path, "average", AVERAGE)
+        yield
+
+
+def test_an_attention_block_is_planned_as_it_is():
+    config = compose(SMALL, world_size=1)
+    spec = config.model
+    check_model(config, spec, torch.device("cpu"))
+    model = Transformer(spec)
+    assert declarations(spec) == parameter_infos(model)
+    shapes = [tuple(model.layers[str(index)].attention.v.weight.shape) for index in range(3)]
+    assert shapes == [(16, 32), (24, 32), (12, 32)], "settings of a layer over those of all"
+    assert parameter_counts(spec)["total"] == sum(parameter.numel() for parameter in model.parameters())
+    matrices = parameter_counts(spec)["matmul"]
+    softmax = 4 * 32 * (1 + 8) / 2
+    assert flops_per_token(spec, 8, causal=True) == 3 * (2 * matrices + softmax + 2 * 24 + 2 * 12)
+    assert all(work.saved > 0 for work in model_work(spec, 8, 1, 2)) and layer_costs(spec, 8, 1, 1, 1e12).f
+    initialize(model, spec, 0, torch.device("cpu"))
+    tokens = torch.randint(0, 300, (2, 8), generator=torch.Generator().manual_seed(0))
+    logits, changed = model(tokens), tokens.clone()
+    changed[:, 5:] = 1
+    torch.testing.assert_close(model(changed)[:, :5], logits[:, :5])
+    logits.sum().backward()
+    assert model.layers["1"].attention.v.weight.grad.abs().sum() > 0
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ConfigError) as error:
+        compose([*SMALL, "parallel=tp2"], world_size=2)
+    [problem] = error.value.problems
+    assert "parallel.tp=2: the attention block 'average' (average.Average) does not say" in problem
+    with pytest.raises(ConfigError, match="parallel.cp=2: the attention block 'average' .* of its own rank alone"):
+        compose([*SMALL, "parallel.cp=2"], world_size=2)
+    assert "tensor_parallel=True" in problem and not check_plan(compose(SMALL, world_size=1).parallel, 2)
+    for kind, said in (("lying", "feed_forward.weight: a registered block declares None"), ("bare", "is no trainer")):
+        config = compose([*SMALL, f"model.feed_forward.kind={kind}"], world_size=1)
+        with pytest.raises(ConfigError, match=said):
+            check_model(config, config.model, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="model.attention.settings.average: .* is not chosen"):
+        compose([*SMALL[:-2], "model.attention.settings.average.inner=3"], world_size=1)
