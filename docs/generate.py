@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from trainer.config import ConfigError, SourceConfig, TypePolicy, typed
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import ModelSpec
-from trainer.observe.metrics import EVALUATION, METRICS
+from trainer.observe.metrics import EVALUATION, METRICS, STEP
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.stages import StageCosts
 from trainer.planning.deepspeed import OWN, Key
@@ -56,9 +56,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[in
 
 def metrics() -> str:
     """The keys of metrics.jsonl."""
-    lines = {
-        name: "evaluation" if name == "eval_loss" else "both" if name in EVALUATION else "step" for name in METRICS
-    }
+    lines = {name: "step" if name not in EVALUATION else "both" if name in STEP else "evaluation" for name in METRICS}
     return table(
         ("key", "lines", "meaning"), ([f"`{name}`", lines[name], meaning] for name, meaning in METRICS.items())
     )

@@ -27,7 +27,7 @@ def test_every_synonym_leads_to_a_setting_and_hides_none():
 
 def test_names_from_elsewhere_get_the_setting_or_the_truth():
     found = problems(
-        "learning_rate=1", "optimizer.lr=1", "Seq-Len=8", "run.max_steps=3", "epochs=2", "run.hours=1", "lora.rank=8"
+        "learning_rate=1", "optimizer.lr=1", "Seq-Len=8", "run.max_steps=3", "epochs=2", "max_hours=1", "lora.rank=8"
     )
     assert len(found) == 7
     text = "\n".join(found)
@@ -37,7 +37,7 @@ def test_names_from_elsewhere_get_the_setting_or_the_truth():
         "'Seq-Len'; here it is 'batch.sequence_length'",
         "'run.max_steps'; here it is 'run.steps'",
         "'epochs'; a run's length is run.steps",
-        "'run.hours'; a run's length is run.steps",
+        "'max_hours'; here it is 'run.hours'",
         "'lora'; there is no LoRA: all parameters are trained",
     ):
         assert words in text, words

@@ -12,7 +12,7 @@ from support.corpora import config, texts, write_jsonl, write_texts
 from trainer.config import SourceConfig
 from trainer.data.batches import Loader, eval_batches
 from trainer.data.corpus import Samples, open_corpus
-from trainer.data.tokens import DataError
+from trainer.data.tokens import DataError, Sample
 from trainer.model.loss import IGNORE
 from trainer.planning.batch import BatchPlan
 
@@ -165,7 +165,7 @@ class Breaking:
         self.reads += 1
         if index in self.broken:
             raise DataError(f"file {index} vanished")
-        return np.full(LENGTH + 1, index, np.int64), np.zeros(LENGTH + 1, np.int32)
+        return Sample(np.full(LENGTH + 1, index, np.int64), np.zeros(LENGTH + 1, np.int32))
 
 
 def test_errors_of_the_thread_surface_and_lose_nothing():

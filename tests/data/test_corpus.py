@@ -74,7 +74,7 @@ def test_document_limit(tmp_path):
 def test_a_long_file_is_cut_at_line_ends_and_joined_again(tmp_path):
     lines = [f"line {number} äöü€ " + "x" * (number % 200) + "\n" for number in range(3000)]
     (tmp_path / "long.txt").write_text("".join(lines))
-    files = TextFiles("corpus", [str(tmp_path / "long.txt")], strict=True)
+    files = TextFiles("data.sources.corpus", [str(tmp_path / "long.txt")], strict=True)
     pieces = list(files.read(0, len(files)))
     assert len(files) == len(pieces) == -(-files.bytes // CHUNK_BYTES) > 3
     assert "".join(piece.text for piece in pieces) == "".join(lines)
@@ -97,7 +97,7 @@ def test_a_long_file_is_cut_at_line_ends_and_joined_again(tmp_path):
 def test_lines_longer_than_a_piece(tmp_path):
     text = "a" * (3 * CHUNK_BYTES + 5) + "\n" + "b" * CHUNK_BYTES
     (tmp_path / "long.txt").write_text(text)
-    files = TextFiles("corpus", [str(tmp_path / "long.txt")], strict=True)
+    files = TextFiles("data.sources.corpus", [str(tmp_path / "long.txt")], strict=True)
     pieces = list(files.read(0, len(files)))
     assert "".join(piece.text for piece in pieces) == text and pieces[-1].final
 
@@ -107,7 +107,7 @@ def test_the_standard_library_is_the_default(tmp_path):
     settings.model.vocab_size, settings.data.cache, settings.data.tokenizer = 257, str(tmp_path), "bytes"
     corpus = open_corpus(settings)
     assert corpus.train.sources[0].tokens > 5_000_000 and len(corpus.eval) > 64
-    assert not any("test" in path.split(os.sep) for path in documents.find_files("stdlib", SourceConfig()))
+    assert not any("test" in path.split(os.sep) for path in documents.find_files("data.sources.stdlib", SourceConfig()))
 
 
 def test_document_numbers_follow_the_end_marks(tmp_path):
@@ -116,7 +116,7 @@ def test_document_numbers_follow_the_end_marks(tmp_path):
     )
     seen = 0
     for index in range(len(corpus.train)):
-        tokens, numbers = corpus.train.get(index)
+        tokens, numbers, _ = corpus.train.get(index)
         assert tokens.dtype == np.int64 and numbers.dtype == np.int32 and tokens.shape == numbers.shape == (65,)
         expected = [int((tokens[:at] == corpus.tokenizer.end_id).sum()) for at in range(65)]
         assert numbers.tolist() == expected
@@ -163,7 +163,7 @@ def test_a_token_file_without_end_mark_starts_a_document(tmp_path):
     np.arange(20, dtype=np.uint16).tofile(tmp_path / "a.bin")
     np.arange(100, 120, dtype=np.uint16).tofile(tmp_path / "b.bin")
     settings = config(tmp_path, length=32, corpus=SourceConfig("tokens", str(tmp_path)))
-    tokens, numbers = open_corpus(settings).train.get(0)
+    tokens, numbers, _ = open_corpus(settings).train.get(0)
     assert tokens.tolist() == [*range(20), *range(100, 113)] and numbers.tolist() == [0] * 20 + [1] * 13
 
 
@@ -251,8 +251,8 @@ from trainer.data.corpus import open_corpus
 shards.SHARD_BYTES = 500
 settings = config(__import__("pathlib").Path(sys.argv[1]), corpus=SourceConfig("text", sys.argv[1] + "/files"))
 append, calls = shards.TokenWriter.append, []
-def dying(writer, ids):
-    append(writer, ids)
+def dying(writer, *ids):
+    append(writer, *ids)
     calls.append(1)
     if len(calls) == 30:
         os.kill(os.getpid(), signal.SIGKILL)

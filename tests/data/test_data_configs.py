@@ -24,7 +24,7 @@ def test_group(path):
 
 
 def test_every_kind_has_a_group_and_the_default_is_the_schemas():
-    kinds = {"stdlib", "text", "jsonl", "parquet", "hub", "tokens"}
+    kinds = {"stdlib", "text", "jsonl", "parquet", "hub", "chat", "tokens"}
     assert {path.stem for path in GROUPS} == kinds | {"mix"}
     problems = {}
     [default] = [path for path in GROUPS if path.stem == "stdlib"]

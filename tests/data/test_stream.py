@@ -47,7 +47,7 @@ def test_documents_are_packed_in_order_and_start_again(settings):
     count = int(1.5 * len(ids) / LENGTH)
     read = [token for tokens in packed(corpus, count) for token in tokens[:-1].tolist()]
     assert read == (ids + ids)[: len(read)] and len(read) > len(ids)
-    tokens, documents = corpus.train.sources[0].get(0)
+    tokens, documents, _ = corpus.train.sources[0].get(0)
     assert documents.tolist() == [int((tokens[:at] == 256).sum()) for at in range(LENGTH + 1)]
 
 

@@ -37,7 +37,7 @@ def read(documents) -> list[str]:
 def jsonl(tmp_path, content: bytes, **source) -> JsonLines:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
-    return JsonLines("corpus", [str(path)], SourceConfig("jsonl", **source), tmp_path / "expanded")
+    return JsonLines("data.sources.corpus", [str(path)], SourceConfig("jsonl", **source), tmp_path / "expanded")
 
 
 @pytest.mark.parametrize("kind", PACK)
@@ -62,7 +62,7 @@ def test_parquet_rows_are_those_of_the_file(limit, tmp_path):
     for name in ("a", "b"):
         pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet", row_group_size=300)
     paths = [str(tmp_path / f"{name}.parquet") for name in ("a", "b")]
-    documents = ParquetRows("corpus", paths, SourceConfig("parquet", limit=limit))
+    documents = ParquetRows("data.sources.corpus", paths, SourceConfig("parquet", limit=limit))
     assert len(documents) == (limit or 2000)
     assert [d.text for d in documents.read(0, len(documents))] == (ROWS[:999] * 2)[: limit or 1998]
     assert [d.text for d in documents.read(70, 130)] == ROWS[70:130], "a part of a row group"
@@ -74,11 +74,11 @@ def grows(tmp_path, monkeypatch, kind) -> None:
     if kind == "parquet":
         table = pyarrow.table({"text": ["a" * 4000] * 1000})
         pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", use_dictionary=["text"])
-        documents = ParquetRows("corpus", [str(tmp_path / "rows.parquet")], SourceConfig("parquet"))
+        documents = ParquetRows("data.sources.corpus", [str(tmp_path / "rows.parquet")], SourceConfig("parquet"))
     elif kind == "parquet, plain":
         table = pyarrow.table({"text": ["a" * 4000] * 1000})
         pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", use_dictionary=False, compression="zstd")
-        documents = ParquetRows("corpus", [str(tmp_path / "rows.parquet")], SourceConfig("parquet"))
+        documents = ParquetRows("data.sources.corpus", [str(tmp_path / "rows.parquet")], SourceConfig("parquet"))
     else:
         documents = jsonl(tmp_path, PACK[kind](b'{"text": "a"}\n' * 300_000))
     read(documents)

@@ -81,6 +81,7 @@ def test_lines_have_the_keys_of_the_contract(tmp_path):
         "bubble",
         "loss_scale",
         "skipped",
+        "damaged",
         "straggler",
         "straggler_rank",
         "comm/bytes_inner",
@@ -92,6 +93,21 @@ def test_lines_have_the_keys_of_the_contract(tmp_path):
     assert {name for name in metrics.METRICS if not metrics.many(name)} == contract | {"eval_loss"} and all(
         metrics.METRICS.values()
     )
+
+
+def test_keys_by_source_and_set_stand_behind_their_sum_and_are_shown(tmp_path, capsys):
+    log = logger(tmp_path, console="plain")
+    log.step(record(1, **{"loss/text": 1.25, "loss/code": None, "targets/text": 30, "targets/code": 0}))
+    log.evaluation({"step": 1, "eval_loss": None, "eval_loss/notes": 3.0})
+    with pytest.raises(ValueError, match="lost/text"):
+        log.step(record(2, **{"lost/text": 1.0}))
+    step, evaluation = written(tmp_path)
+    names = list(step)
+    assert names[names.index("loss") :][:5] == ["loss", "loss/text", "loss/code", "targets/text", "targets/code"]
+    assert metrics.of_names(step, "loss") == {"text": 1.25, "code": None}
+    assert evaluation["eval_loss"] is None and metrics.of_names(evaluation, "eval_loss") == {"notes": 3.0}
+    shown = capsys.readouterr().out
+    assert "(text 1.2500, code -)" in shown and "evaluation loss notes 3.0000" in shown
 
 
 def test_a_name_outside_the_table_is_an_error(tmp_path):

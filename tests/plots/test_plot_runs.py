@@ -60,6 +60,20 @@ def test_two_runs_become_one_picture(run, tmp_path, capsys):
     assert [path.name for path in out.parent.iterdir()] == ["both.png"]  # nothing half-written stays behind
 
 
+def test_losses_by_source_and_set_have_panels_of_their_own():
+    records = lines(40)
+    for record in records:
+        kind = "loss" if "loss" in record else "eval_loss"
+        record |= {f"{kind}/{name}": factor * (record[kind] or 1) for name, factor in {"code": 2, "text": 3}.items()}
+    plain, by_source, by_set = (runs.draw_metrics({"a": records, "b": lines(20)}).axes[index] for index in (0, 4, 5))
+    assert by_source.get_title(loc="left") == "loss by source" and by_set.get_title(loc="left").endswith("by set")
+    for panel, points in ((by_source, 40), (by_set, 4)):
+        drawn = [line for line in panel.lines if len(line.get_xdata())]
+        assert [len(line.get_xdata()) for line in drawn] == [points, points], "of the run that has them"
+        assert [text.get_text() for text in panel.get_legend().get_texts()] == ["code", "text"]
+    assert list(by_set.lines[0].get_ydata()) == [2 * value for value in plain.lines[1].get_ydata()]
+
+
 def test_one_run_is_drawn_into_its_folder_even_while_it_is_writing(run):
     folder = run("live", text="".join(json.dumps(r) + "\n" for r in lines(3)) + '{"step": 4, "lo')
     assert plot.main([str(folder)]) == 0

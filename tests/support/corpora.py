@@ -6,9 +6,13 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
 
 from trainer.config import Config, SourceConfig
 from trainer.data.text import TextFiles
+from trainer.data.tokenizer import byte_tokenizer
 
 
 def config(folder: Path, length: int = 16, tokenizer: str = "bytes", **sources: SourceConfig) -> Config:
@@ -35,6 +39,46 @@ def write_texts(folder: Path, rows: list[str]) -> Path:
     for number, row in enumerate(rows):
         (folder / f"{number:04d}.txt").write_text(row)
     return folder
+
+
+MARKED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{ message.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""A chat template that says what the assistant's part is."""
+
+PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+"""The same, and it does not."""
+
+
+def chat_tokenizer(folder: Path, template: str | None) -> Any:
+    """A transformers tokenizer of bytes, saved to `folder`, with special tokens around messages."""
+    backend = byte_tokenizer().backend
+    backend.encode_special_tokens = False
+    special = ["<|im_start|>", "<|im_end|>"]
+    original = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special[1], extra_special_tokens=special[:1])
+    original.chat_template = template
+    original.save_pretrained(folder)
+    return original
+
+
+def conversations(count: int) -> list[list[dict[str, str]]]:
+    """Of one to three questions each, some after a system message."""
+    made = []
+    for number in range(count):
+        messages = [{"role": "system", "content": "Answer."}] * (number % 4 == 0)
+        for turn in range(1 + number % 3):
+            asked = {"role": "user", "content": f"What is {number} + {turn}?"}
+            messages += [asked, {"role": "assistant", "content": f"It is {number + turn}, " + "yes " * (number % 5)}]
+        made.append(messages)
+    return made
+
+
+def write_conversations(path: Path, rows: list[list[dict[str, str]]], column: str = "messages") -> Path:
+    path.write_text("".join(json.dumps({"id": number, column: row}) + "\n" for number, row in enumerate(rows)))
+    return path
 
 
 def stream(samples, tokenizer) -> list[str]:

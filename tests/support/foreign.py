@@ -111,6 +111,7 @@ class ForeignModel(nn.Module):
         if not self.last:
             return x
         logits = self.scores(x).float()
-        entropy = F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
+        entropy = F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="none")
         normalizers = logits.logsumexp(-1)[targets.flatten() != -100]
-        return entropy + self.z_loss * normalizers.square().sum(), entropy.detach()
+        objective = entropy.sum() + self.z_loss * normalizers.square().sum()
+        return objective, entropy.detach().view(targets.shape).sum(1)

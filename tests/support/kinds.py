@@ -15,12 +15,14 @@ import pyarrow
 import pyarrow.parquet
 import torch
 import yaml
+from support.corpora import PLAIN
 
 import trainer
 from trainer.cluster import job
 from trainer.config import ConfigError, SourceConfig
 from trainer.config.model import ModelSpec
 from trainer.config.user_files import UserFiles
+from trainer.data.chat import ChatTemplate, read_template
 from trainer.data.shards import TokeniseJob, read_manifest, write_manifest
 from trainer.data.stream import StreamedSequences
 from trainer.data.tables import JsonLines, ParquetRows
@@ -70,7 +72,7 @@ def token_manifest(folder: Path) -> File:
 
 
 def shard_description(folder: Path) -> File:
-    documents = TextFiles("corpus", [str(written(folder / "a.txt", "text\n"))], strict=True)
+    documents = TextFiles("data.sources.corpus", [str(written(folder / "a.txt", "text\n"))], strict=True)
     job = TokeniseJob(documents, byte_tokenizer(), "<u2", 0, folder)
     return written(job.description(0), json.dumps({"documents": [0, 1], "train": token_file(folder)})), (
         lambda: job.described(0)
@@ -79,7 +81,9 @@ def shard_description(folder: Path) -> File:
 
 def stream_note(folder: Path) -> File:
     data = SimpleNamespace(load_state_dict=lambda state: state["epoch"] + 1)
-    documents = SimpleNamespace(name="corpus", open=lambda: data, rows=lambda _: iter([{"text": "a" * 40}] * 64))
+    documents = SimpleNamespace(
+        name="corpus", setting="data.sources.corpus", open=lambda: data, rows=lambda _: iter([{"text": "a" * 40}] * 64)
+    )
     documents.texts, documents.source = lambda rows: [row["text"] for row in rows], SourceConfig("hub", "path")
     sequences = StreamedSequences(documents, byte_tokenizer(), 0, 16, folder)
     note = {"state": {"epoch": 0, "examples": [1, 2]}, "tokens": [1, 2, 256]}
@@ -89,7 +93,7 @@ def stream_note(folder: Path) -> File:
 def npy(folder: Path) -> File:
     np.save(folder / "tokens.npy", np.arange(200, dtype=np.uint16) % 256)
     path = folder / "tokens.npy"
-    return path, lambda: file_digest(open_token_file("corpus", SourceConfig("tokens"), str(path), 257))
+    return path, lambda: file_digest(open_token_file("data.sources.corpus", SourceConfig("tokens"), str(path), 257))
 
 
 def jsonl(folder: Path, name: str = "a.jsonl", pack: Callable[[bytes], bytes] = bytes) -> File:
@@ -99,7 +103,7 @@ def jsonl(folder: Path, name: str = "a.jsonl", pack: Callable[[bytes], bytes] = 
     path, source = written(folder / name, pack(content.encode())), SourceConfig("jsonl")
 
     def read() -> None:
-        documents = JsonLines("corpus", [str(path)], source, folder / "expanded")
+        documents = JsonLines("data.sources.corpus", [str(path)], source, folder / "expanded")
         assert all(document.text.encode() for document in documents.read(0, len(documents)))
 
     return path, read
@@ -130,10 +134,27 @@ def parquet(folder: Path) -> File:
     pyarrow.parquet.write_table(table, path, row_group_size=100, compression="zstd")
 
     def read() -> None:
-        documents = ParquetRows("corpus", [str(path)], SourceConfig("parquet"))
+        documents = ParquetRows("data.sources.corpus", [str(path)], SourceConfig("parquet"))
         assert all(document.text.encode() for document in documents.read(0, len(documents)))
 
     return path, read
+
+
+def conversations(folder: Path) -> File:
+    messages = [{"role": "user", "content": "a ä"}, {"role": "assistant", "content": "b €", "name": None}]
+    path = written(folder / "chat.jsonl", (json.dumps({"id": 1, "messages": messages}) + "\n") * 30)
+    template, source = ChatTemplate(PLAIN, {}, "a template"), SourceConfig("chat")
+
+    def read() -> None:
+        documents = JsonLines("data.sources.chat", [str(path)], source, folder / "expanded", template=template)
+        assert all(document.spans for document in documents.read(0, len(documents)))
+
+    return path, read
+
+
+def chat_template(folder: Path) -> File:
+    path = written(folder / "chat.jinja", PLAIN)
+    return path, lambda: ChatTemplate(read_template(str(path)), {"eos_token": "</s>"}, f"data.chat_template={path}")
 
 
 def tokenizer_json(folder: Path) -> File:
@@ -302,6 +323,8 @@ KINDS: dict[str, Callable[[Path], File]] = {
         npy,
         jsonl,
         parquet,
+        conversations,
+        chat_template,
         tokenizer_json,
         tokenizer_config,
         hf_config,
@@ -328,5 +351,5 @@ KINDS |= {
     name: (lambda folder, name=name: choice(folder, name)) for name in ("choice.yaml", "conditions.yaml", "chosen.csv")
 }
 
-FOUND = {"npy", "jsonl", "parquet", *(f"jsonl.{kind}" for kind in PACK)}
+FOUND = {"npy", "jsonl", "parquet", "conversations", *(f"jsonl.{kind}" for kind in PACK)}
 """Kinds whose files `find_files` has found, which takes regular files only."""

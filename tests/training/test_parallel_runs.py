@@ -4,8 +4,11 @@ export, `schedule: auto`, lost ranks, and plans that are refused."""
 from __future__ import annotations
 
 import argparse
+import bisect
+import heapq
 import json.decoder
 import os
+import pprint
 import shutil
 import socket
 import subprocess
@@ -39,6 +42,10 @@ def root(tmp_path_factory):
     (folder / "corpus").mkdir()
     for module in (argparse, json.decoder, shutil, textwrap):
         shutil.copy(module.__file__, folder / "corpus" / f"{module.__name__}.txt")
+    for name, modules in {"more": (pprint, heapq), "apart": (bisect,)}.items():
+        (folder / name).mkdir()
+        for module in modules:
+            shutil.copy(module.__file__, folder / name)
     return folder
 
 
@@ -89,6 +96,16 @@ def test_every_plan_gives_the_same_run(alone, four, plan):
     assert four[plan]["code"] == 0
     assert_equal(four[plan], alone["untied"], 4)
     assert four[plan]["ids"] == alone["untied"]["ids"][:4]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_losses_by_source_and_set_are_those_of_one_process(alone, four, plan):
+    expected = alone["untied"]["by_name"][:6]
+    assert [len(line) for line in expected] == [4, 4, 3, 4, 4, 3] and all(line["targets/more"] for line in expected[:2])
+    assert len(four[plan]["by_name"]) == 6
+    for seen, line in zip(four[plan]["by_name"], expected):
+        assert seen == pytest.approx(line, rel=2e-6)
+        assert [seen[name] for name in seen if "targets" in name] == [line[name] for name in line if "targets" in name]
 
 
 def test_the_bubble_is_logged_where_there_is_a_pipeline(alone, four):

@@ -198,6 +198,7 @@ def test_the_run_folder_keeps_the_contract(undisturbed):
         "bubble",
         "loss_scale",
         "skipped",
+        "damaged",
         "epoch",
         "eta_seconds",
         "step_seconds_p50",

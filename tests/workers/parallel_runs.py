@@ -100,6 +100,12 @@ CHAINS = {  # of plans, two steps each, on 4 processes and then on 2; one proces
     },
 }
 
+BY_NAME = [
+    *(f"{kind}/{name}" for kind in ("loss", "targets", "eval_loss") for name in ("text", "more")),
+    "eval_loss/apart",
+]
+"""Metrics of the sources and of the set."""
+
 TRAINED = {
     "untied": {},
     "tied": {
@@ -159,7 +165,9 @@ def gather(value: Any) -> list[Any]:
 def common(root: Path) -> Config:
     return trainer.compose(
         [f"{name}={value}" for name, value in COMMON.items()]
-        + [f"data.sources.text.path={root / 'corpus'}", f"data.cache={root / 'cache'}", f"run.dir={root / 'run'}"],
+        + [f"data.sources.text.path={root / 'corpus'}", f"data.cache={root / 'cache'}", f"run.dir={root / 'run'}"]
+        + [f"data.sources.more={{kind: text, path: {root / 'more'}}}"]
+        + [f"eval.sets.apart={{kind: text, path: {root / 'apart'}}}"],
         world_size=1,
     )
 
@@ -193,6 +201,7 @@ def run(folder: Path, steps: int, watched: Watched | None = None, **changes: Any
         "norms": [line["grad_norm"] for line in lines],
         "bubbles": [line["bubble"] for line in lines],
         "eval": {line["step"]: line["eval_loss"] for line in result.metrics if "eval_loss" in line},
+        "by_name": [{name: line[name] for name in BY_NAME if name in line} for line in result.metrics],
     }
 
 

@@ -134,8 +134,8 @@ class Stage(nn.Module):
             if self.deferred is None
             else DeferrableLinear.apply(hidden, self.head, self.deferred)
         )
-        entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        return entropy + 1e-2 * logits.square().sum(), entropy
+        entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape).sum(1)
+        return entropy.sum() + 1e-2 * logits.square().sum(), entropy
 
 
 class Kept:
@@ -485,7 +485,7 @@ class SleepStage(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None, documents: Tensor | None, hidden: Tensor | None) -> Any:
         hidden = Slept.apply(self.start if hidden is None else hidden, self.seconds, self.deferred)
-        return (hidden.sum(), hidden.detach().sum()) if self.last else hidden
+        return (hidden.sum(), hidden.detach().sum()[None]) if self.last else hidden
 
 
 def sleeping(schedule: Schedule, costs: StageCosts, channels: Channels | None) -> Runtime:

@@ -44,12 +44,12 @@ class Checkpointer:
 
     Every rank constructs it, after the process group exists, and makes the same calls in the same order. Background
     work uses a gloo group of its own, so that its collectives never mix with those of training. Attributes:
-    `stall_seconds`, how long the last `save` held up training; `saved_step`, the last step whose checkpoint is
-    complete, or None."""
+    `stall_seconds`, how long the last `save` held up training; `longest`, the seconds that the longest save took, in
+    the background or not, or None; `saved_step`, the last step whose checkpoint is complete, or None."""
 
     def __init__(self, folder: Path, config: CheckpointConfig):
         self.folder, self.config = Path(folder), config
-        self.stall_seconds, self.saved_step = 0.0, None
+        self.stall_seconds, self.saved_step, self.longest = 0.0, None, None
         distributed = dist.is_initialized() and dist.get_world_size() > 1
         self._group = None
         if distributed:
@@ -178,9 +178,9 @@ class Checkpointer:
                     "training goes on, older checkpoints are untouched"
                 )
             return
-        self.saved_step = step
+        self.saved_step, seconds = step, time.perf_counter() - started
+        self.longest = max(seconds, self.longest or 0.0)
         if self._rank == 0:
-            seconds = time.perf_counter() - started
             self._messages.append(f"saved {path}: {size / 1e9:.2f} GB in {seconds:.1f} s")
             try:
                 prune(self.folder, step, self.config)

@@ -22,6 +22,18 @@ class RunConfig:
         0, "seeds the initial weights (with each parameter's name) and the order of the data", range="[0, inf)"
     )
     steps: int = option(100, "training length", unit="optimizer steps", range="[1, inf)")
+    tokens: int | None = option(
+        None,
+        "training length in tokens, instead of run.steps: as many steps as it takes; 20e9 is a number, too",
+        unit="tokens",
+        range="[1, inf)",
+    )
+    hours: float | None = option(
+        None,
+        "save and end with exit code 75 before a start has taken so long; the same command goes on",
+        unit="hours",
+        range="(0, inf)",
+    )
     device: str = option("auto", "auto takes a GPU where there is one", ("auto", "cpu", "cuda"))
     deterministic: bool = option(False, "deterministic kernels: the same plan gives the same bits")
     force: bool = option(False, "go on although the model's states will not fit into memory, by what is predicted")
@@ -42,16 +54,18 @@ class ModelConfig(ModelSpec):
 
 
 @dataclass
-class SourceConfig:
+class CorpusConfig:
     """One corpus."""
 
     kind: str = option(
         "stdlib",
-        "the running interpreter's own library, local files, a hub name, ready-made token files, or a registered kind",
+        "the running interpreter's own library, local files, a hub name, conversations (jsonl or parquet), ready-made "
+        "token files, or a registered kind",
         SOURCES,
     )
-    path: str | None = option(None, "file, folder or glob (text, jsonl, parquet, tokens) or hub name (hub)")
+    path: str | None = option(None, "file, folder or glob (text, jsonl, parquet, chat, tokens) or hub name (hub)")
     field: str = option("text", "column that holds the text (jsonl, parquet, hub)")
+    messages: str = option("messages", "column that holds the conversation, a list of messages (chat)")
     subset: str | None = option(None, "hub configuration name")
     split: str = option("train", "hub split")
     streaming: bool = option(False, "read from the hub while training instead of downloading first")
@@ -61,8 +75,14 @@ class SourceConfig:
         "element type of token files (tokens); auto reads it from the vocabulary size",
         ("auto", "uint16", "uint32"),
     )
-    weight: float = option(1.0, "share of this source among all, before normalisation", range="[0, inf)")
     settings: dict[str, Any] = option({}, "settings of a registered kind, by its name", registry=SOURCES)
+
+
+@dataclass
+class SourceConfig(CorpusConfig):
+    """One corpus to train on."""
+
+    weight: float = option(1.0, "share of this source among all, before normalisation", range="[0, inf)")
 
 
 @dataclass
@@ -74,9 +94,20 @@ class DataConfig:
         "end mark), or the path of a tokenizer.json or of a transformers tokenizer folder",
     )
     vocab_size: int = option(4096, "size of a trained bpe tokenizer", unit="tokens", range="[1, inf)")
+    chat_template: str | None = option(
+        None, "Jinja file of the template of conversations (chat); null means the one in the tokenizer's folder"
+    )
     cache: str = option("~/.cache/trainer", "folder of trained tokenizers and tokenised corpora")
     eval_fraction: float = option(0.01, "share of the documents held out for evaluation", range="[0, 1)")
     mask_documents: bool = option(False, "packed documents do not attend to each other")
+    on_error: str = option(
+        "stop",
+        "a line or row that cannot be read (text, jsonl, parquet, chat) ends the run, or is left out and counted",
+        ("stop", "skip"),
+    )
+    max_damaged: float = option(
+        0.01, "skip: largest share of a corpus's lines or rows that may be left out", range="[0, 1]"
+    )
     workers: int = option(0, "processes that tokenise; 0 means one a core", range="[0, inf)")
     prefetch: int = option(2, "optimizer steps prepared ahead by a thread", unit="steps", range="[0, inf)")
 
@@ -418,7 +449,11 @@ class CheckpointConfig:
 @dataclass
 class EvalConfig:
     every: int = option(0, "evaluate every n steps and after the last; 0 means never", unit="steps", range="[0, inf)")
-    sequences: int = option(64, "held-out sequences per evaluation", unit="sequences", range="[1, inf)")
+    at_start: bool = option(False, "evaluate before the first step, too")
+    sequences: int = option(
+        64, "sequences per evaluation, held-out ones and of each set", unit="sequences", range="[1, inf)"
+    )
+    sets: dict[str, CorpusConfig] = option({}, "more corpora to evaluate on, by name, each for itself and whole")
     ema: bool = option(False, "evaluate the average of the weights (optimizer.ema.decay) in their place")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 _NAMES = {
     "run.steps": "max_steps train_iters max_iters num_steps train_steps training_steps total_steps num_training_steps "
     "iterations",
+    "run.tokens": "max_tokens train_tokens total_tokens num_tokens",
+    "run.hours": "max_hours max_time",
     "run.dir": "output_dir save_dir out_dir default_root_dir dump_folder log_dir",
     "run.name": "run_name experiment_name exp_name",
     "run.seed": "random_seed data_seed",
@@ -70,14 +72,11 @@ _NAMES = {
 SETTINGS = {name: setting for setting, names in _NAMES.items() for name in names.split()}
 """Name elsewhere -> setting here."""
 
-_LENGTH = "a run's length is run.steps; tokens are run.steps x the global batch, and the metric epoch counts passes"
+_LENGTH = "a run's length is run.steps or run.tokens, and the metric epoch counts passes"
 _EXPERTS = "there is no mixture of experts"
 _LORA = "there is no LoRA: all parameters are trained"
 ABSENT = {
     **dict.fromkeys(("epochs", "epoch", "num_epochs", "max_epochs", "num_train_epochs"), _LENGTH),
-    **dict.fromkeys(
-        ("hours", "max_hours", "max_time", "tokens", "max_tokens", "train_tokens", "train_samples"), _LENGTH
-    ),
     **dict.fromkeys(("lora", "peft", "qlora", "lora_rank", "lora_alpha"), _LORA),
     **dict.fromkeys(("moe", "num_experts", "experts", "ep", "expert_parallel", "expert_model_parallel_size"), _EXPERTS),
     **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout"), "there is no dropout"),

@@ -22,7 +22,7 @@ from trainer.config import synonyms
 from trainer.config.fields import nearest, option, outside
 from trainer.config.model import LayerSpec
 from trainer.config.registry import Registry
-from trainer.config.schema import Config, SourceConfig, TypePolicy
+from trainer.config.schema import Config, CorpusConfig, SourceConfig, TypePolicy
 
 Problems = dict[str, str]
 """What is wrong, by setting."""
@@ -49,6 +49,7 @@ PARTIAL = {"model.pattern": PatternEntry, "model.overrides": LayerSpec, "precisi
 
 ENTRIES: dict[str, tuple[str, type]] = {
     "data.sources": ("NAME", SourceConfig),
+    "eval.sets": ("NAME", CorpusConfig),
     "model.pattern": ("PLACE", PatternEntry),
     "model.overrides": ("LAYER", LayerSpec),
     "precision.types.rules": ("PATTERN", TypePolicy),
@@ -219,8 +220,9 @@ def _convert(
     if hint is Any:
         return value
     node, words = LEAVES[hint]
+    whole = hint is int and isinstance(value, float) and value.is_integer()  # 20e9
     try:
-        result = node().validate_and_convert(value)
+        result = node().validate_and_convert(int(value) if whole else value)
     except ValidationError:
         result = None
     if result is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainer.data.corpus import Samples
 from trainer.data.order import Order
+from trainer.data.tokens import Sample
 from trainer.model.loss import IGNORE
 from trainer.planning.batch import BatchPlan
 
@@ -24,7 +25,7 @@ class Batch:
 
     tokens, targets: int64 [micro, length]; a target is `IGNORE` where there is none. documents: int32 [micro, length],
     each token's document as a number within the sequence, or None where attention is not masked by documents. ids: of
-    each sequence, "source:index"."""
+    each sequence, "source:index"; `source_of` takes them apart."""
 
     tokens: Tensor
     targets: Tensor
@@ -145,24 +146,33 @@ def eval_batches(
         yield _collate(rows + [_padding(samples)] * (micro_size - len(rows)), mask_documents).to(device)
 
 
-Row = tuple[np.ndarray, np.ndarray, str]
-"""Tokens, document numbers, sample id."""
+def source_of(sample: str) -> str:
+    """The name of the source in a sample's id; empty for padding."""
+    return sample.rpartition(":")[0]
+
+
+Row = tuple[Sample, str]
+"""A sequence, and its id."""
 
 
 def _row(samples: Samples, source: int, index: int) -> Row:
-    return *samples.sources[source].get(index), f"{samples.names[source]}:{index}"
+    return samples.sources[source].get(index), f"{samples.names[source]}:{index}"
 
 
 def _padding(samples: Samples) -> Row:
-    tokens, documents = samples.get(0)
-    return np.full_like(tokens, IGNORE), np.zeros_like(documents), "padding"
+    like = samples.get(0)
+    return Sample(np.full_like(like.tokens, IGNORE), np.zeros_like(like.documents)), "padding"
 
 
 def _collate(rows: list[Row], mask_documents: bool) -> Batch:
-    tokens = torch.from_numpy(np.stack([row[0] for row in rows]))
+    samples, ids = zip(*rows)
+    tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     inputs, targets = tokens[:, :-1].clamp(min=0), tokens[:, 1:].contiguous()  # no embedding has padding's IGNORE
+    for row, sample in enumerate(samples):
+        if sample.learned is not None:
+            targets[row, torch.from_numpy(~sample.learned[1:])] = IGNORE
     if not mask_documents:
-        return Batch(inputs, targets, None, [row[2] for row in rows])
-    documents = torch.from_numpy(np.stack([row[1] for row in rows]))
+        return Batch(inputs, targets, None, list(ids))
+    documents = torch.from_numpy(np.stack([sample.documents for sample in samples]))
     targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
-    return Batch(inputs, targets, documents[:, :-1].contiguous(), [row[2] for row in rows])
+    return Batch(inputs, targets, documents[:, :-1].contiguous(), list(ids))

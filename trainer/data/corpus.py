@@ -14,18 +14,20 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainer.config import Config, ConfigError
+from trainer.data.chat import ChatTemplate, Conversations, read_template
 from trainer.data.documents import Source, held_out_threshold
 from trainer.data.progress import say
-from trainer.data.shards import TokeniseJob, read_manifest, tokenise, write_manifest
+from trainer.data.shards import SPLITS, TokeniseJob, read_manifest, tokenise, write_manifest
 from trainer.data.stream import StreamedSequences, hold_out
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
 from trainer.data.tokens import (
     Packed,
+    Sample,
     Sequences,
     TokenRun,
     TokenWriter,
@@ -67,8 +69,8 @@ class Samples:
         source = int(np.searchsorted(self._ends, index, "right"))
         return source, index - (int(self._ends[source - 1]) if source else 0)
 
-    def get(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Two arrays [sequence_length + 1]: tokens (int64), and the number of each token's document (int32)."""
+    def get(self, index: int) -> Sample:
+        """Sequence `index` of all sources one after the other."""
         if not 0 <= index < len(self):
             raise IndexError(f"{len(self)} sequences, not {index}")
         source, within = self.locate(index)
@@ -80,12 +82,17 @@ class Corpus:
     """What a run trains on and is evaluated on.
 
     `fingerprint` identifies what sample numbers refer to: tokens, sequence length and weights. The seed is no part of
-    it."""
+    it. sets: what else is evaluated, by name; sets_fingerprint: identifies it. damaged: rows to train on that were left
+    out, None where none may be. notes: what is to be said of the data."""
 
     tokenizer: Tokenizer
     train: Samples
     eval: Samples
     fingerprint: str
+    sets: dict[str, Samples]
+    sets_fingerprint: str
+    damaged: int | None
+    notes: list[str]
 
     @property
     def vocab_size(self) -> int:
@@ -98,35 +105,81 @@ def open_corpus(config: Config) -> Corpus:
     Safe to call from many processes at once, on one or several machines, before any process group exists. Raises
     `ConfigError` with everything that is wrong with the sources, the tokenizer or their sizes.
     """
-    sources = _sources(config)
+    sources, sets = _sources(config)
     tokenizer = _tokenizer(config, sources)
+    _use_template(config, [*sources, *sets], tokenizer)
     limit = _model_vocab_size(config)
     if tokenizer.vocab_size > limit:
         raise ConfigError(
             f"data.tokenizer={config.data.tokenizer} has {tokenizer.vocab_size} tokens, more than the model's "
             f"vocab_size={limit}; set model.vocab_size={tokenizer.vocab_size} or more, or take a smaller tokenizer"
         )
-    opened = _collect(lambda source=source: _open(config, source, tokenizer) for source in sources)
+    opened = _collect(
+        [
+            *(lambda source=source: _open(config, source, tokenizer, config.data.eval_fraction) for source in sources),
+            *(lambda source=source: _open(config, source, tokenizer, 1.0) for source in sets),
+        ]
+    )
+    evaluated = {source.name: Samples([one.held], [1.0]) for source, one in zip(sets, opened[len(sources) :])}
     weights = [source.config.weight for source in sources]
-    train, held = Samples([split[0] for split in opened], weights), Samples([split[1] for split in opened], weights)
-    _check_sizes(config, train, held)
+    train, held = (Samples([one[side] for one in opened[: len(sources)]], weights) for side in (0, 1))
+    _check_sizes(config, train, held, evaluated)
     parts = [
         config.batch.sequence_length,
         *(
-            (source.name, round(source.config.weight / sum(weights), 9), split[2])
-            for source, split in zip(sources, opened)
+            (source.name, round(source.config.weight / sum(weights), 9), one.content)
+            for source, one in zip(sources, opened)
         ),
     ]
-    return Corpus(tokenizer, train, held, _key(parts))
+    return Corpus(
+        tokenizer,
+        train,
+        held,
+        _key(parts),
+        evaluated,
+        _key([[source.name, one.content] for source, one in zip(sets, opened[len(sources) :])]),
+        sum(one.damaged for one in opened[: len(sources)]) if config.data.on_error == "skip" else None,
+        [note for one in opened for note in one.notes],
+    )
 
 
-def _sources(config: Config) -> list[Source]:
-    """The sources with a weight, by name: their order in the configuration means nothing."""
+class Opened(NamedTuple):
+    """A source, tokenised: training and held-out sequences, what identifies their content, how many rows were left out,
+    and what is to be said of it."""
+
+    train: Sequences
+    held: Packed | Conversations
+    content: Any
+    damaged: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def _sources(config: Config) -> tuple[list[Source], list[Source]]:
+    """The sources with a weight and the sets, by name: their order in the configuration means nothing."""
     named = [(name, source) for name, source in sorted(config.data.sources.items()) if source.weight > 0]
     if not named:
         raise ConfigError("data.sources names no corpus with a weight above 0; the default is data=stdlib")
-    cache = _cache(config)
-    return _collect(lambda name=name, source=source: Source(name, source, cache) for name, source in named)
+    sets = sorted(config.eval.sets.items()) if config.eval.every else []
+    entries = [*(("data.sources", *source) for source in named), *(("eval.sets", *one) for one in sets)]
+    cache, skip = _cache(config), config.data.on_error == "skip"
+    made = _collect(lambda entry=entry: Source(*entry, cache, skip) for entry in entries)
+    return made[: len(named)], made[len(named) :]
+
+
+def _use_template(config: Config, sources: list[Source], tokenizer: Tokenizer) -> None:
+    """Gives conversations their template, which is the tokenizer's from now on."""
+    named = f"the chat template of data.tokenizer={config.data.tokenizer}"
+    if config.data.chat_template:
+        named = f"data.chat_template={config.data.chat_template}"
+        tokenizer.chat_template = read_template(config.data.chat_template)
+    chats = [source for source in sources if source.config.kind == "chat"]
+    if chats and not tokenizer.chat_template:
+        raise ConfigError(
+            f"{chats[0].setting}.kind=chat needs a chat template, and data.tokenizer={config.data.tokenizer} has none; "
+            "set data.chat_template to the file of one"
+        )
+    for source in chats:
+        source.template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens, named)
 
 
 def _collect(makers: Iterable[Callable[[], Any]]) -> list[Any]:
@@ -156,11 +209,11 @@ def _tokenizer(config: Config, sources: list[Source]) -> Tokenizer:
                 "trained with"
             )
         return load_tokenizer(folder)
-    texts = [source for source in sources if source.config.kind != "tokens"]
+    texts = [source for source in sources if source.config.kind not in ("tokens", "chat")]
     if not texts:
         raise ConfigError(
-            "data.tokenizer=bpe is trained on text, and all of data.sources are token files; name the tokenizer that "
-            "they were made with"
+            "data.tokenizer=bpe is trained on text, and all of data.sources are token files or conversations; name the "
+            "tokenizer that they were made with, or are for"
         )
     if not 257 <= data.vocab_size <= _model_vocab_size(config):
         raise ConfigError(
@@ -181,28 +234,44 @@ def _tokenizer(config: Config, sources: list[Source]) -> Tokenizer:
     return load_tokenizer(path)
 
 
-def _open(config: Config, source: Source, tokenizer: Tokenizer) -> tuple[Sequences, Packed, Any]:
-    """Training and held-out sequences of a source, and what identifies their content."""
+def _open(config: Config, source: Source, tokenizer: Tokenizer, fraction: float) -> Opened:
+    """A source, of whose documents the share `fraction` is held out."""
     if source.config.kind == "tokens":
-        runs, content = _token_files(config, source, tokenizer)
-    elif source.streams:
-        return _open_stream(config, source, tokenizer)
-    else:
-        key = [source.identity, tokenizer.digest, config.data.eval_fraction]
-        folder = _cache(config) / "tokens" / f"{source.name}-{_key(key)}"
+        runs, content = _token_files(source, tokenizer, fraction)
+        return Opened(*(_packed(config, source, tokenizer, runs[split]) for split in SPLITS), content)
+    if source.streams:
+        return _open_stream(config, source, tokenizer, fraction)
+    key = [source.identity, tokenizer.digest, fraction]
+    key += [source.template.digest] if source.template else []
+    folder = _cache(config) / "tokens" / f"{source.name}-{_key([*key, 'skip'] if source.skip else key)}"
 
-        def prepare() -> None:
-            threshold = held_out_threshold(source.documents, config.data.eval_fraction)
-            job = TokeniseJob(source.documents, tokenizer, token_dtype(tokenizer.vocab_size), threshold, folder)
-            tokenise(job, source.name, config.data.workers)
+    def prepare() -> None:
+        threshold = held_out_threshold(source.documents, fraction)
+        dtype = token_dtype(tokenizer.vocab_size)
+        job = TokeniseJob(source.documents, tokenizer, dtype, threshold, folder, chat=source.template is not None)
+        tokenise(job, source.name, config.data.workers)
 
-        _once(folder / "manifest.json", prepare, config)
-        runs, content = read_manifest(folder)
-    return *(_packed(config, source, tokenizer, runs[split]) for split in ("train", "eval")), content
+    _once(folder / "manifest.json", prepare, config)
+    runs, content, tally = read_manifest(folder)
+    if tally.damaged > config.data.max_damaged * max(tally.rows, tally.damaged):
+        raise ConfigError(
+            f"{source.setting}: {tally.damaged} of {tally.rows} rows cannot be read, more than "
+            f"data.max_damaged={config.data.max_damaged:g} allows; mend them, leave out the file, or raise it. The "
+            f"first: {tally.first}"
+        )
+    damaged = f"{source.setting}: {tally.damaged} of {tally.rows} rows cannot be read and are left out"
+    notes = [damaged] if tally.damaged else []
+    sides = [_packed(config, source, tokenizer, runs[split]) for split in SPLITS]
+    if source.template and (cut := sum(side.cut for side in sides)):
+        notes.append(
+            f"{source.setting}: {cut} conversations are longer than batch.sequence_length="
+            f"{config.batch.sequence_length}, and end there"
+        )
+    return Opened(*sides, content, tally.damaged, tuple(notes))
 
 
-def _open_stream(config: Config, source: Source, tokenizer: Tokenizer) -> tuple[Sequences, Packed, Any]:
-    threshold, length = held_out_threshold(source.documents, config.data.eval_fraction), config.batch.sequence_length
+def _open_stream(config: Config, source: Source, tokenizer: Tokenizer, fraction: float) -> Opened:
+    threshold, length = held_out_threshold(source.documents, fraction), config.batch.sequence_length
     content = [source.identity, tokenizer.digest, threshold]
     source.documents.open()  # errors in its name or columns are found now
     wanted = config.eval.sequences * length + 1 if config.eval.every else 0
@@ -220,29 +289,29 @@ def _open_stream(config: Config, source: Source, tokenizer: Tokenizer) -> tuple[
     _once(folder / "manifest.json", prepare, config)
     notes = _cache(config) / "streams" / _key([*content, length])
     train = StreamedSequences(source.documents, tokenizer, threshold, length, notes)
-    return train, _packed(config, source, tokenizer, read_manifest(folder)[0]["eval"]), content
+    return Opened(train, _packed(config, source, tokenizer, read_manifest(folder)[0]["eval"]), content)
 
 
-def _token_files(config: Config, source: Source, tokenizer: Tokenizer) -> tuple[dict[str, list[TokenRun]], Any]:
+def _token_files(source: Source, tokenizer: Tokenizer, fraction: float) -> tuple[dict[str, list[TokenRun]], Any]:
     if source.config.limit:
         raise ConfigError(
-            f"data.sources.{source.name}.limit={source.config.limit} counts documents, and token files are not read "
+            f"{source.setting}.limit={source.config.limit} counts documents, and token files are not read "
             "by documents; leave it at 0"
         )
-    whole = [open_token_file(source.name, source.config, path, tokenizer.vocab_size) for path in source.paths]
-    parts = [hold_out_tail(run, config.data.eval_fraction, tokenizer.end_id) for run in whole]
+    whole = [open_token_file(source.setting, source.config, path, tokenizer.vocab_size) for path in source.paths]
+    parts = [run.cut(0) if fraction == 1 else hold_out_tail(run, fraction, tokenizer.end_id) for run in whole]
     return (
-        {split: [part[side] for part in parts] for side, split in enumerate(("train", "eval"))},
+        {split: [part[side] for part in parts] for side, split in enumerate(SPLITS)},
         [[file_digest(run), part[0].length] for run, part in zip(whole, parts)],
     )
 
 
-def _packed(config: Config, source: Source, tokenizer: Tokenizer, runs: list[TokenRun]) -> Packed:
-    runs = [run for run in runs if run.length]
-    return Packed(source.name, runs, tokenizer.end_id, tokenizer.vocab_size, config.batch.sequence_length)
+def _packed(config: Config, source: Source, tokenizer: Tokenizer, runs: list[TokenRun]) -> Packed | Conversations:
+    runs, kind = [run for run in runs if run.length], Conversations if source.template else Packed
+    return kind(source.name, runs, tokenizer.end_id, tokenizer.vocab_size, config.batch.sequence_length)
 
 
-def _check_sizes(config: Config, train: Samples, held: Samples) -> None:
+def _check_sizes(config: Config, train: Samples, held: Samples, sets: dict[str, Samples]) -> None:
     length = config.batch.sequence_length
     problems = [
         f"data.sources.{source.name} holds {source.tokens} tokens to train on, and one sequence of "
@@ -250,7 +319,13 @@ def _check_sizes(config: Config, train: Samples, held: Samples) -> None:
         for source in train.sources
         if source.length == 0
     ]
-    if config.eval.every and not len(held):
+    problems += [
+        f"eval.sets.{name} holds {samples.sources[0].tokens} tokens, and one sequence of "
+        f"batch.sequence_length={length} needs {length + 1}; shorten it, or add text"
+        for name, samples in sets.items()
+        if not len(samples)
+    ]
+    if config.eval.every and config.data.eval_fraction and not len(held):
         tokens = sum(source.tokens for source in held.sources)
         problems.append(
             f"eval.every={config.eval.every} needs at least one held-out sequence of batch.sequence_length={length}, "

@@ -14,22 +14,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError, SourceConfig
+from trainer.config import ConfigError, CorpusConfig
 from trainer.config.fields import nearest
 from trainer.config.registry import SOURCES
+from trainer.data.chat import ChatTemplate
 from trainer.data.progress import on_terminal
 from trainer.data.tables import JsonLines, ParquetRows
-from trainer.data.text import Document, TextFiles
+from trainer.data.text import Damaged, Document, TextFiles
 from trainer.data.tokens import DataError
 from trainer.util.reading import brief
 
 COUNTED = 10_000
 """Up to this many documents exactly the held-out share is held out; above, a threshold on hashes is close enough."""
 
+JSON = tuple(f".json{lines}{packed}" for packed in ("", ".gz", ".zst", ".xz", ".bz2") for lines in ("l", ""))
 SUFFIXES = {
     "text": None,
-    "jsonl": tuple(f".json{lines}{packed}" for packed in ("", ".gz", ".zst", ".xz", ".bz2") for lines in ("l", "")),
+    "jsonl": JSON,
     "parquet": (".parquet",),
+    "chat": (*JSON, ".parquet"),
     "tokens": (".bin", ".npy"),
 }
 """What a folder of each kind is searched for; None means every file."""
@@ -38,11 +41,12 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 """Folders in the standard library's folder that are left out: other packages, and tests, which some systems lack."""
 
 
-class Table:
+class Table(Damaged):
     """Rows of a `datasets.Dataset`, one document each."""
 
-    def __init__(self, name: str, dataset: Any, source: SourceConfig):
-        check_column(name, source, dataset.column_names, dataset.features)
+    def __init__(self, setting: str, dataset: Any, source: CorpusConfig):
+        super().__init__(skip=False)
+        check_column(setting, source, dataset.column_names, dataset.features)
         self.rows = dataset.select_columns([source.field])
         self.field, self.length = source.field, min(len(dataset), source.limit or len(dataset))
         self.bytes = dataset.data.nbytes * self.length // max(1, len(dataset))
@@ -57,15 +61,16 @@ class Table:
                     yield Document(text)
 
 
-class OwnDocuments:
+class OwnDocuments(Damaged):
     """Documents of a registered source. Errors of its code become `ConfigError`."""
 
     SAMPLED = 64
     """Documents by whose length the bytes of all are estimated."""
 
-    def __init__(self, name: str, config: SourceConfig):
+    def __init__(self, setting: str, config: CorpusConfig):
+        super().__init__(skip=False)
         entry = SOURCES[config.kind]
-        self.named = f"data.sources.{name}: {entry.home}"
+        self.named = f"{setting}: {entry.home}"
         self.made, self.settings = entry.made, entry.chosen(config.settings)
         with self.blaming():
             self.length = min(len(self.source), config.limit or len(self.source))
@@ -104,14 +109,14 @@ class OwnDocuments:
 class Stream:
     """Documents of a hub data set in the order in which they arrive."""
 
-    def __init__(self, name: str, source: SourceConfig, cache: Path):
-        self.name, self.source, self.cache = name, source, cache
+    def __init__(self, name: str, setting: str, source: CorpusConfig, cache: Path):
+        self.name, self.setting, self.source, self.cache = name, setting, source, cache
 
     def open(self) -> Any:
         """A fresh `datasets.IterableDataset` at its first document."""
-        dataset = load_hub(self.name, self.source, self.cache, streaming=True)
+        dataset = load_hub(self.setting, self.source, self.cache, streaming=True)
         if dataset.column_names is not None:
-            check_column(self.name, self.source, dataset.column_names, dataset.features)
+            check_column(self.setting, self.source, dataset.column_names, dataset.features)
         return dataset.take(self.source.limit) if self.source.limit else dataset
 
     def rows(self, dataset: Any) -> Iterator[dict]:
@@ -120,18 +125,18 @@ class Stream:
             yield from dataset
         except Exception as error:  # the network, or a reader of datasets, gave up
             raise DataError(
-                f"data.sources.{self.name}: the stream {self.source.path} broke off: {error}; start the run again, it "
+                f"{self.setting}: the stream {self.source.path} broke off: {error}; start the run again, it "
                 "resumes there"
             ) from error
 
     def texts(self, rows: Iterable[dict]) -> Iterator[str]:
         for row in rows:
             if self.source.field not in row:
-                check_column(self.name, self.source, list(row), None)
+                check_column(self.setting, self.source, list(row), None)
             if text := row[self.source.field]:
                 if not isinstance(text, str):
                     raise ConfigError(
-                        f"data.sources.{self.name}.field={self.source.field} holds {brief(text)} instead of text in "
+                        f"{self.setting}.field={self.source.field} holds {brief(text)} instead of text in "
                         f"the stream {self.source.path}; name another column"
                     )
                 yield text
@@ -142,16 +147,19 @@ Documents = TextFiles | JsonLines | ParquetRows | Table | OwnDocuments
 
 
 class Source:
-    """One entry of data.sources: what identifies its content, and its documents, opened when they are needed.
+    """One entry of data.sources or of eval.sets: what identifies its content, and its documents, opened when they are
+    needed.
 
-    Raises `ConfigError` at once where files are missing, empty or not readable.
+    section: the setting that has the entry; skip: leaves out rows that cannot be read; template: of conversations, to
+    be set before these are opened. Raises `ConfigError` at once where files are missing, empty or not readable.
     """
 
-    def __init__(self, name: str, config: SourceConfig, cache: Path):
-        self.name, self.config, self.cache = name, config, cache
+    def __init__(self, section: str, name: str, config: CorpusConfig, cache: Path, skip: bool = False):
+        self.name, self.setting, self.config, self.cache, self.skip = name, f"{section}.{name}", config, cache, skip
+        self.template: ChatTemplate | None = None
         self.streams = config.kind == "hub" and config.streaming
         self.registered = config.kind in SOURCES.registered
-        self.paths = [] if config.kind == "hub" or self.registered else find_files(name, config)
+        self.paths = [] if config.kind == "hub" or self.registered else find_files(self.setting, config)
         if config.limit and config.kind in ("stdlib", "text"):
             self.paths = self.paths[: config.limit]
 
@@ -159,7 +167,7 @@ class Source:
     def identity(self) -> list[Any]:
         """Changes with the content: names, sizes and times of files, or the files that the hub lists for a data set."""
         config = self.config
-        reading = [config.kind, config.field, config.limit]
+        reading = [config.kind, config.messages if config.kind == "chat" else config.field, config.limit]
         if config.kind == "hub":
             files = [] if self.streams else [entry["filename"] for entry in self.documents.rows.cache_files]
             return [*reading, config.path, config.subset, config.split, files]
@@ -170,19 +178,26 @@ class Source:
 
     @cached_property
     def documents(self) -> Documents | Stream:
-        name, config = self.name, self.config
+        setting, config = self.setting, self.config
         if self.registered:
-            return OwnDocuments(name, config)
+            return OwnDocuments(setting, config)
         if config.kind in ("stdlib", "text"):
-            return TextFiles(name, self.paths, strict=config.kind == "text")
-        if config.kind == "jsonl":
-            return JsonLines(name, self.paths, config, self.cache / "expanded")
-        if config.kind == "parquet":
-            return ParquetRows(name, self.paths, config)
+            return TextFiles(setting, self.paths, strict=config.kind == "text", skip=self.skip)
+        if config.kind in ("jsonl", "parquet", "chat"):
+            tables = [path.endswith(".parquet") for path in self.paths]
+            if config.kind == "chat" and any(tables) != all(tables):
+                raise ConfigError(
+                    f"{setting}.path={config.path} holds both JSON and Parquet; name one kind with a glob, and give "
+                    "the other an entry of its own"
+                )
+            options = {"skip": self.skip, "template": self.template}
+            if config.kind == "parquet" or config.kind == "chat" and all(tables):
+                return ParquetRows(setting, self.paths, config, **options)
+            return JsonLines(setting, self.paths, config, self.cache / "expanded", **options)
         return (
-            Stream(name, config, self.cache)
+            Stream(self.name, setting, config, self.cache)
             if self.streams
-            else Table(name, load_hub(name, config, self.cache), config)
+            else Table(setting, load_hub(setting, config, self.cache), config)
         )
 
     def sample_texts(self, size: int) -> Iterator[str]:
@@ -206,16 +221,16 @@ def walk(root: str | Path, enter: Callable[[str], bool]) -> Iterator[str]:
         yield from (os.path.join(folder, file) for file in files)
 
 
-def find_files(name: str, source: SourceConfig) -> list[str]:
+def find_files(setting: str, source: CorpusConfig) -> list[str]:
     """The files of a source, sorted. Raises `ConfigError` if there is none or one cannot be read."""
     if source.kind == "stdlib":
         library = Path(sysconfig.get_paths()["stdlib"])
         paths = [path for path in walk(library, lambda folder: folder not in NOT_LIBRARY) if path.endswith(".py")]
-        named = f"data.sources.{name}: the standard library in {library}"
+        named = f"{setting}: the standard library in {library}"
         hint = "this interpreter ships no sources; use data=text"
     else:
         path, suffixes = os.path.expanduser(source.path or ""), SUFFIXES[source.kind]
-        named, hint = f"data.sources.{name}.path={source.path}", "name an existing file, folder or glob"
+        named, hint = f"{setting}.path={source.path}", "name an existing file, folder or glob"
         if os.path.isdir(path):
             paths = [
                 entry
@@ -239,7 +254,7 @@ def find_files(name: str, source: SourceConfig) -> list[str]:
     return sorted(os.path.abspath(path) for path in paths)
 
 
-def load_hub(name: str, source: SourceConfig, cache: Path, streaming: bool = False) -> Any:
+def load_hub(setting: str, source: CorpusConfig, cache: Path, streaming: bool = False) -> Any:
     """A data set of the hub opened by `datasets`, whose errors become `ConfigError`. Since version 4 it runs no code
     that comes with a data set."""
     import datasets
@@ -252,14 +267,14 @@ def load_hub(name: str, source: SourceConfig, cache: Path, streaming: bool = Fal
         )
     except Exception as error:  # datasets passes on whatever its readers and its network layer raise
         raise ConfigError(
-            f"data.sources.{name}.path={source.path} cannot be opened: {brief(error.__cause__ or error)}; check path, "
+            f"{setting}.path={source.path} cannot be opened: {brief(error.__cause__ or error)}; check path, "
             "subset and split, or the network"
         ) from error
 
 
-def check_column(name: str, source: SourceConfig, columns: list[str], features: Any) -> None:
+def check_column(setting: str, source: CorpusConfig, columns: list[str], features: Any) -> None:
     """Raises `ConfigError` unless the source's column exists and holds text."""
-    named = f"data.sources.{name}.field={source.field}"
+    named = f"{setting}.field={source.field}"
     if source.field not in columns:
         raise ConfigError(f"{named} is no column of {source.path}; {nearest(source.field, columns)}")
     kind = getattr(features[source.field], "dtype", None) if features else "string"
@@ -274,14 +289,16 @@ def digest(text: str) -> int:
 
 
 def held_out_threshold(documents: Documents | Stream, fraction: float) -> int:
-    """Documents whose `digest` is below this are held out: at least one, never all, where documents can be counted."""
-    if not fraction or isinstance(documents, Stream) or len(documents) > COUNTED:
+    """Documents whose `digest` is below this are held out: all if `fraction` is 1; else at least one, never all, where
+    documents can be counted."""
+    if fraction in (0, 1) or isinstance(documents, Stream) or len(documents) > COUNTED:
         return int(fraction * 2**64)
     found = set()
     for number, document in enumerate(documents.read(0, len(documents))):
         if number == COUNTED:
             return int(fraction * 2**64)
-        found.add(digest(document.text))
+        if document.text:
+            found.add(digest(document.text))
     digests = sorted(found)
     count = min(math.ceil(fraction * len(digests)), len(digests) - 1)
     return digests[count] if digests else 0

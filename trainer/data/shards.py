@@ -16,7 +16,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 
 from trainer.config import ConfigError
+from trainer.data.chat import FIRST, LEARNED
 from trainer.data.documents import Documents, digest
 from trainer.data.progress import progress
-from trainer.data.text import Document
+from trainer.data.text import Document, Tally
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokens import TOKEN_DTYPES, TokenRun, TokenWriter
 from trainer.util.files import write_atomic
@@ -39,13 +40,16 @@ SHARD_BYTES = 8 << 20
 BATCH = 1 << 20
 """Characters tokenised together."""
 
-WRITTEN: Shape = {"file": str, "tokens": int, "digest": str}
+WRITTEN: Shape = {"file": str, "tokens": int, "digest": str, "marks": (str, NoneType)}
 """What is noted of each token file."""
+
+TALLY: Shape = {"rows": (int, NoneType), "damaged": (int, NoneType), "first": (str, NoneType)}
+"""What is noted of the rows that were read. Earlier versions did not, and left out none."""
 
 
 @dataclass
 class TokeniseJob:
-    """What a shard's tokens depend on, and where they go.
+    """What a shard's tokens depend on, and where they go. chat: whether the documents are conversations.
 
     `shards`: first and last document (not included) of each. They follow from the documents alone, so that a resumed
     run with another number of workers finds the same shards.
@@ -56,6 +60,7 @@ class TokeniseJob:
     dtype: str
     threshold: int
     folder: Path
+    chat: bool = False
     shards: list[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +76,7 @@ class TokeniseJob:
         documents, as an earlier version's may."""
         optional = {split: (dict, NoneType) for split in SPLITS}
         try:
-            found = read_json(self.description(number), {"documents": [int], **optional}, "it is made anew")
+            found = read_json(self.description(number), {"documents": [int], **optional, **TALLY}, "it is made anew")
             for split in set(SPLITS) & set(found):
                 check_written(self.folder, found[split], self.dtype)
         except (OSError, Malformed):
@@ -93,21 +98,26 @@ def tokenise(job: TokeniseJob, name: str, workers: int) -> None:
             advance(1)
     described = [job.described(number) or {} for number in range(len(job.shards))]
     files = {split: [shard[split] for shard in described if split in shard] for split in SPLITS}
-    write_manifest(job.folder, job.dtype, files)
+    write_manifest(job.folder, job.dtype, files, sum(map(tally_of, described), Tally()))
 
 
-def write_manifest(folder: Path, dtype: str, files: dict[str, list[dict]]) -> None:
+def tally_of(noted: dict[str, Any]) -> Tally:
+    """What a manifest or the description of a shard says of rows."""
+    return Tally(noted.get("rows") or 0, noted.get("damaged") or 0, noted.get("first") or "")
+
+
+def write_manifest(folder: Path, dtype: str, files: dict[str, list[dict]], tally: Tally | None = None) -> None:
     """Marks the folder as complete."""
-    write_atomic(folder / "manifest.json", json.dumps({"dtype": dtype, "files": files}))
+    write_atomic(folder / "manifest.json", json.dumps({"dtype": dtype, "files": files, **asdict(tally or Tally())}))
 
 
-def read_manifest(folder: Path) -> tuple[dict[str, list[TokenRun]], list[str]]:
-    """The token files of each split, and digests of their content. Raises `ConfigError` for missing or cut files, and
-    for a manifest that is damaged or names files elsewhere."""
+def read_manifest(folder: Path) -> tuple[dict[str, list[TokenRun]], list[str], Tally]:
+    """The token files of each split, digests of their content, and the rows that they were made of. Raises
+    `ConfigError` for missing or cut files, and for a manifest that is damaged or names files elsewhere."""
     way_out = f"delete the folder {folder} and it is made anew"
     try:
         manifest = read_json(
-            folder / "manifest.json", {"dtype": str, "files": {split: [WRITTEN] for split in SPLITS}}, way_out
+            folder / "manifest.json", {"dtype": str, "files": {split: [WRITTEN] for split in SPLITS}, **TALLY}, way_out
         )
         dtype, files = manifest["dtype"], manifest["files"]
         runs = {split: [check_written(folder, file, dtype) for file in files[split]] for split in SPLITS}
@@ -117,7 +127,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, list[TokenRun]], list[str]]:
         ) from None
     except Malformed as error:
         raise ConfigError(f"data.cache: {error}" + ("" if way_out in str(error) else f"; {way_out}")) from None
-    return runs, [file["digest"] for split in SPLITS for file in files[split]]
+    return runs, [file["digest"] for split in SPLITS for file in files[split]], tally_of(manifest)
 
 
 def check_written(folder: Path, written: Any, dtype: str) -> TokenRun:
@@ -126,51 +136,88 @@ def check_written(folder: Path, written: Any, dtype: str) -> TokenRun:
         raise Malformed(f"a token file of {folder} is not described: {wrong}")
     if dtype not in TOKEN_DTYPES:
         raise Malformed(f"the tokens in {folder} are of type {brief(dtype)}; legal: {', '.join(TOKEN_DTYPES)}")
+    count, marks = written["tokens"], written.get("marks")
+    path = _whole(folder, written["file"], count * np.dtype(dtype).itemsize)
+    return TokenRun(path, dtype, 0, count, marks and _whole(folder, marks, count))
+
+
+def _whole(folder: Path, name: str, size: int) -> str:
+    """The path of a file in `folder` that has `size` bytes."""
     try:
-        path = inside(folder, written["file"])
-        whole = path.stat().st_size == written["tokens"] * np.dtype(dtype).itemsize
+        path = inside(folder, name)
+        whole = path.stat().st_size == size
     except (OSError, ValueError):
-        path, whole = folder / brief(written["file"]), False
+        path, whole = folder / brief(name), False
     if not whole:
         raise Malformed(f"{path} is missing or damaged")
-    return TokenRun(str(path), dtype, 0, written["tokens"])
+    return str(path)
 
 
 def write_shard(job: TokeniseJob, number: int) -> None:
     """Tokenises one shard; its description appears when its files are complete."""
     stem = str(job.description(number).with_suffix(""))
-    writers = {held: TokenWriter(f"{stem}.{split}.bin", job.dtype) for held, split in enumerate(SPLITS)}
+    writers = {held: TokenWriter(f"{stem}.{split}.bin", job.dtype, job.chat) for held, split in enumerate(SPLITS)}
+    job.documents.take_tally()  # of what was read before
     try:
-        for texts in _batches(_marked(job.documents.read(*job.shards[number]), job.threshold)):
-            for (_, held, mark), ids in zip(texts, job.tokenizer.encode_batch([text for text, _, _ in texts])):
-                writers[held].append([*ids, job.tokenizer.end_id] if mark else ids)
+        for pieces in _batches(_marked(job.documents.read(*job.shards[number]), job.threshold)):
+            for piece, (ids, marks) in zip(pieces, _encoded(job, pieces)):
+                writers[piece.held].append(ids, marks)
         written = {split: writers[held].finish() for held, split in enumerate(SPLITS) if writers[held].count}
-        write_atomic(job.description(number), json.dumps({"documents": job.shards[number], **written}))
+        described = {"documents": job.shards[number], **written, **asdict(job.documents.take_tally())}
+        write_atomic(job.description(number), json.dumps(described))
     finally:
         for writer in writers.values():
             writer.discard()
 
 
-def _marked(documents: Iterable[Document], threshold: int) -> Iterator[tuple[str, bool, bool]]:
-    """Yields each text, whether it is held out, and whether an end mark follows it.
+@dataclass(frozen=True)
+class Piece:
+    """A text, whether it is held out, whether an end mark follows it, and the spans of a conversation that are
+    learned."""
 
-    Between two chunks of one document there is no end mark, unless the split puts them on different sides.
-    """
-    waiting: tuple[str, bool, bool] | None = None
-    for text, final in documents:
+    text: str
+    held: bool
+    mark: bool
+    spans: tuple[tuple[int, int], ...] | None
+
+
+def _encoded(job: TokeniseJob, pieces: list[Piece]) -> Iterator[tuple[list[int], np.ndarray | None]]:
+    """The ids of each piece, and the marks of a conversation's, which its template ends."""
+    texts = [piece.text for piece in pieces]
+    if not job.chat:
+        for piece, ids in zip(pieces, job.tokenizer.encode_batch(texts)):
+            yield [*ids, job.tokenizer.end_id] if piece.mark else ids, None
+        return
+    for piece, (ids, offsets) in zip(pieces, job.tokenizer.encode_special(texts)):
+        starts, ends = offsets.T
+        marks = np.zeros(len(ids), np.uint8)
+        for first, last in piece.spans or ():
+            marks[(starts < last) & (ends > first)] = LEARNED
+        marks[:1] |= FIRST
+        yield ids, marks
+
+
+def _marked(documents: Iterable[Document], threshold: int) -> Iterator[Piece]:
+    """The documents as pieces. Between two chunks of one document there is no end mark, unless the split puts them on
+    different sides."""
+    waiting: Piece | None = None
+    for text, final, spans in documents:
+        if not text:  # the end of a file, whose lines were left out
+            waiting = waiting and replace(waiting, mark=True)
+            continue
         held = digest(text) < threshold
         if waiting:
-            yield waiting[0], waiting[1], waiting[2] or held != waiting[1]
-        waiting = text, held, final
+            yield replace(waiting, mark=waiting.mark or held != waiting.held)
+        waiting = Piece(text, held, final, spans)
     if waiting:
-        yield waiting[0], waiting[1], True
+        yield replace(waiting, mark=True)
 
 
-def _batches(texts: Iterable[tuple[str, bool, bool]]) -> Iterator[list[tuple[str, bool, bool]]]:
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     batch, size = [], 0
-    for entry in texts:
-        batch.append(entry)
-        size += len(entry[0])
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
         if size >= BATCH:
             yield batch
             batch, size = [], 0

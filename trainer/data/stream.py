@@ -23,7 +23,7 @@ import numpy as np
 from trainer.data.documents import Stream, digest
 from trainer.data.progress import say
 from trainer.data.tokenizer import Tokenizer
-from trainer.data.tokens import DataError, TokenWriter, number_documents
+from trainer.data.tokens import DataError, Sample, TokenWriter, number_documents
 from trainer.util.files import write_atomic
 from trainer.util.reading import Malformed, brief, read_json
 
@@ -44,7 +44,7 @@ class StreamedSequences:
         self.threshold, self.size, self.notes = threshold, sequence_length, notes
         self._rows: Iterator[dict] | None = None
 
-    def get(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def get(self, index: int) -> Sample:
         """See `Sequences`. Raises `DataError` when the stream breaks off or holds no text."""
         if self._rows is None or index < self._next:
             self._start(index)
@@ -54,7 +54,7 @@ class StreamedSequences:
             tokens = self._buffer[: self.size + 1]
             self._buffer, self._next = self._buffer[self.size :], self._next + 1
             if self._next > index:
-                return tokens, number_documents(tokens, self.tokenizer.end_id)
+                return Sample(tokens, number_documents(tokens, self.tokenizer.end_id))
 
     def _start(self, index: int) -> None:
         """Goes to the last saved state at or before sequence `index`, else to the start."""
@@ -104,7 +104,7 @@ class StreamedSequences:
         if len(rows) < GROUP:
             if not self._kept:
                 raise DataError(
-                    f"data.sources.{self.name}: the stream {self.documents.source.path} holds no text to train on"
+                    f"{self.documents.setting}: the stream {self.documents.source.path} holds no text to train on"
                 )
             self._dataset = self.documents.open()
             self._rows = self.documents.rows(self._dataset)

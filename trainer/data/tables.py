@@ -14,13 +14,14 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from trainer.config import ConfigError, SourceConfig
+from trainer.config import ConfigError, CorpusConfig
 from trainer.config.fields import nearest
-from trainer.data.text import LINE, Document, TextFiles
+from trainer.data.chat import ChatTemplate
+from trainer.data.text import LINE, Damaged, Document, TextFiles, plain_text
 from trainer.util.files import replacing
 from trainer.util.reading import brief, parse_json, read_bytes
 
@@ -49,33 +50,64 @@ def allowed(path: str) -> int:
     return max(ALWAYS, EXPANSION * os.path.getsize(path))
 
 
+class Column(NamedTuple):
+    """The column of a table that holds the documents: of text, or with a template of conversations. setting: that names
+    it."""
+
+    name: str
+    setting: str
+    template: ChatTemplate | None
+
+    @classmethod
+    def of(cls, setting: str, source: CorpusConfig, template: ChatTemplate | None) -> Column:
+        name, field = (source.field, "field") if template is None else (source.messages, "messages")
+        return cls(name, f"{setting}.{field}", template)
+
+    def document(self, value: Any) -> Document:
+        """What is made of a value. Raises `ValueError` with what is wrong."""
+        return Document(plain_text(value)) if self.template is None else self.template.document(value)
+
+
 class JsonLines(TextFiles):
     """JSON Lines, a document a line; `len` and `read` count chunks of the files, as in `TextFiles`.
 
     Files that are compressed, or hold one array, are written to the folder `expanded` as lines first."""
 
-    def __init__(self, name: str, paths: list[str], source: SourceConfig, expanded: Path):
-        self.field, self.original = source.field, {}
+    def __init__(
+        self,
+        setting: str,
+        paths: list[str],
+        source: CorpusConfig,
+        expanded: Path,
+        skip: bool = False,
+        template: ChatTemplate | None = None,
+    ):
+        self.column, self.original = Column.of(setting, source, template), {}
         for path in paths:
-            self.original.setdefault(as_lines(name, path, expanded), path)
-        super().__init__(name, list(self.original), strict=True)
+            self.original.setdefault(as_lines(setting, path, expanded), path)
+        super().__init__(setting, list(self.original), strict=True, skip=skip)
         if source.limit:
             self.keep_lines(source.limit)
         list(self.read(0, min(1, len(self))))  # a wrong column is found before anything is prepared
 
     def read(self, first: int, last: int) -> Iterator[Document]:
-        """The documents of the lines that start in these chunks. Raises `ConfigError` naming file and line."""
+        """The documents of the lines that start in these chunks. Raises `ConfigError` naming file and line, unless such
+        lines are skipped."""
+        name = self.column.name
         for chunk in range(first, last):
             rows = list(self._rows(chunk))
-            if rows and self.locate(chunk)[1] == 0 and not any(self.field in row for row, _ in rows):
+            if rows and self.locate(chunk)[1] == 0 and not any(name in row for row, _ in rows):
                 names = list(dict.fromkeys(name for row, _ in rows for name in row))
                 raise ConfigError(
-                    f"data.sources.{self.name}.field={self.field} is no column of {self.original[rows[0][1][0]]}; "
-                    f"{nearest(self.field, names)}"
+                    f"{self.column.setting}={name} is no column of {self.original[rows[0][1][0]]}; "
+                    f"{nearest(name, names)}"
                 )
             for row, place in rows:
-                if (text := row.get(self.field)) and self._check(text, place):
-                    yield Document(text)
+                if value := row.get(name):
+                    try:
+                        yield self.column.document(value)
+                    except ValueError as error:
+                        self.leave_out(self._error(place, f"{error} in {self.column.setting}={name}"))
 
     def _rows(self, chunk: int) -> Iterator[tuple[dict[str, Any], tuple[str, int]]]:
         """The object of each line that is not blank, and its file and byte."""
@@ -85,39 +117,31 @@ class JsonLines(TextFiles):
             place = self.paths[file], offset
             offset += len(line) + 1
             if line.strip():
+                self.tally.rows += 1
                 try:
                     row = parse_json(line.decode("utf-8" if place[1] else "utf-8-sig"))
                 except ValueError as error:
-                    raise self._error(place, f"is not JSON: {brief(error)}") from None
-                if not isinstance(row, dict):
-                    raise self._error(place, f"holds {brief(row)} instead of an object")
-                yield row, place
-
-    def _check(self, text: Any, place: tuple[str, int]) -> bool:
-        if not isinstance(text, str):
-            raise self._error(
-                place, f"holds {brief(text)} instead of text in data.sources.{self.name}.field={self.field}"
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise self._error(place, "holds half of a surrogate pair, which is no text") from None
-        return True
+                    self.leave_out(self._error(place, f"is not JSON: {brief(error)}"))
+                    continue
+                if isinstance(row, dict):
+                    yield row, place
+                else:
+                    self.leave_out(self._error(place, f"holds {brief(row)} instead of an object"))
 
     def _error(self, place: tuple[str, int], problem: str) -> ConfigError:
         path, offset = place
         unpacked = "" if path == self.original[path] else " of what it expands to"
         return ConfigError(
-            f"data.sources.{self.name}.path: {self.original[path]}, the line at byte {offset}{unpacked}, {problem}; "
-            "each file must be valid JSON, one object a line"
+            f"{self.setting}.path: {self.original[path]}, the line at byte {offset}{unpacked}, {problem}; each file "
+            "must be valid JSON, one object a line; data.on_error=skip leaves out lines that cannot be read"
         )
 
 
-def as_lines(name: str, path: str, folder: Path) -> str:
+def as_lines(setting: str, path: str, folder: Path) -> str:
     """The file itself where it holds plain lines; else one in `folder` with the lines that it expands to.
 
     Raises `ConfigError` for a file that expands beyond `allowed`, or cannot be read."""
-    state, named = os.stat(path), f"data.sources.{name}.path: {path}"
+    state, named = os.stat(path), f"{setting}.path: {path}"
     key = hashlib.blake2b(f"{path} {state.st_size} {state.st_mtime_ns}".encode(), digest_size=12).hexdigest()
     try:
         with open(path, "rb") as file:
@@ -169,11 +193,19 @@ def _is_array(path: str) -> bool:
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
-class ParquetRows:
-    """Parquet files, a document a row; only the column with the text is read."""
+class ParquetRows(Damaged):
+    """Parquet files, a document a row; only the column with the documents is read."""
 
-    def __init__(self, name: str, paths: list[str], source: SourceConfig):
-        self.name, self.field = name, source.field
+    def __init__(
+        self,
+        setting: str,
+        paths: list[str],
+        source: CorpusConfig,
+        skip: bool = False,
+        template: ChatTemplate | None = None,
+    ):
+        super().__init__(skip)
+        self.setting, self.column = setting, Column.of(setting, source, template)
         self.groups: list[tuple[str, int]] = []
         rows, self.bytes = [], 0
         for path in paths:
@@ -192,11 +224,12 @@ class ParquetRows:
 
     def read(self, first: int, last: int) -> Iterator[Document]:
         """The documents of these rows. Raises `ConfigError` for a file that cannot be decoded, or holds less than it
-        says."""
+        says, unless the rows that this concerns are skipped."""
         while first < last:
             group = int(np.searchsorted(self._ends, first, "right"))
             start = int(self._ends[group - 1]) if group else 0
             stop = min(last, int(self._ends[group]))
+            self.tally.rows += stop - first
             yield from self._decoded(*self.groups[group], first - start, stop - start)
             first = stop
 
@@ -207,20 +240,28 @@ class ParquetRows:
         row, held, most = 0, 0, allowed(path)
         try:
             with ParquetFile(path) as file:
-                for batch in file.iter_batches(ROWS, row_groups=[group], columns=[self.field], use_threads=False):
+                for batch in file.iter_batches(ROWS, row_groups=[group], columns=[self.column.name], use_threads=False):
                     held += batch.nbytes
                     if held > most or batch.nbytes > ROWS * LINE:
                         raise self._error(path, f"expands to more than {most} bytes, more than any text does")
-                    if row + len(batch) > first:
-                        yield from map(
-                            Document, filter(None, batch.column(0)[max(0, first - row) : last - row].to_pylist())
-                        )
+                    values = batch.column(0)[max(0, first - row) : last - row] if row + len(batch) > first else ()
+                    for number, value in enumerate(values, max(row, first)):
+                        yield from self._document(value, f"{path}, row {number} of row group {group},")
                     row += len(batch)
                     if row >= last:
                         return
         except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
-            raise self._error(path, f"cannot be decoded: {brief(error)}") from error
-        raise self._error(path, f"has {row} rows in row group {group}, fewer than it says")
+            problem = self._error(path, f"cannot be decoded: {brief(error)}")
+        else:
+            problem = self._error(path, f"has {row} rows in row group {group}, fewer than it says")
+        self.leave_out(problem, last - max(row, first))
+
+    def _document(self, value: Any, place: str) -> Iterator[Document]:
+        try:
+            if found := value.as_py():
+                yield self.column.document(found)
+        except ValueError as error:
+            self.leave_out(self._error(place, f"{brief(error)} in {self.column.setting}={self.column.name}"))
 
     def _checked(self, path: str) -> list[tuple[int, int]]:
         """Rows and bytes of each row group, after what the file says of itself has been checked."""
@@ -230,9 +271,13 @@ class ParquetRows:
         try:
             with ParquetFile(path) as file:
                 self._check_column(path, file.schema_arrow)
-                leaf = [file.schema.column(index).path for index in range(len(file.schema))].index(self.field)
+                paths = [f"{file.schema.column(index).path}." for index in range(len(file.schema))]
+                leaves = [index for index, leaf in enumerate(paths) if leaf.startswith(f"{self.column.name}.")]
                 groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
-                found = [(group.num_rows, group.column(leaf).total_uncompressed_size) for group in groups]
+                found = [
+                    (group.num_rows, sum(group.column(leaf).total_uncompressed_size for leaf in leaves))
+                    for group in groups
+                ]
         except (pyarrow.ArrowException, OSError, ValueError, MemoryError, IndexError) as error:
             raise self._error(path, f"cannot be opened: {brief(error)}") from error
         rows, size, most = sum(rows for rows, _ in found), sum(size for _, size in found), allowed(path)
@@ -243,20 +288,25 @@ class ParquetRows:
     def _check_column(self, path: str, schema: Any) -> None:
         from pyarrow import types
 
-        named = f"data.sources.{self.name}.field={self.field}"
-        if self.field not in schema.names:
-            raise ConfigError(f"{named} is no column of {path}; {nearest(self.field, schema.names)}")
-        if schema.names.count(self.field) > 1:
+        name = self.column.name
+        named = f"{self.column.setting}={name}"
+        if name not in schema.names:
+            raise ConfigError(f"{named} is no column of {path}; {nearest(name, schema.names)}")
+        if schema.names.count(name) > 1:
             raise ConfigError(f"{named} names several columns of {path}; give each a name of its own")
-        kind = schema.field(self.field).type
+        kind = schema.field(name).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
-        if not (types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)):
+        wanted, instead = (types.is_string, types.is_large_string), "text"
+        if self.column.template:
+            wanted, instead = (types.is_list, types.is_large_list), "a list of messages"
+        if not any(fits(kind) for fits in (*wanted, types.is_null)):
             raise ConfigError(
-                f"{named} holds {brief(str(kind))} instead of text in {path}; columns: {brief(', '.join(schema.names))}"
+                f"{named} holds {brief(str(kind))} instead of {instead} in {path}; columns: "
+                f"{brief(', '.join(schema.names))}"
             )
 
     def _error(self, path: str, problem: str) -> ConfigError:
         return ConfigError(
-            f"data.sources.{self.name}.path: {path} {problem}; each file must be valid Parquet; leave it out, or "
-            "write it anew"
+            f"{self.setting}.path: {path} {problem}; each file must be valid Parquet; leave it out, write it anew, or "
+            "leave out the rows that cannot be read with data.on_error=skip"
         )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from trainer.config import ConfigError
+from trainer.util.reading import brief
 
 CHUNK_BYTES = 64 << 10
 """Longer files are cut at line ends into chunks, so that a part of a single file can be held out or be a shard."""
@@ -19,17 +21,74 @@ LINE = 32 << 20
 
 
 class Document(NamedTuple):
-    """A text, and whether a document ends with it (long files come in several chunks)."""
+    """A text, and whether a document ends with it (long files come in several chunks; the last is empty where all of
+    its lines were left out). spans: of a conversation, the characters that are learned."""
 
     text: str
     final: bool = True
+    spans: tuple[tuple[int, int], ...] | None = None
 
 
-class TextFiles:
-    """Text files, one document each; `len` and `read` count chunks of at most about `CHUNK_BYTES`."""
+def plain_text(value: Any) -> str:
+    """A value, if it is text. Raises `ValueError`."""
+    if not isinstance(value, str):
+        raise ValueError(f"holds {brief(value)} instead of text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is no text,") from None
+    return value
 
-    def __init__(self, name: str, paths: list[str], strict: bool):
-        self.name, self.paths, self.strict = name, paths, strict
+
+def is_text(data: bytes) -> bool:
+    """Whether `data` is UTF-8."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@dataclass
+class Tally:
+    """The rows of a source (lines, where it has no rows) that were read, and those of them that were left out as
+    damaged. first: what was wrong with the first of these."""
+
+    rows: int = 0
+    damaged: int = 0
+    first: str = ""
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.rows + other.rows, self.damaged + other.damaged, self.first or other.first)
+
+
+class Damaged:
+    """What a reader of rows does with one that cannot be read: it ends the reading (data.on_error=stop), or is left out
+    and counted in `tally` (skip)."""
+
+    def __init__(self, skip: bool):
+        self.skip, self.tally = skip, Tally()
+
+    def take_tally(self) -> Tally:
+        """What was counted since the last call."""
+        taken, self.tally = self.tally, Tally()
+        return taken
+
+    def leave_out(self, problem: ConfigError, rows: int = 1) -> None:
+        """Raises `problem`, unless damaged rows are skipped."""
+        if not self.skip:
+            raise problem
+        self.tally += Tally(0, rows, str(problem))
+
+
+class TextFiles(Damaged):
+    """Text files, one document each; `len` and `read` count chunks of at most about `CHUNK_BYTES`.
+
+    setting: the source's own, such as data.sources.NAME."""
+
+    def __init__(self, setting: str, paths: list[str], strict: bool, skip: bool = False):
+        super().__init__(skip)
+        self.setting, self.paths, self.strict = setting, paths, strict
         self._measure([os.path.getsize(path) for path in paths])
 
     def _measure(self, sizes: list[int]) -> None:
@@ -45,19 +104,27 @@ class TextFiles:
         return file, chunk - (int(self._ends[file - 1]) if file else 0)
 
     def read(self, first: int, last: int) -> Iterator[Document]:
-        """The texts of some chunks. Raises `ConfigError` naming the file."""
+        """The texts of some chunks. Raises `ConfigError` naming the file, unless what is not UTF-8 is skipped."""
         for chunk in range(first, last):
             file, number = self.locate(chunk)
             start, data = self.lines(file, number)
-            try:
-                text = data.decode("utf-8", "strict" if self.strict else "replace")
-            except UnicodeDecodeError as error:
-                raise ConfigError(
-                    f"data.sources.{self.name}.path: {self.paths[file]} is not UTF-8 text ({error}); convert it, or "
-                    "leave it out with a glob such as 'folder/**/*.txt'"
-                ) from error
-            if text:
-                yield Document(text, start + len(data) >= self.sizes[file])
+            text, final = self._decoded(data, self.paths[file]), start + len(data) >= self.sizes[file]
+            if text or final and data:
+                yield Document(text, final)
+
+    def _decoded(self, data: bytes, path: str) -> str:
+        self.tally.rows += data.count(b"\n")
+        try:
+            return data.decode("utf-8", "strict" if self.strict else "replace")
+        except UnicodeDecodeError as error:
+            problem = ConfigError(
+                f"{self.setting}.path: {path} is not UTF-8 text ({error}); convert it, leave it out with a glob such "
+                "as 'folder/**/*.txt', or leave out its damaged lines with data.on_error=skip"
+            )
+        lines = data.splitlines(keepends=True)
+        kept = list(filter(is_text, lines))
+        self.leave_out(problem, len(lines) - len(kept))
+        return b"".join(kept).decode()
 
     def lines(self, file: int, number: int) -> tuple[int, bytes]:
         """Where the lines begin that start within the chunk's bytes, and these lines: cuts never fall into a line, and
@@ -75,15 +142,15 @@ class TextFiles:
                     data += self._line(handle)
                 return start, data
         except OSError as error:
-            raise ConfigError(f"data.sources.{self.name}.path: {path} cannot be read: {error.strerror}") from error
+            raise ConfigError(f"{self.setting}.path: {path} cannot be read: {error.strerror}") from error
 
     def _line(self, handle: BinaryIO) -> bytes:
         """The rest of a line."""
         line = handle.readline(LINE)
         if len(line) == LINE and not line.endswith(b"\n"):
             raise ConfigError(
-                f"data.sources.{self.name}.path: {handle.name} has a line of more than {LINE} bytes; break it into "
-                "several, or leave the file out"
+                f"{self.setting}.path: {handle.name} has a line of more than {LINE} bytes; break it into several, or "
+                "leave the file out"
             )
         return line
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -27,10 +29,12 @@ class Tokenizer:
 
     `digest` identifies how it encodes text. Text never becomes special tokens: a document that spells out the end
     mark's name keeps it as text. `original` is the transformers tokenizer that it was made from, or None; `save` keeps
-    all settings of an `original`."""
+    all settings of an `original`. chat_template: the text of the Jinja template of conversations, or None."""
 
     def __init__(self, backend: Backend, end_id: int, original: Any = None):
         self.backend, self.end_id, self._original = backend, end_id, original
+        found = getattr(original, "chat_template", None)
+        self.chat_template: str | None = found.get("default") if isinstance(found, dict) else found
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()
@@ -42,6 +46,13 @@ class Tokenizer:
     def __reduce__(self) -> tuple:
         return type(self), (self.backend, self.end_id)
 
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Special tokens by the names that chat templates use, such as eos_token."""
+        if self._original is None:
+            return {"eos_token": self.backend.id_to_token(self.end_id)}
+        return {name: token for name, token in self._original.special_tokens_map.items() if isinstance(token, str)}
+
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without any mark added at its start or end."""
         return self.backend.encode(text, add_special_tokens=False).ids
@@ -49,6 +60,18 @@ class Tokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text, by as many threads as `tokenizers` is allowed to use (TOKENIZERS_PARALLELISM)."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_special(self, texts: list[str]) -> list[tuple[list[int], np.ndarray]]:
+        """The ids of each text, in which names of special tokens are these tokens, and where in the text each one
+        begins and ends, int [tokens, 2]."""
+        encodings = self._special_backend.encode_batch(texts, add_special_tokens=False)
+        return [(encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)) for encoding in encodings]
+
+    @cached_property
+    def _special_backend(self) -> Backend:
+        backend = Backend.from_str(self.backend.to_str())
+        backend.encode_special_tokens = False
+        return backend
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; the end mark is left out, and bytes that are no UTF-8 become replacement characters."""
@@ -60,6 +83,8 @@ class Tokenizer:
         A tokenizer without an `original` is written without importing transformers, which would cost every run's start
         a second."""
         if self._original is not None:
+            if self.chat_template is not None:
+                self._original.chat_template = self.chat_template
             self._original.save_pretrained(str(folder))
             return
         folder = Path(folder)
@@ -69,7 +94,7 @@ class Tokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": self.backend.id_to_token(self.end_id),
             "clean_up_tokenization_spaces": False,
-        }
+        } | ({"chat_template": self.chat_template} if self.chat_template else {})
         (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2))
 
 

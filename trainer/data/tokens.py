@@ -6,11 +6,11 @@ import contextlib
 import hashlib
 import os
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from trainer.config import ConfigError, SourceConfig
+from trainer.config import ConfigError, CorpusConfig
 from trainer.util.files import temporary_name
 from trainer.util.reading import brief
 
@@ -26,25 +26,35 @@ class DataError(RuntimeError):
     """A corpus cannot be read any more, although it could when the run started."""
 
 
+class Sample(NamedTuple):
+    """A sequence: arrays [sequence_length + 1] of tokens (int64), of each token's document as a number within the
+    sequence (int32), and of whether it is learned (bool; None where all are)."""
+
+    tokens: np.ndarray
+    documents: np.ndarray
+    learned: np.ndarray | None = None
+
+
 class Sequences(Protocol):
     """Sequences of one source; `length` is None for a stream, whose end is unknown."""
 
     name: str
     length: int | None
 
-    def get(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Two arrays [sequence_length + 1]: the tokens (int64), and for each token the number of its document within
-        the sequence (int32)."""
+    def get(self, index: int) -> Sample:
+        """One sequence, from 0."""
 
 
 @dataclass(frozen=True)
 class TokenRun:
-    """`length` consecutive tokens of a file, from byte `offset` on; a document starts at the first."""
+    """`length` consecutive tokens of a file, from byte `offset` on; a document starts at the first. marks: of
+    conversations, a file with a byte for each token (`chat.LEARNED`, `chat.FIRST`)."""
 
     path: str
     dtype: str
     offset: int
     length: int
+    marks: str | None = None
 
     def cut(self, at: int) -> tuple[TokenRun, TokenRun]:
         """The first `at` tokens, and the rest."""
@@ -53,11 +63,19 @@ class TokenRun:
 
     def map(self) -> np.ndarray:
         """The tokens, memory-mapped. Raises `DataError` if the file vanished or shrank."""
+        return self._map(self.path, self.dtype)
+
+    def map_marks(self) -> np.ndarray:
+        """The marks of the tokens, in the same way."""
+        assert self.marks is not None
+        return self._map(self.marks, "u1")
+
+    def _map(self, path: str, dtype: str) -> np.ndarray:
         try:
-            return np.memmap(self.path, self.dtype, "r", self.offset, (self.length,))
+            return np.memmap(path, dtype, "r", self.offset, (self.length,))
         except (OSError, ValueError) as error:
             raise DataError(
-                f"token file {self.path} vanished or changed since the run started ({error}); start the run again, it "
+                f"token file {path} vanished or changed since the run started ({error}); start the run again, it "
                 "resumes and prepares what is missing"
             ) from error
 
@@ -76,7 +94,7 @@ class Packed:
         self.tokens = sum(run.length for run in runs)
         self.length = max(0, self.tokens - 1) // sequence_length
 
-    def get(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def get(self, index: int) -> Sample:
         """See `Sequences`. Raises `DataError` for a file that vanished or holds ids beyond the vocabulary."""
         if not 0 <= index < self.length:
             raise IndexError(f"{self.name} has {self.length} sequences, not {index}")
@@ -88,18 +106,22 @@ class Packed:
             starts[filled] = True
             tokens[filled : filled + len(part)] = part
             filled, number = filled + len(part), number + 1
-        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
-            raise DataError(
-                f"{self.name}:{index} in {self.runs[number - 1].path} holds token {tokens.max()}, beyond the "
-                f"tokenizer's {self.vocab_size}; data.tokenizer is not the one the file was made with, or "
-                f"data.sources.{self.name}.dtype is wrong"
-            )
-        return tokens, number_documents(tokens, self.end_id, starts)
+        check_vocabulary(tokens, self.vocab_size, f"{self.name}:{index} in {self.runs[number - 1].path}")
+        return Sample(tokens, number_documents(tokens, self.end_id, starts))
 
     def _map(self, number: int) -> np.ndarray:
         if number not in self._maps:
             self._maps[number] = self.runs[number].map()
         return self._maps[number]
+
+
+def check_vocabulary(tokens: np.ndarray, vocab_size: int, place: str) -> None:
+    """Raises `DataError` for tokens that no tokenizer of this size makes."""
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise DataError(
+            f"{place} holds token {tokens.max()}, beyond the tokenizer's {vocab_size}; data.tokenizer is not the one "
+            "the file was made with, or the dtype of its source is wrong"
+        )
 
 
 def number_documents(tokens: np.ndarray, end_id: int, starts: np.ndarray | None = None) -> np.ndarray:
@@ -118,9 +140,9 @@ def token_dtype(vocab_size: int) -> str:
     return TOKEN_DTYPES[vocab_size > 1 << 16]
 
 
-def open_token_file(name: str, source: SourceConfig, path: str, vocab_size: int) -> TokenRun:
+def open_token_file(setting: str, source: CorpusConfig, path: str, vocab_size: int) -> TokenRun:
     """A ready-made file as one run: raw little-endian (.bin), or .npy with integers. Raises `ConfigError`."""
-    named = f"data.sources.{name}.path: {path}"
+    named = f"{setting}.path: {path}"
     if path.endswith(".npy"):
         try:
             array = np.lib.format.open_memmap(path, "r")  # as np.load, which would open archives and pickles too
@@ -135,7 +157,7 @@ def open_token_file(name: str, source: SourceConfig, path: str, vocab_size: int)
     size = os.path.getsize(path)
     if size % dtype.itemsize:
         raise ConfigError(
-            f"{named} has {size} bytes, no multiple of {dtype.name}'s {dtype.itemsize}; set data.sources.{name}.dtype"
+            f"{named} has {size} bytes, no multiple of {dtype.name}'s {dtype.itemsize}; set {setting}.dtype"
         )
     return TokenRun(path, dtype.str, 0, size // dtype.itemsize)
 
@@ -171,29 +193,39 @@ def file_digest(run: TokenRun) -> str:
 
 
 class TokenWriter:
-    """Appends tokens to a file that appears under its name only when it is complete and on disk."""
+    """Appends tokens to a file that appears under its name only when it is complete and on disk; with `marked`, a mark
+    for each to a file of the same name that ends in .marks."""
 
-    def __init__(self, path: str, dtype: str):
+    def __init__(self, path: str, dtype: str, marked: bool = False):
         self.path, self.dtype, self.count, self._digest = path, dtype, 0, hashlib.blake2b(digest_size=16)
+        self._marks = TokenWriter(f"{path}.marks", "u1") if marked else None
         self._part = temporary_name(path)
         self._handle = open(self._part, "wb")
 
-    def append(self, ids: list[int]) -> None:
+    def append(self, ids: list[int], marks: np.ndarray | None = None) -> None:
+        if self._marks is not None:
+            self._marks.append(marks)
         data = np.asarray(ids, self.dtype).tobytes()
         self._digest.update(data)
         self._handle.write(data)
         self.count += len(ids)
 
     def finish(self) -> dict[str, object]:
-        """Renames the file into place and describes it: file name, tokens, digest."""
+        """Renames the file into place and describes it: file name, tokens, digest, and the name of its marks."""
         with self._handle:
             self._handle.flush()
             os.fsync(self._handle.fileno())
         os.replace(self._part, self.path)
-        return {"file": os.path.basename(self.path), "tokens": self.count, "digest": self._digest.hexdigest()}
+        described = {"file": os.path.basename(self.path), "tokens": self.count, "digest": self._digest.hexdigest()}
+        if self._marks is None:
+            return described
+        marks = self._marks.finish()
+        return described | {"marks": marks["file"], "digest": f"{described['digest']} {marks['digest']}"}
 
     def discard(self) -> None:
         """Leaves nothing behind; harmless after `finish`."""
+        if self._marks is not None:
+            self._marks.discard()
         self._handle.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._part)

@@ -51,13 +51,13 @@ def loss_terms(config: LossConfig) -> dict[str, Term]:
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, settings: LossSettings, group: TensorGroup | None, start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed cross-entropy of `hidden @ weight.T` against targets.
+    """Cross-entropy of `hidden @ weight.T` against targets.
 
     hidden: [tokens / t, width]; weight: [vocab / t, width], rows from `start` on of the whole; targets: int [tokens],
-    IGNORE where there is none. Returns two fp32 scalars, both sums over the tokens that have a target: the objective
-    (with z-loss and registered terms), which is differentiable, and the cross-entropy alone; equal on all ranks of
-    `group`; and a vector, the sum of each term (zeros where nothing is differentiated). The gradients are exact, not
-    recomputed."""
+    IGNORE where there is none. Returns the objective, a differentiable fp32 scalar: the sum (with z-loss and registered
+    terms) over the tokens that have a target; the cross-entropy of each token alone, fp32 [tokens], 0 where there is no
+    target; both are equal on all ranks of `group`; and a vector, the sum of each term (zeros where nothing is
+    differentiated). The gradients are exact, not recomputed."""
     loss = TiledCrossEntropy if settings.tile else LinearCrossEntropy
     return loss.apply(hidden, weight, targets, settings, group, start)
 
@@ -120,11 +120,13 @@ class TiledCrossEntropy(torch.autograd.Function):
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         to_hidden = torch.empty_like(hidden) if wanted else None
         to_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        objective = entropy = added = hidden.new_zeros((), dtype=wide)
+        objective, entropy = hidden.new_zeros((), dtype=wide), torch.empty_like(by_rank, dtype=wide)
+        added = hidden.new_zeros((), dtype=wide)
         for rows in tiles(len(hidden), settings.tile):
             logits, part = _logits(hidden[rows], weight, group)
-            of_tile = _loss(logits, by_rank[:, rows].flatten(), settings, group, start, wanted)
-            objective, entropy, added = objective + of_tile[0], entropy + of_tile[1], added + of_tile[2]
+            mine = by_rank[:, rows]
+            of_tile = _loss(logits, mine.flatten(), settings, group, start, wanted)
+            objective, added, entropy[:, rows] = objective + of_tile[0], added + of_tile[2], of_tile[1].view(mine.shape)
             if to_hidden is not None:
                 gradient = matmul(logits, weight, Role.INPUT_GRADIENT)
                 to_hidden[rows] = gradient if group is None else group.wait(group.scatter_sum(gradient))
@@ -132,6 +134,7 @@ class TiledCrossEntropy(torch.autograd.Function):
                 to_weight += matmul(logits, part, Role.WEIGHT_GRADIENT)
         ctx.save_for_backward(to_hidden, to_weight)
         ctx.weight_dtype, ctx.tile = weight.dtype, settings.tile
+        entropy = entropy.flatten()
         ctx.mark_non_differentiable(entropy, added)
         return objective, entropy, added
 
@@ -156,8 +159,8 @@ def _logits(hidden: Tensor, weight: Tensor, group: TensorGroup | None) -> tuple[
 def _loss(
     logits: Tensor, targets: Tensor, settings: LossSettings, group: TensorGroup | None, start: int, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Objective, cross-entropy and terms of logits; where `wanted`, these become the objective's gradient, chunk by
-    chunk."""
+    """Objective of logits, cross-entropy of each token, and terms; where `wanted`, the logits become the objective's
+    gradient, chunk by chunk."""
     statistics, gradient = (
         (compiled_once(loss_statistics), compiled_once(loss_gradient))
         if settings.compiled
@@ -171,8 +174,8 @@ def _loss(
         parts = group.wait(group.gather(torch.stack([normalizer, score]))).view(group.size, 2, -1)
         normalizer, score = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
     valid = targets != IGNORE
-    entropy = torch.where(valid, normalizer - score, 0).sum()
-    objective = entropy + settings.z_loss * torch.where(valid, normalizer, 0).square().sum()
+    entropy = torch.where(valid, normalizer - score, 0)
+    objective = entropy.sum() + settings.z_loss * torch.where(valid, normalizer, 0).square().sum()
     added = objective.new_zeros(len(settings.terms))
     for rows in chunks if wanted else ():
         whole = gradient(logits[rows], index[rows], valid[rows], normalizer[rows], settings.soft_cap, settings.z_loss)

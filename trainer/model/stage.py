@@ -113,8 +113,9 @@ class Stage(Protocol):
         Where ranks share sequences, all of them are given the whole ones, and `tokens` in shapes of results is the
         rank's own part.
 
-        Returns hidden states before the last stage; on it logits [batch, length, vocab], or with targets the pair
-        (objective, cross-entropy), both summed over the valid targets. Any of them is `Reported` where a layer reports.
+        Returns hidden states before the last stage; on it logits [batch, length, vocab], or with targets a pair, both
+        sums over the valid targets: the objective, and the cross-entropy of each sequence [batch]. Any of them is
+        `Reported` where a layer reports.
         """
 
     def set_loss(

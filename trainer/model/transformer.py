@@ -45,7 +45,8 @@ class Embedding(Declared):
 
 
 class Head(Declared):
-    """Final norm's output -> logits, or the summed loss where targets are given. weight: [vocab, width]."""
+    """Final norm's output -> logits, or the loss (`LinearCrossEntropy`) where targets are given. weight: [vocab,
+    width]."""
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -173,7 +174,7 @@ class Transformer(nn.Module):
             x, reports[f"layers.{index}"] = apart(layer(x, shape, rotation, mask))
         if self.last:
             x, reports["head"] = apart(self.head(self.norm(x), None if targets is None else targets.flatten()))
-            x = x if targets is not None else x.view(*shape, -1)
+            x = x.view(*shape, -1) if targets is None else (x[0], x[1].view(shape).sum(1))
         return together(x, reports)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:

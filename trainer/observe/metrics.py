@@ -21,6 +21,8 @@ METRICS: dict[str, str] = {
     "tokens": "tokens trained on since the first step, over all ranks",
     "epoch": "passes over the training data, fractional",
     "loss": "mean loss per valid token of this step's global batch, in nats",
+    "loss/NAME": "the same over the tokens of one source, where data.sources holds several",
+    "targets/NAME": "valid tokens of that source in this step's global batch",
     "grad_norm": "global L2 norm of the gradient before clipping",
     "lr": "learning rate of this step",
     "tokens_per_second": "tokens per second over all ranks, since the last logged step",
@@ -41,12 +43,14 @@ METRICS: dict[str, str] = {
     "comm/bytes_outer": "the same between replicas and between nodes",
     "loss_scale": "fp16 loss scale of this step",
     "skipped": "steps so far whose update was skipped for a non-finite loss or gradient",
+    "damaged": "rows of the training data that were left out as damaged; null without data.on_error=skip",
     "term/NAME": "mean per valid token of a registered term of the loss (loss.terms), which `loss` does not contain",
     "user/NAME": "a registered metric (logging.metrics)",
-    "eval_loss": "mean loss per token on held-out data, in nats",
+    "eval_loss": "mean loss per valid token on held-out data, in nats",
+    "eval_loss/NAME": "the same on one set of eval.sets, or on what is held out of one source, where there are several",
 }
-EVALUATION = ("step", "time", "tokens", "eval_loss")
-STEP = tuple(name for name in METRICS if name != "eval_loss")
+EVALUATION = ("step", "time", "tokens", "eval_loss", "eval_loss/NAME")
+STEP = tuple(name for name in METRICS if not name.startswith("eval_loss"))
 
 
 LONGEST = 1 << 30
@@ -137,6 +141,11 @@ def line(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 def many(name: str) -> bool:
     """Whether a name of `METRICS` stands for many."""
     return name.endswith("/NAME")
+
+
+def of_names(record: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The values of a line by source or set, of the keys `kind`/NAME."""
+    return {key.removeprefix(f"{kind}/"): value for key, value in record.items() if key.startswith(f"{kind}/")}
 
 
 def _plain(value: Any) -> int | float | None:

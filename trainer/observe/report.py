@@ -130,6 +130,10 @@ def start_report(
                     f"{batch.micro_size} a micro-batch x {tables.number(batch.accumulation, 'micro-batch', 'es')} x "
                     f"{tables.number(plan.dp, 'rank')}",
                 ),
+                *(
+                    [("length", f"{config.run.steps} steps, for run.tokens={config.run.tokens}")]
+                    * bool(config.run.tokens)
+                ),
                 (
                     "corpus",
                     ("a stream" if corpus.train.endless else f"{tables.count(len(corpus.train))} sequences an epoch")

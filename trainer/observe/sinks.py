@@ -95,7 +95,7 @@ class Logger:
         self._write(record, metrics.STEP)
 
     def evaluation(self, record: MetricsLine) -> None:
-        """Logs an evaluation: `step`, `tokens`, `eval_loss`."""
+        """Logs an evaluation: the names in `metrics.EVALUATION`."""
         self._write(record, metrics.EVALUATION)
 
     def event(self, text: str) -> None:
@@ -222,7 +222,7 @@ def write_status(folder: Path, status: str, step: int, total: int, reason: str |
 def _summary(record: MetricsLine) -> list[str]:
     """The parts of a step's line on the console, padded so that lines align; unknown values are left out."""
     parts = [
-        f"loss {_number(record['loss'], '7.4f')}",
+        f"loss {_number(record['loss'], '7.4f')}{_by_name(record, 'loss')}",
         f"{count(record['tokens_per_second']):>5} tokens/s" if record["tokens_per_second"] is not None else None,
         f"grad norm {_number(record['grad_norm'], '7.3g')}" if record["grad_norm"] is not None else None,
         f"lr {_number(record['lr'], '.2e')}" if record["lr"] is not None else None,
@@ -235,12 +235,22 @@ def _summary(record: MetricsLine) -> list[str]:
     return [part for part in parts if part]
 
 
+def _by_name(record: MetricsLine, kind: str) -> str:
+    """The values by source or set, in brackets; nothing where there are none."""
+    values = metrics.of_names(record, kind).items()
+    named = ", ".join(f"{name} {'-' if value is None else format(value, '.4f')}" for name, value in values)
+    return f" ({named})" if named else ""
+
+
 def _number(value: float | None, form: str) -> str:
     return "not finite" if value is None else format(value, form)
 
 
 def _evaluation(record: MetricsLine, total: int) -> str:
-    return f"{_progress(record['step'], total)}  evaluation loss {_number(record['eval_loss'], '.4f')}"
+    loss = f"{_number(record['eval_loss'], '.4f')}{_by_name(record, 'eval_loss')}"
+    if record["eval_loss"] is None and metrics.of_names(record, "eval_loss"):  # nothing is held out
+        loss = _by_name(record, "eval_loss").strip(" ()")
+    return f"{_progress(record['step'], total)}  evaluation loss {loss}"
 
 
 def _progress(step: int, total: int) -> str:

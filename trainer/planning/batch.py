@@ -5,9 +5,10 @@ Pure functions of the configuration and the number of data-parallel ranks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from trainer.config import BatchConfig, ConfigError
+from trainer.config import BatchConfig, ConfigError, RunConfig
 from trainer.config.fields import divisors
 from trainer.config.typed import out_of_range
 
@@ -31,6 +32,11 @@ class BatchPlan:
     def tokens(self) -> int:
         """Tokens per optimizer step over all ranks."""
         return self.global_size * self.sequence_length
+
+
+def training_steps(run: RunConfig, batch: BatchPlan, step: int = 0, tokens: int = 0) -> int:
+    """Optimizer steps of a run: run.steps, or as many as run.tokens needs where `step` steps have taken `tokens`."""
+    return run.steps if run.tokens is None else step + max(0, math.ceil((run.tokens - tokens) / batch.tokens))
 
 
 def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1, pp: int = 1, cp: int = 1) -> BatchPlan:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.config import Config, SourceConfig
+from trainer.config import Config, CorpusConfig, SourceConfig
 from trainer.config.registry import ATTENTION, FEED_FORWARD, OPTIMIZERS, SCHEDULES, SOURCES, Registry
 from trainer.config.typed import join, out_of_range
 from trainer.planning.cost.updates import Updates
@@ -34,6 +34,8 @@ def _chosen(config: Config) -> Iterator[tuple[Registry, str, dict, set[str]]]:
             yield kinds, f"model.{name}", settings, {block.kind for block in blocks}
     for name, source in config.data.sources.items():
         yield SOURCES, f"data.sources.{name}", source.settings, {source.kind}
+    for name, one in config.eval.sets.items():
+        yield SOURCES, f"eval.sets.{name}", one.settings, {one.kind}
 
 
 def check_optimizers(config: Config, plan: Plan) -> list[str]:
@@ -56,15 +58,9 @@ def _unused(registry: Registry, section: str, settings: dict, used: set[str]) ->
 
 
 def _contradictions(config: Config) -> Iterator[str]:
-    run, model, data, lr = config.run, config.model, config.data, config.lr
-    if run.steps > 0 and lr.warmup >= run.steps:
-        yield f"lr.warmup={lr.warmup} must be below run.steps={run.steps}"
-    elif lr.schedule == "wsd" and lr.warmup + (lr.decay or run.steps // 5) > run.steps:
-        decay = f"lr.decay={lr.decay}" if lr.decay else f"lr.decay={run.steps // 5} (a fifth of the run)"
-        yield (
-            f"lr.warmup={lr.warmup} + {decay} exceeds run.steps={run.steps}; set lr.decay={run.steps - lr.warmup} or "
-            "less"
-        )
+    model, data = config.model, config.data
+    if config.run.tokens is None:
+        yield from check_length(config, config.run.steps)
     if model.learned_positions and not model.from_hf and config.batch.sequence_length > model.max_length:
         yield (
             f"batch.sequence_length={config.batch.sequence_length} exceeds the learned positions of "
@@ -73,6 +69,8 @@ def _contradictions(config: Config) -> Iterator[str]:
     if model.extend and not model.from_hf:
         yield f"model.extend={model.extend} changes what model.from_hf reads; without it set model.attention.rope"
     tokens = {"bpe": data.vocab_size, "bytes": 257}.get(data.tokenizer, 0)
+    sets = {f"eval.sets.{name}": one for name, one in config.eval.sets.items()}
+    corpora = {**sets, **{f"data.sources.{name}": source for name, source in data.sources.items()}}
     tokenised = any(source.kind != "tokens" for source in data.sources.values())
     if tokenised and not model.from_hf and model.vocab_size < tokens:
         size = (
@@ -96,30 +94,60 @@ def _contradictions(config: Config) -> Iterator[str]:
             "activation=selective"
         )
     yield from _long_sequences(config)
-    if config.eval.every and not data.eval_fraction:
-        yield (
-            f"eval.every={config.eval.every} needs held-out documents; data.eval_fraction=0 holds out none, 0.01 "
-            "would do"
-        )
-    if config.eval.ema and not (config.optimizer.ema.decay and config.eval.every):
-        yield (
-            "eval.ema=true evaluates an average of the weights; set optimizer.ema.decay=0.999 and eval.every, or "
-            "eval.ema=false"
-        )
+    yield from _evaluations(config)
+    yield from _conversations(config, corpora)
     if not data.sources:
         yield "data.sources is empty; name a corpus, such as data=stdlib"
     elif all(source.weight == 0 for source in data.sources.values()):
         yield "data.sources: every weight is 0; give at least one corpus a share"
-    for name, source in data.sources.items():
+    for name, source in corpora.items():
         if source.kind in SOURCES.registered:
-            ours = ("path", "field", "subset", "split", "streaming", "dtype")
+            ours = ("path", "field", "messages", "subset", "split", "streaming", "dtype")
             for field in (field for field in ours if getattr(source, field) != getattr(SourceConfig(), field)):
                 yield (
-                    f"data.sources.{name}.{field}={getattr(source, field)} is not read by kind={source.kind}; what it "
-                    f"takes is in data.sources.{name}.settings.{source.kind}"
+                    f"{name}.{field}={getattr(source, field)} is not read by kind={source.kind}; what it takes is in "
+                    f"{name}.settings.{source.kind}"
                 )
         elif source.kind != "stdlib" and not source.path:
-            yield f"data.sources.{name}.kind={source.kind} needs data.sources.{name}.path"
+            yield f"{name}.kind={source.kind} needs {name}.path"
+
+
+def check_length(config: Config, steps: int) -> Iterator[str]:
+    """What of the learning rate's schedule does not fit a run of so many steps."""
+    run, lr = config.run, config.lr
+    length = f"run.steps={steps}" if run.tokens is None else f"the {steps} steps of run.tokens={run.tokens}"
+    if steps > 0 and lr.warmup >= steps:
+        yield f"lr.warmup={lr.warmup} must be below {length}"
+    elif lr.schedule == "wsd" and lr.warmup + (lr.decay or steps // 5) > steps:
+        decay = f"lr.decay={lr.decay}" if lr.decay else f"lr.decay={steps // 5} (a fifth of the run)"
+        yield f"lr.warmup={lr.warmup} + {decay} exceeds {length}; set lr.decay={steps - lr.warmup} or less"
+
+
+def _evaluations(config: Config) -> Iterator[str]:
+    every, sets, data = config.eval.every, config.eval.sets, config.data
+    if every and not data.eval_fraction and not sets:
+        yield (
+            f"eval.every={every} needs held-out documents; data.eval_fraction=0 holds out none, 0.01 would do, or name "
+            "a corpus in eval.sets"
+        )
+    if not every and (sets or config.eval.at_start):
+        given = f"eval.sets.{next(iter(sets))}" if sets else "eval.at_start=true"
+        yield f"{given} is for evaluations, and eval.every=0 makes none; set eval.every to a number of steps"
+    if config.eval.ema and not (config.optimizer.ema.decay and every):
+        yield (
+            "eval.ema=true evaluates an average of the weights; set optimizer.ema.decay=0.999 and eval.every, or "
+            "eval.ema=false"
+        )
+    for name in sets.keys() & data.sources.keys():
+        yield f"eval.sets.{name} and data.sources.{name} have one name, and so their losses would; give the set another"
+
+
+def _conversations(config: Config, corpora: dict[str, CorpusConfig]) -> Iterator[str]:
+    chats, data = [name for name, source in corpora.items() if source.kind == "chat"], config.data
+    if chats and not data.mask_documents:
+        yield f"{chats[0]}.kind=chat needs data.mask_documents=true, so that conversations do not see each other"
+    if data.chat_template and not chats:
+        yield f"data.chat_template={data.chat_template} is for conversations, and no corpus has kind=chat; leave it out"
 
 
 def _long_sequences(config: Config) -> Iterator[str]:

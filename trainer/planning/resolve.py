@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from trainer.config import Config, ConfigError, ModelSpec, typed
 from trainer.config.compose import gather, to_config
 from trainer.planning import checks
-from trainer.planning.batch import BatchPlan, resolve_batch
+from trainer.planning.batch import BatchPlan, resolve_batch, training_steps
 from trainer.planning.context import Context, resolve_context
 from trainer.planning.cost.parameters import declarations
 from trainer.planning.cost.updates import Updates
@@ -69,6 +69,8 @@ def _decide(
     try:
         # Without a plan the number of ranks is unknown; what cannot be divided on one rank is wrong on any number.
         batch = resolve_batch(config.batch, *((plan.dp, plan.tp, plan.pp, plan.cp) if plan else (1,)))
+        if plan and config.run.tokens:
+            problems = problems + list(checks.check_length(config, training_steps(config.run, batch)))
         if plan and spec:
             context = resolve_context(config, spec, plan, node)
             layout = Layout(spec, plan, batch, resolve_pipeline(config, spec, plan, batch), context)

@@ -49,6 +49,7 @@ STYLE = {
     "legend.frameon": False,
 }
 HELD_OUT = {"linewidth": 1.0, "marker": "o", "markersize": 4.5, "markerfacecolor": "white"}
+BY_NAME = {"loss": "loss by source", "eval_loss": "evaluation loss by set"}
 X_LABELS = {"step": "optimizer step", "tokens": "tokens", "hours": "hours since the first line, pauses included"}
 TIMELINES = ("planned", "measured")
 """Files RUN/schedule/NAME.json of a run with a pipeline, in the order of the panels."""
@@ -88,14 +89,17 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 
 def draw_metrics(runs: dict[str, Sequence[dict[str, Any]]], x: str = "step", window: int = 1) -> Figure:
-    """Loss, learning rate, gradient norm and throughput of the runs, by name, over `x`, a key of `X_LABELS`.
+    """Loss, learning rate, gradient norm and throughput of the runs, by name, over `x`, a key of `X_LABELS`; and the
+    losses by source and by set, where a run has them.
 
     With `window` above 1, loss, gradient norm and throughput are running means over that many logged steps, drawn over
     the faint original.
     """
+    named = {kind: _names(runs, kind) for kind in BY_NAME}
+    rows = 2 + any(named.values())
     with pyplot.rc_context(STYLE):
-        figure, panels = pyplot.subplots(2, 2, figsize=(10, 6.4), sharex=True, layout="constrained")
-        loss, rate, norm, speed = panels.flat
+        figure, panels = pyplot.subplots(rows, 2, figsize=(10, 3.2 * rows), sharex=True, layout="constrained")
+        loss, rate, norm, speed, *more = panels.flat
         held_out = False
         for index, records in enumerate(runs.values()):
             look = _look(index)
@@ -105,7 +109,7 @@ def draw_metrics(runs: dict[str, Sequence[dict[str, Any]]], x: str = "step", win
             _line(speed, *curve(records, x, "tokens_per_second"), window, look)
             steps, values = curve(records, x, "eval_loss")
             loss.plot(steps, values, **look, **HELD_OUT, zorder=3)
-            held_out |= len(values) > 0
+            held_out |= bool(numpy.isfinite(values).any())
         _describe(loss, "loss", "nats per token")
         _describe(rate, "learning rate", "")
         _describe(norm, "gradient norm", "before clipping")
@@ -116,7 +120,9 @@ def draw_metrics(runs: dict[str, Sequence[dict[str, Any]]], x: str = "step", win
             norm.set_yscale("log")
         rate.yaxis.set_major_formatter(FuncFormatter(_power_tick))
         speed.yaxis.set_major_formatter(FuncFormatter(_count_tick))
-        for axes in panels[1]:
+        for axes, (kind, names) in zip(more, named.items()):
+            _draw_by_name(axes, runs, x, kind, names, window)
+        for axes in panels[-1]:
             axes.set_xlabel(X_LABELS[x])
             axes.xaxis.set_major_formatter(FuncFormatter(_count_tick))
             axes.xaxis.get_major_locator().set_params(integer=x != "hours")
@@ -131,6 +137,29 @@ def draw_metrics(runs: dict[str, Sequence[dict[str, Any]]], x: str = "step", win
             ncols=columns,
         )
     return figure
+
+
+def _names(runs: dict[str, Sequence[dict[str, Any]]], kind: str) -> list[str]:
+    """The sources or sets of which any run has a loss of this kind."""
+    lines = (line for records in runs.values() for line in records)
+    return list(dict.fromkeys(name for line in lines for name in metrics.of_names(line, kind)))
+
+
+def _draw_by_name(
+    axes: Axes, runs: dict[str, Sequence[dict[str, Any]]], x: str, kind: str, names: list[str], window: int
+) -> None:
+    """One kind of loss by source or set, which have colours; runs differ in their dashes."""
+    for number, name in enumerate(names):
+        for index, records in enumerate(runs.values()):
+            look = {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
+            points = curve(records, x, f"{kind}/{name}")
+            if kind == "loss":
+                _line(axes, *points, window, look)
+            else:
+                axes.plot(*points, **look, **HELD_OUT)
+    _describe(axes, BY_NAME[kind], "nats per token")
+    colours = [Line2D([], [], color=COLOURS[number % len(COLOURS)]) for number in range(len(names))]
+    axes.legend(colours, names, loc="upper right")
 
 
 def _look(index: int) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.data.batches import Batch, Loader
+from trainer.data.batches import Batch, Loader, source_of
+from trainer.data.corpus import Corpus
 from trainer.observe.deferred import DeferredScalars
 from trainer.observe.report import peak_memory_gib, step_meter
 from trainer.observe.sinks import Logger
@@ -36,13 +38,16 @@ class NonFinite(RuntimeError):
 class Ledger:
     """The record of a run's steps. All ranks keep it together, and see a step at the same point.
 
-    losses: the first and the latest; skipped: steps of the run without an update; stop: whether a rank asks to end the
-    run, and finished: as done; latest: the newest known number of each name; log: where the steps go, and notices.
+    corpus: what is trained on; the losses of its sources are told apart where they are several. losses: the first and
+    the latest; skipped: steps of the run without an update; stop: whether a rank asks to end the run, and finished: as
+    done; latest: the newest known number of each name; log: where the steps go, and notices.
     """
 
-    def __init__(self, state: TrainState, batch: BatchPlan, skipped: int):
+    def __init__(self, state: TrainState, batch: BatchPlan, skipped: int, corpus: Corpus):
         config, world = state.config, state.world
         self.config, self.world, self.names, self.tokens_a_step = config, world, state.names, batch.tokens
+        names, self.damaged = corpus.train.names, corpus.damaged
+        self.sources = names if len(names) > 1 else []
         self.reports = state.reports
         self.scaled, self.pipelined = state.scaler.enabled, state.plan.pp > 1
         self.deferred = DeferredScalars(world.device)
@@ -78,7 +83,7 @@ class Ledger:
                 "tokens": tokens,
                 "epoch": loader.epoch,
                 "data_seconds": loader.wait_seconds,
-                "ids": [batch.ids for batch in batches],
+                "ids": [sample for batch in batches for sample in batch.ids],
                 "times": state.runtime.times,
             },
         )
@@ -109,15 +114,17 @@ class Ledger:
 
     def log_step(self, step: int, numbers: dict[str, Any], host: dict[str, Any]) -> None:
         """Writes a step's line of metrics, and says what it shows of predictions and of slow ranks."""
-        measured, makespan = self.compare_ranks(host["times"])
+        measured, makespan, sums = self.compare_ranks(host["times"], self.sum_by_source(numbers, host["ids"]))
         record = {
             "step": step,
             "tokens": host["tokens"],
             "epoch": host["epoch"],
             "skipped": self.skipped,
+            "damaged": self.damaged,
             **measured,
             **{name: int(numbers[name]) for name in BYTES if name in numbers},
             **{name: numbers[name] for name in ("loss", "grad_norm", "lr", "loss_scale", "memory_gib")},
+            **losses_by_source(self.sources, sums),
             **{name: value for name, value in numbers.items() if name.startswith("user/")},
             **self.terms(numbers),
             **self.meter.read(),
@@ -157,26 +164,32 @@ class Ledger:
         """Holds a predicted step against the first that is logged from `step` on."""
         self.predicted = predicted, step
 
-    def compare_ranks(self, times: StepTimes) -> tuple[dict[str, Any], float | None]:
+    def sum_by_source(self, numbers: dict[str, Any], ids: list[str]) -> np.ndarray:
+        """Of each source the summed loss and the number of targets in this rank's part of a step: [2, sources]."""
+        found = np.array([source_of(sample) for sample in ids])
+        whose = [found == name for name in self.sources]
+        return np.array([[numbers[kind][mine].sum() for mine in whose] for kind in ("losses", "targets")])
+
+    def compare_ranks(self, times: StepTimes, sums: np.ndarray) -> tuple[dict[str, Any], float | None, np.ndarray]:
         """What the ranks' times in one step tell: `bubble`, the share of its computation time in which pipeline ranks
         had nothing to do, and the slowest rank; besides, the seconds from its start to its last action on any rank.
-        None where it does not apply.
+        None where it does not apply. And `sums` added up over all ranks.
 
         Ranks are compared by their forward passes: in the backward passes that reduce gradients, they wait for each
         other."""
         measured: dict[str, Any] = {"bubble": None, "straggler": None, "straggler_rank": None}
         if self.world.size == 1:
-            return measured, None
+            return measured, None, sums
         mine = torch.tensor(
-            [times.busy(), times.finish(), times.busy(("F",)), self.world.place("pp")], dtype=torch.float64
+            [times.busy(), times.finish(), times.busy(("F",)), self.world.place("pp"), *sums.flat], dtype=torch.float64
         )
         everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
         dist.all_gather(everyone, mine)  # on gloo: these are the host's numbers
-        busy, finish, forward, stage = torch.stack(everyone).unbind(1)
+        busy, finish, forward, stage, *parts = torch.stack(everyone).unbind(1)
         measured["straggler"], measured["straggler_rank"] = slowest(forward.tolist(), stage.tolist())
         if self.pipelined:
             measured["bubble"] = 1 - (busy.sum() / (self.world.size * finish.max())).item()
-        return measured, finish.max().item()
+        return measured, finish.max().item(), np.reshape([part.sum().item() for part in parts], sums.shape)
 
     def name_straggler(self, share: float, rank: int) -> None:
         """Tells of a rank that stays slow, with its node. All ranks call it together."""
@@ -197,11 +210,11 @@ class Ledger:
             what.append(f"non-finite gradients in {len(bad)} parameters: {', '.join(bad[:5])}{more}")
         return "; ".join(what) + (f" (loss scale {numbers['loss_scale']:g})" if self.scaled else "")
 
-    def give_up(self, step: int, numbers: dict[str, Any], ids: list[list]) -> None:
+    def give_up(self, step: int, numbers: dict[str, Any], ids: list[str]) -> None:
         """Ends the run with what was seen; every rank gets here at the same step."""
-        mine = [sample for samples, loss in zip(ids, numbers["losses"]) if not np.isfinite(loss) for sample in samples]
-        # Tensor-parallel ranks share samples.
-        samples = list(dict.fromkeys(str(sample) for some in self.world.gather(mine) for sample in some))
+        mine = [sample for sample, loss in zip(ids, numbers["losses"]) if not np.isfinite(loss)]
+        # Context-parallel ranks share samples.
+        samples = list(dict.fromkeys(sample for some in self.world.gather(mine) for sample in some))
         raise NonFinite(
             f"{self.skipped_in_row} steps in a row without an update "
             f"(guard.max_skipped={self.config.guard.max_skipped}), the last at step {step}: "
@@ -209,12 +222,23 @@ class Ledger:
             f"{', '.join(samples[:20]) or 'none'}. Look at these samples, lower lr.peak, or raise guard.max_skipped"
         )
 
-    def summary(self, first: int, step: int, code: int) -> str:
-        """How a run that began after step `first` ended after `step` with an exit code, for people."""
+    def summary(self, first: int, step: int, code: int, ended: str) -> str:
+        """How a run that began after step `first` ended after `step` with an exit code, for people; by what, if it was
+        stopped."""
         folder, steps = Path(self.config.run.dir), self.config.run.steps
         fell = f"loss {self.losses[0]:.3f} -> {self.losses[-1]:.3f}" if self.losses else "no step was logged"
         if self.finished and step < steps:
             return f"finished by a callback after step {step} of {steps} ({fell}); everything is in {folder}"
         if code == STOPPED:
-            return f"stopped by a signal after step {step} of {steps} ({fell}); {way_on(self.config)}"
-        return f"done: {fell} in steps {first + 1} to {step}; everything is in {folder}"
+            return f"stopped by {ended} after step {step} of {steps} ({fell}); {way_on(self.config)}"
+        left_out = f"; {self.damaged} damaged rows were left out" if self.damaged else ""
+        return f"done: {fell} in steps {first + 1} to {step}{left_out}; everything is in {folder}"
+
+
+def losses_by_source(names: Sequence[str], sums: np.ndarray) -> dict[str, float | None]:
+    """The metrics of each source, from summed losses and numbers of targets [2, sources]."""
+    metrics: dict[str, float | None] = {}
+    for name, loss, targets in zip(names, *sums.tolist()):
+        metrics[f"loss/{name}"] = loss / targets if targets else None
+        metrics[f"targets/{name}"] = int(targets)
+    return metrics

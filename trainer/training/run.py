@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from trainer.observe import flight, metrics
 from trainer.observe.sinks import reason_of, write_status
 from trainer.parallel.engine import check_engine
 from trainer.parallel.parallelize import check_compiler, check_model
+from trainer.planning.batch import BatchPlan, training_steps
 from trainer.planning.estimate.sequence import SHARE, Room, settle
 from trainer.planning.fit import check_fit
 from trainer.planning.plan import node_size
@@ -35,6 +36,7 @@ from trainer.training.ledger import NonFinite
 from trainer.training.out_of_memory import advice
 from trainer.training.saving import Start
 from trainer.training.session import (
+    Clock,
     claimed,
     compare_ranks,
     host_threads,
@@ -63,6 +65,7 @@ class Result:
 
 def run(config: Config) -> Result:
     """Trains as configured, resuming where the run folder has a checkpoint. Raises `ConfigError` before any step."""
+    clock = Clock(config.run.hours)
     world_size, folder = int(os.environ.get("WORLD_SIZE", 1)), Path(config.run.dir)
     if problems := check(config, world_size):  # settings may have been changed since they were composed
         raise ConfigError(problems)
@@ -71,6 +74,7 @@ def run(config: Config) -> Result:
     memory, node = memory_of(device), node_size(world_size)
     config, layout = settle(config, layout, Room(memory.device, SHARE * memory.host / node), node)
     layout = saved_choice(folder, config, layout) or layout
+    config = lasting(config, layout.batch)
     check_compiler(config, device)
     check_engine(config, device)
     check_model(config, spec, device)
@@ -87,14 +91,16 @@ def run(config: Config) -> Result:
         claimed(folder, world),
         watching(config, world) as watchdog,
     ):
-        compare_ranks(config, layout, corpus.fingerprint, world)
+        compare_ranks(config, layout, corpus, world)
         start = Start.find(config, layout, corpus.fingerprint, world)
+        config = lasting(config, layout.batch, start)
+        watchdog.total = config.run.steps
         if start.step >= config.run.steps:
             say_done(config, start, world)
             code = DONE
         else:
             try:
-                trainer = Trainer(config, layout, weights, corpus, world, watchdog, start)
+                trainer = Trainer(config, layout, weights, corpus, world, watchdog, start, clock)
             except Exception as error:
                 if world.rank == 0 and missing_memory(error):  # before there was a log: a model too big for its plan
                     write_status(folder, "failed", start.step, config.run.steps, reason_of(error))
@@ -112,8 +118,16 @@ def say_done(config: Config, start: Start, world: World) -> None:
     folder = Path(config.run.dir)
     settle_status(folder, start.step, config.run.steps)
     if config.logging.console != "none":
-        done = f"{start.path} has {start.step} steps, and run.steps={config.run.steps} asks for no more"
-        print(*start.warnings, f"{done}: raise run.steps to train on, or set another run.name", sep="\n", flush=True)
+        asked = f"run.steps={config.run.steps}" if config.run.tokens is None else f"run.tokens={config.run.tokens}"
+        done = f"{start.path} has {start.step} steps, and {asked} asks for no more"
+        raised = asked.partition("=")[0]
+        print(*start.warnings, f"{done}: raise {raised} to train on, or set another run.name", sep="\n", flush=True)
+
+
+def lasting(config: Config, batch: BatchPlan, start: Start | None = None) -> Config:
+    """The configuration with as many steps as `run.tokens` asks for, counted on from `start`."""
+    done = (start.step, start.tokens) if start else ()
+    return replace(config, run=replace(config.run, steps=training_steps(config.run, batch, *done)))
 
 
 def main(config: Config) -> int:

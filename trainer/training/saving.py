@@ -54,6 +54,11 @@ class Start:
         """After which the run goes on."""
         return self.manifest["step"] if self.path else 0
 
+    @property
+    def tokens(self) -> int:
+        """That the checkpoint was trained on."""
+        return self.manifest["tokens"] if self.path else 0
+
     @classmethod
     def find(cls, config: Config, layout: Layout, fingerprint: str, world: World) -> Start:
         """The start that `checkpoint.resume` asks for; fingerprint: of the corpus. All ranks call it together. Raises

@@ -18,6 +18,7 @@ import torch
 
 from trainer.config import Config, ConfigError
 from trainer.config.typed import flat
+from trainer.data.corpus import Corpus
 from trainer.distributed.world import World
 from trainer.model.attention import kernel_priority
 from trainer.model.initial import name_seed
@@ -81,18 +82,19 @@ def claimed(folder: Path, world: World) -> Iterator[None]:
             os.close(descriptor)
 
 
-def compare_ranks(config: Config, layout: Layout, fingerprint: str, world: World) -> None:
-    """Refuses processes that were started with different settings or found different data (its `fingerprint`), as
+def compare_ranks(config: Config, layout: Layout, corpus: Corpus, world: World) -> None:
+    """Refuses processes that were started with different settings or found different data, as
     happens on several nodes, with a command line and a cache each. Folders may differ. Raises `ConfigError` on every
     rank."""
-    folders = ("run.dir", "data.cache", "model.from_hf", "checkpoint.resume")
+    folders = ("run.dir", "data.cache", "data.chat_template", "model.from_hf", "checkpoint.resume")
     mine = {
         name: value
         for name, value in flat(dataclasses.asdict(config)).items()
-        if name not in folders and not (name.startswith("data.sources.") and name.endswith(".path"))
+        if name not in folders and not (name.startswith(("data.sources.", "eval.sets.")) and name.endswith(".path"))
     }
     mine |= {
-        "the content of data.sources and data.tokenizer": fingerprint,
+        "the content of data.sources and data.tokenizer": corpus.fingerprint,
+        "the content of eval.sets": corpus.sets_fingerprint,
         "model": layout.spec.to_dict(),
         "the schedule": name_seed(0, ir.dumps(layout.pipeline.schedule) + str(layout.pipeline.split)),
     }
@@ -151,6 +153,37 @@ def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Clock:
+    """The time that this start may still take, where `hours` limit it; counted from when the clock was made.
+
+    A pass of the training loop is one step with what follows it (an evaluation, a save); the first of a start, which
+    compiles, is not taken as a measure."""
+
+    UNKNOWN_SAVE = 0.05
+    """Share of the time that is left for the last save as long as none has been timed."""
+    LONGEST_UNKNOWN = 300.0
+    """The most of it, in seconds."""
+
+    def __init__(self, hours: float | None):
+        self.limit, self.began, self.over = None if hours is None else 3600 * hours, time.monotonic(), False
+        self.passes, self.longest, self.entered = 0, 0.0, self.began
+
+    def next_pass(self) -> None:
+        """A pass begins, and the one before it has ended."""
+        now = time.monotonic()
+        if self.passes > 1:
+            self.longest = max(self.longest, now - self.entered)
+        self.passes, self.entered = self.passes + 1, now
+
+    def up(self, save: float | None) -> bool:
+        """Whether the run has to end (`over` from then on): two more passes, as the wish may be known one pass later,
+        and the last save would take too long. save: seconds of the longest one so far."""
+        if self.limit is not None and not self.over:
+            room = min(self.UNKNOWN_SAVE * self.limit, self.LONGEST_UNKNOWN) if save is None else 2 * save
+            self.over = time.monotonic() - self.began + 2 * self.longest + room >= self.limit
+        return self.over
 
 
 @contextlib.contextmanager

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntFlag
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from trainer.data.batches import Batch, source_of
 from trainer.model.loss import IGNORE
 from trainer.optim.lr_schedule import learning_rate
 from trainer.training.state import COPY, TrainState
-
-if TYPE_CHECKING:
-    from trainer.data.batches import Batch
 
 
 class Ask(IntFlag):
@@ -36,12 +33,14 @@ def train_step(state: TrainState, batches: list[Batch], asked: int) -> dict[str,
     for, as an `Ask`.
 
     Returns device scalars, equal on all ranks: loss, valid (tokens that it is the mean of), grad_norm, lr, loss_scale,
-    found_inf; and four vectors: asked (how many ranks ask for each `Ask`), squares (squared gradient norm of each
-    parameter of the model, as in `state.names`), losses (of this rank's own micro-batches; zeros but on the last
-    pipeline stage), statistics (what layers report of the step, one after the other as in `state.reports`)."""
+    found_inf; and five vectors: asked (how many ranks ask for each `Ask`), squares (squared gradient norm of each
+    parameter of the model, as in `state.names`), losses and targets (summed loss and number of valid tokens of each of
+    this rank's own sequences; zeros but on one of the ranks that share them), statistics (what layers report of the
+    step, one after the other as in `state.reports`)."""
     world, scaler, optimizer = state.world, state.scaler, state.optimizer
+    targets = own_targets(state, batches)
     counts = torch.zeros(1 + len(Ask), dtype=torch.float64, device=world.device)
-    counts[0] = sum((batch.targets != IGNORE).sum() for batch in batches) * world.speaks_for_data
+    counts[0] = targets.sum()
     for place, ask in enumerate(Ask, start=1):
         if asked & ask:
             counts[place] = 1
@@ -49,7 +48,7 @@ def train_step(state: TrainState, batches: list[Batch], asked: int) -> dict[str,
     valid = valid.squeeze().clamp(min=1)  # a step without any target has loss and gradients of zero
 
     state.compression.begin_step(state.step, scaler)
-    losses = state.runtime.train(batches, scaler.scale(1 / valid.float()))
+    losses = own_losses(state, state.runtime.train(batches, scaler.scale(1 / valid.float())))
     state.shared.sum()
     total, squares, statistics = sum_over_ranks(
         state, losses.sum(), state.shared.squares(optimizer.gradients()), state.runtime.statistics
@@ -77,11 +76,23 @@ def train_step(state: TrainState, batches: list[Batch], asked: int) -> dict[str,
         "asked": asking,
         "squares": squares / scale.square(),
         "losses": losses,
+        "targets": targets,
         "statistics": statistics,
     }
     scaler.update(found_inf)
     state.step += 1
     return result
+
+
+def own_losses(state: TrainState, losses: Tensor) -> Tensor:
+    """What the executor returned, by sequence; zeros on all but one of the tensor-parallel ranks, which share it."""
+    return losses.flatten() if state.world.place("tp") == 0 else torch.zeros_like(losses).flatten()
+
+
+def own_targets(state: TrainState, batches: list[Batch]) -> Tensor:
+    """The number of valid tokens of each sequence of `batches`, fp64; zeros on ranks that do not speak for them."""
+    counts = torch.stack([(batch.targets != IGNORE).sum(1) for batch in batches])
+    return counts.flatten().double() * state.world.speaks_for_data
 
 
 def sum_over_ranks(
@@ -100,8 +111,7 @@ def sum_over_ranks(
         mine += range(starts[name], starts[name] + state.reports[name])
     vector = torch.zeros(1 + names + sum(state.reports.values()), dtype=torch.float64, device=squares.device)
     vector.index_add_(0, on_device(tuple(mine), squares.device), torch.cat([squares, *statistics.values()]))
-    if state.world.place("tp") == 0:
-        vector[0] += loss
+    vector[0] += loss
     vector = state.world.sum_all(vector)
     return vector[0], vector[1 : 1 + names], vector[1 + names :]
 
@@ -113,15 +123,19 @@ def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(state: TrainState, batches: Iterable[Batch]) -> Tensor:
-    """Mean loss per valid token over all ranks' `batches` (each rank has as many); a scalar, equal on all ranks.
+def evaluate(state: TrainState, batches: Iterable[Batch], sources: Sequence[str] = ()) -> Tensor:
+    """Mean loss per valid token over all ranks' `batches` (each rank has as many), then over those of their sequences
+    that are from each of `sources` (NaN without any): [1 + sources], equal on all ranks.
 
     No backward pass follows that would drop the gathered parameters, so they are dropped here.
     """
     batches = list(batches)
-    valid = sum((batch.targets != IGNORE).sum() for batch in batches) * state.world.speaks_for_data
-    losses = state.runtime.evaluate(batches).sum() * (state.world.place("tp") == 0)
+    losses = own_losses(state, state.runtime.evaluate(batches))
     for stage in state.stages:
         state.runtime.sharding.reshard(stage)
-    total, valid = state.world.sum_all(torch.stack([losses.double(), valid.double()])).unbind()
+    parts = torch.stack([losses, own_targets(state, batches)])
+    ids = [sample for batch in batches for sample in batch.ids]
+    whose = torch.tensor([[True] * len(ids), *([source_of(sample) == name for sample in ids] for name in sources)])
+    sums = torch.where(whose.to(parts.device), parts[:, None], 0).sum(-1)
+    total, valid = state.world.sum_all(sums).unbind()
     return total / valid

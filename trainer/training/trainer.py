@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.manifest import step_folder
 from trainer.config import Config
 from trainer.data.batches import Loader, eval_batches
-from trainer.data.corpus import Corpus
+from trainer.data.corpus import Corpus, Samples
 from trainer.distributed.world import World
 from trainer.model.initial import Weights, name_seed
 from trainer.observe.report import start_report
@@ -29,7 +30,7 @@ from trainer.training.auto_schedule import write_schedule
 from trainer.training.hooks import Hooks
 from trainer.training.ledger import Ledger
 from trainer.training.saving import Progress, Start, contents
-from trainer.training.session import memory_of, profiled, stop_signals
+from trainer.training.session import Clock, memory_of, profiled, stop_signals
 from trainer.training.state import TrainState
 from trainer.training.step import Ask, evaluate, train_step
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
@@ -53,10 +54,11 @@ class Trainer:
         world: World,
         watchdog: Watchdog,
         start: Start,
+        clock: Clock,
     ):
         self.config, self.corpus, self.world, self.watchdog = config, corpus, world, watchdog
         self.batch, self.folder, self.stop_wanted, self.start = layout.batch, Path(config.run.dir), False, start
-        self.hooks = Hooks(config, world)
+        self.clock, self.hooks = clock, Hooks(config, world)
         if world.rank == 0:
             states, memory = kept(config, layout, node_size(world.size)), memory_of(world.device)
             self.opening = start_report(config, layout, states, memory, corpus, world)
@@ -65,9 +67,9 @@ class Trainer:
         self.state = TrainState.build(config, layout.spec, layout.plan, layout.pipeline, world, weights)
         progress, messages = self.start.resume(self.state)
         self.tokens, self.loader = progress.tokens, self.load_from(progress.samples)
-        messages = [*messages, *self.open_folder()]
+        messages = [*corpus.notes, *messages, *self.open_folder()]
         self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
-        self.ledger = Ledger(self.state, self.batch, progress.skipped)
+        self.ledger = Ledger(self.state, self.batch, progress.skipped, corpus)
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
         for text in messages:
             self.ledger.log.event(text)
@@ -82,6 +84,8 @@ class Trainer:
                 gc.collect()
                 gc.freeze()  # what exists now lives to the end: the collector need not look at it again
                 self.hooks.call("start")
+                if self.config.eval.at_start and self.state.step == 0:
+                    self.evaluate()
                 while self.state.step < steps and not self.ledger.stop:
                     self.one_step()
                     self.read_back()
@@ -96,7 +100,8 @@ class Trainer:
                     self.hooks.call("end")
                     code = DONE if self.state.step >= steps or self.ledger.finished else STOPPED
                     status = "stopped" if code == STOPPED else "done"
-                    self.ledger.log.event(self.ledger.summary(first, self.state.step, code))
+                    ended = f"run.hours={self.config.run.hours:g}" if self.clock.over else "a signal"
+                    self.ledger.log.event(self.ledger.summary(first, self.state.step, code, ended))
                 if self.state.plan.pp > 1:
                     write_schedule(self.folder, self.state, self.batch)
             self.checkpointer.close()
@@ -113,13 +118,14 @@ class Trainer:
     def one_step(self) -> None:
         """Fetches the batch, trains on it, and queues what is to be known of the step."""
         state, number = self.state, self.state.step + 1
+        self.clock.next_pass()
         self.ledger.begin_step()
         self.watchdog.enter(DATA, number)
         batches = next(self.loader)
         self.watchdog.enter(STEP, number)
         torch.manual_seed(name_seed(self.config.run.seed, f"step {state.step} rank {self.world.data.get_local_rank()}"))
         with profiled(self.config, number, self.world):
-            asked = self.hooks.run.take_asked() | (Ask.STOP if self.stop_wanted else Ask(0))
+            asked = self.hooks.run.take_asked() | (Ask.STOP if self.stop_wanted or self.time_is_up() else Ask(0))
             scalars = train_step(state, batches, asked)
         self.tokens += self.batch.tokens
         self.hooks.run.advance(state, scalars, self.tokens)
@@ -149,18 +155,35 @@ class Trainer:
             self.adaptation.change_codecs(self.state)
 
     def evaluate_if_due(self) -> None:
-        """Mean loss on the held-out sequences, the same ones every time and under every plan."""
+        """Evaluates every `eval.every` steps and after the last."""
         step, every = self.state.step, self.config.eval.every
         due = every and (step % every == 0 or step >= self.config.run.steps)
         if not (self.ledger.take(Ask.EVALUATE) or due) or self.ledger.stop:
             return
-        if not len(self.corpus.eval):
+        if not len(self.corpus.eval) and not self.corpus.sets:
             self.ledger.log.event("an evaluation was asked for, and nothing is held out: set data.eval_fraction")
             return
+        self.evaluate()
+
+    def evaluate(self) -> None:
+        """Mean loss on the held-out sequences, the same ones every time and under every plan, by source where there are
+        several; and on every set."""
         self.read_back(everything=True)
-        self.watchdog.enter(EVALUATING, step)
+        self.watchdog.enter(EVALUATING, self.state.step)
+        record: dict[str, float | None] = {"step": self.state.step, "tokens": self.tokens, "eval_loss": None}
+        held, sources = self.corpus.eval, self.ledger.sources
+        if len(held):
+            record["eval_loss"], *losses = self.losses_on(held, sources)
+            record |= {f"eval_loss/{name}": loss for name, loss in zip(sources, losses)}
+        for name, samples in self.corpus.sets.items():
+            (record[f"eval_loss/{name}"],) = self.losses_on(samples)
+        self.ledger.evaluated(record)
+        self.hooks.call("evaluation")
+
+    def losses_on(self, samples: Samples, sources: Sequence[str] = ()) -> list[float]:
+        """Mean loss on sequences that are not trained on, and by source."""
         batches = eval_batches(
-            self.corpus.eval,
+            samples,
             self.config.eval.sequences,
             self.batch.micro_size,
             self.world.data.get_local_rank(),
@@ -169,9 +192,7 @@ class Trainer:
             device=self.world.device,
         )
         with self.state.averaged() if self.config.eval.ema else nullcontext():
-            loss = evaluate(self.state, batches).item()
-        self.ledger.evaluated({"step": step, "tokens": self.tokens, "eval_loss": loss})
-        self.hooks.call("evaluation")
+            return evaluate(self.state, batches, sources).tolist()
 
     def save_if_due(self) -> None:
         """Saves every `checkpoint.every` steps, and where a callback asks; the last step is saved at the end."""
@@ -215,6 +236,10 @@ class Trainer:
     def wish_stop(self) -> None:
         """Lets the run end after the present step, with a checkpoint. Called between any two lines of the loop."""
         self.stop_wanted = True
+
+    def time_is_up(self) -> bool:
+        """Whether `run.hours` end the run. The clock of the first rank alone decides, for all."""
+        return self.world.rank == 0 and self.clock.up(self.checkpointer.longest)
 
     def load_from(self, position: int) -> Loader:
         """The training data from sample `position` on."""

@@ -21,7 +21,7 @@ LOST = 4
 STALLED = 70
 """The watchdog ended a run that made no progress; it resumes from the last checkpoint."""
 STOPPED = 75
-"""A signal or Ctrl-C stopped the run, and its state is saved, to go on from (sysexits.h: EX_TEMPFAIL)."""
+"""A signal, Ctrl-C or run.hours stopped the run, and its state is saved, to go on from (sysexits.h: EX_TEMPFAIL)."""
 INTERRUPTED = 130
 """Ctrl-C twice, or before the first step: the run left at once. By the convention of shells."""
 

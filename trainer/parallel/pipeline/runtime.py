@@ -146,7 +146,7 @@ class Runtime:
         """Forward and backward of one step's micro-batches; gradients are added to those that the parameters have.
 
         scale: scalar that multiplies the objective in the backward pass (loss scale / valid tokens).
-        Returns the entropies [micro-batches] in fp64; zeros on ranks without the last stage.
+        Returns the entropies [micro-batches, sequences of one] in fp64; zeros on ranks without the last stage.
         """
         if len(batches) != self.schedule.microbatches:
             raise ValueError(
@@ -166,15 +166,16 @@ class Runtime:
 
     @torch.no_grad()
     def evaluate(self, batches: list[Batch]) -> Tensor:
-        """The entropies [batches] in fp64 without backward passes; zeros on ranks without the last stage.
+        """The entropies [batches, sequences of one] in fp64 without backward passes; zeros on ranks without the last
+        stage.
 
-        Every rank of the pipeline passes as many batches, any number. Gradients, also half accumulated ones, stay as
+        Every rank of the pipeline passes as many batches, at least one. Gradients, also half accumulated ones, stay as
         they are."""
         modes = {stage: module.training for stage, module in self.stages.items()}
         for module in self.stages.values():
             module.eval()
         together = len(batches) if self.channels is None else EVALUATED_TOGETHER * self.schedule.ranks
-        losses = [torch.zeros(0, dtype=torch.float64, device=self.device)]
+        losses = []
         for start in range(0, len(batches), together):
             flight = _Flight(batches[start : start + together])
             self._run(self._forward_only(len(flight.batches)), flight)
@@ -377,7 +378,8 @@ class _Flight:
 
     def losses(self, device: torch.device) -> Tensor:
         if not self.entropies:
-            return torch.zeros(len(self.batches), dtype=torch.float64, device=device)
+            shape = len(self.batches), len(self.batches[0].targets)
+            return torch.zeros(shape, dtype=torch.float64, device=device)
         return torch.stack([self.entropies[number] for number in range(len(self.batches))]).double()
 
 
