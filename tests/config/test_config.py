@@ -141,7 +141,7 @@ WRONG = [  # overrides, what the one problem must say
     (["qqq=1"], ["'qqq'", "legal: run, model, data"]),
     (["model.attention.hedas=3"], ["'model.attention.hedas'", "did you mean 'model.attention.heads'"]),
     (["batch={globl_size: 8}"], ["'batch.globl_size'", "did you mean 'batch.global_size'"]),
-    (["~optim"], ["~optim", "did you mean 'optimizer'", "only entries of mappings"]),
+    (["~optim"], ["~optim", "here it is 'optimizer.name'", "only entries of mappings"]),
     (["~parallel"], ["~parallel", "only entries of mappings"]),
     (["~run.steps"], ["~run.steps", "only entries of mappings"]),
     (["parallel=zero33"], ["parallel=zero33", "did you mean 'zero3'"]),

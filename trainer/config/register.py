@@ -109,7 +109,7 @@ def feed_forward(
     parameters: from the same three, without torch, the `ParameterInfo` of each parameter that the block declares, by
     name, in order. saved: from the layer and the bytes of its projections' results, the bytes that it holds of a token
     for backward; without it, two of each projection's result. tensor_parallel: whether the axes of the parameters, and
-    what the block does with its `Linear`s, are right where tensor parallelism cuts them; otherwise that is refused."""
+    what the block does with each `Linear`, are right where tensor parallelism cuts them; otherwise that is refused."""
     return FEED_FORWARD.add(
         name, settings, {"parameters": parameters, "saved": saved, "tensor_parallel": tensor_parallel}
     )
