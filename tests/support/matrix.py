@@ -234,11 +234,10 @@ RECOMPUTED = [
 COMPILED = [
     PLAIN | {"compile": True} | layout
     for layout in (
-        {"cp": 2, "stage": 3, "recompute": "full"},
+        {"cp": 2, "stage": 3, "recompute": "tiles", "loss": "tile"},
         {"tp": 2, "recompute": "selective", "attention": "documents"},
         {"dp": 2, "stage": 3, "recompute": "budget", "offload": True},
         {"pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
-        {"tp": 2, "recompute": "tiles", "loss": "tile"},
     )
 ]
 
