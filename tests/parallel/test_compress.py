@@ -3,15 +3,11 @@ use them."""
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
 import json
-import json.decoder
 import math
-import shutil
 import subprocess
-import textwrap
 from fnmatch import fnmatchcase
 from functools import cache
 from operator import attrgetter
@@ -22,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.corpora import sources_of_runs
 from support.kernels import compare_kernels
 from support.launch import launch
 from workers.compress import BROKEN, PLANS, RANKS, RESUMED, STEPS
@@ -481,9 +478,7 @@ def test_kernels_on_a_gpu_have_the_bits_of_the_torch_code():
 def results(tmp_path_factory):
     """What tests/workers/compress.py saw on four processes."""
     root = tmp_path_factory.mktemp("compress")
-    (root / "corpus").mkdir()
-    for module in (argparse, json.decoder, shutil, textwrap):
-        shutil.copy(module.__file__, root / "corpus" / f"{module.__name__}.txt")
+    sources_of_runs(root)
     try:
         launch("compress.py", RANKS, root, timeout=400, forks=True)
     except (AssertionError, subprocess.TimeoutExpired) as error:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
-import shutil
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
+from support.corpora import sources_of_runs
 from support.launch import launch
 from workers.deepspeed_engine import CASES, CUBES, LEGS, STEPS
 from workers.parallel_runs import run
@@ -29,9 +27,7 @@ from trainer.training.out_of_memory import advice
 def four(tmp_path_factory):
     """What tests/workers/deepspeed_engine.py saw on four processes."""
     root = tmp_path_factory.mktemp("deepspeed")
-    (root / "corpus").mkdir()
-    for module in (argparse, shutil, textwrap):
-        shutil.copy(module.__file__, root / "corpus" / f"{module.__name__}.txt")
+    sources_of_runs(root)
     launch("deepspeed_engine.py", 4, root, timeout=500, forks=True)
     return json.loads((root / "4.json").read_text())
 
@@ -418,8 +414,7 @@ def test_state_on_a_disk(tmp_path):
         )
     except ConfigError as error:
         pytest.skip(f"not tested here, and takes two minutes to compile at the first time: {error}")
-    (tmp_path / "corpus").mkdir()
-    shutil.copy(argparse.__file__, tmp_path / "corpus" / "argparse.txt")
+    sources_of_runs(tmp_path)
     (tmp_path / "disk").mkdir()
     large = {"model.width": 256, "parallel.zero.stage": 3}  # DeepSpeed leaves small tensors in memory
     disk = large | {

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import bisect
+import heapq
 import json
+import json.decoder
 import os
+import pprint
+import shutil
 import signal
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +30,15 @@ def config(folder: Path, length: int = 16, tokenizer: str = "bytes", **sources: 
     made.data.sources, made.data.tokenizer, made.data.cache = sources, tokenizer, str(folder / "cache")
     made.data.eval_fraction, made.data.workers = 0.2, 1
     return made
+
+
+def sources_of_runs(folder: Path) -> None:
+    """The texts that tests/workers/parallel_runs.py trains on and evaluates, as folders of `folder`."""
+    modules = {"corpus": (argparse, json.decoder, shutil, textwrap), "more": (pprint, heapq), "apart": (bisect,)}
+    for name, some in modules.items():
+        (folder / name).mkdir()
+        for module in some:
+            shutil.copy(module.__file__, folder / name / f"{module.__name__}.txt")
 
 
 def texts(count: int, kind: str = "document") -> list[str]:

@@ -3,22 +3,18 @@ export, `schedule: auto`, lost ranks, and plans that are refused."""
 
 from __future__ import annotations
 
-import argparse
-import bisect
-import heapq
-import json.decoder
+import json
 import os
-import pprint
 import shutil
 import socket
 import subprocess
-import textwrap
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from support.corpora import sources_of_runs
 from support.launch import WORKERS, launch, warm_python
 from transformers import AutoModelForCausalLM
 from workers.parallel_runs import CHAINS, COMMON, FIRST, LEG, PLANS, STOPPED, TRAINED, run, settings
@@ -39,13 +35,7 @@ STEPS = FIRST + 5 * LEG
 def root(tmp_path_factory):
     """A folder of runs, and the text that they train on."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "corpus").mkdir()
-    for module in (argparse, json.decoder, shutil, textwrap):
-        shutil.copy(module.__file__, folder / "corpus" / f"{module.__name__}.txt")
-    for name, modules in {"more": (pprint, heapq), "apart": (bisect,)}.items():
-        (folder / name).mkdir()
-        for module in modules:
-            shutil.copy(module.__file__, folder / name)
+    sources_of_runs(folder)
     return folder
 
 
