@@ -320,7 +320,7 @@ def test_half_precision_export(tmp_path: Path) -> None:
         ({"model_type": "mixtral"}, ["'mixtral'", "supported: llama, mistral"]),
         ({"model_type": None}, ["model_type=None", "supported: llama"]),
         ({"hidden_act": "mish"}, ["hidden_act='mish'", "silu"]),
-        ({"rope_parameters": {**LLAMA3_ROPE, "rope_type": "yarn"}}, ["'yarn'", "default, linear, llama3"]),
+        ({"rope_parameters": {**LLAMA3_ROPE, "rope_type": "ntk"}}, ["'ntk'", "default", "yarn"]),
         ({"num_key_value_heads": 3}, ["kv_heads=3", "legal: 1, 2, 4"]),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config"]),
         ({"hidden_size": "wide"}, ["hidden_size"]),
