@@ -256,7 +256,7 @@ def run(folder: Path, steps: int, node: int = RANKS, stop_after: int | None = No
                 folder,
                 **{
                     "run.steps": steps,
-                    "eval.every": 0,
+                    "eval.every": 1000,
                     "run.deterministic": True,
                     "parallel.grad_comm.min_size": 0,
                     **changes,

@@ -356,7 +356,7 @@ def four(root: Path) -> dict[str, Any]:
         "overflows": overflows(OVERFLOWS, (0, 1, 2, 3)),
         "legs": [],
     }
-    common = {"model.tied": True, "eval.every": 2, "precision.compute": "fp32"}
+    common = {"model.tied": True, "eval.every": 2, "precision.compute": "fp32", "lr.warmup": 1}
     results["whole"] = run(root / "whole", 2 * len(LEGS), **common, **{"parallel.zero.stage": 1})
     for leg, plan in enumerate(LEGS, start=1):
         results["legs"].append(run(root / "legs", 2 * leg, **common, **plan))

@@ -223,6 +223,10 @@ def rope_from_config(config: dict[str, Any], family: Family, problems: list[str]
         problems.append(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
         return rope
     rope.scaling = ROPE_TYPES[kind]
+    part = options.get(ROPE_NAMES["fraction"])
+    if kind != "default" and part not in (None, 1.0) and "fraction" not in family.rope.values():
+        # transformers scales the frequencies of a part of each head, and rotates whole heads.
+        problems.append(f"rope type {kind!r} with {ROPE_NAMES['fraction']}={part} is not supported; leave that out")
     if rope.scaling in ("yarn", "longrope") and options.get("factor") is None:
         before = options.get(ROPE_NAMES["original_length"])
         options["factor"] = config["max_position_embeddings"] / before if before else None
