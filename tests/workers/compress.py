@@ -256,6 +256,7 @@ def run(folder: Path, steps: int, node: int = RANKS, stop_after: int | None = No
                 folder,
                 **{
                     "run.steps": steps,
+                    "lr.warmup": 0,
                     "eval.every": 1000,
                     "run.deterministic": True,
                     "parallel.grad_comm.min_size": 0,
