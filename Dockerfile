@@ -1,7 +1,7 @@
 # Trains on NVIDIA GPUs, or without any on CPUs. Built in the checkout:
 #   docker build --tag trainer .
-#   docker run --gpus all --shm-size 8g --user "$(id -u):$(id -g)" --volume ./runs:/work/runs trainer train --gpus 8 +config=llama3_8b
-# Runs as the user `trainer`, or as any other that --user names: who has to be able to write what is mounted on /work/runs.
+#   docker run --gpus all --shm-size 8g --user "$(id -u):$(id -g)" --volume ./runs:/trainer/runs trainer train --gpus 8 +config=llama3_8b
+# Runs as the user `trainer`, or as any other that --user names: who has to be able to write what is mounted on /trainer/runs.
 # torch brings the CUDA libraries that it was built with; of the base image it is the driver's interface that counts.
 ARG BASE=nvidia/cuda:13.0.1-runtime-ubuntu24.04
 FROM ${BASE}
@@ -12,9 +12,9 @@ RUN apt-get update \
       python3 python3-dev python3-venv gcc g++ libibverbs1 ibverbs-providers \
  && rm -rf /var/lib/apt/lists/* \
  && python3 -m venv /opt/venv \
- && useradd --uid 10001 --home-dir /work trainer \
- && mkdir --mode 777 /work
-ENV PATH=/opt/venv/bin:$PATH HOME=/work USER=trainer PYTHONUNBUFFERED=1
+ && useradd --uid 10001 --home-dir /trainer trainer \
+ && mkdir --mode 777 /trainer
+ENV PATH=/opt/venv/bin:$PATH HOME=/trainer USER=trainer PYTHONUNBUFFERED=1
 
 COPY pyproject.toml setup.py README.md LICENSE /opt/trainer/
 COPY trainer /opt/trainer/trainer
@@ -22,6 +22,6 @@ COPY configs /opt/trainer/configs
 RUN pip install --no-cache-dir '/opt/trainer[plots,tensorboard]'
 
 USER trainer
-WORKDIR /work
+WORKDIR /trainer
 ENTRYPOINT ["trainer"]
 CMD ["--help"]

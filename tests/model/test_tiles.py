@@ -203,7 +203,7 @@ def test_host_memory_frees_that_of_a_gpu():
         apply_recompute(model, ActivationConfig(mode="full", tile=2048, offload=offload))
         batch = random_batch(0, 1, 16384, spec.vocab_size, False, device)
         for _ in range(2):  # memory that the first pass allocates is reused
-            model.zero_grad()
+            model.zero_grad(set_to_none=False)  # gradients count in both peaks, wherever these are
             torch.cuda.reset_peak_memory_stats()
             model(batch.tokens, batch.targets)[0].backward()
             peaks.append(torch.cuda.max_memory_allocated() - sum(p.nbytes for p in model.parameters()))
@@ -211,6 +211,5 @@ def test_host_memory_frees_that_of_a_gpu():
         del model
     for one, other in zip(*found, strict=True):
         assert ((one - other).norm() / other.norm()).item() < 1e-5
-    stream, gradients = 4 * 16384 * spec.width, 4 * sum(gradient.numel() for gradient in found[0])
-    # But for those on the way out or back; and where most is held there are gradients then, not yet without it.
-    assert peaks[1] - peaks[3] > 2 * (spec.depth - 4) * stream - gradients
+    stream = 4 * 16384 * spec.width
+    assert peaks[1] - peaks[3] > 2 * (spec.depth - 3) * stream
