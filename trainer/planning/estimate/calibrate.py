@@ -117,87 +117,101 @@ class Measurements:
     sent: Sequence[Sent] = ()
 
 
+Error = tuple[str, float, float]
+"""What was measured, its seconds, and those predicted."""
+
+
 @dataclass(frozen=True)
 class Calibration:
-    """hardware: the constants. kept: settings that are those of another file. errors: (what, measured seconds,
-    predicted seconds) of everything that is in the band."""
+    """hardware: the constants. kept: settings that are those of another file. errors: of everything that is in the
+    band."""
 
     hardware: HardwareConfig
     kept: tuple[str, ...]
-    errors: tuple[tuple[str, float, float], ...]
+    errors: tuple[Error, ...]
 
 
 def calibrate(measured: Measurements, config: Config, base: HardwareConfig) -> Calibration:
     """The constants that give the measured times. base: published figures, if it is a file of this kind of device;
     otherwise only what was not measured is taken from it, and peaks are the best that was reached."""
-    kind, element = product_type(config.precision), ELEMENT_BYTES[config.precision.compute]
     published = base.device == measured.device != "CPU"
     found = copy.deepcopy(base)
     found.device, found.memory, found.fixed = measured.device, measured.memory / 2**30, measured.fixed / 2**30
     found.devices = measured.devices
     found.kernel, found.launch = measured.kernel * 1e6, measured.launch * 1e6
-    kept = ["bandwidth"] if published else []
-
-    best = max(one.flops / one.seconds for one in (*measured.products, *measured.sweep))
-    peak = (base.peak.get(kind, 0.0) * 1e12 or peak_flops(measured.device, kind)) if published else None
-    if peak is None:
-        peak, found.peak = best, {kind: best / 1e12}
-    # A rate that no share of the published bandwidth can be is cut to it; without one, the best becomes the bandwidth.
-    moved = {"stream": measured.stream.rate, "optimizer": measured.update.rate, "copy": measured.copy.rate}
-    found.bandwidth = base.bandwidth if published else 100 * max(moved.values()) / 1e9
-    reached = found.achieved
-    reached.optimizer, reached.copy = (share(moved[name], found.bandwidth * 1e9) for name in ("optimizer", "copy"))
-    reached.memory = share(measured.stream.rate, found.bandwidth * 1e9)
-    if measured.hidden is None:
-        kept.append("achieved.hidden")
-    else:
-        reached.hidden = measured.hidden
-    layouts = [(one, *cut(config, one.depth, one.length, one.sequences)) for one in measured.passes]
-
-    def products(rate: float) -> float:
-        memory = found.bandwidth * 1e9 * reached.memory
-        return sum(
-            one.count * (hypot(one.flops / (rate * peak), element * one.elements / memory) + measured.kernel)
-            for one in measured.products
-        )
-
-    def passes(rate: float) -> float:
-        reached.memory = rate
-        return sum(sum(pass_seconds(*layout, found)) for _, *layout in layouts)
-
-    for _ in range(4):  # each depends on the other a little
-        reached.product = solve(products, sum(one.count * one.seconds for one in measured.products))
-        if measured.attention is None:
-            reached.attention = reached.product
-        else:
-            seconds = max(measured.attention.seconds - 2 * measured.kernel, 0.1 * measured.attention.seconds)
-            reached.attention = share(measured.attention.amount / seconds, peak)
-        reached.memory = solve(passes, sum(one.forward + one.backward for one in measured.passes))
-    if not published:
-        most = max(reached.memory, reached.optimizer, reached.copy, share(moved["stream"], found.bandwidth * 1e9))
-        found.bandwidth *= most
-        for name in ("memory", "optimizer", "copy"):
-            setattr(reached, name, min(1.0, getattr(reached, name) / most))
-
-    errors = []
-    for one, *layout in layouts:
-        said = pass_seconds(*layout, found)
-        for name, seconds, predicted in zip(("forward", "backward"), (one.forward, one.backward), said):
-            errors.append((f"{name} pass of {one.depth} layers", seconds, predicted))
+    found.achieved.hidden = base.achieved.hidden if measured.hidden is None else measured.hidden
+    errors = _fit_device(found, measured, config, published)
+    kept = ["bandwidth"] * published + ["achieved.hidden"] * (measured.hidden is None)
     for place, link in (("node", found.node), ("network", found.network)):
-        sent = [one for one in measured.sent if one.place == place]
-        if not sent:
+        if sent := [one for one in measured.sent if one.place == place]:
+            errors += _fill_link(link, sent, published)
+        else:
             kept.append(place)
-            continue
-        latency, bandwidth = fit_link(sent)
-        fill_link(link, latency, bandwidth, published)
-        for one in sent:
-            if one.size >= LARGE:
-                what, predicted = f"{one.axis}: {one.kind} of {one.size >> 20} MiB", one.steps * latency
-                errors.append((what, one.seconds, predicted + one.through / bandwidth))
-    squares = [(said / seconds - 1) ** 2 for _, seconds, said in errors]
+    squares = [(predicted / seconds - 1) ** 2 for _, seconds, predicted in errors]
     found.band = min(0.95, max(LEAST_BAND, sqrt(sum(squares) / len(squares))))
     return Calibration(found, tuple(kept), tuple(errors))
+
+
+def _fit_device(found: HardwareConfig, measured: Measurements, config: Config, published: bool) -> list[Error]:
+    """Sets the peaks of a device and the shares of them; returns how far the measured passes are off."""
+    kind, element = product_type(config.precision), ELEMENT_BYTES[config.precision.compute]
+    peak = (found.peak.get(kind, 0.0) * 1e12 or peak_flops(measured.device, kind)) if published else None
+    if peak is None:
+        peak = max(one.flops / one.seconds for one in (*measured.products, *measured.sweep))
+        found.peak = {kind: peak / 1e12}
+    rates = [measured.stream.rate, measured.update.rate, measured.copy.rate]
+    # Without a published one, the bandwidth is the best rate, which only the fit tells: caches may hold small passes.
+    bandwidth = found.bandwidth * 1e9 if published else 100 * max(rates)
+    found.bandwidth, reached = bandwidth / 1e9, found.achieved
+    reached.memory, reached.optimizer, reached.copy = (share(rate, bandwidth) for rate in rates)
+    cuts = [cut(config, one.depth, one.length, one.sequences) for one in measured.passes]
+
+    def products(part: float) -> float:
+        reached.product = part
+        seconds = (
+            hypot(one.flops / (part * peak), element * one.elements / (reached.memory * bandwidth)) + measured.kernel
+            for one in measured.products
+        )
+        return sum(one.count * took for one, took in zip(measured.products, seconds))
+
+    def passes(part: float) -> float:
+        reached.memory = part
+        return sum(sum(pass_seconds(small, layout, found)) for small, layout in cuts)
+
+    for _ in range(4):  # each depends on the other a little
+        solve(products, sum(one.count * one.seconds for one in measured.products))
+        reached.attention = reached.product
+        if one := measured.attention:
+            reached.attention = share(one.amount / max(one.seconds - 2 * measured.kernel, 0.1 * one.seconds), peak)
+        solve(passes, sum(one.forward + one.backward for one in measured.passes))
+    if not published:
+        most = max(reached.memory, *(share(rate, bandwidth) for rate in rates))
+        found.bandwidth *= most
+        reached.memory, reached.optimizer, reached.copy = (
+            min(1.0, part / most) for part in (reached.memory, reached.optimizer, reached.copy)
+        )
+    errors = []
+    for one_pass, (small, layout) in zip(measured.passes, cuts):
+        forward, backward = pass_seconds(small, layout, found)
+        what = f"pass of {one_pass.depth} layers"
+        errors += [(f"forward {what}", one_pass.forward, forward), (f"backward {what}", one_pass.backward, backward)]
+    return errors
+
+
+def _fill_link(link: LinkConfig, sent: Sequence[Sent], published: bool) -> list[Error]:
+    """Sets what was measured of a link: a share of its published bandwidth, or that bandwidth itself. Returns how far
+    large transfers are off."""
+    latency, bandwidth = fit_link(sent)
+    link.latency = latency * 1e6
+    if published and bandwidth <= link.bandwidth * 1e9:
+        link.achieved = bandwidth / (link.bandwidth * 1e9)
+    else:
+        link.bandwidth, link.achieved = bandwidth / 1e9, 1.0
+    return [
+        (f"{one.axis}: {one.kind} of {one.size >> 20} MiB", one.seconds, one.steps * latency + one.through / bandwidth)
+        for one in sent
+        if one.size >= LARGE
+    ]
 
 
 def cut(config: Config, depth: int, length: int, sequences: int) -> tuple[Config, Layout]:
@@ -225,14 +239,13 @@ def share(rate: float, peak: float) -> float:
     return min(1.0, max(1e-6, rate / peak))
 
 
-def solve(seconds: Callable[[float], float], target: float) -> float:
-    """The share at which falling `seconds` are `target`; an end of what is legal where none is."""
+def solve(seconds: Callable[[float], float], target: float) -> None:
+    """Calls falling `seconds` last with the share at which they are `target`, or an end of what is legal."""
     low, high = log(1e-6), 0.0
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if seconds(exp(middle)) > target else (low, middle)
     seconds(exp(high))
-    return exp(high)
 
 
 def fit_link(sent: Iterable[Sent]) -> tuple[float, float]:
@@ -247,15 +260,6 @@ def fit_link(sent: Iterable[Sent]) -> tuple[float, float]:
         latency, slope = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
     if latency < 0:  # as fast as the largest transfers, whatever the small ones take
         latency, slope = 0.0, b / bb
-    if slope <= 0:  # every size takes the same time
-        latency, slope = a / aa, min(1 / one[1] for one in rows if one[1] > 0)
+    if slope <= 0:  # every size takes the same time: the bandwidth is far above what they show
+        latency, slope = a / aa, 0.05 * min(1 / one[1] for one in rows if one[1] > 0)
     return latency, 1 / slope
-
-
-def fill_link(link: LinkConfig, latency: float, bandwidth: float, published: bool) -> None:
-    """Sets what was measured of a link: a share of its published bandwidth, or that bandwidth itself."""
-    link.latency = latency * 1e6
-    if published and bandwidth <= link.bandwidth * 1e9:
-        link.achieved = bandwidth / (link.bandwidth * 1e9)
-    else:
-        link.bandwidth, link.achieved = bandwidth / 1e9, 1.0
