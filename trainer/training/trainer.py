@@ -112,7 +112,7 @@ class Trainer:
         finally:
             gc.unfreeze()
             self.loader.close()
-            self.ledger.log.close(status, reason)
+            self.ledger.close(status, reason)
         return code
 
     def one_step(self) -> None:
