@@ -257,11 +257,7 @@ def lost_losses() -> list[dict[str, Any]]:
     results = []
     for case in [
         {"stage": stage, "offload": offload, "compute": compute}
-        for stage, offload, compute in (
-            (1, True, "bf16"),
-            (2, False, "fp32"),
-            (3, True, "fp32"),
-        )
+        for stage, offload, compute in ((1, True, "bf16"), (2, False, "fp32"), (3, True, "fp32"))
     ]:
         state, steps = build(settings_of(case, **THEIRS), {"micro": 2})
         results.append(

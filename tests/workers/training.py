@@ -38,8 +38,8 @@ RESUMED = {
     2: ("zero0", "zero1_hsdp", "zero3_micro2"),
     1: ("zero0", "zero2_accumulate", "zero3_micro2"),
 }
-"""By processes, the plans under which a run of four that was stopped goes on; tests/workers/parallel_runs.py has those with
-other axes."""
+"""By processes, the plans under which a run of four that was stopped goes on; tests/workers/parallel_runs.py has those
+with other axes."""
 
 
 class Watched:
@@ -186,7 +186,9 @@ def scenarios(root: Path, world_size: int):
         )
         yield (
             "other_data",
-            run(root / "whole", **common, parallel="zero3", **{"data.sources.stdlib.limit": 30, "run.steps": STEPS + 2}),
+            run(
+                root / "whole", **common, parallel="zero3", **{"data.sources.stdlib.limit": 30, "run.steps": STEPS + 2}
+            ),
         )
         yield (
             "other_data_restart",
