@@ -19,6 +19,7 @@ from trainer.config.extend import extended
 from trainer.config.fields import option
 from trainer.config.options import parse, usage
 from trainer.config.schema import ModelConfig
+from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.resolve import Layout, check, resolve
 from trainer.planning.variants import compose, split_words
 from trainer.util.exit_codes import DONE, refuse
@@ -34,10 +35,14 @@ class ProbeOptions:
     seconds: float = option(0.0, "time to measure in, about; 0: 60 on GPUs, 15 on CPUs")
 
 
-def asked(arguments: Sequence[str]) -> tuple[ProbeOptions, Config, Layout]:
-    """What the command line asks for. Raises `ConfigError` with everything that is wrong."""
+def parse_arguments(arguments: Sequence[str]) -> tuple[ProbeOptions, list[str], str | None]:
+    """Splits a command line into options, overrides and configuration folder. Raises `ConfigError`."""
     own, overrides, config_dir = split_words(arguments, [field.name for field in fields(ProbeOptions)], PROGRAM)
-    options = parse(ProbeOptions, [f"{name}={value}" for name, value in own.items()])
+    return parse(ProbeOptions, [f"{name}={value}" for name, value in own.items()]), overrides, config_dir
+
+
+def asked(options: ProbeOptions, overrides: list[str], config_dir: str | None) -> tuple[Config, Layout]:
+    """The recipe, on the processes that run. Raises `ConfigError` with everything that is wrong."""
     problems = []
     if not options.seconds >= 0:
         problems.append(f"seconds={options.seconds} must be at least 0")
@@ -52,14 +57,16 @@ def asked(arguments: Sequence[str]) -> tuple[ProbeOptions, Config, Layout]:
     problems += check(config, world)
     if problems:
         raise ConfigError(problems)
-    return options, config, resolve(config, world, config.model)
+    return config, resolve(config, world, config.model)
 
 
 def run(arguments: Sequence[str]) -> None:
-    options, config, layout = asked(arguments)
+    options, overrides, config_dir = parse_arguments(arguments)
+    config, layout = asked(options, overrides, config_dir)
+    known = load_hardware(options.hardware, config_dir=config_dir) if options.hardware else None
     from trainer.cluster.probe import probe  # torch, which no refusal above needs
 
-    text, writes = probe(config, layout, options.hardware, options.seconds, " ".join(arguments))
+    text, writes = probe(config, layout, known, options.seconds, " ".join(arguments))
     if writes:
         print(text, end="")
     if writes and options.out:

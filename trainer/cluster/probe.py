@@ -11,8 +11,10 @@ import torch.distributed as dist
 from trainer.cluster.device import DeviceProbe
 from trainer.cluster.links import LinkProbe, axes
 from trainer.config import Config
+from trainer.config.hardware import HardwareConfig
 from trainer.distributed.world import World, join, local_device
 from trainer.observe.report import device_name
+from trainer.parallel.parallelize import check_compiler
 from trainer.planning.cost.devices import product_type
 from trainer.planning.estimate.calibrate import Calibration, Measurements, Product, Sent, calibrate, fit_link
 from trainer.planning.estimate.hardware import hardware_text, load_hardware, shipped_for
@@ -27,19 +29,22 @@ SECONDS = {"cuda": 60.0, "cpu": 15.0}
 """Time to measure in where none is given. What is compiled, and the start of processes, come on top."""
 
 
-def probe(config: Config, layout: Layout, base: str, seconds: float, command: str) -> tuple[str, bool]:
+def probe(
+    config: Config, layout: Layout, known: HardwareConfig | None, seconds: float, command: str
+) -> tuple[str, bool]:
     """Measures the processes' machines at the shapes of a recipe. Returns the text of the hardware file, and whether
-    this is the process that is to write it. base: the file for what is not measured, "" for the shipped one of the
-    device; seconds: to measure in, 0 for `SECONDS`; command: to be named in the file. All processes call it together.
-    Raises `ConfigError` before it measures."""
+    this is the process that is to write it. known: of what is not measured, None for the shipped file of the device;
+    seconds: to measure in, 0 for `SECONDS`; command: to be named in the file. All processes call it together. Raises
+    `ConfigError` before it measures."""
     device = local_device(config.run)
-    base = base or shipped_for(device_name(device))
-    known = load_hardware(base)
+    check_compiler(config, device)
+    known = known or load_hardware(shipped_for(device_name(device)))
     joined = dist.is_initialized()
     world = join(layout.plan.mesh, device, 600.0, layout.plan.cp)
+    torch.set_float32_matmul_precision(config.precision.matmul)
     measured = measure(config, layout, world, seconds or SECONDS[device.type])
     found = calibrate(measured, config, known)
-    text = hardware_text(found.hardware, list(comments(measured, found, config, layout, command, base)))
+    text = hardware_text(found.hardware, list(comments(measured, found, config, layout, command, known.device)))
     if not joined:
         dist.destroy_process_group()
     return text, world.rank == 0
@@ -121,7 +126,7 @@ def comments(
             f"({times})"
         )
     if found.kept:
-        yield f"Not measured but taken from hardware={base}: {', '.join(found.kept)}"
+        yield f"Not measured but taken from the figures of {base}: {', '.join(found.kept)}"
 
 
 def by_collective(sent: Sequence[Sent]) -> dict[tuple[str, str], list[Sent]]:

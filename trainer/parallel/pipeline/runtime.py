@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from trainer.config import ConfigError
+from trainer.diagnosis.traces import WAIT
 from trainer.distributed.channels import Channels, PeerError, Pending, PipelineError, TransferError
 from trainer.model.stage import Report, Stage, apart
 from trainer.parallel.pipeline.timing import LayerProbe, StepTimes
@@ -221,7 +222,8 @@ class Runtime:
                     self._perform(instruction, flight)
             instruction = None
             if self.channels is not None:
-                self.channels.flush()
+                with record_function(WAIT):
+                    self.channels.flush()
         except Exception as error:
             self._fail(error, instruction and instruction.action)
         finally:
@@ -325,13 +327,12 @@ class Runtime:
                 f"rank {error.peer} was lost: it ended, or its connection broke, without a word of why; rank {me} "
                 f"noticed at {where}, {error}"
             )
-        elif told is None:
-            mine = f"rank {me} failed in {where}: {type(error).__name__}: {error}"
-            told = channels.failures.tell(mine)
-            if told == mine:
-                channels.close(abort=True)
-                raise error if isinstance(error, ConfigError) else PipelineError(mine) from error
+        mine = f"rank {me} failed in {where}: {type(error).__name__}: {error}"
+        told = told or channels.failures.tell(mine)
         channels.close(abort=True)
+        channels.failures.keep_for_others(5 * PATIENCE)
+        if told == mine:
+            raise error if isinstance(error, ConfigError) else PipelineError(mine) from error
         raise PeerError(f"{told} [seen by rank {me} at {where}]") from error
 
 
@@ -384,7 +385,10 @@ class _Flight:
 
 
 def _arrived(tensor: Tensor | Pending) -> Tensor:
-    return tensor.wait() if isinstance(tensor, Pending) else tensor
+    if not isinstance(tensor, Pending):
+        return tensor
+    with record_function(WAIT):
+        return tensor.wait()
 
 
 def _broke(error: Exception) -> bool:
