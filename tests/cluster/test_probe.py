@@ -83,7 +83,7 @@ def test_refusals(words, problem, capsys, monkeypatch):
 )
 def test_groups_and_the_links_between_them(settings, world, node, expected, monkeypatch):
     """The link of a node is measured by all its ranks, that between nodes by one rank of each."""
-    monkeypatch.setattr("trainer.cluster.links.own_group", lambda groups, timeout: groups)
+    monkeypatch.setattr("trainer.cluster.links.own_group", lambda groups, *_: groups)
     parallel = ParallelConfig(**settings)
     parallel.zero.stage = 3
     plan = resolve_plan(parallel, world, None, node)

@@ -47,7 +47,7 @@ def axes(plan: Plan, world: World, node: int) -> list[Axis]:
         spans = {len({rank // node for rank in group}) for group in groups}
         place = "node" if spans == {1} else "network" if spans == {len(groups[0])} and nodes > 1 else ""
         lists = [list(group) for group in groups]
-        result.append(Axis(", ".join(who), place, lists, own_group(lists, world.timeout)))
+        result.append(Axis(", ".join(who), place, lists, own_group(lists, world.timeout, f"probe {who[0]}")))
     return result
 
 
