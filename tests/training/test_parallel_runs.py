@@ -98,6 +98,17 @@ def test_losses_by_source_and_set_are_those_of_one_process(alone, four, plan):
         assert [seen[name] for name in seen if "targets" in name] == [line[name] for name in line if "targets" in name]
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_model_under_every_plan_continues_prompts_alike(alone, four, plan):
+    expected, seen = (
+        [(s["step"], s["prompt"], s["text"]) for s in run["samples"]] for run in (alone["untied"], four[plan])
+    )
+    assert [(step, prompt) for step, prompt, _ in seen] == [
+        (4, text) for text in ("the", "", "a longer beginning of a text")
+    ]
+    assert seen == expected[:3] and any(text for *_, text in seen)
+
+
 def test_the_bubble_is_logged_where_there_is_a_pipeline(alone, four):
     for name, seen in {"alone": alone["untied"], **{plan: four[plan] for plan in PLANS}}.items():
         if "pp" in name:
