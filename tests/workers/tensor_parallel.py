@@ -343,7 +343,7 @@ class Noting(Sampling):
 
 def generate(tp: int) -> dict:
     """Of a model from a checkpoint, over all processes of which `tp` share layers: whether tokens are those of one
-    process, the largest difference of a logit, and the share of the parameters that this rank holds."""
+    process, the largest difference of a logit, and the share of the layers' parameters that this rank holds."""
     spec = spec_of(**UNEVEN, depth=2, max_length=90, init={"std": 0.3})
     model = Transformer(spec)
     initialize(model, spec, 0, CPU)
@@ -355,11 +355,11 @@ def generate(tp: int) -> dict:
         Noting.seen = []
         found.append(generate_tokens(placed, [[1, 2, 3], [4] * 61, [5]], 6, Noting(1.0, top_k=20)))
         logits.append(torch.stack(Noting.seen))
-        held = sum(local(parameter).numel() for parameter in placed.stages[0].parameters())
+        held = sum(local(parameter).numel() for parameter in placed.stages[0].layers.parameters())
     return {
         "same": found[0] == found[1],
         "worst": ((logits[0] - logits[1]).abs().max() / logits[0].abs().max()).item(),
-        "held": held / sum(value.numel() for value in whole.values()),
+        "held": held / sum(parameter.numel() for parameter in model.layers.parameters()),
     }
 
 
