@@ -4,7 +4,7 @@
         [batch=1,8] [prompt=32] [tokens=64] [repeat=3]
 
 The model has random weights; both sides choose the most likely token, and the share of tokens in which they agree is
-noted. The first round of each is not counted; of the others the fastest is."""
+noted. The first round of each is not counted; then both take turns, and the fastest round of each counts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def main() -> None:
             inputs = contexts.to(device)
             return theirs.generate(inputs, attention_mask=torch.ones_like(inputs), **same)[:, prompt:].tolist()
 
-        (seconds, found), (beside, expected) = (fastest(side, repeat, device) for side in (mine, other))
+        (seconds, beside), (found, expected) = fastest((mine, other), repeat, device)
         agree = torch.tensor(found).eq(torch.tensor(expected)).double().mean().item()
         record = {
             **{name: given[name] for name in ("model", "depth", "dtype", "device", "prompt", "tokens")},
@@ -86,16 +86,19 @@ def exported(spec: ModelSpec, model: Transformer) -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-def fastest(side: Callable[[], list[list[int]]], repeat: int, device: torch.device) -> tuple[float, list[list[int]]]:
-    """Seconds of the fastest round, and what it generated."""
-    times = []
-    for _ in range(1 + repeat):
-        begun = time.perf_counter()
-        found = side()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
-    return min(times[1:]), found
+def fastest(
+    sides: tuple[Callable[[], list[list[int]]], ...], repeat: int, device: torch.device
+) -> tuple[list[float], list[list[list[int]]]]:
+    """Seconds of the fastest round of each side, which take turns, and what it generated."""
+    times, found = [[] for _ in sides], [side() for side in sides]
+    for _ in range(repeat):
+        for side, seconds in zip(sides, times):
+            begun = time.perf_counter()
+            side()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begun)
+    return [min(seconds) for seconds in times], found
 
 
 if __name__ == "__main__":

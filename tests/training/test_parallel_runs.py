@@ -81,6 +81,15 @@ def assert_equal(seen, expected, steps):
     assert held_out == pytest.approx({step: expected["eval"][step] for step in held_out}, rel=2e-6)
 
 
+def assert_continued(legs, whole):
+    """Of a chain whose folder began with what one process left: the texts of its legs, context-parallel ones and those
+    by an average of the weights among them."""
+    texts = {(one["step"], one["prompt"]): one["text"] for one in whole["samples"]}
+    mine = [one for one in legs[-1]["samples"][len(whole["samples"]) :] if one["step"] % 4 == 0]
+    assert {one["step"] for one in mine} >= {4, STEPS}
+    assert all(one["text"] == texts[one["step"], one["prompt"]] for one in mine)
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_gives_the_same_run(alone, four, plan):
     assert four[plan]["code"] == 0
@@ -128,6 +137,7 @@ def test_any_plan_resumes_any_other(root, alone, four, two, name):
     for leg, seen in enumerate(legs, start=1):
         assert_equal(seen, whole, FIRST + leg * LEG)
         assert seen["ids"] == whole["ids"][FIRST + (leg - 1) * LEG : FIRST + leg * LEG], leg
+    assert_continued(legs, whole)
 
 
 @pytest.mark.parametrize("name", CHAINS)

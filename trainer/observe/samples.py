@@ -33,6 +33,6 @@ class SamplesFile:
 
 
 def shown(number: int, sample: Sample) -> str:
-    """A continuation for people, with its prompt, indented."""
-    text = "".join(sample).replace("\n", "\n    ")
-    return f"sample {number}:\n    {text}"
+    """A continuation for people, with its prompt, indented; without what a terminal would obey."""
+    text = "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in "".join(sample))
+    return f"sample {number}:\n    " + text.replace("\n", "\n    ")
