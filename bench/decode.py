@@ -83,7 +83,7 @@ def exported(spec: ModelSpec, model: Transformer) -> torch.nn.Module:
 
     with tempfile.TemporaryDirectory() as folder:
         export(spec, dict(model.named_parameters()), folder, torch.float32)
-        return AutoModelForCausalLM.from_pretrained(folder).eval()
+        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
 
 
 def fastest(

@@ -31,6 +31,10 @@ OTHERS = {
 """Words whose commands are modules with a `main`."""
 
 
+ON_GPUS = {"train": "run.device=cuda", "sample": "device=cuda"}
+"""Words whose commands start several processes, and what these are told with `--gpus`."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. The exit code is that of what was run."""
     first, *rest = arguments = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
@@ -48,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def sample(arguments: Sequence[str]) -> int:
     """Text from a checkpoint on one process, or on several likewise."""
     try:
-        processes, rest = _launch(arguments, "device=cuda")
+        processes, rest = _launch(arguments, "sample")
     except ConfigError as error:
         return refuse(error)
     if processes == 1:
@@ -60,7 +64,7 @@ def train(arguments: Sequence[str]) -> int:
     """A run on one process, or on as many as `--gpus N` or `--processes N` says. The exit code: of the process that
     failed first."""
     try:
-        processes, rest = _launch(arguments, "run.device=cuda")
+        processes, rest = _launch(arguments)
         if processes == 1:
             return cli.main(rest)
         options = cli._parse(rest)
@@ -80,8 +84,8 @@ def start(processes: int, module: str, arguments: Sequence[str]) -> int:
     return torchrun.main(["--standalone", "--nproc-per-node", str(processes), "-m", module, *arguments], brief=True)
 
 
-def _launch(arguments: Sequence[str], on_gpus: str) -> tuple[int, list[str]]:
-    """How many processes are to be started, and what they are given, on GPUs with `on_gpus`. Pages need none. Raises
+def _launch(arguments: Sequence[str], word: str = "train") -> tuple[int, list[str]]:
+    """How many processes of a command are to be started, and what they are given. Pages need none. Raises
     `ConfigError`."""
     parser = cli.Parser(prog="trainer", add_help=False, allow_abbrev=False)
     counts = parser.add_mutually_exclusive_group()
@@ -91,7 +95,7 @@ def _launch(arguments: Sequence[str], on_gpus: str) -> tuple[int, list[str]]:
     if {"RANK", "TORCHELASTIC_RUN_ID"} & os.environ.keys() and (given.gpus or given.processes):
         raise ConfigError("--gpus and --processes start processes, and torchrun has done so; leave them out")
     pages = {"--help", "-h", "--cfg", "--schema", "--multirun"} & set(rest)
-    return 1 if pages else given.gpus or given.processes or 1, [on_gpus] * bool(given.gpus) + rest
+    return 1 if pages else given.gpus or given.processes or 1, [ON_GPUS[word]] * bool(given.gpus) + rest
 
 
 def _count(text: str) -> int:
