@@ -135,7 +135,7 @@ def test_a_token_costs_a_pass_over_itself() -> None:
     model, shapes = build(spec), []
     model.layers["0"].register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
     generate_tokens(PlacedModel(spec, {0: model}, CPU, torch.float64), [[1] * 28, [2]], 6, Sampling())
-    assert [rows for rows, _ in shapes] == [128, 2, 2, 128, 2, 2]
+    assert [rows for rows, _ in shapes] == [64, 2, 2, 64, 2, 2]
 
 
 @given(

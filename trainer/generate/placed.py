@@ -26,6 +26,9 @@ from trainer.parallel.parallelize import keep_buffers, parallelize
 from trainer.planning.plan import resolve_plan
 from trainer.precision.dtypes import DTYPES
 
+PADDED = {"cuda": BLOCK, "cpu": 8}
+"""To multiples of so many tokens contexts are padded: GPUs have kernels compiled for few lengths."""
+
 
 @dataclass(frozen=True)
 class PlacedModel:
@@ -61,10 +64,14 @@ class PlacedModel:
         rows, keeps = self.padded(rows, 1), all(layer.attention.caches for layer in self.layers)
         return Cache(rows, capacity, self.device, self.sequence, keeps)
 
-    def padded(self, length: int, multiple: int = BLOCK) -> int:
-        """What a number of tokens or rows is raised to, so that ranks can share it and shapes are few."""
+    def padded(self, count: int, multiple: int) -> int:
+        """The next multiple that tensor-parallel ranks can share."""
         multiple = math.lcm(multiple, self.tensor_ranks)
-        return -(-length // multiple) * multiple
+        return -(-count // multiple) * multiple
+
+    def context(self, length: int) -> int:
+        """The tokens of a context of a length with its padding."""
+        return self.padded(length, PADDED[self.device.type])
 
     def logits(self, tokens: Tensor, cache: Cache) -> Tensor | None:
         """`Transformer.extend` of all stages; None on ranks without the last one."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.generate.placed import PlacedModel
+from trainer.model.cache import BLOCK
 from trainer.model.initial import name_seed
 
 
@@ -93,7 +94,7 @@ class Generation:
         """The logits of the next tokens [rows of the cache, vocab], where this rank has the last stage."""
         if self.outgrown():
             return self.forward_contexts()
-        self.cache.extent = self.model.padded(max(min(len(tokens), self.longest) for tokens in self.tokens))
+        self.cache.extent = self.model.padded(max(min(len(tokens), self.longest) for tokens in self.tokens), BLOCK)
         logits = self.model.logits(self.newest, self.cache)
         self.cache.lengths += self.active
         return logits
@@ -107,7 +108,7 @@ class Generation:
     def forward_contexts(self) -> Tensor | None:
         contexts = [tokens[-self.longest :] for tokens in self.tokens]
         lengths = [len(context) for context in contexts]
-        length, rows = self.model.padded(max(lengths)), len(contexts)
+        length, rows = self.model.context(max(lengths)), len(contexts)
         padded = [context + [0] * (length - len(context)) for context in contexts]
         self.cache.lengths[:rows] = torch.tensor(lengths, device=self.model.device)
         self.active[:rows] = torch.tensor(self.running, dtype=torch.int64, device=self.model.device)

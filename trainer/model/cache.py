@@ -20,8 +20,7 @@ from trainer.distributed.collectives import TensorGroup
 from trainer.model.attention import attend, build_mask, cap_score
 
 BLOCK = 64
-"""Slots by which the part of a cache that attention looks at grows, and tokens to a multiple of which contexts are
-padded: kernels and graphs are made for few shapes."""
+"""Slots by which the part of a cache that attention looks at grows: kernels and graphs are made for few shapes."""
 
 
 class Cache:
