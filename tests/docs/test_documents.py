@@ -196,9 +196,9 @@ def check(command: Command, capsys: pytest.CaptureFixture) -> None:
 
 def subcommand(word: str, words: list[str]) -> None:
     """`trainer WORD WORDS`."""
-    if word == "train":
-        processes, words = door._launch(["2" if one == "N" else one for one in words])
-        train(words, processes)
+    if word in door.ON_GPUS:
+        processes, words = door._launch(["2" if one == "N" else one for one in words], word)
+        train(words, processes) if word == "train" else module(door.OTHERS[word], words, processes)
     elif word == "sweep":
         train(["--multirun", *words], 1)
     else:
