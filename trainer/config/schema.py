@@ -447,6 +447,24 @@ class CheckpointConfig:
 
 
 @dataclass
+class GenerateConfig:
+    """Text that the model writes while it is trained. Nothing else of the run depends on it."""
+
+    every: int = option(
+        0, "continue the prompts every n steps and after the last; 0 means never", unit="steps", range="[0, inf)"
+    )
+    prompts: list[str] = option([""], "texts to continue; an empty one starts a new document")
+    tokens: int = option(64, "most tokens of each continuation", unit="tokens", range="[1, inf)")
+    temperature: float = option(0.8, "divides the logits; 0 takes the most likely token", range="[0, inf)")
+    top_k: int = option(50, "choose among this many most likely tokens; 0 means all", unit="tokens", range="[0, inf)")
+    top_p: float = option(
+        1.0, "choose among the fewest most likely tokens whose probabilities add up to this", range="(0, 1]"
+    )
+    stop: list[str] = option([], "end before any of these texts")
+    seed: int = option(0, "seeds the choice, each time alike", range="[0, inf)")
+
+
+@dataclass
 class EvalConfig:
     every: int = option(0, "evaluate every n steps and after the last; 0 means never", unit="steps", range="[0, inf)")
     at_start: bool = option(False, "evaluate before the first step, too")
@@ -455,6 +473,7 @@ class EvalConfig:
     )
     sets: dict[str, CorpusConfig] = option({}, "more corpora to evaluate on, by name, each for itself and whole")
     ema: bool = option(False, "evaluate the average of the weights (optimizer.ema.decay) in their place")
+    generate: GenerateConfig = option(GenerateConfig(), "texts that the model continues now and then")
 
 
 @dataclass
@@ -488,6 +507,14 @@ class GuardConfig:
     straggler_lines: int = option(
         20, "and do so in this many logged steps in a row", unit="logged steps", range="[1, inf)"
     )
+    slow_factor: float = option(
+        1.25,
+        "a run is called slow when its median step takes this many times that of its fastest recent time",
+        range="(1, inf)",
+    )
+    slow_lines: int = option(
+        20, "so many logged steps are compared with as many before them", unit="logged steps", range="[3, inf)"
+    )
 
 
 @dataclass
@@ -508,8 +535,17 @@ class LoggingConfig:
     )
     tensorboard: bool = option(False, "write TensorBoard events to the run folder")
     wandb: WandbConfig = option(WandbConfig(), "Weights & Biases")
-    trace: list[int] = option([], "steps of which rank 0 writes a profiler trace to traces/", range="[1, inf)")
+    profile: int = option(
+        0, "profile every n-th step on a few ranks, for the account of where its time went; 0: never", range="[0, inf)"
+    )
+    trace: list[int] = option([], "steps that are profiled too, and whose traces stay in traces/", range="[1, inf)")
     types: bool = option(False, "print the parameter-type map at start")
+    hardware: float = option(
+        1.0,
+        "time between two readings of the counters of devices and machines (metrics hardware/*); 0 reads none",
+        unit="seconds",
+        range="[0, inf)",
+    )
     metrics: dict[str, Any] = option(
         {}, "registered metrics by name, with their settings: {weight_norm: {}}", registry=METRICS
     )
