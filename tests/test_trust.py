@@ -48,6 +48,7 @@ USES = [
     Use("import_module", "trainer/__init__.py", "names of a table in the file"),
     Use("import_module", "trainer/command.py", "names of a table in the file"),
     Use("import_module", "trainer/config/imports.py", "modules that the user's own command line or recipe names"),
+    Use("import_module", "trainer/hf/__init__.py", "names of a table in the file"),
     Use("import_module", "trainer/parallel/deepspeed/__init__.py", "one name, in the file"),
     Use("register_new_resolver", "trainer/config/compose.py", "an interpolation that compares two numbers"),
     Use("all_gather_object broadcast_object_list", "trainer/distributed/world.py", BETWEEN_RANKS),
