@@ -25,7 +25,7 @@ from support.registries import forgotten
 from test_architecture import ROOMS
 
 import trainer
-from trainer import cli, estimate, evaluate, export, merge, plot, sample
+from trainer import cli, estimate, evaluate, export, merge, plot, probe, sample
 from trainer import command as door
 from trainer.cluster.options import PreflightOptions
 from trainer.config import Config, ConfigError, options, typed
@@ -262,6 +262,9 @@ def module(
         assert capsys.readouterr().out.strip() == output.strip()
     elif name == "trainer.estimate":
         _, _, overrides, config_dir = estimate.parse_arguments(words)
+        assert variants.compose(overrides, config_dir, world, corpus=False)
+    elif name == "trainer.probe":
+        _, overrides, config_dir = probe.parse_arguments(words)
         assert variants.compose(overrides, config_dir, world, corpus=False)
     elif name == "trainer.parity":
         overrides, plans, _, _, config_dir = parity.parse_arguments(words)
