@@ -119,20 +119,25 @@ def show(
 ) -> None:
     """Prints what is generated: of one prompt as it comes, of several when all is there."""
     from trainer.generate.text import continuations, generate_text
+    from trainer.observe.samples import printable
 
     stops = [new_lines(text) for text in options.stop]
-    say = print if rank() == 0 else lambda *_, **__: None
+
+    def say(text: str, end: str = "\n") -> None:
+        if rank() == 0:
+            print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
+
     if options.prompts:
         texts = continuations(model, tokenizer, prompts, options.tokens, sampling, stops)
         for number, (prompt, text) in enumerate(zip(prompts, texts), start=1):
-            say(f"--- {number}", prompt + text, sep="\n", flush=True)
+            say(f"--- {number}\n{prompt}{text}")
         return
     (prompt,) = prompts
-    say(tokenizer.decode(tokenizer.encode(prompt)), end="", flush=True)
+    say(tokenizer.decode(tokenizer.encode(prompt)), end="")
     with model.inference():
         for _, text in generate_text(model, tokenizer, prompts, options.tokens, sampling, stops):
-            say(text, end="", flush=True)
-    say()
+            say(text, end="")
+    say("")
 
 
 def action(options: SampleOptions) -> None:

