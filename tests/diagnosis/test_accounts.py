@@ -279,7 +279,7 @@ def test_the_command_adds_the_accounts_of_all_ranks_and_prints_their_metrics(tmp
     "change,message",
     [
         ({"terms": {"products": 1.0}}, "1.0 seconds in an account of 2.0"),
-        ({"terms": {"products": 2.5, "other": -0.5}}, "the term other is -0.5"),
+        ({"terms": {"products": 2.5, "other": -0.5}}, "other takes -0.5 seconds"),
         ({"terms": {"fun": 2.0}}, "no term fun"),
         ({"terms": {"communication/data": 2.0}}, "no term communication/data"),
         ({"hidden": {"moon": 2.0}}, "no term moon"),

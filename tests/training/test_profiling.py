@@ -30,7 +30,7 @@ def by_step(accounts):
 
 def test_accounts_are_all_of_the_step_on_both_ranks(root):
     accounts = account.read(root / "sharded")
-    assert by_step(accounts) == [(step, rank) for step in (2, 3, 4) for rank in (0, 1)]
+    assert by_step(accounts) == [(step, rank) for step in (3, 4) for rank in (0, 1)]
     for one in accounts:
         assert math.fsum(one.terms.values()) == pytest.approx(one.seconds, rel=1e-9)
         assert one.spent("other") == 0 and one.device == "cpu" and one.place["shard"] == one.rank
@@ -45,13 +45,10 @@ def test_accounts_are_all_of_the_step_on_both_ranks(root):
 
 
 def test_the_profile_saw_the_step_that_was_measured(root):
-    """Nothing but the step lies between the labels, and what it recomputes is a forward pass of the layers."""
-    for one in account.read(root / "sharded"):
+    for one in account.newest(account.read(root / "sharded")):
         step = traces.read(trace_of(root / "sharded", 4, one.rank)).labelled(traces.STEP)[-1]
         rest = one.seconds - one.terms["checkpoint"] - one.terms["evaluation"]
-        if one.step == 4:
-            assert rest == pytest.approx((step.end - step.start) / 1e9, rel=1e-9)
-        assert one.terms["recompute"] < one.terms["products"] + one.terms["attention"] + one.terms["memory_bound"]
+        assert rest == pytest.approx((step.end - step.start) / 1e9, rel=1e-9)
 
 
 def test_a_pipeline_has_bubbles_and_its_ranks_differ(root):
@@ -72,10 +69,10 @@ def test_traces_that_were_asked_for_stay_and_of_the_others_the_newest(root):
 
 def test_the_newest_account_is_in_the_metrics(root):
     lines = [line for line in read(root / "sharded") if "loss" in line]
-    assert [line["profiled_step"] for line in lines[:2]] == [None, None]
-    last = lines[-1]  # that of step 3 may be there, or not yet
+    assert [line["profiled_step"] for line in lines[:3]] == [None] * 3
+    last = lines[-1]  # that of step 4 may be there, or not yet
     known = [one for one in account.read(root / "sharded") if one.step == last["profiled_step"]]
-    assert last["profiled_step"] in (2, 3)
+    assert last["profiled_step"] in (3, 4)
     assert last["exposed/data"] == pytest.approx(sum(one.share("communication/data") for one in known) / 2)
     assert last["host"] > 0 and last["launch_delay"] is None and "exposed/tensor" not in last
 

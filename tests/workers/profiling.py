@@ -28,7 +28,7 @@ COMMON = [
 
 RUNS = {
     "sharded": [
-        *("parallel=zero3", "activation=full", "run.steps=4", "logging.profile=2", "logging.trace=[3]"),
+        *("parallel=zero3", "activation=full", "run.steps=5", "logging.profile=4", "logging.trace=[3]"),
         *("checkpoint.every=1", "eval.every=1", "eval.sequences=2"),
     ],
     "pipeline": ["parallel.pp=2", "batch.global_size=4", "run.steps=3", "logging.profile=3"],
