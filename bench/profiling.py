@@ -27,9 +27,8 @@ def main(run: str) -> None:
     ]
     usual = median(itertools.chain(*cycles))
     extra = median(sum(cycle) - usual * len(cycle) for cycle in cycles)
-    print(
-        f"{len(profiled)} profiles; a step takes {usual:.4g} s, a profile {extra:.4g} s more: {extra / usual:.3g} steps"
-    )
+    steps = extra / usual
+    print(f"{len(profiled)} profiles; a step takes {usual:.4g} s, a profile {extra:.4g} s more: {steps:.3g} steps")
     print(f"so logging.profile={round(100 * steps)} costs 1% of the time")
 
 

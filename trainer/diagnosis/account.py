@@ -133,7 +133,7 @@ class Account:
         value = parse_json(text)
         if wrong := mismatch(value, _SHAPE):
             raise ValueError(f"it is no account: {wrong}")
-        given: dict[str, Any] = {entry.name: value[entry.name] for entry in dataclasses.fields(Account)}
+        given: dict[str, Any] = {entry.name: value.get(entry.name) for entry in dataclasses.fields(Account)}
         given["last"] = {axis: (last, compared) for axis, (last, compared) in value["last"].items()}
         given["kernels"] = tuple(
             Kernel(**{entry.name: kernel.get(entry.name) for entry in dataclasses.fields(Kernel)})
