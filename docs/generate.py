@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 from trainer.config import ConfigError, SourceConfig, TypePolicy, typed
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import ModelSpec
+from trainer.diagnosis.account import AXES, TERMS
 from trainer.observe.metrics import EVALUATION, METRICS, STEP
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.stages import StageCosts
@@ -60,6 +61,13 @@ def metrics() -> str:
     return table(
         ("key", "lines", "meaning"), ([f"`{name}`", lines[name], meaning] for name, meaning in METRICS.items())
     )
+
+
+def accounts() -> str:
+    """The terms of an account of a step."""
+    axes = "; ".join(f"{name} ({meaning})" for name, meaning in AXES.items())
+    rows = [[f"`{name}`", meaning] for name, meaning in TERMS.items()]
+    return table(("term", "seconds of"), [*rows, ["`AXIS`", axes]])
 
 
 def exit_codes() -> str:
@@ -313,6 +321,7 @@ TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
         metrics,
+        accounts,
         exit_codes,
         settings,
         part,

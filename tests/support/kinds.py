@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import torch
 import yaml
+from support import traces
 from support.corpora import PLAIN
 
 import trainer
@@ -29,6 +30,8 @@ from trainer.data.tables import JsonLines, ParquetRows
 from trainer.data.text import TextFiles
 from trainer.data.tokenizer import byte_tokenizer, load_tokenizer
 from trainer.data.tokens import TokenWriter, file_digest, open_token_file
+from trainer.diagnosis import account
+from trainer.diagnosis.traces import read as read_trace
 from trainer.evaluate import known_results
 from trainer.hf import HFWeights, spec_from_hf
 from trainer.hf.config import config_from_spec
@@ -234,6 +237,19 @@ def metrics_lines(folder: Path) -> File:
     return written(folder / "metrics.jsonl", text), lambda: metrics.read(folder)
 
 
+def accounts(folder: Path) -> File:
+    kernel = account.Kernel("gemm", "products", 2, 0.5, 1e9, None)
+    terms = {"products": 1.0, "communication/data/waiting": 0.5}
+    one = account.Account(0, 3, {"pp": 0}, "cpu", 1.5, terms, {"data": 0.1}, {"data": (1, 2)}, kernels=(kernel,))
+    return written(folder / account.ACCOUNTS, f"{one.dumps()}\n" * 2), lambda: account.read(folder)
+
+
+def trace(folder: Path) -> File:
+    made = traces.Written(groups={"1": ("data", (0, 1))}).step(0, 50).kernel("gemm", 1, 2, 3).nccl("1", 3, 4, 9)
+    path = made.write(folder / "step-00000003-rank-00000.json")
+    return path, lambda: read_trace(path)
+
+
 def trial(folder: Path) -> Trial:
     return Trial("single", folder, [], [], 2, {"run": {"steps": 3}, "lr": {"peak": 0.1}})
 
@@ -333,6 +349,8 @@ KINDS: dict[str, Callable[[Path], File]] = {
         schedule,
         timeline,
         metrics_lines,
+        accounts,
+        trace,
         sweep_results,
         sweep_start,
         sweep_status,

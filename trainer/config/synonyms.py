@@ -62,7 +62,7 @@ _NAMES = {
     "logging.every": "logging_steps log_interval log_every log_freq log_every_n_steps",
     "logging.wandb.project": "wandb_project",
     "logging.wandb.enabled": "use_wandb report_to",
-    "logging.trace": "profile profiler profiling",
+    "logging.profile": "profile profiler profiling",
     "data.sources": "dataset datasets dataset_path train_file train_files data_path train_data",
     "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_type",
     "data.workers": "num_workers dataloader_num_workers",

@@ -28,7 +28,8 @@ TERMS = {
     "copies": "copies between host and device that nothing hides",
     "bubble/schedule": "waiting that the pipeline's schedule has with stages of equal costs",
     "bubble/imbalance": "waiting for pipeline ranks beyond that",
-    "host/launch": "the device had nothing to do, and the host had not launched the next kernel",
+    "host/launch": "the device had nothing to do, and the host had not launched the next kernel; on CPUs, what is not "
+    "within operators",
     "host/synchronisation": "the same behind a synchronisation of host and device",
     "host/collector": "Python's garbage collector, while the device had nothing to do",
     "data": "waiting for the batch",
@@ -50,6 +51,9 @@ AXES = {
 
 KINDS = ("products", "attention", "memory_bound", "optimizer", "communication", "copies")
 """Classes of kernels."""
+
+LARGEST = 1e9
+"""Seconds of a step are below."""
 
 LONGEST = 1 << 28
 """Bytes of a file of accounts."""
@@ -99,8 +103,9 @@ class Account:
         """Raises `ValueError` for terms that nobody knows, or that are not the whole step."""
         if unknown := [name for name in (*self.terms, *self.hidden, *self.last) if not known(name)]:
             raise ValueError(f"an account has no term {brief(unknown[0])}")
-        if negative := [name for name, seconds in self.terms.items() if not seconds >= 0]:
-            raise ValueError(f"the term {negative[0]} is {self.terms[negative[0]]}")
+        numbers = {**self.hidden, **self.terms, "step": self.seconds}
+        if odd := [name for name, seconds in numbers.items() if not 0 <= seconds < LARGEST]:
+            raise ValueError(f"{odd[0]} takes {brief(numbers[odd[0]])} seconds in an account")
         total = math.fsum(self.terms.values())
         if not math.isclose(total, self.seconds, rel_tol=1e-6, abs_tol=1e-9):
             raise ValueError(f"terms of {total} seconds in an account of {self.seconds}")
@@ -128,7 +133,7 @@ class Account:
         value = parse_json(text)
         if wrong := mismatch(value, _SHAPE):
             raise ValueError(f"it is no account: {wrong}")
-        given: dict[str, Any] = {entry.name: value[entry.name] for entry in dataclasses.fields(Account)}
+        given: dict[str, Any] = {entry.name: value.get(entry.name) for entry in dataclasses.fields(Account)}
         given["last"] = {axis: (last, compared) for axis, (last, compared) in value["last"].items()}
         given["kernels"] = tuple(
             Kernel(**{entry.name: kernel.get(entry.name) for entry in dataclasses.fields(Kernel)})

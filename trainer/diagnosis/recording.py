@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from trainer.diagnosis.account import Kernel
@@ -78,8 +79,8 @@ def context(around: Sequence[Event]) -> Context:
             backward = True
         elif name.startswith("aten::"):
             repeated |= backward and event.details.get("Sequence number", -1) >= 0
-            attention |= bool(_ATTENTION.search(name))
-            product |= bool(_PRODUCT.search(name))
+            attention |= kind_of(name) == "attention"
+            product |= kind_of(name) == "products"
     found = ("optimizer", optimizer), ("recompute", repeated), ("attention", attention), ("products", product)
     return Context(next((term for term, holds in found if holds), None), backward, loading)
 
@@ -93,6 +94,7 @@ def term_of(name: str, about: Context) -> str:
     return about.term or kind_of(name)
 
 
+@lru_cache(maxsize=4096)
 def kind_of(name: str) -> str:
     """What an operator or a kernel computes, by its name."""
     return "attention" if _ATTENTION.search(name) else "products" if _PRODUCT.search(name) else "memory_bound"

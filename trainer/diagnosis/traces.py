@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.diagnosis.intervals import Interval
-from trainer.util.reading import Malformed, read_json
+from trainer.util.reading import Malformed, brief, read_json
 
 LONGEST = 1 << 31
 """Bytes of a trace: some millions of events."""
@@ -96,8 +96,8 @@ def read(path: Path) -> Trace:
             actions=tuple((str(name), float(start), float(end)) for name, start, end in note["actions"]),
             events=tuple(in_order(content["traceEvents"])),
         )
-    except (TypeError, ValueError, KeyError) as error:
-        raise Malformed(f"{path} is no trace of a run: {error}; profile the step again") from None
+    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+        raise Malformed(f"{path} is no trace of a run: {brief(error)}; profile the step again") from None
 
 
 def in_order(raw: Iterable[dict[str, Any]]) -> list[Event]:
@@ -109,10 +109,10 @@ def in_order(raw: Iterable[dict[str, Any]]) -> list[Event]:
 
 
 def _event(raw: dict[str, Any], first: float) -> Event:
-    details, kind = raw.get("args", {}), raw.get("cat", "")
+    details, kind = dict(raw.get("args", {})), str(raw.get("cat", ""))
     start = round((raw["ts"] - first) * 1000)
     thread = -1 - int(details["stream"]) if "stream" in details and kind not in HOST_KINDS else raw["tid"]
-    return Event(start, start + round(raw.get("dur", 0) * 1000), raw["name"], kind, thread, details)
+    return Event(start, start + round(raw.get("dur", 0) * 1000), str(raw["name"]), kind, thread, details)
 
 
 HOST_KINDS = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "python_function")

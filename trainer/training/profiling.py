@@ -57,8 +57,9 @@ class Profiling:
         self.collecting: record_function | None = None
 
     def due(self, step: int) -> bool:
-        """Whether a step is profiled. The first of a start compiles and allocates; it is where it is named."""
-        return step in self.kept or bool(self.every) and step % self.every == 0 and step > self.first + 1
+        """Whether a step is profiled. Not as an n-th one: the first of a start, which compiles and allocates, and the
+        second, before which it is."""
+        return step in self.kept or bool(self.every) and step % self.every == 0 and step > self.first + 2
 
     @contextlib.contextmanager
     def step(self, number: int, runtime: Runtime, slow: int | None) -> Iterator[None]:
