@@ -61,7 +61,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
     faults = ["bash", "bench/faults_gpu.sh", str(scratch / "faults")]
     tests = [
         "tests/observe/test_observe.py",
-        "tests/observe/test_hardware.py",
+        "tests/observe/test_hardware_samples.py",
         "tests/data/test_batches.py",
         "tests/training/test_step.py",
         "tests/model/test_tiles.py",

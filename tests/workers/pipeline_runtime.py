@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import ConfigError
+from trainer.diagnosis.traces import WAIT
 from trainer.distributed.channels import Channels, Pending, PipelineError, edges
 from trainer.parallel.pipeline.runtime import Runtime
 from trainer.planning.cost.stages import StageCosts
@@ -386,7 +387,7 @@ def numbers(out: Path) -> None:
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         runtime.train(batches, scale)
-    ranges = sorted(event.key for event in profile.key_averages() if event.key.startswith("PP:"))
+    ranges = [event.key for event in profile.key_averages() if event.key.startswith("PP:") and event.key != WAIT]
 
     results = {
         "cases": cases,
