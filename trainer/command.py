@@ -20,6 +20,7 @@ from trainer.util.exit_codes import refuse
 
 OTHERS = {
     "estimate": "trainer.estimate",
+    "tune": "trainer.tune",
     "plot": "trainer.plot",
     "sample": "trainer.sample",
     "export": "trainer.export",

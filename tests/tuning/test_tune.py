@@ -1,0 +1,222 @@
+"""`trainer.tune`: searches whose jobs a stand-in for Slurm answers at once, and one that trains on two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.cluster import wait_for
+from support.launch import warm_python
+
+from trainer.observe.metrics import STEP
+from trainer.planning.resolve import compose
+from trainer.tune import main
+
+ROOT = Path(__file__).parents[2]
+
+SBATCH = """#!{python} -IS
+import json, pathlib, sys
+words = sys.argv[1:]
+folder = pathlib.Path(next(word for word in words if word.startswith("run.dir=")).split("=", 1)[1].strip('"'))
+calls = folder.parent / "calls"
+number = 1 + (len(calls.read_text().splitlines()) if calls.exists() else 0)
+with open(calls, "a") as file:
+    file.write(folder.name + "\\n")
+ends = json.loads(pathlib.Path({ends!r}).read_text())
+fault = ends.get(str(number))
+step = {step} | {{"step": 9, "loss": 6.0, "tokens_per_second": 1.0, "memory_gib": 1.5, "step_seconds_p50": 2.0 / number}}
+(folder / "slurm").mkdir(parents=True, exist_ok=True)
+status = {{"status": "failed", "reason": fault}} if fault else {{"status": "done"}}
+(folder / "status.json").write_text(json.dumps(status))
+(folder / "metrics.jsonl").write_text("" if fault else 2 * (json.dumps(step) + "\\n"))
+end = {{"code": int(bool(fault)), "last": int(bool(fault)), "why": "giving up"}}
+(folder / "slurm" / (str(number) + "-end.json")).write_text(json.dumps(end))
+print(number)
+"""
+"""Answers a job at once: each is faster than the one before, and some end as a file says."""
+
+SMALL = ["+config=debug", "parallel.pp=1", "activation.mode=none"]
+"""Sixteen plans on two processes."""
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Words for a search whose jobs end at once; `faults` by number of the job."""
+    for name, text in {
+        "sbatch": SBATCH.format(python=sys.executable, ends=str(tmp_path / "ends.json"), step=dict.fromkeys(STEP)),
+        "squeue": "#!/bin/sh\n",
+        "scontrol": "#!/bin/sh\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("TRAINER_RETRIES", raising=False)
+
+    def words(*more: str, faults: dict[int, str] | None = None) -> list[str]:
+        (tmp_path / "ends.json").write_text(json.dumps(faults or {}))
+        jobs = ["sweep.launcher=slurm", "sweep.processes=2", f"sweep.dir={tmp_path / 'tune'}"]
+        return [*SMALL, "hardware=cpu", *jobs, *more]
+
+    return words
+
+
+def lines(folder: Path) -> list[dict]:
+    return list(map(json.loads, (folder / "trials.jsonl").read_text().splitlines()))
+
+
+def test_whatever_becomes_of_trials_is_a_result(slurm, tmp_path, capsys):
+    """Out of memory and a crash count; the budget may grow later; what the folder was begun with may not change."""
+    faults = {1: "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", 3: "RuntimeError: a defect"}
+    assert main(slurm("budget=4", faults=faults)) == 0
+    shown, folder = capsys.readouterr().out, tmp_path / "tune"
+    assert "debug-tune: 16 plans, 0 of 4 trials" in shown and "ended: budget=4 trials are measured" in shown
+    found = lines(folder)
+    assert [line["status"] for line in found] == ["out_of_memory", "done", "failed", "done"]
+    assert found[2]["reason"] == "a defect; giving up" and found[0]["step_seconds_p50"] is None
+    assert all(line["predicted_seconds"] > 0 and line["predicted_memory_gib"] > 0 for line in found)
+    # The machine is a hundred times slower than predicted, which the second trial has shown.
+    assert found[1]["expected_seconds"] == pytest.approx(found[1]["predicted_seconds"])
+    assert 0.3 < found[3]["expected_seconds"] / found[1]["step_seconds_p50"] < 3
+    best = folder / "config" / "best.yaml"
+    assert found[3]["trial"] in best.read_text() and (folder / "tune.png").stat().st_size > 10_000
+
+    assert main(slurm("budget=5", "engine=random")) == 0
+    assert [line["trial"] for line in lines(folder)][:4] == [line["trial"] for line in found]
+    assert len((folder / "calls").read_text().splitlines()) == len(lines(folder)) == 5
+    again = compose(["+config=[debug,best]"], folder, 2)
+    micro, stage = again.batch.micro_size, again.parallel.zero.stage
+    assert f"zero{stage}" in best.read_text() and f"micro{micro}" in best.read_text()
+    capsys.readouterr()
+    assert main(slurm("budget=6", "optimizer.weight_decay=0.2", "steps=12")) == 2
+    refusal = capsys.readouterr().err
+    assert "steps=12, then 10" in refusal and "settings.optimizer.weight_decay=0.2, then" in refusal
+    assert len((folder / "calls").read_text().splitlines()) == 5
+
+
+def test_a_search_without_a_time_says_so(slurm, tmp_path, capsys):
+    assert main(slurm("budget=2", faults={1: "RuntimeError: no", 2: "RuntimeError: no"})) == 1
+    assert not (tmp_path / "tune" / "config").exists() and "best" not in capsys.readouterr().out
+
+
+def test_values_of_other_settings_are_tried_where_they_are_allowed(slurm, tmp_path, capsys):
+    values = "precision.compute=fp32,bf16"
+    assert main(slurm(values, "budget=1")) == 2
+    assert "precision.compute has several values, and changes the numbers" in capsys.readouterr().err
+    assert main(slurm("allow=[precision]", "budget=1")) == 2
+    assert "allow=[precision] allows nothing" in capsys.readouterr().err
+    assert not (tmp_path / "calls").exists()
+    words = slurm(values, "parallel.zero.stage=1,3", "allow=[precision.compute]", "budget=20", "parallel.tp=1")
+    assert main(words) == 0
+    found = lines(tmp_path / "tune")
+    assert len(found) == 12  # two types, two stages, three micro-batches
+    assert {line["trial"].split("_")[1] for line in found} == {"zero1", "zero3"}
+    assert sum("compute=\"bf16\"" in " ".join(line["overrides"]) for line in found) == 6
+    assert "ended: every plan is measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, problem",
+    [
+        (["budget=0"], "budget=0 must be at least 1"),
+        (["steps=2"], "steps=2 must be at least 3"),
+        (["engine=grid"], "engine=grid is not legal"),
+        (["hardware=cpu", "sweep.parallel=2"], "trials that run beside others are slowed down"),
+        (["hardware=cpu", "parallel.tp=3"], "no plan that is tried has the given parallel.tp"),
+        (["sweep.launcher=slurm", "sweep.wait=false"], "hardware=... is needed under sweep.launcher=slurm"),
+        (["hardware=cpu", "batch.micro_sizes=3"], "did you mean 'batch.micro_size'"),
+        (["hardware=cpu", "optimizer=adamw,sgd"], "optimizer.name has several values, and changes the numbers"),
+    ],
+)
+def test_refusals(words, problem, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["+config=debug", "run.device=cpu", *words]) == 2
+    assert problem in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+FAULTS = '''
+import pathlib, time
+from trainer import register
+
+@register.callback("tune_faults")
+class Faults:
+    """The second trial finds no memory, the third breaks, and the fourth hangs until it is interrupted."""
+
+    def __init__(self, settings): pass
+
+    def start(self, run):
+        trials = [path.parent for path in pathlib.Path(run.folder).parent.glob("*/trial.json")]
+        if len(trials) == 2:
+            raise MemoryError("Unable to allocate 4 TiB")
+        if len(trials) == 3:
+            raise RuntimeError("a defect")
+        hung = pathlib.Path(run.folder).parent / "hung"
+        if len(trials) == 4 and not hung.exists():
+            time.sleep(1)
+            hung.touch()
+            time.sleep(600)
+'''
+
+
+def test_a_search_on_two_processes(tmp_path):
+    """Real trials, interrupted and gone on with; the best plan then runs."""
+    (tmp_path / "tune_faults.py").write_text(FAULTS)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHON_EXEC": warm_python(),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+    }
+    recipe = [*SMALL, "run.device=cpu", "imports=[tune_faults]", "callbacks.tune_faults={}"]
+    folder = tmp_path / "tune"
+    command = [warm_python(), "-m", "trainer.tune", *recipe, "steps=4", "batch.sequence_length=32"]
+
+    def start(*words: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [*command, f"sweep.dir={folder}", "sweep.processes=2", *words],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+
+    first = start("budget=4")
+    try:
+        wait_for(lambda: (folder / "hung").exists() or first.poll() is not None, 120, "fourth trial")
+        first.send_signal(signal.SIGINT)
+        shown, _ = first.communicate(timeout=60)
+    finally:
+        first.kill()
+    assert first.returncode == 75 and "stopped; the same command goes on" in shown, shown
+    found = lines(folder)
+    assert [line["status"] for line in found] == ["done", "out_of_memory", "failed", "stopped"], shown
+    assert "Unable to allocate 4 TiB" in found[1]["reason"] and "a defect" in found[2]["reason"]
+    assert 0 < found[0]["step_seconds_p50"] < 60 and found[0]["memory_gib"] > 0
+
+    second = start("budget=4")
+    shown, _ = second.communicate(timeout=120)
+    assert second.returncode == 0 and shown.count(": started") == 1, shown
+    after = lines(folder)
+    assert after[:3] == found[:3] and [line["status"] for line in after] == ["done", "out_of_memory", "failed", "done"]
+    assert after[3]["trial"] == found[3]["trial"]
+
+    third = start("budget=5", "sweep.time_minutes=0.001")  # as if it hung
+    shown, _ = third.communicate(timeout=120)
+    assert third.returncode == 0 and lines(folder)[4]["status"] == "timeout", shown
+
+    torchrun = [warm_python(), "-m", "trainer.torchrun", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
+    best = ["--config-dir", folder, "+config=[debug,best]", "run.device=cpu", f"run.dir={tmp_path / 'run'}"]
+    run = subprocess.run(map(str, [*torchrun, *best]), env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    times = {line["trial"]: line["step_seconds_p50"] for line in after if line["status"] == "done"}
+    winner = min(times, key=times.get)
+    assert winner in (folder / "config" / "best.yaml").read_text()
+    config = compose(["+config=[debug,best]"], folder, 2)
+    assert winner.endswith(f"micro{config.batch.micro_size}_none_eager")
