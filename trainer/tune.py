@@ -36,8 +36,11 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[TuneOptions, list[str], l
     overrides = [word for word in words if not word.startswith("hardware.")]
     options = parse(TuneOptions, [f"{name}={value}" for name, value in own.items()])
     least = {"budget": 1, "steps": 3, "pool": 1}
-    if low := [f"{name}={getattr(options, name)} must be at least {n}" for name, n in least.items()
-               if getattr(options, name) < n]:
+    if low := [
+        f"{name}={getattr(options, name)} must be at least {n}"
+        for name, n in least.items()
+        if getattr(options, name) < n
+    ]:
         raise ConfigError(low)
     return options, changes, overrides, config_dir
 

@@ -136,7 +136,9 @@ def test_what_brings_no_time_is_not_tried_again_and_does_not_end_the_search(engi
     assert ENGINES[engine](PLANS, outcomes, 0.7, 5) is None
 
 
-@given(st.dictionaries(st.sampled_from(["tp", "pp", "mode"]), st.sampled_from([1, 2, 4]), min_size=3), st.floats(0.5, 2))
+@given(
+    st.dictionaries(st.sampled_from(["tp", "pp", "mode"]), st.sampled_from([1, 2, 4]), min_size=3), st.floats(0.5, 2)
+)
 def test_a_correction_is_drawn_to_what_was_measured(axes: Mapping[str, float], ratio: float):
     """One measurement moves its own plan most of the way, and makes it less uncertain; without any, nothing moves."""
     known = [{"tp": tp, "pp": pp, "mode": mode} for tp in (1, 2, 4) for pp in (1, 2, 4) for mode in (1, 2, 4)]

@@ -61,7 +61,10 @@ def launch(
         line = results.put(trial, status, reason)
         numbers = [f"loss {line['loss']:.4f}"] if line["loss"] is not None else []
         numbers += [f"{count(line['tokens_per_second'])} tokens/s"] if line["tokens_per_second"] is not None else []
-        say(f"trial {trial.name}: {', '.join([status.replace('_', ' '), *numbers])}" + (f" - {reason}" if reason else ""))
+        say(
+            f"trial {trial.name}: {', '.join([status.replace('_', ' '), *numbers])}"
+            + (f" - {reason}" if reason else "")
+        )
 
     if sweep.launcher == "slurm":
         slurm.run(waiting, sweep, config_dir, on_end, say)

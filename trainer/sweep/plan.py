@@ -238,12 +238,7 @@ def make_trials(
 
 
 def make_trial(
-    sweep: SweepConfig,
-    name: str,
-    common: list[str],
-    values: list[str],
-    config_dir: str | os.PathLike | None,
-    gpus: int,
+    sweep: SweepConfig, name: str, common: list[str], values: list[str], config_dir: str | os.PathLike | None, gpus: int
 ) -> tuple[Trial, typed.Problems]:
     """A trial of a sweep with a name and a folder, composed and checked; and what in its overrides means nothing."""
     folder = Path(str(sweep.dir)) / name

@@ -65,9 +65,7 @@ def memory_factor(outcomes: Sequence[Outcome]) -> float:
 
 
 def fastest(outcomes: Sequence[Outcome]) -> Outcome | None:
-    return min(
-        (one for one in outcomes if one.seconds is not None), key=lambda one: one.seconds or 0.0, default=None
-    )
+    return min((one for one in outcomes if one.seconds is not None), key=lambda one: one.seconds or 0.0, default=None)
 
 
 def by_model(options: Sequence[Option], outcomes: Sequence[Outcome], band: float, seed: int) -> Option | None:

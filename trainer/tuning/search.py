@@ -55,7 +55,7 @@ def search(
     if "compile" not in named and machine.device != "CPU":
         swept = [[*values, f"compile={one}"] for values, one in itertools.product(swept, ("true", "false"))]
     base = known(compose(common, config_dir, sweep.processes))
-    tried = [known(compose([*common, *values], config_dir, sweep.processes)) for values in swept]
+    tried = [known(compose([*common, *more], config_dir, sweep.processes)) if more else base for more in swept]
     check_allowed(base, tried, allow)
     found = plans(base, tried, machine, sweep.processes, pool, named & {*DEGREES, *PIPELINE})
     settings = {
@@ -84,7 +84,8 @@ def search(
         show(study)
         if study.best is not None:
             say(f"best: {study.best.option.name}, {study.write_best()}")
-        say(draw(study))
+        if not interrupted:
+            say(draw(study))
     finally:
         os.close(descriptor)
     return STOPPED if interrupted else DONE if study.best is not None else FAILED

@@ -45,12 +45,7 @@ def frozen(base: Config, tried: Sequence[Config], allowed: Collection[str]) -> l
 
 
 def plans(
-    base: Config,
-    tried: Sequence[Config],
-    hardware: HardwareConfig,
-    world: int,
-    most: int,
-    kept: Collection[str],
+    base: Config, tried: Sequence[Config], hardware: HardwareConfig, world: int, most: int, kept: Collection[str]
 ) -> list[Plan]:
     """At most `most` plans, those that are predicted to be fastest, in this order.
 

@@ -119,7 +119,9 @@ class Study:
         plan = self.best
         assert plan is not None
         line, layout = self.results.lines[plan.option.name], plan.found.layout
-        measured = f"step {line['step_seconds_p50']:.4g} s, {layout.batch.tokens / line['step_seconds_p50']:.4g} tokens/s"
+        measured = (
+            f"step {line['step_seconds_p50']:.4g} s, {layout.batch.tokens / line['step_seconds_p50']:.4g} tokens/s"
+        )
         place = f"{layout.plan.world} x {plan.found.hardware.device}"
         path = self.folder / "config" / "best.yaml"
         path.parent.mkdir(exist_ok=True)

@@ -89,12 +89,7 @@ class Ranking:
 
 
 def rank_plans(
-    config: Config,
-    hardware: HardwareConfig,
-    world: int,
-    global_size: int,
-    most: int = 10,
-    kept: Collection[str] = (),
+    config: Config, hardware: HardwareConfig, world: int, global_size: int, most: int = 10, kept: Collection[str] = ()
 ) -> Ranking:
     """The fastest `most` plans on `world` devices for a step of `global_size` sequences.
 
