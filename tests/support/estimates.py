@@ -100,12 +100,12 @@ SHARED = Path(__file__).parents[3] / "shared" / "data"
 """Data beside the checkout, which are not part of the project."""
 
 FITTED = 32
-"""Of vTrain's points, as they are shuffled here, those that configs/hardware/a100.yaml was fitted to; the first ones."""
+"""Of vTrain's points, as they are shuffled here, the first ones: configs/hardware/a100.yaml was fitted to them."""
 
 
 def vtrain() -> list[tuple[dict[str, int], float]]:
-    """Settings and seconds of every measured run of vTrain (Bang et al., MICRO 2024), shuffled; skips the test where
-    they are not there."""
+    """Settings and seconds of every measured run of vTrain (Bang et al., MICRO 2024), shuffled; skips the test if they
+    are not there."""
     path = SHARED / "vtrain" / "ground_truth_single.csv"
     if not path.exists():
         pytest.skip(f"vTrain's measurements are not at {path}")

@@ -31,7 +31,8 @@ with open(calls, "a") as file:
     file.write(folder.name + "\\n")
 ends = json.loads(pathlib.Path({ends!r}).read_text())
 fault = ends.get(str(number))
-step = {step} | {{"step": 9, "loss": 6.0, "tokens_per_second": 1.0, "memory_gib": 1.5, "step_seconds_p50": 2.0 / number}}
+step = {step} | {{"step": 9, "loss": 6.0, "tokens_per_second": 1.0, "memory_gib": 1.5}}
+step["step_seconds_p50"] = 2.0 / number
 (folder / "slurm").mkdir(parents=True, exist_ok=True)
 status = {{"status": "failed", "reason": fault}} if fault else {{"status": "done"}}
 (folder / "status.json").write_text(json.dumps(status))
@@ -106,14 +107,19 @@ def test_whatever_becomes_of_trials_is_a_result(slurm, tmp_path, capsys):
 
 
 def test_values_of_other_settings_are_tried_where_they_are_allowed(slurm, tmp_path, capsys):
-    kept = ["parallel.tp=1", "parallel.zero.stage=1", "batch.micro_size=2"]
-    words = ["precision.compute=fp32,bf16", "allow=[precision.compute]", "budget=9", "engine=random"]
-    assert main(slurm(*kept, *words)) == 0
-    found = lines(tmp_path / "tune")
-    assert {line["trial"]: 'compute="bf16"' in " ".join(line["overrides"]) for line in found} == {
-        "dp2_zero1_micro2_none_eager_computefp32": False,
-        "dp2_zero1_micro2_none_eager_computebf16": True,
+    """Where a plan turns out to be refused with them, it is passed over."""
+    kept = ["parallel.tp=1", "parallel.zero.stage=1", "batch.micro_size=2", "activation.offload=true"]
+    values = ["activation.mode=none,full", "precision.compute=fp32,bf16", "allow=[precision.compute]"]
+    words = [word for word in slurm() if not word.startswith("activation")]
+    assert main([*words, *kept, *values, "budget=3", "engine=random"]) == 0
+    found = {line["trial"]: line for line in lines(tmp_path / "tune")}
+    assert {name: line["status"] for name, line in found.items()} == {
+        f"dp2_zero1_micro2_{mode}_eager_compute{kind}": status
+        for mode, status in (("none", "refused"), ("full", "done"))
+        for kind in ("fp32", "bf16")
     }
+    written = {name for name, line in found.items() if 'compute="bf16"' in " ".join(line["overrides"])}
+    assert written == {name for name in found if name.endswith("bf16")}
     assert "ended: every plan is measured" in capsys.readouterr().out
 
 

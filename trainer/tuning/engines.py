@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, exp, log2
+from math import ceil, exp, log, log2
+from statistics import NormalDist
 
 from trainer.tuning.correction import Correction
 
@@ -57,8 +58,8 @@ def untried(options: Sequence[Option], outcomes: Sequence[Outcome]) -> list[Opti
 
 
 def memory_factor(outcomes: Sequence[Outcome]) -> float:
-    """How many times the predicted memory plans need: what each lack of memory shows at least, and each plan that ran at
-    most."""
+    """How many times the predicted memory plans need: at least what a lack of memory shows, at most what plans that ran
+    do."""
     least = [1 / one.option.memory for one in outcomes if one.out_of_memory and one.option.memory]
     most = [1 / one.option.memory for one in outcomes if one.seconds is not None and one.option.memory]
     return max(1.0, min([max(least, default=1.0), *most]))
@@ -69,18 +70,25 @@ def fastest(outcomes: Sequence[Outcome]) -> Outcome | None:
 
 
 def by_model(options: Sequence[Option], outcomes: Sequence[Outcome], band: float, seed: int) -> Option | None:
-    """The plan that is expected to be the fastest by the predictions, corrected by what has been measured; None where
-    none is likely to beat the fastest one so far."""
+    """First the plan that is predicted to be the fastest; then the one whose expected improvement on the fastest
+    measured one is the largest (Jones et al., Efficient Global Optimization, 1998), by the predictions as corrected by
+    what has been measured; None where none is likely to be faster."""
     left, best = untried(options, outcomes), fastest(outcomes)
-    if not left:
+    if best is None or best.seconds is None or not left:
+        return min(left, key=lambda one: one.seconds, default=None)
+    correction, limit = corrected(options, outcomes, band), log(best.seconds)
+    times = {}
+    for one in left:
+        mean, spread = correction(one.axes)
+        times[one.name] = NormalDist(log(one.seconds) + mean, spread)
+    if all(time.mean - DEVIATIONS * time.stdev >= limit for time in times.values()):
         return None
-    correction = corrected(options, outcomes, band)
-    expected = {one.name: correction(one.axes) for one in left}
-    if best is not None and best.seconds is not None:
-        lower = (one.seconds * exp(mean - DEVIATIONS * spread) for one in left for mean, spread in [expected[one.name]])
-        if min(lower) >= best.seconds:
-            return None
-    return min(left, key=lambda one: one.seconds * exp(expected[one.name][0]))
+    return max(left, key=lambda one: improvement(times[one.name], limit))
+
+
+def improvement(time: NormalDist, limit: float) -> float:
+    """The mean of what a time lies below a limit, counted as zero where it does not."""
+    return (limit - time.mean) * time.cdf(limit) + time.variance * time.pdf(limit)
 
 
 def corrected(options: Sequence[Option], outcomes: Sequence[Outcome], band: float) -> Correction:

@@ -115,15 +115,17 @@ def machine_of(
 
 def kind_of_gpu(config_dir: str | None) -> str:
     """The name of the hardware file for the first GPU of this machine. Raises `ConfigError` where none fits."""
-    shown = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
+    try:
+        shown = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        shown = ""
     folders = [*([Path(config_dir).expanduser() / "hardware"] if config_dir else []), CONFIGS / "hardware"]
     names = [path.stem for folder in folders for path in sorted(folder.glob("*.yaml"))]
     for name in dict.fromkeys(names):
         if load_hardware(name, (), config_dir).device in shown:
             return name
-    raise ConfigError(
-        f"no file of configs/hardware is of this machine's GPUs ({(shown.splitlines() or ['none'])[0]}); set hardware=..."
-    )
+    first = (shown.splitlines() or ["nvidia-smi says nothing"])[0]
+    raise ConfigError(f"no file of configs/hardware is of this machine's GPUs ({first}); set hardware=...")
 
 
 def processes_of(sweep: SweepConfig, machine: HardwareConfig, gpus: list[str]) -> int:

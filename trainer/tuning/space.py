@@ -33,7 +33,7 @@ class Plan:
 
 
 def frozen(base: Config, tried: Sequence[Config], allowed: Collection[str]) -> list[str]:
-    """Settings that combinations of values would change, that change the numbers of training, and are not allowed to."""
+    """Settings that combinations of values differ in, that change the numbers of training, and are not allowed to."""
     before = flat(asdict(base))
     names = {
         name

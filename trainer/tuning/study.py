@@ -1,4 +1,4 @@
-"""A folder of tuning: what it was begun with, and the trials that it has. A trial is that of a sweep, and runs alone."""
+"""A folder of a search: what it was begun with, and its trials. A trial is that of a sweep, and runs alone."""
 
 from __future__ import annotations
 
@@ -118,10 +118,8 @@ class Study:
         """best.yaml: the fastest plan as a recipe to put behind the own one."""
         plan = self.best
         assert plan is not None
-        line, layout = self.results.lines[plan.option.name], plan.found.layout
-        measured = (
-            f"step {line['step_seconds_p50']:.4g} s, {layout.batch.tokens / line['step_seconds_p50']:.4g} tokens/s"
-        )
+        layout, seconds = plan.found.layout, self.results.lines[plan.option.name]["step_seconds_p50"]
+        measured = f"step {seconds:.4g} s, {layout.batch.tokens / seconds:.4g} tokens/s"
         place = f"{layout.plan.world} x {plan.found.hardware.device}"
         path = self.folder / "config" / "best.yaml"
         path.parent.mkdir(exist_ok=True)
