@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from math import exp
+
 from trainer.config import ConfigError
 from trainer.planning.estimate.step import GIB
+from trainer.tuning.engines import corrected
 from trainer.tuning.study import ENDED, Study, seconds_of
 from trainer.util import tables
 from trainer.util.reading import printable
@@ -31,21 +34,29 @@ def show(study: Study) -> None:
     tables.rows(f"{len(rows)} trials of {len(study.plans)} plans", rows)
 
 
-def draw(study: Study) -> str:
-    """Draws predicted against measured, and memory against speed; says where, or why not."""
+def draw(study: Study, band: float) -> str:
+    """Draws predicted against measured, and memory against speed; says where, or why not. band: of the predictions."""
     try:
         from trainer.plots.tune import Point, draw_search
     except ConfigError as error:
         return str(error)
     tried = [
-        Point(line["predicted_seconds"], seconds_of(line, plan), line["memory_gib"], plan.found.layout.batch.tokens)
+        Point(
+            line["predicted_seconds"],
+            line["expected_seconds"],
+            line["step_seconds_p50"] if line["status"] == "done" else None,
+            line["memory_gib"],
+            plan.found.layout.batch.tokens,
+        )
         for name, line in study.results.lines.items()
         if line["status"] in ENDED and (plan := study.plans.get(name))
     ]
+    correct = corrected(study.options, study.outcomes, band)
     untried = [
-        Point(plan.found.seconds, None, plan.found.memory / GIB, plan.found.layout.batch.tokens)
+        Point(seconds, seconds * exp(correct(plan.option.axes)[0]), None, plan.found.memory / GIB, tokens)
         for name, plan in study.plans.items()
         if name not in study.results.lines
+        for seconds, tokens in [(plan.found.seconds, plan.found.layout.batch.tokens)]
     ]
     path = study.folder / "tune.png"
     draw_search(tried, untried, path)

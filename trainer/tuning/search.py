@@ -85,7 +85,7 @@ def search(
         if study.best is not None:
             say(f"best: {study.best.option.name}, {study.write_best()}")
         if not interrupted:
-            say(draw(study))
+            say(draw(study, machine.band))
     finally:
         os.close(descriptor)
     return STOPPED if interrupted else DONE if study.best is not None else FAILED
