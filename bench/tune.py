@@ -1,7 +1,7 @@
 """How many measured trials the search of `trainer.tune` needs to find the fastest of all plans of a grid, on GPUs.
 
     torchrun --standalone --nproc-per-node 2 bench/tune.py OUT.jsonl [model=configs/model/tinyllama_1b.yaml] \
-        [length=2048] [size=64] [steps=6] [seconds=420] [hardware=h200] [compile=false] [device=auto]
+        [length=2048] [size=32] [steps=6] [seconds=420] [hardware=h200] [compile=false] [device=auto]
 
 First every plan of the grid is measured, in a random order, until the time is over: all in one process group, because
 starting processes takes longer than measuring a plan. Plans that are predicted to come near the memory are left out,
@@ -15,7 +15,7 @@ and one for the search go to OUT.jsonl.
 Trials by themselves, each in processes of its own, find the same plan or not:
 
     python -m trainer.tune +config=pretrain_tinyllama_1b data=stdlib data.tokenizer=bytes batch.global_tokens=null \
-        batch.global_size=64 compile=false budget=4 hardware=h200 sweep.dir=OUT
+        batch.global_size=32 compile=false budget=4 hardware=h200 sweep.dir=OUT
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ if __name__ == "__main__":
     defaults = {
         "model": "configs/model/tinyllama_1b.yaml",
         "length": "2048",
-        "size": "64",
+        "size": "32",
         "steps": "6",
         "seconds": "420",
         "hardware": "h200",

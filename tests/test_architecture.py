@@ -17,6 +17,7 @@ ROOMS = (
     "kernels",
     "util",
     "planning",
+    "diagnosis",
     "precision",
     "distributed",
     "model",
@@ -40,7 +41,7 @@ all."""
 ALONE = ("config", "kernels")
 """Rooms that import nothing else of the project."""
 
-PURE = ("config", "util", "planning")
+PURE = ("config", "util", "planning", "diagnosis")
 """Rooms that need no process group, and no torch."""
 
 

@@ -171,8 +171,8 @@ OFFLOADED = {
 
 
 def data_parallel(processes: int) -> Iterator[Case]:
-    """Every ZeRO stage, shard size and accumulation; and each other feature beside nothing but a ZeRO stage (`sample` has
-    it under all stages, among other features)."""
+    """Every ZeRO stage, shard size and accumulation; and each other feature beside nothing but a ZeRO stage (`sample`
+    has it under all stages, among other features)."""
     base = PLAIN | {"dp": processes}
     for stage, shard, micro_batches in itertools.product(range(4), (-1, 2), (1, 2)):
         if shard == -1 or (stage > 0 and processes == 4):
@@ -252,8 +252,8 @@ COMPILED = [
         {"compile": "kernels", "pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
     )
 ]
-"""graphs: on CPUs without kernels, whose C++ takes half a minute a case; what is captured, cut and recomputed is that of
-a compiled run."""
+"""graphs: on CPUs without kernels, whose C++ takes half a minute a case; what is captured, cut and recomputed is that
+of a compiled run."""
 
 
 CUBES = [

@@ -1,5 +1,5 @@
-"""What surrounds a training run: torch's global switches, its folder, its watchdog, signals and profiles, and the
-launch that it is a part of."""
+"""What surrounds a training run: torch's global switches, its folder, its watchdog, signals, and the launch that
+it is a part of."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from trainer.planning.resolve import Layout
 from trainer.planning.schedules import ir
 from trainer.util.exit_codes import rank
 from trainer.util.files import lock_folder
+from trainer.util.machine import host_memory
 
 
 @contextlib.contextmanager
@@ -63,11 +64,8 @@ def host_threads(plan: Plan, device: torch.device) -> Iterator[None]:
 
 def memory_of(device: torch.device) -> Memory:
     """The memory of a process's GPU, and of its machine: what the machine has, or its container may use."""
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-        host = min(host, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     gpu = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return Memory(gpu, host)
+    return Memory(gpu, host_memory())
 
 
 @contextlib.contextmanager
@@ -184,23 +182,6 @@ class Clock:
             room = min(self.UNKNOWN_SAVE * self.limit, self.LONGEST_UNKNOWN) if save is None else 2 * save
             self.over = time.monotonic() - self.began + 2 * self.longest + room >= self.limit
         return self.over
-
-
-@contextlib.contextmanager
-def profiled(config: Config, step: int, world: World) -> Iterator[None]:
-    """Profiles `step` if logging.trace names it, on rank 0, into a file for chrome://tracing or Perfetto."""
-    if world.rank != 0 or step not in config.logging.trace:
-        yield
-        return
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] if world.device.type == "cuda" else []
-    with torch.profiler.profile(activities=activities) as profiler:
-        yield
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-    path = Path(config.run.dir) / "traces" / f"step-{step:08d}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(path))
 
 
 def launchers(world: World) -> list[str]:

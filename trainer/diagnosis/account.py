@@ -1,0 +1,209 @@
+"""The account of a step: where all of its time went on one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from trainer.config import ConfigError
+from trainer.util.reading import Malformed, brief, mismatch, parse_json, read_bytes
+
+ACCOUNTS = "accounts.jsonl"
+"""In the folder of a run: a line for each profiled step and rank."""
+
+TERMS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "memory_bound": "kernels that are bound by memory: norms, activations, casts, losses, copies on the device",
+    "recompute": "forward passes that backward repeats, whatever they consist of",
+    "optimizer": "norm of the gradient and update",
+    "communication/AXIS/transfer": "communication that nothing hides, as long as the fastest rank took for it",
+    "communication/AXIS/waiting": "the rest of it: a peer came later",
+    "copies": "copies between host and device that nothing hides",
+    "bubble/schedule": "waiting that the pipeline's schedule has with stages of equal costs",
+    "bubble/imbalance": "waiting for pipeline ranks beyond that",
+    "host/launch": "the device had nothing to do, and the host had not launched the next kernel",
+    "host/synchronisation": "the same behind a synchronisation of host and device",
+    "host/collector": "Python's garbage collector, while the device had nothing to do",
+    "data": "waiting for the batch",
+    "checkpoint": "saving, as far as training stood still, a step on average since the account before",
+    "evaluation": "evaluations, a step on average since the account before",
+    "other": "what none of these explains",
+}
+"""What the time of a step is spent on; each term has what those before it leave, except that waiting in pipelines is
+bubble."""
+
+AXES = {
+    "tensor": "among the ranks that share matrices",
+    "context": "among the ranks that share sequences",
+    "pipeline": "between neighbours in the pipeline",
+    "data": "among data-parallel ranks: parameters and gradients",
+    "all": "among all ranks, or without an axis of its own: sums of scalars",
+}
+"""Communication by what it is between; stands for AXIS."""
+
+KINDS = ("products", "attention", "memory_bound", "optimizer", "communication", "copies")
+"""Classes of kernels."""
+
+LONGEST = 1 << 28
+"""Bytes of a file of accounts."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, or on CPUs an operator, over all its calls in a step.
+
+    kind: one of `KINDS`. seconds: of all calls together, recomputed and hidden ones too. flops, bytes: of all calls
+    together; None where the trace has no shapes that tell."""
+
+    name: str
+    kind: str
+    calls: int
+    seconds: float
+    flops: float | None = None
+    bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where the time of a step went on a rank. Times in seconds.
+
+    place: the rank's coordinates in the mesh, by dimension (`Plan.mesh`). device: its name, `cpu` for CPUs. seconds: of
+    the step. terms: names as in `TERMS`, an axis of `AXES` for AXIS; they add up to `seconds`. hidden: communication
+    behind computation, by axis. last: by axis, how many collectives this rank was the last to join, and how many
+    could be compared. launches: kernels that were launched; launch_delay: from the launch of a kernel to its start, the
+    median; kernel_seconds: the median of kernels; None on CPUs. synchronisations: of host and device. kernels: those
+    that took most, the longest first."""
+
+    rank: int
+    step: int
+    place: dict[str, int]
+    device: str
+    seconds: float
+    terms: dict[str, float]
+    hidden: dict[str, float] = field(default_factory=dict)
+    last: dict[str, tuple[int, int]] = field(default_factory=dict)
+    launches: int = 0
+    launch_delay: float | None = None
+    kernel_seconds: float | None = None
+    synchronisations: int = 0
+    kernels: tuple[Kernel, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for terms that nobody knows, or that are not the whole step."""
+        if unknown := [name for name in (*self.terms, *self.hidden, *self.last) if not known(name)]:
+            raise ValueError(f"an account has no term {brief(unknown[0])}")
+        if negative := [name for name, seconds in self.terms.items() if not seconds >= 0]:
+            raise ValueError(f"the term {negative[0]} is {self.terms[negative[0]]}")
+        total = math.fsum(self.terms.values())
+        if not math.isclose(total, self.seconds, rel_tol=1e-6, abs_tol=1e-9):
+            raise ValueError(f"terms of {total} seconds in an account of {self.seconds}")
+
+    def spent(self, term: str) -> float:
+        """Seconds of a term, or of all below it: `bubble` has `bubble/schedule` and `bubble/imbalance`."""
+        return math.fsum(seconds for name, seconds in self.terms.items() if name == term or name.startswith(f"{term}/"))
+
+    def share(self, term: str) -> float:
+        """The same as a share of the step, 0 to 1."""
+        return self.spent(term) / self.seconds if self.seconds else 0.0
+
+    @property
+    def waiting(self) -> float:
+        """Seconds of waiting for peers in communication, over all axes."""
+        return math.fsum(seconds for name, seconds in self.terms.items() if name.endswith("/waiting"))
+
+    def dumps(self) -> str:
+        """The account as a line of JSON."""
+        return json.dumps(dataclasses.asdict(self), allow_nan=False)
+
+    @staticmethod
+    def loads(text: str | bytes) -> Account:
+        """Reads what `dumps` wrote. Raises `ValueError` for anything else."""
+        value = parse_json(text)
+        if wrong := mismatch(value, _SHAPE):
+            raise ValueError(f"it is no account: {wrong}")
+        given: dict[str, Any] = {entry.name: value[entry.name] for entry in dataclasses.fields(Account)}
+        given["last"] = {axis: (last, compared) for axis, (last, compared) in value["last"].items()}
+        given["kernels"] = tuple(
+            Kernel(**{entry.name: kernel.get(entry.name) for entry in dataclasses.fields(Kernel)})
+            for kernel in value["kernels"]
+        )
+        return Account(**given)
+
+
+_NUMBER = (int, float)
+_SHAPE = {
+    "rank": int,
+    "step": int,
+    "place": {str: int},
+    "device": str,
+    "seconds": _NUMBER,
+    "terms": {str: _NUMBER},
+    "hidden": {str: _NUMBER},
+    "last": {str: [int]},
+    "launches": int,
+    "launch_delay": (int, float, type(None)),
+    "kernel_seconds": (int, float, type(None)),
+    "synchronisations": int,
+    "kernels": [
+        {
+            "name": str,
+            "kind": str,
+            "calls": int,
+            "seconds": _NUMBER,
+            "flops": (int, float, type(None)),
+            "bytes": (int, float, type(None)),
+        }
+    ],
+}
+
+
+def known(name: str) -> bool:
+    """Whether `name` is a term of accounts, or an axis."""
+    first, _, rest = name.partition("/")
+    if first == "communication":
+        axis, _, part = rest.partition("/")
+        return axis in AXES and part in ("transfer", "waiting")
+    return name in TERMS or name in AXES
+
+
+def read(run: str | Path) -> list[Account]:
+    """All accounts of a run, oldest first; none where no step has been profiled yet. Raises `Malformed` for a damaged
+    file, and `ConfigError` where it cannot be read. A last line without a line end is skipped: a run in progress leaves
+    one."""
+    path = Path(run) / ACCOUNTS
+    try:
+        lines = read_bytes(path, LONGEST).split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{run}: cannot read {path} ({error.strerror}); give a run folder like runs/NAME") from None
+    accounts = []
+    for number, text in enumerate(lines, 1):
+        try:
+            accounts.append(Account.loads(text))
+        except ValueError as error:
+            raise Malformed(f"{path}, line {number}: {brief(error)}; the file is damaged, take it away") from None
+    return accounts
+
+
+def newest(accounts: Sequence[Account]) -> list[Account]:
+    """Those of the step that was profiled last, in order of rank."""
+    last = {account.rank: account for account in accounts if account.step == accounts[-1].step}
+    return [last[rank] for rank in sorted(last)]
+
+
+def metrics(accounts: Sequence[Account]) -> dict[str, float]:
+    """What a line of metrics says of a step's accounts (`observe/metrics.py`); means over ranks."""
+    delays = [account.launch_delay for account in accounts if account.launch_delay is not None]
+    axes = [axis for axis in AXES if any(account.spent(f"communication/{axis}") for account in accounts)]
+    shares = {f"exposed/{axis}": f"communication/{axis}" for axis in axes}
+    shares |= {"host": "host", "bubble_imbalance": "bubble/imbalance"}
+    found = {name: fmean(account.share(term) for account in accounts) for name, term in shares.items()}
+    return {"profiled_step": accounts[0].step, **found, **({"launch_delay": median(delays)} if delays else {})}
