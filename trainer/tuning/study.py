@@ -37,7 +37,9 @@ FLAT = 1e-9
 def measuring(base: Config, steps: int) -> list[str]:
     """Overrides of a run that is only to be measured: short, and it neither evaluates nor saves."""
     return [
-        *(f"run.steps={steps}", "run.tokens=null", "run.hours=null", "logging.every=1"),
+        *(f"run.steps={steps}", "run.tokens=null", "run.hours=null"),
+        *("logging.every=1", "logging.profile=0", "logging.trace=[]"),
+        *("logging.wandb.enabled=false", "logging.tensorboard=false"),
         *("checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.resume=none"),
         *("eval.every=0", "eval.at_start=false", "eval.ema=false", *(f"~eval.sets.{name}" for name in base.eval.sets)),
         *("lr.schedule=constant", "lr.warmup=0", f"lr.peak={FLAT}"),
