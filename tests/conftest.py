@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import os
 import signal
 import sys
@@ -50,6 +51,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     quiet = {item.path for item in items if item.originalname in QUIET}
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: (item.path in quiet, places.get(item.path.name, len(LONG))))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what is imported stays, and need not be looked at by each collection to come
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -39,7 +39,16 @@ class Private(NamedTuple):
 
 PRIVATE = [
     Private(
-        "_internal", ("config/user_files.py",), "hydra", "Hydra's own reader of files, behind a look at what they hold"
+        "_internal",
+        ("config/user_files.py", "config/loader.py"),
+        "hydra",
+        "Hydra's own reader of files, behind a look at what they hold; its loader, without Hydra's own settings",
+    ),
+    Private(
+        "_parse_overrides_and_create_caching_repo _compose_config_from_defaults_list _apply_overrides_to_config",
+        ("config/loader.py",),
+        "hydra._internal.config_loader_impl.ConfigLoaderImpl",
+        "a composition without Hydra's own settings",
     ),
     Private("_get_default_store", C10D, "torch.distributed.distributed_c10d", "a store of one's own, without ports"),
     Private("_set_pg_timeout", C10D, "torch.distributed.distributed_c10d", "groups that a mesh made have 10 minutes"),

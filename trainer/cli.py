@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from omegaconf import OmegaConf
 
 from trainer.config import Config, ConfigError, typed
-from trainer.config.compose import _groups, _options, gather, hydra_over
+from trainer.config.compose import gather, groups_of, hydra_over
 from trainer.config.fields import nearest
 from trainer.config.json_schema import json_schema
 from trainer.planning.resolve import checked, compose
@@ -61,7 +61,7 @@ def help_text(section: str, config_dir: str | os.PathLike | None = None) -> str:
             raise ConfigError(f"--help {section}: there is no such section; {nearest(section, sections)}")
         return "\n".join(_described(setting) for setting in found)
     with hydra_over(config_dir) as loader:
-        groups = {group: _options(loader, group) for group in _groups(loader)}
+        groups = {group: loader.names(group) for group in groups_of(loader)}
     recipes = groups.pop("config", [])
     lines = [_wrapped(f"  {group + '=':<14}{', '.join(options)}", 16) for group, options in groups.items()]
     return "\n".join(

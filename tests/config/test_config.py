@@ -144,6 +144,7 @@ WRONG = [  # overrides, what the one problem must say
     (["~optim"], ["~optim", "here it is 'optimizer.name'", "only entries of mappings"]),
     (["~parallel"], ["~parallel", "only entries of mappings"]),
     (["~run.steps"], ["~run.steps", "only entries of mappings"]),
+    (["parallel=null"], ["parallel=None: there is no such option", "legal: "]),
     (["parallel=zero33"], ["parallel=zero33", "did you mean 'zero3'"]),
     (["lr=3e-4"], ["lr=0.0003", "legal: constant, cosine, linear, wsd", "lr.peak=VALUE"]),
     (["parallel={stage: 3}"], ["parallel={'stage': 3}", "parallel.NAME=VALUE"]),
@@ -263,11 +264,15 @@ def test_wrong_files(tmp_path):
     write(tmp_path, "config/bare", "run: {steps: 3}\n")
     write(tmp_path, "config/group", "# @package _global_\ndefaults:\n  - override /parallel: zero9\n")
     write(tmp_path, "config/broken", "# @package _global_\nrun: {steps: 3\n")
+    write(tmp_path, "config/three", "# @package _global_\ndefaults: 3\n")
+    write(tmp_path, "config/launcher", "# @package _global_\ndefaults: [override hydra/launcher: basic]\n")
     found = problems("+config=typo", config_dir=tmp_path)
     assert len(found) == 2 and "did you mean 'run.steps'" in found[0] and "run.seed=x" in found[1]
     assert "# @package _global_" in problems("+config=bare", config_dir=tmp_path)[0]
     assert "zero9" in (text := problems("+config=group", config_dir=tmp_path)[0]) and "zero3" in text
     assert "broken.yaml" in problems("+config=broken", config_dir=tmp_path)[0]
+    assert "'config/three', defaults must be a list" in problems("+config=three", config_dir=tmp_path)[0]
+    assert "'config/launcher'" in (text := problems("+config=launcher", config_dir=tmp_path)[0]) and "hydra/" in text
 
 
 def test_world_size(monkeypatch):

@@ -47,9 +47,12 @@ def layer_of(name: str) -> ModelSpec:
 def held(model: Transformer) -> int:
     """Bytes that a layer's forward pass has allocated and not freed. Its output stands for its input, of that size."""
     x = torch.randn(SEQUENCES * LENGTH, WIDTH, requires_grad=True)
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = model.layers["0"](x, (SEQUENCES, LENGTH), None, None)
+    gc.disable()  # what others left behind is freed before or after, not meanwhile
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            kept = model.layers["0"](x, (SEQUENCES, LENGTH), None, None)
+    finally:
+        gc.enable()
     assert kept.shape == x.shape
     return sum(event.self_cpu_memory_usage for event in profiler.key_averages())
 

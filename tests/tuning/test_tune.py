@@ -114,7 +114,7 @@ def test_values_of_other_settings_are_tried_where_they_are_allowed(slurm, tmp_pa
     assert main([*words, *kept, *values, "budget=3", "engine=random"]) == 0
     found = {line["trial"]: line for line in lines(tmp_path / "tune")}
     assert {name: line["status"] for name, line in found.items()} == {
-        f"dp2_zero1_micro2_{mode}_eager_compute{kind}": status
+        f"dp2_zero1_micro2_{mode}_eager_inputs-of-recomputed-layers-in-host-memory_compute{kind}": status
         for mode, status in (("none", "refused"), ("full", "done"))
         for kind in ("fp32", "bf16")
     }

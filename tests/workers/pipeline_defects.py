@@ -27,6 +27,16 @@ from trainer.training.state import TrainState
 from trainer.training.step import evaluate, train_step
 
 SEQUENCES, LENGTH, STEPS = 8, 16, 2
+SEPARATE: dict[str, dict[str, Any]] = {
+    "resharded": {"parallel__zero__stage": 3},
+    "replicated": {"parallel__zero__stage": 0},
+    "recomputed": {"activation__mode": "full"},
+    "selective": {"activation__mode": "selective"},
+}
+TOGETHER = {
+    "resharded, recomputed": SEPARATE["resharded"] | SEPARATE["recomputed"],
+    "replicated, selective": SEPARATE["replicated"] | SEPARATE["selective"],
+}
 
 
 class Gathers(TorchDispatchMode):
@@ -81,12 +91,7 @@ class Case:
 
 def split_backward(results: dict[str, Any]) -> None:
     for schedule in ("zb_h1", "zb_v", "dualpipe_v"):
-        for name, changes in (
-            ("resharded", dict(parallel__zero__stage=3)),
-            ("replicated", dict(parallel__zero__stage=0)),
-            ("recomputed", dict(activation__mode="full")),
-            ("selective", dict(activation__mode="selective")),
-        ):
+        for name, changes in (SEPARATE if schedule == "zb_v" else TOGETHER).items():
             case = Case(4, parallel__pp=2, parallel__pipeline__schedule=schedule, **changes)
             bodies = Counter()
             body = Layer.body

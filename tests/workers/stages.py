@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -51,8 +52,8 @@ class Collectives(TorchDispatchMode):
         self.counts: Counter = Counter()
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        name = str(function)
-        if name.startswith("c10d.") and any(kind in name for kind in ("allgather", "reduce_scatter", "allreduce")):
+        name = function._opname
+        if function.namespace == "c10d" and any(kind in name for kind in ("allgather", "reduce_scatter", "allreduce")):
             tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
             if max(tensor.numel() for tensor in tensors) > 64:
                 self.counts["gather" if "gather" in name else "scatter" if "scatter" in name else "reduce"] += 1
@@ -61,7 +62,7 @@ class Collectives(TorchDispatchMode):
 
 def main(out: str) -> None:
     results, world_size = [], int(os.environ["WORLD_SIZE"])
-    spec = tiny_spec()
+    spec = tiny_spec(depth=2)
     for stage, shard, more in PLANS:
         config = settings(
             parallel__zero__stage=stage,
@@ -87,7 +88,8 @@ def main(out: str) -> None:
             # Gradients that are kept between micro-batches: looked at when the last micro-batch's forward starts.
             kept = []
             handle = model.register_forward_pre_hook(lambda *_: kept.append(accumulated_bytes(model)))
-            with Collectives() as collectives:
+            collectives = Collectives()
+            with collectives if step else contextlib.nullcontext():  # it looks at every operation: in one step alone
                 train_step(state, [rows(data, row, row + 1) for row in range(first, first + ACCUMULATION)], False)
             handle.remove()
         once, feedback = state.compression.once, state.compression.feedback_bytes

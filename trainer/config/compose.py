@@ -10,13 +10,12 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import hydra
 import yaml
-from hydra.core.config_loader import ConfigLoader
-from hydra.core.global_hydra import GlobalHydra
+from hydra import version
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -26,16 +25,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import Config, ConfigError, imports, typed
 from trainer.config.fields import nearest
+from trainer.config.loader import CONFIGS, Loader
 from trainer.config.synonyms import SETTINGS
-from trainer.config.user_files import UserFiles
-
-HERE = Path(__file__).parents[1]
-
-CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "configs"
-"""The shipped groups and recipes: inside the package in a wheel, beside it in a checkout."""
-
-# Hydra re-reads its search path, which holds the user's folder by then, when this setting is there.
-SEARCH = "hydra.searchpath=[]"
+from trainer.config.user_files import MAIN
 
 SWEEP = "several values are a sweep, which --multirun runs, a trial each"
 
@@ -48,13 +40,14 @@ def gather(overrides: Sequence[str], config_dir: str | os.PathLike | None = None
     """
     problems: typed.Problems = {}
     with hydra_over(config_dir) as loader:
-        groups = _groups(loader)
+        groups = groups_of(loader)
         accepted = [text for override in overrides if (text := _accept(override, loader, groups, problems))]
         try:
-            composed = hydra.compose("config", [*accepted, SEARCH])
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
+            composed = loader.compose(accepted)
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
             raise ConfigError([*problems.values(), _sentence(error)]) from None
     values = typing.cast(dict, OmegaConf.to_container(composed))
+    values.pop("hydra", None)
     try:
         imports.load(values.get("imports"))  # before names and types are looked at
     except ConfigError as error:
@@ -63,36 +56,26 @@ def gather(overrides: Sequence[str], config_dir: str | os.PathLike | None = None
 
 
 @contextmanager
-def hydra_over(config_dir: str | os.PathLike | None) -> Iterator[ConfigLoader]:
-    """Hydra over the user's folder, then the shipped one; whatever Hydra held before is put back."""
-    holder = GlobalHydra.instance()
-    before, base = holder.hydra, hydra.version.getbase()
-    holder.clear()
+def hydra_over(config_dir: str | os.PathLike | None) -> Iterator[Loader]:
+    """Hydra over the user's folder, then the shipped one; the version that Hydra behaved like is put back."""
+    folder = None if config_dir is None else Path(config_dir).expanduser().resolve()
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: there is no folder {folder}")
+    base = version.VersionBase.instance()
+    before = base.version_base
+    version.setbase("1.3")
     try:
-        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            loader = GlobalHydra.instance().config_loader()
-            if config_dir is not None:
-                folder = Path(config_dir).expanduser().resolve()
-                if not folder.is_dir():
-                    raise ConfigError(f"--config-dir {config_dir}: there is no folder {folder}")
-                loader.get_search_path().prepend("user", f"{UserFiles.scheme()}://{folder}")
-            yield loader
+        yield Loader(folder)
     finally:
-        GlobalHydra.instance().hydra = before
-        if before is not None and base is not None:
-            hydra.version.VersionBase.instance().setbase(base)
+        base.version_base = before
 
 
-def _options(loader: ConfigLoader, group: str) -> list[str]:
-    return loader.get_group_options(group, config_name="config", overrides=[SEARCH])
+def groups_of(loader: Loader) -> list[str]:
+    """The groups that a run can choose from."""
+    return [group for group in loader.names("", ObjectType.GROUP) if group not in ("hydra", "hardware")]
 
 
-def _groups(loader: ConfigLoader) -> list[str]:
-    groups = loader.get_group_options("", ObjectType.GROUP, config_name="config", overrides=[SEARCH])
-    return [group for group in groups if group not in ("hydra", "hardware")]
-
-
-def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: typed.Problems) -> str | None:
+def _accept(override: str, loader: Loader, groups: list[str], problems: typed.Problems) -> str | None:
     """The override as Hydra shall see it; None, and a problem, if it can mean nothing."""
     if "=" not in override and not override.startswith("~"):
         problems[override] = _word(override, loader, groups)
@@ -131,13 +114,13 @@ def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: ty
     return None
 
 
-def _word(word: str, loader: ConfigLoader, groups: list[str]) -> str:
+def _word(word: str, loader: Loader, groups: list[str]) -> str:
     """What to say of a word that is no override."""
     if word.endswith((".yaml", ".yml")):
         return _path(word, "config", groups)
-    holders = [group for group in ("config", *groups) if word in _options(loader, group)]
+    holders = [group for group in ("config", *groups) if word in loader.names(group)]
     ways = [("+" if group == "config" else "") + f"{group}={word}" for group in dict.fromkeys(holders)]
-    some = ", ".join(_options(loader, "config")[:3])
+    some = ", ".join(loader.names("config")[:3])
     hint = f"did you mean {' or '.join(ways)}?" if ways else f"recipes: {some}, and those of python -m trainer --help"
     return f"'{word}' is not SETTING=VALUE, GROUP=OPTION or +config=RECIPE; {hint}"
 
@@ -153,22 +136,28 @@ def _path(given: str, group: str, groups: list[str]) -> str:
 
 
 def _choose(
-    group: str, chosen: Any, override: str, loader: ConfigLoader, groups: list[str], problems: typed.Problems
+    group: str, chosen: Any, override: str, loader: Loader, groups: list[str], problems: typed.Problems
 ) -> str | None:
     """The override that chooses options of a group, with the + that Hydra asks for where the group has no default."""
-    options = _options(loader, group)
+    options = loader.names(group)
     for option in chosen if isinstance(chosen, list) else [chosen]:
         if str(option).endswith((".yaml", ".yml")):
             problems[group] = _path(str(option), group, groups)
-        elif option is not None and "/" not in str(option) and str(option) not in options:
+        elif "/" not in str(option) and str(option) not in options:
             kind = "recipe" if group == "config" else "option"
             setting = f"{SETTINGS.get(group, f'{group}.NAME')}=VALUE"
             single = f" (one setting: {setting})" if typed.is_setting(group) else ""
             problems[group] = f"{group}={option}: there is no such {kind}; {nearest(str(option), options)}{single}"
     if group in problems:
         return None
-    defaults = OmegaConf.load(CONFIGS / "config.yaml").defaults
-    return ("" if any(group in default for default in defaults if default != "_self_") else "+") + override.lstrip("+")
+    return ("" if group in _chosen_by_default() else "+") + override.lstrip("+")
+
+
+@cache
+def _chosen_by_default() -> set[str]:
+    """The groups of which a run has an option whatever is asked for."""
+    defaults = yaml.safe_load((CONFIGS / f"{MAIN}.yaml").read_text())["defaults"]
+    return {group for default in defaults if isinstance(default, dict) for group in default}
 
 
 def quoted(text: str) -> str:

@@ -244,7 +244,8 @@ class ModelSpec:
         return []
 
     def to_dict(self) -> dict[str, Any]:
-        return {f.name: dataclasses.asdict(self)[f.name] for f in dataclasses.fields(ModelSpec)}
+        values = dataclasses.asdict(self)
+        return {field.name: values[field.name] for field in dataclasses.fields(ModelSpec)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelSpec:

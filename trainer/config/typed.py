@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf, StringNode, ValidationError
@@ -35,6 +36,12 @@ LEAVES = {
     bool: (BooleanNode, "true or false"),
     str: (StringNode, "text"),
 }
+
+
+@cache
+def types_of(schema: type) -> dict[str, Any]:
+    """The type of each field of a dataclass, by its name."""
+    return typing.get_type_hints(schema)
 
 
 @dataclass
@@ -91,7 +98,7 @@ def entry_settings(path: str) -> Iterator[Setting]:
 
 def leaves(schema: type, path: str) -> Iterator[Setting]:
     """Every setting of a dataclass."""
-    hints = typing.get_type_hints(schema)
+    hints = types_of(schema)
     for field in dataclasses.fields(schema):
         name, hint = join(path, field.name), hints[field.name]
         if dataclasses.is_dataclass(hint):
@@ -123,7 +130,7 @@ def out_of_range(section: Any, path: str = "") -> list[str]:
 
 def _ranged(schema: type, values: dict[str, Any], path: str) -> Iterator[tuple[str, Any, str]]:
     """(setting, value, range) of each value that has a range, in entries of mappings and partial sections too."""
-    hints = typing.get_type_hints(schema)
+    hints = types_of(schema)
     for field in dataclasses.fields(schema):
         value, place, hint = values.get(field.name), join(path, field.name), hints[field.name]
         if value is None:
@@ -237,7 +244,7 @@ def _convert(
 
 
 def _section(schema: type, values: Any, path: str, problems: Problems, partial: bool) -> Any:
-    hints, fields = typing.get_type_hints(schema), {field.name: field for field in dataclasses.fields(schema)}
+    hints, fields = types_of(schema), {field.name: field for field in dataclasses.fields(schema)}
     if not isinstance(values, dict):
         example = f"one setting is {path}.{next(iter(fields))}=VALUE" if fields else f"it has none: {path}={{}}"
         raise Invalid(f"{path}={values} must be a mapping of its settings ({_list(fields)}); {example}")

@@ -14,6 +14,9 @@ from hydra.plugins.config_source import ConfigResult
 from trainer.config.fields import ConfigError
 from trainer.config.yaml_limits import BYTES, check_yaml
 
+MAIN = "config"
+"""The shipped file whose defaults list begins a composition."""
+
 
 class UserFiles(FileConfigSource):
     """A folder of the user's on Hydra's search path. `load_config` raises `ConfigError` naming the file."""
@@ -21,6 +24,10 @@ class UserFiles(FileConfigSource):
     @staticmethod
     def scheme() -> str:
         return "user"
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether there is such a file. A config.yaml of the user's, such as that of a run's folder, is no `MAIN`."""
+        return config_path != MAIN and super().is_config(config_path)
 
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self.path, config_path if config_path.endswith(".yaml") else f"{config_path}.yaml")

@@ -1,6 +1,20 @@
-"""Interoperability with transformers: folders with config.json and safetensors, in and out."""
+"""Interoperability with transformers: folders with config.json and safetensors, in and out.
 
-from trainer.hf.folder import export, model_from_hf, spec_from_hf
-from trainer.hf.weights import HFWeights
+Whoever renders a chat template or opens a tokenizer here, as each process that tokenises does, needs no torch."""
 
-__all__ = ["HFWeights", "export", "model_from_hf", "spec_from_hf"]
+import importlib
+
+_HOMES = {
+    "HFWeights": "trainer.hf.weights",
+    "export": "trainer.hf.folder",
+    "model_from_hf": "trainer.hf.folder",
+    "spec_from_hf": "trainer.hf.folder",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trainer.hf' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -67,7 +67,7 @@ def check_export(spec: ModelSpec, config: dict[str, Any]) -> None:
             return False
 
     usual = usual_values(spec.family)
-    for path, value in flat(asdict(spec)).items():
+    for path, value in sorted(flat(asdict(spec)).items(), key=lambda field: field[0] in SIZES):  # those rarely are it
         if path in usual and not same(value, usual[path]):
             other = copy.deepcopy(spec)
             assign(other, path, usual[path])
@@ -85,7 +85,8 @@ def check_import(spec: ModelSpec, config: dict[str, Any]) -> None:
     reason = disagreement(spec, config)
     if reason is None:
         return
-    for path, value in unusual(config, usual_config(config["model_type"])):
+    found = unusual(config, usual_config(config["model_type"]))
+    for path, value in sorted(found, key=lambda option: option[0][0] in sizes(spec)):  # sizes rarely are to blame
         for other, advice in ((changed(config, path), "leaving it out"), (changed(config, path, None), "null")):
             if disagreement(spec, other) is None:
                 raise ConfigError(f"{'.'.join(path)}={brief(value)} is not supported: {reason}; supported: {advice}")

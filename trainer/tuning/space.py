@@ -13,6 +13,7 @@ from trainer.config.hardware import HardwareConfig
 from trainer.config.typed import flat
 from trainer.planning.estimate.plans import DEGREES, PIPELINE, rank_plans
 from trainer.planning.estimate.report import changes
+from trainer.planning.estimate.sequence import measures
 from trainer.planning.estimate.step import GIB, Estimate
 from trainer.planning.variants import FREE, global_size
 from trainer.tuning.engines import Option
@@ -90,6 +91,7 @@ def axes_of(found: Estimate) -> dict[str, float | str]:
         "schedule": pipeline.name if plan.pp > 1 else "",
         "chunks": pipeline.chunks,
         "blocks": "compiled" if found.config.compile else "eager",
+        "long": "-".join(measures(found.config).split()),
     }
 
 
@@ -101,6 +103,6 @@ def name_of(axes: Mapping[str, float | str]) -> str:
             del said[name]
     if said["zero"] == "0" or said["shard"] == axes["dp"]:
         del said["shard"]
-    words = ("recompute", "schedule", "blocks")
+    words = ("recompute", "schedule", "blocks", "long")
     parts = (str(value) if name in words else f"{name.rpartition('.')[-1]}{value}" for name, value in said.items())
     return re.sub(r"[^\w.+-]+", "-", "_".join(filter(None, parts)))
