@@ -33,6 +33,7 @@ ROOMS = (
     "training",
     "parity",
     "sweep",
+    "tuning",
 )
 """From the ground up: a room may import rooms that stand before it. The files at the top, the commands, may import
 all."""

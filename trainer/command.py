@@ -21,6 +21,7 @@ from trainer.util.exit_codes import refuse
 OTHERS = {
     "estimate": "trainer.estimate",
     "probe": "trainer.probe",
+    "tune": "trainer.tune",
     "plot": "trainer.plot",
     "sample": "trainer.sample",
     "export": "trainer.export",

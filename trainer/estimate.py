@@ -9,10 +9,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from trainer.config import Config, ConfigError
-from trainer.config.extend import extended
 from trainer.config.fields import option
 from trainer.config.options import parse, usage
-from trainer.config.schema import ModelConfig
 from trainer.planning.estimate import report
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.plans import rank_plans
@@ -47,9 +45,9 @@ def run(options: EstimateOptions, changes: list[str], overrides: list[str], conf
     world = options.processes or options.nodes * hardware.devices
     node, base = min(world, hardware.devices), compose(overrides, config_dir, world, corpus=False)
     if base.model.from_hf:
-        from trainer.hf import spec_from_hf
+        from trainer.hf import model_from_hf
 
-        base.model = ModelConfig(**vars(extended(spec_from_hf(base.model.from_hf), base.model.extend)))
+        base.model = model_from_hf(base.model)
     if options.plans == "all":
         ranking = rank_plans(base, hardware, world, global_size(base.batch, world), options.top)
         found, title = list(ranking.best), report.summary(ranking, world)
@@ -67,7 +65,8 @@ def run(options: EstimateOptions, changes: list[str], overrides: list[str], conf
     if options.json:
         write_atomic(Path(options.json), json.dumps([report.to_json(one) for one in found], indent=1))
     if options.out:
-        write_atomic(Path(options.out), report.recipe(found[0], base))
+        settings = report.changes(found[0].config, base)
+        write_atomic(Path(options.out), report.recipe(settings, report.predicted(found[0])))
     if options.plot:
         from trainer.plots.estimate import draw
 

@@ -25,7 +25,7 @@ from support.registries import forgotten
 from test_architecture import ROOMS
 
 import trainer
-from trainer import cli, estimate, evaluate, export, merge, plot, probe, sample
+from trainer import cli, estimate, evaluate, export, merge, plot, probe, sample, tune
 from trainer import command as door
 from trainer.cluster.options import PreflightOptions
 from trainer.config import Config, ConfigError, options, typed
@@ -65,7 +65,7 @@ THEIRS = re.compile(r"^\| *`.*?`[^|]*\|", re.MULTILINE)
 
 PROGRAM = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?(?:python3?|torchrun|pytest)|bash|sbatch|(?:launch|bench)/\S+\.sh|"
-    + "|".join(["trainer (?:train|sweep|plot|sample|export|merge|eval|parity|preflight)", *NOT_RUN])
+    + "|".join(["trainer (?:train|sweep|tune|plot|sample|export|merge|eval|parity|preflight)", *NOT_RUN])
     + r") \S"
 )
 """How inline code begins that is a command."""
@@ -266,6 +266,10 @@ def module(
     elif name == "trainer.probe":
         _, overrides, config_dir = probe.parse_arguments(words)
         assert variants.compose(overrides, config_dir, world, corpus=False)
+    elif name == "trainer.tune":
+        _, _, overrides, config_dir = tune.parse_arguments(words)
+        _, common, swept = sweep.expand(overrides, config_dir)
+        assert all(variants.compose([*common, *values], config_dir, world, corpus=False) for values in swept)
     elif name == "trainer.parity":
         overrides, plans, _, _, config_dir = parity.parse_arguments(words)
         composed(tuple(overrides), world, config_dir)
@@ -506,7 +510,7 @@ def known() -> tuple[set[str], set[str], dict[str, set[str]]]:
     settings = [setting for found in [typed.settings(), *extra] for setting in found]
     tails = {setting.path.split(".", place)[-1] for setting in settings for place in range(setting.path.count(".") + 1)}
     commands = (sample.SampleOptions, export.ExportOptions, merge.MergeOptions, evaluate.EvalOptions)
-    small = (*commands, PreflightOptions, estimate.EstimateOptions)
+    small = (*commands, PreflightOptions, estimate.EstimateOptions, tune.TuneOptions)
     own = {name for schema in small for name in vars(schema())} | {"plans", "steps", "json", "only"}
     groups = {
         folder.name: {file.stem for file in folder.glob("*.yaml")} for folder in CONFIGS.iterdir() if folder.is_dir()

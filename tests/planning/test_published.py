@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import random
 from statistics import mean
 
 import pytest
-from support.estimates import SHARED, a100, estimated, megatron, seconds, settings, shipped
+from support.estimates import FITTED, a100, estimated, megatron, seconds, settings, shipped, vtrain
 
 from trainer.planning.cost.layers import layer_costs
 from trainer.planning.estimate.hardware import load_hardware
@@ -56,23 +54,10 @@ def test_step_times_of_megatron():
     assert max(map(abs, found.values())) < 0.0887, found
 
 
-def vtrain() -> list[tuple[dict[str, int], float]]:
-    """Settings and seconds of every measured run."""
-    path = SHARED / "vtrain" / "ground_truth_single.csv"
-    if not path.exists():
-        pytest.skip(f"vTrain's measurements are not at {path}")
-    names = ("gpus", "size", "micro", "width", "heads", "depth", "length", "tp", "dp", "pp")
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = list(csv.reader(file))[1:]
-    return [(dict(zip(names, map(int, row))), float(row[-1]) / 1e3) for row in rows]
-
-
 def test_step_times_of_vtrain():
     """Single-node runs of small GPTs on A100s (Bang et al., MICRO 2024), of which 32 of 1,440 served for fitting."""
-    points = vtrain()
-    random.Random(0).shuffle(points)
     found = []
-    for point, measured in points[32:92]:
+    for point, measured in vtrain()[FITTED : FITTED + 60]:
         del point["gpus"]
         found.append(seconds(*megatron(full=True, **point), a100()) / measured - 1)
     assert mean(map(abs, found)) < 0.1

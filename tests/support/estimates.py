@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from support.reference import changed
 
@@ -12,10 +15,13 @@ from trainer.config import Config
 from trainer.config.compose import CONFIGS
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, NormSpec, assign
+from trainer.planning.batch import resolve_batch
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.pace import Pace
 from trainer.planning.estimate.step import Estimate, estimate, step_terms
 from trainer.planning.estimate.timing import time_units
+from trainer.planning.pipeline import resolve_pipeline
+from trainer.planning.plan import lay
 from trainer.planning.resolve import Layout, resolve
 
 
@@ -77,7 +83,9 @@ def megatron(
         parallel__pipeline__split="even",
         activation__mode="full" if full else "none",
     )
-    return config, resolve(config, tp * pp * dp, spec, min(8, tp * pp * dp))
+    plan = lay(config.parallel, tp * pp * dp)  # known to be legal, which takes longest to find out
+    batch = resolve_batch(config.batch, dp, tp, pp)
+    return config, Layout(spec, plan, batch, resolve_pipeline(config, spec, plan, batch))
 
 
 def a100() -> HardwareConfig:
@@ -90,3 +98,20 @@ def h200() -> HardwareConfig:
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 """Data beside the checkout, which are not part of the project."""
+
+FITTED = 32
+"""Of vTrain's points, as they are shuffled here, the first ones: configs/hardware/a100.yaml was fitted to them."""
+
+
+def vtrain() -> list[tuple[dict[str, int], float]]:
+    """Settings and seconds of every measured run of vTrain (Bang et al., MICRO 2024), shuffled; skips the test if they
+    are not there."""
+    path = SHARED / "vtrain" / "ground_truth_single.csv"
+    if not path.exists():
+        pytest.skip(f"vTrain's measurements are not at {path}")
+    names = ("gpus", "size", "micro", "width", "heads", "depth", "length", "tp", "dp", "pp")
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.reader(file))[1:]
+    points = [(dict(zip(names, map(int, row))), float(row[-1]) / 1e3) for row in rows]
+    random.Random(0).shuffle(points)
+    return points

@@ -47,6 +47,7 @@ from trainer.planning.schedules.validate import validate
 from trainer.sweep import results
 from trainer.sweep.plan import Trial
 from trainer.training.auto_schedule import conditions, saved_choice
+from trainer.tuning.study import BEGUN, Study
 
 ROWS = [f"row {number} of a table with ä and €" for number in range(300)]
 SPEC = ModelSpec(vocab_size=512, width=16, depth=2, max_length=32)
@@ -271,6 +272,12 @@ def sweep_start(folder: Path) -> File:
     return folder / results.STARTED, read
 
 
+def search_start(folder: Path) -> File:
+    settings = {"settings": {"run": {"steps": 3}, "lr": {"peak": 0.1}}, "tried": "compile=true"}
+    Study(folder, [], settings)
+    return folder / BEGUN, lambda: Study(folder, [], settings)
+
+
 def sweep_status(folder: Path) -> File:
     return written(folder / "status.json", json.dumps({"status": "failed", "step": 1, "reason": "no"})), (
         lambda: results.outcome(folder, 1)
@@ -353,6 +360,7 @@ KINDS: dict[str, Callable[[Path], File]] = {
         trace,
         sweep_results,
         sweep_start,
+        search_start,
         sweep_status,
         sweep_error,
         rank_report,

@@ -4,7 +4,12 @@ Whoever renders a chat template or opens a tokenizer here, as each process that 
 
 import importlib
 
-_HOMES = {"HFWeights": "trainer.hf.weights", "export": "trainer.hf.folder", "spec_from_hf": "trainer.hf.folder"}
+_HOMES = {
+    "HFWeights": "trainer.hf.weights",
+    "export": "trainer.hf.folder",
+    "model_from_hf": "trainer.hf.folder",
+    "spec_from_hf": "trainer.hf.folder",
+}
 
 __all__ = list(_HOMES)
 

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from trainer.config import ConfigError
+from trainer.config.extend import extended
 from trainer.config.model import ModelSpec
+from trainer.config.schema import ModelConfig
 from trainer.hf.agreement import check_export, check_import, usual_config
 from trainer.hf.config import check_sizes, config_from_spec, spec_from_config
 from trainer.hf.families import FAMILIES
@@ -46,6 +48,11 @@ def spec_from_hf(folder: str | Path) -> ModelSpec:
         raise ConfigError(f"model.from_hf={folder}: {path.name} cannot be read: {brief(error)}") from error
     spec.name = folder.resolve().name
     return spec
+
+
+def model_from_hf(model: ModelConfig) -> ModelConfig:
+    """The model that `model.from_hf` names, extended as `model.extend` says. Raises `ConfigError`."""
+    return ModelConfig(**vars(extended(spec_from_hf(str(model.from_hf)), model.extend)))
 
 
 def completed(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainer.config import ConfigError
 from trainer.sweep import local, slurm
-from trainer.sweep.plan import Trial, expand, make_trials
+from trainer.sweep.plan import SweepConfig, Trial, expand, make_trials
 from trainer.sweep.results import FINISHED, Results, changes, read_start, show
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
 from trainer.util.files import lock_folder
@@ -39,28 +39,9 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
     descriptor = lock_folder("sweep.dir", folder, "sweep", "sweep.name")
     try:
         results = Results(folder)
-        waiting = _waiting(trials, results, as_jobs)
-        _say(f"sweep {sweep.name}: {_counted(trials, results, waiting)}; results in {results.path}")
-
-        reached = set()
-
-        def on_end(trial: Trial, status: str, reason: str | None) -> None:
-            reached.add(trial.name)
-            line = results.put(trial, status, reason)
-            numbers = [f"loss {line['loss']:.4f}"] if line["loss"] is not None else []
-            numbers += [f"{count(line['tokens_per_second'])} tokens/s"] if line["tokens_per_second"] is not None else []
-            _say(
-                f"trial {trial.name}: {', '.join([status.replace('_', ' '), *numbers])}"
-                + (f" - {reason}" if reason else "")
-            )
-
-        if as_jobs:
-            slurm.run(waiting, sweep, config_dir, on_end, _say)
-        else:
-            local.run(waiting, sweep, config_dir, gpus, on_end, _say)
-        for trial in waiting:
-            if trial.name not in reached:
-                results.put(trial, "not_started" if trial.job is None else "submitted")
+        waiting = to_run(trials, results, as_jobs)
+        say(f"sweep {sweep.name}: {_counted(trials, results, waiting)}; results in {results.path}")
+        launch(waiting, sweep, config_dir, gpus, results)
         mine = [results.lines[trial.name] for trial in trials]
         show(mine, sweep.sort)
     finally:
@@ -69,7 +50,32 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
     return FAILED if "failed" in statuses else STOPPED if statuses & {"stopped", "not_started"} else DONE
 
 
-def _waiting(trials: list[Trial], results: Results, as_jobs: bool) -> list[Trial]:
+def launch(
+    waiting: list[Trial], sweep: SweepConfig, config_dir: str | os.PathLike | None, gpus: list[str], results: Results
+) -> None:
+    """Runs trials to their ends, as processes of this machine or as jobs, and records what becomes of each."""
+    reached = set()
+
+    def on_end(trial: Trial, status: str, reason: str | None) -> None:
+        reached.add(trial.name)
+        line = results.put(trial, status, reason)
+        numbers = [f"loss {line['loss']:.4f}"] if line["loss"] is not None else []
+        numbers += [f"{count(line['tokens_per_second'])} tokens/s"] if line["tokens_per_second"] is not None else []
+        say(
+            f"trial {trial.name}: {', '.join([status.replace('_', ' '), *numbers])}"
+            + (f" - {reason}" if reason else "")
+        )
+
+    if sweep.launcher == "slurm":
+        slurm.run(waiting, sweep, config_dir, on_end, say)
+    else:
+        local.run(waiting, sweep, config_dir, gpus, on_end, say)
+    for trial in waiting:
+        if trial.name not in reached:
+            results.put(trial, "not_started" if trial.job is None else "submitted")
+
+
+def to_run(trials: list[Trial], results: Results, as_jobs: bool) -> list[Trial]:
     """The trials that earlier starts of the sweep have not finished; `job` is set where a Slurm job of theirs may run.
 
     Trials that cannot run are recorded as refused. Raises `ConfigError` where a folder holds the results of other
@@ -110,6 +116,6 @@ def _counted(trials: list[Trial], results: Results, waiting: list[Trial]) -> str
     return ", ".join([f"{len(trials)} trial{'s' * (len(trials) > 1)}", *known, f"{len(waiting)} to run"])
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     with contextlib.suppress(OSError):  # a closed terminal must not end the trials
         print(text, flush=True)

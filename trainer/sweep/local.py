@@ -15,9 +15,6 @@ from trainer.sweep import results
 from trainer.sweep.plan import SweepConfig, Trial
 from trainer.util.processes import children
 
-SAVING = 300.0
-"""Seconds that a trial has to save after a stop signal, before it is killed."""
-
 OnEnd = Callable[[Trial, str, str | None], None]
 """Called with a trial that has ended, its status, and the reason for it."""
 
@@ -102,7 +99,7 @@ def run(
                         on_end(
                             one.trial, *results.outcome(one.trial.folder, one.agent.returncode, one.requested, killed)
                         )
-                    elif len(signals) > 1 or one.requested and time.monotonic() > one.since + SAVING:
+                    elif len(signals) > 1 or one.requested and time.monotonic() > one.since + sweep.saving_seconds:
                         one.kill()
                     elif signals or time.monotonic() > one.deadline:
                         one.stop("stopped" if signals else "timeout")

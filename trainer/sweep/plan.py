@@ -66,6 +66,9 @@ class SweepConfig:
     time_minutes: float | None = option(
         None, "local: a trial that takes longer saves and ends; null means no limit", unit="minutes", range="(0, inf)"
     )
+    saving_seconds: float = option(
+        300.0, "local: what a stopped trial has to save, before it is killed", unit="seconds", range="[0, inf)"
+    )
     sort: str = option("tokens_per_second", "what the table is sorted by, best first", SORTS)
     launcher: str = option(
         "local", "where trials run: as processes of this machine, or each as a job of Slurm", ("local", "slurm")
@@ -80,7 +83,7 @@ class Trial:
 
     overrides: all that it is started with. swept: those in which it differs from other trials. settings: as the run
     will see them. refusal: why it cannot run, empty if it can. job: the number of its Slurm job, where one has not been
-    collected yet."""
+    collected yet. more: what else stands in the line of its results."""
 
     name: str
     folder: Path
@@ -90,6 +93,7 @@ class Trial:
     settings: dict[str, Any]
     refusal: list[str] = field(default_factory=list)
     job: str | None = None
+    more: dict[str, float | None] = field(default_factory=dict)
 
     @property
     def on_gpus(self) -> bool:
@@ -219,16 +223,9 @@ def make_trials(
     sweep.dir = sweep.dir or f"runs/{sweep.name}"
     trials, problems = [], {}
     for values, name in zip(swept, names(swept)):
-        folder = Path(sweep.dir) / name
-        overrides = [*common, *values, f"run.name={quoted(f'{sweep.name}/{name}')}", f"run.dir={quoted(str(folder))}"]
-        plain, wrong = gather(overrides, config_dir)
-        processes = sweep.processes or _processes(to_config(plain, wrong), sweep, gpus)
-        config = to_config(plain, wrong, processes)
+        trial, wrong = make_trial(sweep, name, common, values, config_dir, gpus)
+        trials.append(trial)
         problems |= wrong
-        refusal = [] if wrong else check_on(config, processes, sweep.slurm.nodes, gpus, sweep.launcher)
-        trials.append(
-            Trial(name, folder, values, overrides, processes, json.loads(json.dumps(typed.plain(config))), refusal)
-        )
     if problems:
         raise ConfigError(list(problems.values()))
     if all(trial.refusal for trial in trials):
@@ -238,6 +235,20 @@ def make_trials(
             + [f"trial {trial.name}: {reason}" for trial in trials for reason in trial.refusal if reason not in shared]
         )
     return trials
+
+
+def make_trial(
+    sweep: SweepConfig, name: str, common: list[str], values: list[str], config_dir: str | os.PathLike | None, gpus: int
+) -> tuple[Trial, typed.Problems]:
+    """A trial of a sweep with a name and a folder, composed and checked; and what in its overrides means nothing."""
+    folder = Path(str(sweep.dir)) / name
+    overrides = [*common, *values, f"run.name={quoted(f'{sweep.name}/{name}')}", f"run.dir={quoted(str(folder))}"]
+    plain, wrong = gather(overrides, config_dir)
+    processes = sweep.processes or _processes(to_config(plain, wrong), sweep, gpus)
+    config = to_config(plain, wrong, processes)
+    refusal = [] if wrong else check_on(config, processes, sweep.slurm.nodes, gpus, sweep.launcher)
+    settings = json.loads(json.dumps(typed.plain(config)))
+    return Trial(name, folder, values, overrides, processes, settings, refusal), wrong
 
 
 def check_on(config: Config, processes: int, nodes: int, gpus: int, launcher: str) -> list[str]:

@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -189,18 +189,19 @@ def _tail(path: Path) -> str:
 
 class Results:
     """results.jsonl of a sweep: one object a trial, those of earlier starts included; rewritten whole at each
-    change."""
+    change. more: names of numbers that its lines have besides, of `Trial.more`."""
 
-    def __init__(self, folder: Path):
-        self.path, self.lines = folder / "results.jsonl", {}
+    def __init__(self, folder: Path, name: str = "results.jsonl", more: Sequence[str] = ()):
+        self.path, self.lines = folder / name, {}
+        shape = RESULT | dict.fromkeys(more, RESULT["loss"])
         try:
             for number, text in enumerate(read_bytes(self.path).decode().splitlines(), 1):
                 line = parse_json(text)
-                if wrong := mismatch(line, RESULT):
+                if wrong := mismatch(line, shape):
                     raise ValueError(f"line {number}: {wrong}")
-                if strange := [name for name in MEASURED if not metrics.is_number(line.get(name))]:
+                if strange := [name for name in (*MEASURED, *more) if not metrics.is_number(line.get(name))]:
                     raise ValueError(f"line {number}: {strange[0]} is no number that was measured")
-                self.lines[line["trial"]] = {name: line.get(name) for name in RESULT}
+                self.lines[line["trial"]] = {name: line.get(name) for name in shape}
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
@@ -219,6 +220,7 @@ class Results:
             **(
                 dict.fromkeys(MEASURED) if status in ("refused", "not_started", "submitted") else measured(trial.folder)
             ),
+            **trial.more,
             "reason": reason,
             "folder": str(trial.folder),
         }

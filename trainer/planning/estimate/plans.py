@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import inf
+from operator import attrgetter
 
 from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.config.fields import divisors
@@ -50,6 +51,18 @@ IN_FLIGHT = {"v_half": 1 / 2, "v_min": 1 / 3}
 
 RECOMPUTE = ("none", "selective", "full")
 
+DEGREES = (
+    "parallel.tp",
+    "parallel.pp",
+    "parallel.cp",
+    "parallel.shard",
+    "parallel.zero.stage",
+    "batch.micro_size",
+    "activation.mode",
+)
+PIPELINE = ("parallel.pipeline.schedule", "parallel.pipeline.chunks")
+"""Settings of which several values are tried: of every plan, and of plans with a pipeline."""
+
 SHARED = 8192
 """Tokens of a sequence that a rank holds at least, in plans that are tried."""
 
@@ -77,15 +90,19 @@ class Ranking:
     fitting: int
 
 
-def rank_plans(config: Config, hardware: HardwareConfig, world: int, global_size: int, most: int = 10) -> Ranking:
+def rank_plans(
+    config: Config, hardware: HardwareConfig, world: int, global_size: int, most: int = 10, kept: Collection[str] = ()
+) -> Ranking:
     """The fastest `most` plans on `world` devices for a step of `global_size` sequences.
 
-    config: what all plans share; its own plan, recompute and micro-batches are replaced. Raises `ConfigError` where no
-    plan is legal, or none fits.
+    config: what all plans share; its own plan, recompute and micro-batches are replaced, but for the settings `kept`,
+    names of `DEGREES` and `PIPELINE`. Raises `ConfigError` where no plan is legal, or none fits.
     """
-    search = _Search(config, hardware, world, global_size)
+    search = _Search(config, hardware, world, global_size, kept)
     queue = [(candidate.bound, index, candidate) for index, candidate in enumerate(search.candidates())]
     if not queue:
+        if kept and not search.legal:
+            search.reasons.append(f"no plan that is tried has the given {' and '.join(sorted(kept))}")
         reasons = search.reasons or ["every plan needs more memory than a device has"]
         raise ConfigError(f"no plan of {world} processes can be run: {reasons[0]}")
     fitting = len(queue)
@@ -106,8 +123,10 @@ def rank_plans(config: Config, hardware: HardwareConfig, world: int, global_size
 
 
 class _Search:
-    def __init__(self, config: Config, hardware: HardwareConfig, world: int, global_size: int):
-        self.base, self.spec, self.hardware = config, config.model, hardware
+    def __init__(
+        self, config: Config, hardware: HardwareConfig, world: int, global_size: int, kept: Collection[str] = ()
+    ):
+        self.base, self.spec, self.hardware, self.kept = config, config.model, hardware, kept
         self.world, self.global_size, self.node = world, global_size, min(world, hardware.devices)
         self.pace = Pace.of(hardware, config.precision)
         self.element, self.updates = ELEMENT_BYTES[config.precision.compute], Updates.of(config)
@@ -125,6 +144,8 @@ class _Search:
                     continue
                 for mode in RECOMPUTE:
                     config = self.config(parallel, micro, accumulation, mode)
+                    if not self.keeps(config, DEGREES):
+                        continue
                     tokens = config.batch.sequence_length * micro / plan.token_ranks
                     for chosen in choices(config, tokens) if tokens > TILE else (config,):
                         if {*check_settings(chosen)} <= {*check_settings(config)}:
@@ -143,33 +164,42 @@ class _Search:
                 self.reasons += problems
                 for stage in () if problems else (0, 1, 2, 3) if dp * cp > 1 else (0,):
                     inside = self.node // tp  # ranks of a group that stays within a node
-                    for shard in (-1, inside) if stage and 1 < inside < dp * cp and dp * cp % inside == 0 else (-1,):
+                    sizes = {-1, inside, self.base.parallel.shard} if stage else {-1}
+                    for shard in sorted(n for n in sizes if n == -1 or 1 < n < dp * cp and dp * cp % n == 0):
                         yield replace(whole, shard=shard, zero=replace(whole.zero, stage=stage))
 
     def with_schedules(self, config: Config, plan: Plan, micro: int, accumulation: int) -> Iterator[Candidate]:
         schedules = [
-            (name, chunks) for name, chunks in SCHEDULES if plan.pp > 1 and plan.pp * chunks <= self.spec.depth
+            self.scheduled(config, name, chunks) for name, chunks in SCHEDULES if plan.pp * chunks <= self.spec.depth
         ]
-        self.legal += len(schedules) if plan.pp > 1 else 1
+        schedules = [one for one in schedules if self.keeps(one, PIPELINE)] if plan.pp > 1 else schedules[:1]
+        self.legal += len(schedules)
         batch = BatchPlan(config.batch.sequence_length, self.global_size, micro, accumulation)
         timing = self.timing(config, plan, batch)
         sharded = parameter_counts(self.spec)["total"] / (plan.tp * plan.pp * plan.shard)
         bound = accumulation * sum(timing.terms.values()) / plan.pp
         bound += update_bytes(config) * sharded / self.pace.optimizer
-        for name, chunks in schedules if plan.pp > 1 else [("1f1b", 1)]:
-            if self.rough_memory(plan, batch, timing, name) > self.hardware.memory * GIB:
-                continue
-            chosen = copy.copy(config)
-            pipeline = replace(
-                config.parallel.pipeline,
-                schedule=name,
-                chunks=chunks if name == "interleaved" else None,
-                group_size=None,
-                split="balanced",
-                memory_cap=None,
-            )
-            chosen.parallel = replace(config.parallel, pipeline=pipeline)
-            yield Candidate(bound, chosen, plan, batch)
+        for chosen in schedules:
+            schedule = chosen.parallel.pipeline.schedule
+            if self.rough_memory(plan, batch, timing, schedule) <= self.hardware.memory * GIB:
+                yield Candidate(bound, chosen, plan, batch)
+
+    def keeps(self, config: Config, names: Collection[str]) -> bool:
+        """Whether what is to be kept of these settings is as it was given."""
+        return all(attrgetter(name)(config) == attrgetter(name)(self.base) for name in names if name in self.kept)
+
+    def scheduled(self, config: Config, name: str, chunks: int) -> Config:
+        chosen = copy.copy(config)
+        pipeline = replace(
+            config.parallel.pipeline,
+            schedule=name,
+            chunks=chunks if name == "interleaved" else None,
+            group_size=None,
+            split="balanced",
+            memory_cap=None,
+        )
+        chosen.parallel = replace(config.parallel, pipeline=pipeline)
+        return chosen
 
     def config(self, parallel: ParallelConfig, micro: int, accumulation: int, mode: str) -> Config:
         config = copy.copy(self.base)

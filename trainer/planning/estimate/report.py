@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -14,7 +14,6 @@ from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.estimate.plans import Ranking
 from trainer.planning.estimate.sequence import measures
 from trainer.planning.estimate.step import GIB, Estimate
-from trainer.planning.variants import FREE
 from trainer.util import tables
 
 DAY = 86400.0
@@ -183,18 +182,26 @@ def to_json(found: Estimate) -> dict[str, Any]:
     }
 
 
-def recipe(found: Estimate, base: Config) -> str:
-    """What a plan sets otherwise than `base`, as a recipe to put behind that of `base`."""
+def changes(config: Config, base: Config) -> dict[str, Any]:
+    """What a configuration sets otherwise than `base`, by the setting's name."""
     before = flat(dataclasses.asdict(base))
+    after = flat(dataclasses.asdict(config))
+    return {name: value for name, value in after.items() if value != before.get(name)}
+
+
+def recipe(settings: Mapping[str, Any], head: str) -> str:
+    """Settings by name as a recipe to put behind another one, with a line of comment at its head."""
     nested: dict[str, Any] = {}
-    for name, value in flat(dataclasses.asdict(found.config)).items():
-        if value == before.get(name) or not name.startswith((*FREE, "batch.")):
-            continue
+    for name, value in settings.items():
         *blocks, last = name.split(".")
         target = nested
         for block in blocks:
             target = target.setdefault(block, {})
         target[last] = value
-    predicted = f"step {found.seconds:.4g} s, {found.tokens_per_second:.4g} tokens/s, {found.memory / GIB:.4g} GiB"
-    head = f"# @package _global_\n# Predicted on {found.layout.plan.world} x {found.hardware.device}: {predicted}.\n"
-    return head + yaml.safe_dump(nested, sort_keys=False, default_flow_style=None)
+    return f"# @package _global_\n# {head}\n" + yaml.safe_dump(nested, sort_keys=False, default_flow_style=None)
+
+
+def predicted(found: Estimate) -> str:
+    """What is predicted of a plan, in a line."""
+    numbers = f"step {found.seconds:.4g} s, {found.tokens_per_second:.4g} tokens/s, {found.memory / GIB:.4g} GiB"
+    return f"Predicted on {found.layout.plan.world} x {found.hardware.device}: {numbers}."

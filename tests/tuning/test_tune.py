@@ -1,0 +1,222 @@
+"""`trainer.tune`: searches whose jobs a stand-in for Slurm answers at once, and one that trains on two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from support.cluster import wait_for
+from support.launch import warm_python
+
+from trainer.config import typed
+from trainer.observe.metrics import STEP
+from trainer.planning.resolve import compose
+from trainer.tune import main
+
+ROOT = Path(__file__).parents[2]
+
+SBATCH = """#!{python} -IS
+import json, pathlib, sys
+words = sys.argv[1:]
+folder = pathlib.Path(next(word for word in words if word.startswith("run.dir=")).split("=", 1)[1].strip('"'))
+calls = folder.parent / "calls"
+number = 1 + (len(calls.read_text().splitlines()) if calls.exists() else 0)
+with open(calls, "a") as file:
+    file.write(folder.name + "\\n")
+ends = json.loads(pathlib.Path({ends!r}).read_text())
+fault = ends.get(str(number))
+step = {step} | {{"step": 9, "loss": 6.0, "tokens_per_second": 1.0, "memory_gib": 1.5}}
+step["step_seconds_p50"] = 2.0 / number
+(folder / "slurm").mkdir(parents=True, exist_ok=True)
+status = {{"status": "failed", "reason": fault}} if fault else {{"status": "done"}}
+(folder / "status.json").write_text(json.dumps(status))
+(folder / "metrics.jsonl").write_text("" if fault else 2 * (json.dumps(step) + "\\n"))
+end = {{"code": int(bool(fault)), "last": int(bool(fault)), "why": "giving up"}}
+(folder / "slurm" / (str(number) + "-end.json")).write_text(json.dumps(end))
+print(number)
+"""
+"""Answers a job at once: each is faster than the one before, and some end as a file says."""
+
+SMALL = ["+config=debug", "parallel.pp=1", "activation.mode=none"]
+"""Sixteen plans on two processes."""
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Words for a search whose jobs end at once; `faults` by number of the job."""
+    for name, text in {
+        "sbatch": SBATCH.format(python=sys.executable, ends=str(tmp_path / "ends.json"), step=dict.fromkeys(STEP)),
+        "squeue": "#!/bin/sh\n",
+        "scontrol": "#!/bin/sh\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("TRAINER_RETRIES", raising=False)
+
+    def words(*more: str, faults: dict[int, str] | None = None) -> list[str]:
+        (tmp_path / "ends.json").write_text(json.dumps(faults or {}))
+        jobs = ["sweep.launcher=slurm", "sweep.processes=2", f"sweep.dir={tmp_path / 'tune'}"]
+        return [*SMALL, "hardware=cpu", *jobs, *more]
+
+    return words
+
+
+def lines(folder: Path) -> list[dict]:
+    return list(map(json.loads, (folder / "trials.jsonl").read_text().splitlines()))
+
+
+def test_whatever_becomes_of_trials_is_a_result(slurm, tmp_path, capsys):
+    """Out of memory, a crash and a hang count; the budget may grow later; what the folder was begun with may not
+    change."""
+    faults = {1: "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", 3: "RuntimeError: a defect"}
+    folder = tmp_path / "tune"
+    assert main(slurm("budget=1", faults=faults)) == 1  # no trial has a time
+    assert "best" not in capsys.readouterr().out and not (folder / "config").exists()
+    assert main(slurm("budget=4", faults=faults)) == 0
+    shown = capsys.readouterr().out
+    assert "debug-tune: 16 plans, 1 of 4 trials" in shown and "ended: budget=4 trials are measured" in shown
+    found = lines(folder)
+    assert [line["status"] for line in found] == ["out_of_memory", "done", "failed", "done"]
+    assert found[2]["reason"] == "a defect; giving up" and found[0]["step_seconds_p50"] is None
+    assert all(line["predicted_seconds"] > 0 and line["predicted_memory_gib"] > 0 for line in found)
+    # The machine is many times slower than predicted, which the second trial has shown.
+    assert found[1]["expected_seconds"] == pytest.approx(found[1]["predicted_seconds"])
+    assert 0.3 < found[3]["expected_seconds"] / found[1]["step_seconds_p50"] < 3
+    best = folder / "config" / "best.yaml"
+    assert found[3]["trial"] in best.read_text() and (folder / "tune.png").stat().st_size > 10_000
+    again = compose(["+config=[debug,best]"], folder, 2)
+    micro, stage = again.batch.micro_size, again.parallel.zero.stage
+    assert f"zero{stage}" in best.read_text() and f"micro{micro}" in best.read_text()
+
+    (folder / "trials.jsonl").write_text((folder / "trials.jsonl").read_text().replace('"failed"', '"timeout"'))
+    assert main(slurm("budget=5", "engine=random")) == 0
+    assert [line["trial"] for line in lines(folder)][:4] == [line["trial"] for line in found]
+    assert len((folder / "calls").read_text().splitlines()) == len(lines(folder)) == 5
+    capsys.readouterr()
+    assert main(slurm("budget=6", "optimizer.weight_decay=0.2", "steps=12")) == 2
+    refusal = capsys.readouterr().err
+    assert "steps=12, then 10" in refusal and "settings.optimizer.weight_decay=0.2, then" in refusal
+    assert len((folder / "calls").read_text().splitlines()) == 5
+
+
+def test_values_of_other_settings_are_tried_where_they_are_allowed(slurm, tmp_path, capsys):
+    """Where a plan turns out to be refused with them, it is passed over."""
+    kept = ["parallel.tp=1", "parallel.zero.stage=1", "batch.micro_size=2", "activation.offload=true"]
+    values = ["activation.mode=none,full", "precision.compute=fp32,bf16", "allow=[precision.compute]"]
+    words = [word for word in slurm() if not word.startswith("activation")]
+    assert main([*words, *kept, *values, "budget=3", "engine=random"]) == 0
+    found = {line["trial"]: line for line in lines(tmp_path / "tune")}
+    assert {name: line["status"] for name, line in found.items()} == {
+        f"dp2_zero1_micro2_{mode}_eager_inputs-of-recomputed-layers-in-host-memory_compute{kind}": status
+        for mode, status in (("none", "refused"), ("full", "done"))
+        for kind in ("fp32", "bf16")
+    }
+    written = {name for name, line in found.items() if 'compute="bf16"' in " ".join(line["overrides"])}
+    assert written == {name for name in found if name.endswith("bf16")}
+    assert "ended: every plan is measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, problem",
+    [
+        (["budget=0"], "budget=0 must be at least 1"),
+        (["steps=2"], "steps=2 must be at least 3"),
+        (["engine=grid"], "engine=grid is not legal"),
+        (["hardware=cpu", "sweep.parallel=2"], "trials that run beside others are slowed down"),
+        (["hardware=cpu", "parallel.tp=3"], "no plan that is tried has the given parallel.tp"),
+        (["sweep.launcher=slurm", "sweep.wait=false"], "hardware=... is needed under sweep.launcher=slurm"),
+        (["hardware=cpu", "batch.micro_sizes=3"], "did you mean 'batch.micro_size'"),
+        (["hardware=cpu", "allow=[precision]"], "allow=[precision] allows nothing"),
+        (["hardware=cpu", "optimizer=adamw,sgd"], "optimizer.name has several values, and changes the numbers"),
+    ],
+)
+def test_refusals(words, problem, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["+config=debug", "run.device=cpu", *words]) == 2
+    assert problem in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+FAULTS = '''
+import pathlib, time
+from trainer import register
+
+@register.callback("tune_faults")
+class Faults:
+    """The second trial finds no memory; the third hangs until it is interrupted, and breaks the next time."""
+
+    def __init__(self, settings): pass
+
+    def start(self, run):
+        folder = pathlib.Path(run.folder).parent
+        trials = len([*folder.glob("*/trial.json")])
+        if trials == 2:
+            raise MemoryError("Unable to allocate 4 TiB")
+        if trials == 3 and (folder / "hung").exists():
+            raise RuntimeError("a defect")
+        if trials == 3:
+            time.sleep(1)  # until the other rank has looked
+            (folder / "hung").touch()
+            time.sleep(600)
+'''
+
+
+def test_a_search_on_two_processes(tmp_path):
+    """Real trials, interrupted and gone on with; the best plan then runs."""
+    (tmp_path / "tune_faults.py").write_text(FAULTS)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHON_EXEC": warm_python(),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+    }
+    recipe = [*SMALL, "run.device=cpu", "imports=[tune_faults]", "callbacks.tune_faults={}"]
+    folder = tmp_path / "tune"
+    command = [warm_python(), "-m", "trainer.tune", *recipe, "steps=4", "batch.sequence_length=32"]
+
+    def start(*words: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [*command, f"sweep.dir={folder}", "sweep.processes=2", *words],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+
+    first = start("budget=3")
+    try:
+        wait_for(lambda: (folder / "hung").exists() or first.poll() is not None, 120, "third trial")
+        first.send_signal(signal.SIGINT)
+        shown, _ = first.communicate(timeout=60)
+    finally:
+        first.kill()
+    assert first.returncode == 75 and "stopped; the same command goes on" in shown, shown
+    found = lines(folder)
+    assert [line["status"] for line in found] == ["done", "out_of_memory", "stopped"], shown
+    assert "Unable to allocate 4 TiB" in found[1]["reason"]
+    assert 0 < found[0]["step_seconds_p50"] < 60 and found[0]["memory_gib"] > 0
+
+    second = start("budget=3")
+    shown, _ = second.communicate(timeout=120)
+    assert second.returncode == 0 and shown.count(": started") == 1, shown
+    after = lines(folder)
+    assert after[:2] == found[:2] and after[2]["trial"] == found[2]["trial"]
+    assert after[2]["status"] == "failed" and "a defect" in after[2]["reason"]
+
+    torchrun = [warm_python(), "-m", "trainer.torchrun", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
+    words = ["--config-dir", folder, "+config=[debug,best]", "run.device=cpu", f"run.dir={tmp_path / 'run'}"]
+    run = subprocess.run([*map(str, torchrun + words)], env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert found[0]["trial"] in (folder / "config" / "best.yaml").read_text()
+    config = typed.flat(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()))
+    asked = dict(text.split("=", 1) for text in found[0]["overrides"])
+    assert {name: yaml.safe_load(value) for name, value in asked.items()} == {name: config[name] for name in asked}

@@ -1,0 +1,174 @@
+"""A search from its settings to an exit code: what is tried, trial after trial, and what is left of it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.config import Config, ConfigError, typed
+from trainer.config.compose import CONFIGS
+from trainer.config.hardware import HardwareConfig
+from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.estimate.plans import DEGREES, PIPELINE
+from trainer.planning.variants import compose, key
+from trainer.sweep import say
+from trainer.sweep.local import stop_signals, visible_gpus
+from trainer.sweep.plan import SweepConfig, expand
+from trainer.tuning.engines import ENGINES, expected
+from trainer.tuning.report import draw, show
+from trainer.tuning.space import frozen, plans
+from trainer.tuning.study import Study
+from trainer.util.exit_codes import DONE, FAILED, STOPPED
+from trainer.util.files import lock_folder
+from trainer.util.tables import duration
+
+MINUTES = 10.0
+"""Time limit of a trial on this machine, where `sweep.time_minutes` sets none."""
+
+
+def search(
+    budget: int,
+    hardware: str,
+    steps: int,
+    allow: Sequence[str],
+    engine: str,
+    pool: int,
+    seed: int,
+    changes: Sequence[str],
+    overrides: Sequence[str],
+    config_dir: str | None,
+) -> int:
+    """Looks for the fastest plan; the options are those of `trainer.tune`. Returns the exit code. Raises `ConfigError`
+    before anything is started where something is wrong."""
+    sweep, common, swept = expand(overrides, config_dir)
+    base = compose(common, config_dir, 1)
+    gpus = visible_gpus() if sweep.launcher == "local" and base.run.device != "cpu" else []
+    machine = machine_of(hardware, changes, config_dir, sweep, gpus)
+    sweep.processes = processes_of(sweep, machine, gpus)
+    sweep.name = sweep.name or f"{base.run.name}-tune"
+    sweep.dir = sweep.dir or f"runs/{sweep.name}"
+    alone(sweep)
+    named = {key(word) for words in (common, *swept) for word in words}
+    if "compile" not in named and machine.device != "CPU":
+        swept = [[*values, f"compile={one}"] for values, one in itertools.product(swept, ("true", "false"))]
+    base = known(compose(common, config_dir, sweep.processes))
+    tried = [known(compose([*common, *more], config_dir, sweep.processes)) if more else base for more in swept]
+    check_allowed(base, tried, allow)
+    found = plans(base, tried, machine, sweep.processes, pool, named & {*DEGREES, *PIPELINE})
+    settings = {
+        "settings": typed.plain(base),
+        "tried": "; ".join(map(" ".join, swept)),
+        "hardware": typed.plain(machine),
+        "sweep.processes": sweep.processes,
+        "steps": steps,
+    }
+    descriptor = lock_folder("sweep.dir", Path(sweep.dir), "search", "sweep.name")
+    try:
+        study = Study(Path(sweep.dir), found, settings)
+        say(f"{sweep.name}: {len(found)} plans, {len(study.outcomes)} of {budget} trials; in {study.results.path}")
+        why, interrupted = None, False
+        with stop_signals() as signals:
+            while not interrupted and (why := ended(study, budget)) is None:
+                chosen = ENGINES[engine](study.options, study.outcomes, machine.band, seed)
+                if chosen is None:
+                    why = "no other plan is likely to be faster"
+                    break
+                seconds = expected(study.options, study.outcomes, machine.band, chosen)
+                say(f"trial {len(study.outcomes) + 1} of {budget}: a step of {duration(seconds)} is expected")
+                status = study.measure(chosen, seconds, sweep, common, base, steps, config_dir, gpus)
+                interrupted = bool(signals) or status in ("stopped", "not_started", "submitted")
+        say("stopped; the same command goes on" if interrupted else f"ended: {why}")
+        show(study)
+        if study.best is not None:
+            say(f"best: {study.best.option.name}, {study.write_best()}")
+        if not interrupted:
+            say(draw(study, machine.band))
+    finally:
+        os.close(descriptor)
+    return STOPPED if interrupted else DONE if study.best is not None else FAILED
+
+
+def ended(study: Study, budget: int) -> str | None:
+    """Why a search is over that has made its trials."""
+    if len(study.outcomes) >= budget:
+        return f"budget={budget} trials are measured"
+    return None if len(study.outcomes) < len(study.options) else "every plan is measured"
+
+
+def machine_of(
+    name: str, changes: Sequence[str], config_dir: str | None, sweep: SweepConfig, gpus: list[str]
+) -> HardwareConfig:
+    """The kind of machine: by its name, or the one that this is. Its nodes have as many devices as the trials use of
+    them. Raises `ConfigError`."""
+    if not name and sweep.launcher == "slurm":
+        raise ConfigError("hardware=... is needed under sweep.launcher=slurm: the kind of the cluster's machines")
+    machine = load_hardware(name or (kind_of_gpu(config_dir) if gpus else "cpu"), changes, config_dir)
+    processes = processes_of(sweep, machine, gpus)
+    if processes % sweep.slurm.nodes:
+        raise ConfigError(f"{processes} processes are not a multiple of sweep.slurm.nodes={sweep.slurm.nodes}")
+    machine.devices = processes // sweep.slurm.nodes
+    return machine
+
+
+def kind_of_gpu(config_dir: str | None) -> str:
+    """The name of the hardware file for the first GPU of this machine. Raises `ConfigError` where none fits."""
+    try:
+        shown = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        shown = ""
+    folders = [*([Path(config_dir).expanduser() / "hardware"] if config_dir else []), CONFIGS / "hardware"]
+    names = [path.stem for folder in folders for path in sorted(folder.glob("*.yaml"))]
+    for name in dict.fromkeys(names):
+        if load_hardware(name, (), config_dir).device in shown:
+            return name
+    first = (shown.splitlines() or ["nvidia-smi says nothing"])[0]
+    raise ConfigError(f"no file of configs/hardware is of this machine's GPUs ({first}); set hardware=...")
+
+
+def processes_of(sweep: SweepConfig, machine: HardwareConfig, gpus: list[str]) -> int:
+    jobs = sweep.slurm.nodes * (sweep.slurm.gpus_per_node or machine.devices)
+    return sweep.processes or (jobs if sweep.launcher == "slurm" else len(gpus) or machine.devices)
+
+
+def alone(sweep: SweepConfig) -> None:
+    """Trials run one after the other, and save nothing. Raises `ConfigError` where the sweep's settings want it
+    otherwise."""
+    problems = []
+    if sweep.parallel > 1:
+        problems.append(f"sweep.parallel={sweep.parallel}: trials that run beside others are slowed down; leave it out")
+    if not sweep.wait:
+        problems.append("sweep.wait=false: what is tried next depends on each trial; leave it out")
+    if problems:
+        raise ConfigError(problems)
+    sweep.saving_seconds = 0.0
+    if sweep.launcher == "local":
+        sweep.time_minutes = sweep.time_minutes or MINUTES
+    else:
+        os.environ.setdefault("TRAINER_RETRIES", "1")  # a crash is a result, and not tried again
+
+
+def known(config: Config) -> Config:
+    """The configuration with the model that `model.from_hf` names, if it does."""
+    if config.model.from_hf:
+        from trainer.hf import model_from_hf
+
+        config.model = model_from_hf(config.model)
+    return config
+
+
+def check_allowed(base: Config, tried: Sequence[Config], allow: Sequence[str]) -> None:
+    """Raises `ConfigError` where values that are tried change the numbers of training, unless they are allowed."""
+    problems = [
+        f"{name} has several values, and changes the numbers of training; give it one, or allow=[{name}]"
+        for name in frozen(base, tried, allow)
+    ]
+    problems += [
+        f"allow=[{name}] allows nothing: give the setting several values, such as precision.compute=bf16,fp16"
+        for name in allow
+        if not frozen(base, tried, [one for one in allow if one != name])
+    ]
+    if problems:
+        raise ConfigError(problems)

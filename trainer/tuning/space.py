@@ -1,0 +1,108 @@
+"""The plans that a search chooses from: the ones of `trainer.planning.estimate.plans` that are predicted to be fastest,
+for each combination of the values that the command line tries besides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainer.config import Config, ConfigError
+from trainer.config.hardware import HardwareConfig
+from trainer.config.typed import flat
+from trainer.planning.estimate.plans import DEGREES, PIPELINE, rank_plans
+from trainer.planning.estimate.report import changes
+from trainer.planning.estimate.sequence import measures
+from trainer.planning.estimate.step import GIB, Estimate
+from trainer.planning.variants import FREE, global_size
+from trainer.tuning.engines import Option
+
+NUMBERS = ("precision.", "parallel.grad_comm.")
+"""Settings of `FREE` that change the numbers of training beyond rounding."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan of the search. changes: its settings beside the recipe's; scale: tokens of the recipe's step over those of
+    its own, by which times of steps are compared."""
+
+    option: Option
+    found: Estimate
+    changes: dict[str, Any]
+    scale: float
+
+
+def frozen(base: Config, tried: Sequence[Config], allowed: Collection[str]) -> list[str]:
+    """Settings that combinations of values differ in, that change the numbers of training, and are not allowed to."""
+    before = flat(asdict(base))
+    names = {
+        name
+        for config in tried
+        for name, value in flat(asdict(config)).items()
+        if value != before.get(name) and (not name.startswith(FREE) or name.startswith(NUMBERS))
+    }
+    return sorted(name for name in names if not any(f"{name}.".startswith(f"{one}.") for one in allowed))
+
+
+def plans(
+    base: Config, tried: Sequence[Config], hardware: HardwareConfig, world: int, most: int, kept: Collection[str]
+) -> list[Plan]:
+    """At most `most` plans, those that are predicted to be fastest, in this order.
+
+    base: the recipe's own configuration; tried: those of all combinations of values; kept: see `rank_plans`. Raises
+    `ConfigError` where nothing can be run."""
+    tokens = global_size(base.batch, world) * base.batch.sequence_length
+    own = {"compile", *DEGREES, *PIPELINE}
+    besides = sorted({name for config in tried for name in changes(config, tried[0])} - own)
+    found: dict[tuple, Plan] = {}
+    problems: list[str] = []
+    for config in tried:
+        try:
+            ranking = rank_plans(config, hardware, world, global_size(config.batch, world), most, kept)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        for one in ranking.best:
+            scale = tokens / one.layout.batch.tokens
+            axes, values = axes_of(one), flat(asdict(one.config))
+            share = one.memory / (hardware.memory * GIB)
+            same = one.seconds, one.memory, *axes.items()  # but for a value that this plan has no use for
+            axes |= {name: str(values[name]) for name in besides}
+            option = Option(name_of(axes), axes, scale * one.seconds, share)
+            found.setdefault(same, Plan(option, one, changes(one.config, base), scale))
+    if not found:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return sorted(found.values(), key=lambda plan: plan.option.seconds)[:most]
+
+
+def axes_of(found: Estimate) -> dict[str, float | str]:
+    """Degrees and modes of a plan by name."""
+    plan, pipeline = found.layout.plan, found.layout.pipeline.schedule
+    return {
+        "dp": plan.dp,
+        "cp": plan.cp,
+        "tp": plan.tp,
+        "pp": plan.pp,
+        "zero": str(plan.stage),
+        "shard": plan.shard,
+        "micro": found.layout.batch.micro_size,
+        "recompute": found.config.activation.mode,
+        "schedule": pipeline.name if plan.pp > 1 else "",
+        "chunks": pipeline.chunks,
+        "blocks": "compiled" if found.config.compile else "eager",
+        "long": "-".join(measures(found.config).split()),
+    }
+
+
+def name_of(axes: Mapping[str, float | str]) -> str:
+    """A name for the folder of a plan's trial, from its axes alone. What goes without saying is left out."""
+    said = dict(axes)
+    for name in ("cp", "tp", "pp", "chunks"):
+        if said[name] == 1:
+            del said[name]
+    if said["zero"] == "0" or said["shard"] == axes["dp"]:
+        del said["shard"]
+    words = ("recompute", "schedule", "blocks", "long")
+    parts = (str(value) if name in words else f"{name.rpartition('.')[-1]}{value}" for name, value in said.items())
+    return re.sub(r"[^\w.+-]+", "-", "_".join(filter(None, parts)))

@@ -1,0 +1,144 @@
+"""A folder of a search: what it was begun with, and its trials. A trial is that of a sweep, and runs alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.config import Config, ConfigError
+from trainer.config.compose import quoted
+from trainer.config.typed import flat
+from trainer.planning.estimate.report import recipe
+from trainer.planning.estimate.step import GIB
+from trainer.sweep import launch, to_run
+from trainer.sweep.plan import SweepConfig, make_trial
+from trainer.sweep.results import Results, TrialResult
+from trainer.tuning.engines import Option, Outcome, fastest
+from trainer.tuning.space import Plan
+from trainer.util.files import write_atomic
+from trainer.util.reading import brief, read_json
+
+ENDED = ("done", "out_of_memory", "failed", "timeout")
+"""Statuses of trials that count: whatever became of them is a result."""
+
+PREDICTED = ("predicted_seconds", "expected_seconds", "predicted_memory_gib")
+"""What a line of trials.jsonl has besides: a step's seconds by the estimate, and as it was corrected when the plan was
+chosen; memory of the fullest device."""
+
+BEGUN = "settings.json"
+"""What a folder was begun with."""
+
+FLAT = 1e-9
+"""Learning rate of trials, which have no warm-up."""
+
+
+def measuring(base: Config, steps: int) -> list[str]:
+    """Overrides of a run that is only to be measured: short, and it neither evaluates nor saves."""
+    return [
+        *(f"run.steps={steps}", "run.tokens=null", "run.hours=null"),
+        *("logging.every=1", "logging.profile=0", "logging.trace=[]"),
+        *("logging.wandb.enabled=false", "logging.tensorboard=false"),
+        *("checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.resume=none"),
+        *("eval.every=0", "eval.at_start=false", "eval.ema=false", *(f"~eval.sets.{name}" for name in base.eval.sets)),
+        *("lr.schedule=constant", "lr.warmup=0", f"lr.peak={FLAT}"),
+    ]
+
+
+class Study:
+    """The trials of a search in their folder.
+
+    settings: what all trials share and predictions are made from. Raises `ConfigError` with the names of what has
+    changed where the folder was begun with other settings."""
+
+    def __init__(self, folder: Path, plans: Sequence[Plan], settings: dict[str, Any]):
+        self.folder, self.plans = folder, {plan.option.name: plan for plan in plans}
+        self.results = Results(folder, "trials.jsonl", PREDICTED)
+        self.illegal: set[str] = set()
+        path, way_out = folder / BEGUN, f"set another sweep.name, or remove {folder}"
+        now = json.loads(json.dumps(settings))
+        try:
+            before, after = flat(read_json(path, dict, way_out)), flat(now)
+        except FileNotFoundError:
+            write_atomic(path, json.dumps(now) + "\n")
+            return
+        except RecursionError:
+            raise ConfigError(f"{path} is nested too deeply; {way_out}") from None
+        if changed := [
+            f"{brief(name)}={brief(after.get(name))}, then {brief(before.get(name))}"
+            for name in {**after, **before}
+            if before.get(name) != after.get(name)
+        ]:
+            raise ConfigError(f"{folder} holds trials with other settings ({'; '.join(changed[:3])}); {way_out}")
+
+    @property
+    def options(self) -> list[Option]:
+        return [plan.option for plan in self.plans.values() if plan.option.name not in self.illegal]
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """What the trials have shown so far, in their order. Times are of a step of the recipe's tokens."""
+        return [
+            Outcome(plan.option, seconds_of(line, plan), line["status"] == "out_of_memory")
+            for name, line in self.results.lines.items()
+            if line["status"] in ENDED and (plan := self.plans.get(name))
+        ]
+
+    @property
+    def best(self) -> Plan | None:
+        found = fastest(self.outcomes)
+        return None if found is None else self.plans[found.option.name]
+
+    def measure(
+        self,
+        option: Option,
+        expected: float,
+        sweep: SweepConfig,
+        common: list[str],
+        base: Config,
+        steps: int,
+        config_dir: str | None,
+        gpus: list[str],
+    ) -> str:
+        """Runs the trial of a plan, which is expected to take so many seconds a step, and returns its status. Raises
+        `ConfigError` where an override means nothing."""
+        plan = self.plans[option.name]
+        values = [f"{name}={written(value)}" for name, value in plan.changes.items()]
+        trial, wrong = make_trial(sweep, option.name, common + measuring(base, steps), values, config_dir, len(gpus))
+        if wrong:
+            raise ConfigError(list(wrong.values()))
+        memory = plan.found.memory / GIB
+        trial.more = dict(zip(PREDICTED, (plan.found.seconds, expected / plan.scale, memory)))
+        launch(to_run([trial], self.results, sweep.launcher == "slurm"), sweep, config_dir, gpus, self.results)
+        status = self.results.lines[option.name]["status"]
+        if status == "refused":
+            self.illegal.add(option.name)
+        return status
+
+    def write_best(self) -> Path:
+        """best.yaml: the fastest plan as a recipe to put behind the own one."""
+        plan = self.best
+        assert plan is not None
+        layout, seconds = plan.found.layout, self.results.lines[plan.option.name]["step_seconds_p50"]
+        measured = f"step {seconds:.4g} s, {layout.batch.tokens / seconds:.4g} tokens/s"
+        place = f"{layout.plan.world} x {plan.found.hardware.device}"
+        path = self.folder / "config" / "best.yaml"
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, recipe(plan.changes, f"Measured on {place}: {measured}; {plan.option.name}."))
+        return path
+
+
+def seconds_of(line: TrialResult, plan: Plan) -> float | None:
+    """What a step of the recipe's tokens took; None where no step was measured."""
+    seconds = line["step_seconds_p50"] if line["status"] == "done" else None
+    return plan.scale * seconds if seconds else None
+
+
+def written(value: Any) -> str:
+    """A value of a setting as Hydra's grammar reads it."""
+    if isinstance(value, str):
+        return quoted(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    return json.dumps(value)
