@@ -1,0 +1,350 @@
+"""What may bound a run, and how each is told: the table of rules, and their thresholds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from trainer.diagnosis.account import AXES, Account
+from trainer.diagnosis.evidence import Evidence
+from trainer.diagnosis.typical import Typical, computed, work
+from trainer.util.tables import duration, number, percent
+
+MODEL, PLAN, RUNTIME, COMPILER, HARDWARE = LAYERS = (
+    "model definition",
+    "parallelisation",
+    "runtime orchestration",
+    "compilation",
+    "hardware",
+)
+"""The five layers of a training system, in which what bounds it is to be mended."""
+
+
+class Limits(NamedTuple):
+    """From which share of the step on a cost is called what bounds the run; other numbers of the rules."""
+
+    data: float = 0.05
+    straggler: float = 0.05
+    host: float = 0.10
+    communication: float = 0.15
+    bubble: float = 0.10
+    checkpoint: float = 0.05
+    evaluation: float = 0.10
+    turns: float = 0.20
+    """Ranks that are late in turns: shares of waiting that even the rank has which waits least."""
+    slower: float = 1.10
+    """A straggler's own work, as a multiple of the lower median of the ranks with the same layers."""
+    steadily: float = 0.60
+    """Share of the profiled steps in which it is the slowest by so much."""
+    full: float = 0.92
+    """Share of a device's memory that is used at the peak."""
+    recompute: float = 0.15
+    """Share of the computation."""
+    compute: float = 0.60
+    """Share of the step that products and attention take."""
+    memory_bound: float = 0.35
+    """Share of the computation that kernels take which the memory's bandwidth bounds."""
+    spoken_of: float = 0.01
+    """Share of the step that a cost has to have to be spoken of."""
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run pays. kind: of `RULES`; detail: which axis, part or rank; layer: of `LAYERS`; title: for people.
+    share: of the step; without: seconds of the step if it were not there; bounds: whether it is above its limit."""
+
+    kind: str
+    detail: str
+    layer: str
+    title: str
+    share: float
+    without: float
+    bounds: bool
+    evidence: tuple[str, ...] = field(default=())
+
+
+def costs(profile: Typical, evidence: Evidence) -> list[Cost]:
+    """Everything that the rules find in a profile: first what bounds the run, then what costs most."""
+    return ordered([cost for rule in RULES if (cost := rule(profile, evidence)) is not None])
+
+
+def ordered(found: list[Cost]) -> list[Cost]:
+    """What bounds the run comes first: of the overheads above their limits the one that costs most; without any, memory
+    that is full; without that, what the computation is bound by. Costs that are not worth a word are left out."""
+
+    def rank(cost: Cost) -> tuple[bool, int, float]:
+        return not cost.bounds, LAST.index(cost.kind) if cost.kind in LAST else -1, cost.without
+
+    bounding = [cost for cost in found if cost.bounds]
+    computing = [cost for cost in found if cost.kind in LAST[1:]]
+    first = min(bounding, key=rank) if bounding else max(computing, key=lambda cost: cost.share, default=None)
+    rest = [cost for cost in found if cost is not first and (cost.bounds or cost.share >= LIMITS.spoken_of)]
+    return [*([first] if first else []), *sorted(rest, key=lambda cost: cost.without)]
+
+
+LAST = ("memory capacity", "memory bandwidth", "compute")
+"""Kinds that bound a run where no overhead does, in this order."""
+
+Rule = Callable[[Typical, Evidence], Cost | None]
+
+
+def data(profile: Typical, evidence: Evidence) -> Cost | None:
+    share, most = profile.share("data"), max(profile.ranks, key=lambda account: account.spent("data"))
+    said = [f"a step waits {duration(most.spent('data'))} for its batch on rank {most.rank}"]
+    if share and most.spent("data") > 2 * statistics.median(account.spent("data") for account in profile.ranks):
+        said.append(f"mostly rank {most.rank}: look at its machine's file system")
+    without = profile.without(lambda account: account.spent("data"))
+    return _cost("data", "", RUNTIME, "waiting for data", profile, without, LIMITS.data, said, share)
+
+
+def straggler(profile: Typical, evidence: Evidence) -> Cost | None:
+    """A rank whose own work takes longer than that of its peers, in most steps; or ranks that are late in turns."""
+    slow = slowest(profile)
+    if slow is not None and slow.ratio >= LIMITS.slower and slow.steadily >= LIMITS.steadily:
+        without = profile.without(lambda account: max(0.0, computed(account) - _median(profile, account)))
+        said = [
+            f"rank {slow.account.rank} computes {slow.ratio:.2f} times as long as its peers' median, and is the "
+            f"slowest in {slow.steadily:.0%} of the profiled steps"
+        ]
+        said += [
+            f"it is the last to join {last} of {compared} collectives ({axis})"
+            for axis, (last, compared) in slow.account.last.items()
+            if compared and last / compared >= LIMITS.steadily
+        ]
+        said += throttled(evidence, slow.account.rank)
+        layer = HARDWARE if len(said) > 1 and "clock" in said[-1] else RUNTIME
+        title = f"rank {slow.account.rank} is slow, and the others wait for it"
+        return _cost("straggler", f"rank {slow.account.rank}", layer, title, profile, without, LIMITS.straggler, said)
+    least = min(account.waiting for account in profile.ranks)
+    said = [f"every rank waits at least {duration(least)} for others in a step, and none is always the last"]
+    title = "ranks are late in turns"
+    return _cost("straggler", "in turns", RUNTIME, title, profile, profile.seconds - least, LIMITS.turns, said)
+
+
+def host(profile: Typical, evidence: Evidence) -> Cost | None:
+    """What the host costs all ranks; what it costs one alone is a straggler's."""
+
+    def common(account: Account) -> float:
+        peers = [peer.spent("host") for peer in profile.peers(account)]
+        return min(account.spent("host"), statistics.median_low(peers))
+
+    parts = {part: profile.share(f"host/{part}") for part in ("launch", "synchronisation", "collector")}
+    part = max(parts, key=lambda name: parts[name])
+    first = profile.ranks[0]
+    said = [
+        "the device has nothing to do: "
+        + ", ".join(f"{percent(share)} {WORDS[name]}" for name, share in parts.items() if share >= 0.001)
+    ]
+    if first.launches:
+        shortest = f" of {1e6 * first.kernel_seconds:.0f} us (median)" if first.kernel_seconds else ""
+        said.append(f"{number(first.launches, 'kernel')}{shortest} a step")
+    if first.synchronisations:
+        said.append(f"{number(first.synchronisations, 'synchronisation')} of host and device a step")
+    layer = COMPILER if part == "launch" else RUNTIME
+    title = {"launch": "the host is too slow for the device", "synchronisation": "the host waits for the device"}
+    text = title.get(part, "Python's garbage collector")
+    return _cost("host", part, layer, text, profile, profile.without(common), LIMITS.host, said)
+
+
+WORDS = {
+    "launch": "before a launch",
+    "synchronisation": "behind a synchronisation",
+    "collector": "in Python's garbage collector",
+}
+
+
+def communication(profile: Typical, evidence: Evidence) -> Cost | None:
+    shares = {axis: profile.share(f"communication/{axis}/transfer") for axis in AXES}
+    axis, hidden = (
+        max(shares, key=lambda name: shares[name]),
+        profile.mean(lambda account: sum(account.hidden.values())),
+    )
+    parts = [f"{name} {percent(share)}" for name, share in shares.items() if share >= 0.001]
+    said = [f"transfers that nothing hides: {', '.join(parts)} of the step; {duration(hidden)} are hidden"]
+    waiting = profile.mean(lambda account: account.waiting)
+    said.append(f"waiting for peers is apart from it: {percent(waiting / profile.seconds)}")
+
+    def transfers(account: Account) -> float:
+        return sum(account.spent(f"communication/{name}/transfer") for name in AXES)
+
+    title = f"communication of the {axis} axis ({AXES[axis]})"
+    without = profile.without(transfers)
+    return _cost("communication", axis, PLAN, title, profile, without, LIMITS.communication, said)
+
+
+def bubble(profile: Typical, evidence: Evidence) -> Cost | None:
+    """A pipeline's waiting, by whether other stages would mend it, or another schedule."""
+    schedule, imbalance = (profile.mean(lambda a, p=part: a.spent(f"bubble/{p}")) for part in ("schedule", "imbalance"))
+    total, part = schedule + imbalance, "imbalance" if imbalance > schedule else "schedule"
+    said = [
+        f"{percent(schedule / profile.seconds)} is the schedule's own, {percent(imbalance / profile.seconds)} follows "
+        "from stages of unequal cost"
+    ]
+    if part == "imbalance":
+        by_stage: dict[int, list[float]] = {}
+        for account in profile.ranks:
+            by_stage.setdefault(account.place.get("pp", 0), []).append(work(account))
+        times = ", ".join(
+            f"{duration(statistics.fmean(values))} in pipeline rank {stage}" for stage, values in by_stage.items()
+        )
+        said.append(f"a step's work takes {times}")
+    elif evidence.layout is not None:
+        pipeline, batch = evidence.layout.pipeline, evidence.layout.batch
+        said.append(
+            f"{pipeline.schedule.name} with {number(batch.accumulation, 'micro-batch', 'es')} over "
+            f"{evidence.layout.plan.pp} ranks"
+        )
+    title = {"imbalance": "the pipeline's stages are unequal", "schedule": "the pipeline's schedule leaves a bubble"}
+    without, share = profile.seconds - (imbalance if part == "imbalance" else schedule), total / profile.seconds
+    return Cost("bubble", part, PLAN, title[part], share, without, share >= LIMITS.bubble, tuple(said))
+
+
+def checkpoint(profile: Typical, evidence: Evidence) -> Cost | None:
+    without = profile.without(lambda account: account.spent("checkpoint"))
+    said = [f"saves stop training for {duration(profile.mean(lambda a: a.spent('checkpoint')))} a step on average"]
+    return _cost("checkpoint", "", RUNTIME, "saving checkpoints", profile, without, LIMITS.checkpoint, said)
+
+
+def evaluation(profile: Typical, evidence: Evidence) -> Cost | None:
+    without = profile.without(lambda account: account.spent("evaluation"))
+    said = [f"evaluations take {duration(profile.mean(lambda a: a.spent('evaluation')))} a step on average"]
+    return _cost("evaluation", "", RUNTIME, "evaluating", profile, without, LIMITS.evaluation, said)
+
+
+def memory_capacity(profile: Typical, evidence: Evidence) -> Cost | None:
+    """Memory that is all but full, or recompute and copies to host memory that lack of it costs."""
+    said, full = fullness(evidence)
+    again = profile.mean(lambda account: account.spent("recompute") + account.spent("copies"))
+    kernels = profile.mean(_kernels)
+    if again and kernels:
+        said.append(f"recompute and copies to host memory take {percent(again / profile.seconds)} of the step")
+    bounds = full or bool(kernels) and again / kernels >= LIMITS.recompute
+    if not said:
+        return None
+    without = profile.without(lambda account: account.spent("recompute") + account.spent("copies"))
+    detail = "recompute" if not full else "full"
+    share = again / profile.seconds
+    title = "the device's memory is full" if full else "recompute, for want of memory"
+    return Cost("memory capacity", detail, HARDWARE, title, share, without, bounds, tuple(said))
+
+
+def memory_bandwidth(profile: Typical, evidence: Evidence) -> Cost | None:
+    """Kernels that wait for memory: norms, activations, losses, and the update."""
+    kernels, update = profile.mean(_kernels), profile.mean(lambda account: account.spent("optimizer"))
+    moved = update + profile.mean(lambda account: account.spent("memory_bound"))
+    part = "optimizer" if update > moved / 2 else "kernels"
+    said = [
+        f"kernels that the memory bounds take {percent(moved / profile.seconds)} of the step "
+        f"({percent(update / profile.seconds)} of it the update), all kernels {percent(kernels / profile.seconds)}"
+    ]
+    without = profile.without(lambda account: account.spent("memory_bound") + account.spent("optimizer"))
+    compiled = evidence.config is not None and evidence.config.compile
+    title = {"optimizer": "the update of the weights", "kernels": "element-wise kernels, which move bytes"}[part]
+    layer = MODEL if compiled else COMPILER
+    bounds = bool(kernels) and moved / kernels >= LIMITS.memory_bound
+    return Cost("memory bandwidth", part, layer, title, moved / profile.seconds, without, bounds, tuple(said))
+
+
+def compute(profile: Typical, evidence: Evidence) -> Cost | None:
+    """Products and attention: what a run is for. It bounds where nothing else does."""
+    share = profile.share("products") + profile.share("attention")
+    said = [
+        f"matrix products take {percent(profile.share('products'))} of the step, attention "
+        f"{percent(profile.share('attention'))}"
+    ]
+    if mfu := evidence.values("mfu"):
+        said.append(f"MFU is {percent(statistics.median(mfu[-20:]))}")
+    without = profile.without(lambda account: account.spent("products") + account.spent("attention"))
+    return Cost(
+        "compute", "", MODEL, "matrix products and attention", share, without, share >= LIMITS.compute, tuple(said)
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    data,
+    straggler,
+    host,
+    communication,
+    bubble,
+    checkpoint,
+    evaluation,
+    memory_capacity,
+    memory_bandwidth,
+    compute,
+)
+"""Each is one kind of cost. Of two that cost the same the first counts."""
+
+
+class Slow(NamedTuple):
+    """ratio: of its own work to its peers' lower median; steadily: share of the profiled steps in which the rank is the
+    slowest by `Limits.slower`."""
+
+    account: Account
+    ratio: float
+    steadily: float
+
+
+def slowest(profile: Typical) -> Slow | None:
+    """The rank that is slowest among its peers; None where no rank has any."""
+    ratios = [(_ratio(profile, account), account) for account in profile.ranks if len(profile.peers(account)) > 1]
+    if not ratios:
+        return None
+    ratio, account = max(ratios, key=lambda pair: pair[0])
+    steps = 0
+    for accounts in profile.single.values():
+        own = {one.rank: computed(one) for one in accounts if one.place.get("pp") == account.place.get("pp")}
+        typical = statistics.median_low(own.values())
+        steps += own.get(account.rank, 0.0) == max(own.values()) and own[account.rank] >= LIMITS.slower * typical
+    return Slow(account, ratio, steps / len(profile.single))
+
+
+def _ratio(profile: Typical, account: Account) -> float:
+    median = _median(profile, account)
+    return computed(account) / median if median > 0 else 1.0
+
+
+def _median(profile: Typical, account: Account) -> float:
+    return statistics.median_low(computed(peer) for peer in profile.peers(account))
+
+
+def _kernels(account: Account) -> float:
+    """Seconds in which a rank computes, whatever it is."""
+    return sum(account.spent(term) for term in ("products", "attention", "memory_bound", "recompute", "optimizer"))
+
+
+def fullness(evidence: Evidence) -> tuple[list[str], bool]:
+    """What is to be said of the memory that is used at the peak, and whether it is nearly all."""
+    used, hardware = evidence.values("memory_gib"), evidence.hardware
+    if not used or hardware is None:
+        return [], False
+    peak = max(used)
+    text = f"the fullest rank has used {peak:.3g} of {hardware.memory:.3g} GiB ({peak / hardware.memory:.0%})"
+    return [text], peak >= LIMITS.full * hardware.memory
+
+
+def throttled(evidence: Evidence, rank: int) -> list[str]:
+    """Whether a rank's clock is held down, as far as the run's hardware metrics say."""
+    del evidence, rank
+    return []
+
+
+def _cost(
+    kind: str,
+    detail: str,
+    layer: str,
+    title: str,
+    profile: Typical,
+    without: float,
+    limit: float,
+    said: list[str],
+    share: float | None = None,
+) -> Cost:
+    """A cost that bounds the run from a share of the step on. share: what it is of the step; None takes what would be
+    won."""
+    won = 1 - without / profile.seconds
+    return Cost(kind, detail, layer, title, won if share is None else share, without, won >= limit, tuple(said))
