@@ -9,11 +9,12 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import Any
 
 from trainer.config import Config, ConfigError, typed
 from trainer.diagnosis.evidence import Evidence
-from trainer.planning.estimate.step import Estimate, estimate
+from trainer.planning.estimate.step import Estimate, estimate_within
 from trainer.planning.plan import resolve_plan
 from trainer.planning.resolve import Layout, check, resolve
 from trainer.planning.variants import fit_batch
@@ -94,7 +95,7 @@ class Workshop:
     def _estimate(self, config: Config, layout: Layout) -> Estimate | None:
         assert self.hardware is not None
         try:
-            return estimate(config, layout, self.hardware)
+            return estimate_within(inf, config, layout, self.hardware, lowered=False)
         except (ConfigError, ValueError, ArithmeticError):
             return None
 
