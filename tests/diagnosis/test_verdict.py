@@ -14,7 +14,7 @@ from support.accounts import QUIET, Case, accounts, quiet
 from trainer.config import Config
 from trainer.diagnosis.evidence import Evidence, Machine
 from trainer.diagnosis.rules import LAYERS
-from trainer.diagnosis.typical import typical, work
+from trainer.diagnosis.typical import computed, typical, work
 from trainer.diagnosis.verdict import Diagnosis, diagnose, to_json
 from trainer.planning.estimate.hardware import load_hardware
 
@@ -150,7 +150,7 @@ def test_whatever_the_account_the_diagnosis_is_sound(terms, steps, slow, pipelin
     if profile is None:
         return
     for account in profile.ranks:
-        assert 0 <= work(account) <= account.seconds * (1 + 1e-9)
+        assert -1e-9 <= computed(account) <= work(account) <= account.seconds * (1 + 1e-9)
     diagnosis = diagnose(Evidence(Path("runs/x"), profile=profile, config=Config()))
     for finding in diagnosis.findings:
         assert 0 <= finding.seconds <= diagnosis.seconds * (1 + 1e-6) and 0 <= finding.cost.share <= 1 + 1e-6

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from trainer.diagnosis.account import AXES, Account
 from trainer.diagnosis.evidence import Evidence
-from trainer.diagnosis.typical import Typical, computed, work
+from trainer.diagnosis.typical import Typical, computed, transfers, work
 from trainer.util.tables import duration, number, percent
 
 MODEL, PLAN, RUNTIME, COMPILER, HARDWARE = LAYERS = (
@@ -168,9 +168,6 @@ def communication(profile: Typical, evidence: Evidence) -> Cost | None:
     said = [f"transfers that nothing hides: {', '.join(parts)} of the step; {duration(hidden)} are hidden"]
     waiting = profile.mean(lambda account: account.waiting)
     said.append(f"waiting for peers is apart from it: {percent(waiting / profile.seconds)}")
-
-    def transfers(account: Account) -> float:
-        return sum(account.spent(f"communication/{name}/transfer") for name in AXES)
 
     title = f"communication of the {axis} axis ({AXES[axis]})"
     without = profile.without(transfers)

@@ -69,7 +69,13 @@ def waits(account: Account) -> float:
 
 def computed(account: Account) -> float:
     """Seconds of a rank's own work beside communication and data: equal among peers, unless one is slow."""
-    return work(account) - sum(account.spent(term) for term in ("communication", "data", "checkpoint", "evaluation"))
+    others = fsum(account.spent(term) for term in ("data", "checkpoint", "evaluation"))
+    return work(account) - transfers(account) - others
+
+
+def transfers(account: Account) -> float:
+    """Seconds of communication that nothing hides, without waiting for peers."""
+    return account.spent("communication") - account.waiting
 
 
 def typical(accounts: Iterable[Account]) -> Typical | None:
