@@ -54,7 +54,7 @@ def examine(folder: Path, hardware: str = "") -> Diagnosis:
         stalled = last_stall(folder, machine_of(folder, accounts).processes)
     started = accounts or stalled or status
     records = [] if started and not _logged(folder) else metrics.read(folder)
-    return diagnose(gather(folder, records, accounts, status, stalled, hardware))
+    return diagnose(gather(folder, records, accounts, status, stalled, hardware=hardware))
 
 
 def _logged(folder: Path) -> bool:

@@ -1,5 +1,4 @@
-"""What is offered against a bound: it can be pasted, is legal for the model and plan, keeps the batch, and is faster where
-that is predicted."""
+"""What is offered against a bound: it can be pasted, is legal, keeps the batch, and is faster where one can predict."""
 
 from __future__ import annotations
 

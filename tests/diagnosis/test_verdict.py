@@ -14,6 +14,7 @@ from support.accounts import QUIET, Case, accounts, quiet
 from trainer.config import Config
 from trainer.diagnosis.evidence import Evidence, Machine
 from trainer.diagnosis.rules import LAYERS
+from trainer.diagnosis.slow_ranks import slowest
 from trainer.diagnosis.typical import computed, typical, work
 from trainer.diagnosis.verdict import Diagnosis, diagnose, to_json
 from trainer.planning.estimate.hardware import load_hardware
@@ -21,7 +22,9 @@ from trainer.planning.estimate.hardware import load_hardware
 
 def told(case: Case, seed: int = 0, **more) -> Diagnosis:
     profile = typical(accounts(case, random.Random(seed)))
-    return diagnose(Evidence(Path("runs/x"), profile=profile, machine=Machine(case.ranks, case.ranks, "CPU"), **more))
+    return diagnose(
+        Evidence(Path("runs/x"), profile=profile, machine=Machine(case.ranks, case.ranks, "NVIDIA H200"), **more)
+    )
 
 
 def with_(draw: random.Random, **shares: float) -> dict[str, float]:
@@ -92,6 +95,17 @@ def test_the_step_without_a_cost_is_that_of_a_run_without_it():
     balanced = typical(accounts(Case(QUIET, stages=(1.5, 1.5), micro=32), random.Random(1))).seconds
     assert stages.findings[0].cost.detail == "imbalance"
     assert stages.findings[0].seconds == pytest.approx(balanced, rel=0.06)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_noise_is_no_straggler(seed):
+    """Single steps in which a rank is half as slow again tell nothing; as many in which one always is do."""
+    draw = random.Random(seed)
+    noisy = typical(accounts(Case(QUIET, ranks=2), draw, steps=3, noise=0.3))
+    assert diagnose(Evidence(Path("runs/x"), profile=noisy)).kind != "straggler"
+    slow = typical(accounts(Case(QUIET, ranks=2, slow={1: 3.0}), draw, steps=6, noise=0.2))
+    assert diagnose(Evidence(Path("runs/x"), profile=slow)).findings[0].cost.detail == "rank 1"
+    assert not slowest(typical(accounts(Case(QUIET, slow={1: 9.0}), draw, steps=1))).certain
 
 
 def test_the_axis_and_the_part_are_named():

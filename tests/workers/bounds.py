@@ -1,4 +1,4 @@
-"""Runs of two ranks, each slowed down by one cause of known kind, and profiled: what `trainer diagnose` is then asked."""
+"""Runs of two ranks, each slowed down by one cause of known kind and profiled: what `diagnose` is then asked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from trainer.distributed.world import join
 from trainer.planning.plan import resolve_plan
 from trainer.training.profiling import Profiling
 
-PROFILED = (2, 3)
 TERM = "loss.terms.disturbance"
 BALLAST: list[torch.Tensor] = []
 
@@ -51,7 +50,8 @@ def disturbance(settings, scores, targets):
     return scores.sum(-1) * 0
 
 
-def run(folder: Path, **overrides: object) -> None:
+def run(folder: Path, steps: int, **overrides: object) -> None:
+    """Trains `steps`, of which all but the first are profiled."""
     values = {
         "model": "tiny",
         "data.tokenizer": "bytes",
@@ -65,12 +65,12 @@ def run(folder: Path, **overrides: object) -> None:
         "model.depth": 1,
         "model.feed_forward.width": 128,
         "model.vocab_size": 257,
-        "run.steps": PROFILED[-1],
+        "run.steps": steps,
         "lr.warmup": 1,
         "run.dir": folder,
         "run.device": "cpu",
         "logging.console": "none",
-        "logging.trace": json.dumps(PROFILED),
+        "logging.trace": json.dumps([*range(2, steps + 1)]),
         "checkpoint.at_end": "false",
         **overrides,
     }
@@ -81,7 +81,7 @@ def run(folder: Path, **overrides: object) -> None:
     trainer.run(composed[0])
     dist.barrier()
     if dist.get_rank() == 0:
-        for step in PROFILED:
+        for step in range(2, steps + 1):
             write_accounts(folder, step, [0, 1])
 
 
@@ -93,7 +93,7 @@ def slow_data(before=Loader._step):
     return step
 
 
-WIDE = {"model.width": 384, "model.feed_forward.width": 1536, "model.depth": 2, "batch.sequence_length": 128}
+WIDE = {"model.width": 320, "model.feed_forward.width": 1280, "model.depth": 2, "batch.sequence_length": 128}
 CASES = {
     # The link between ranks is slow beside what they compute: the parameters of few tokens are gathered for each pass.
     "communication": {
@@ -101,14 +101,14 @@ CASES = {
         "batch.sequence_length": 8,
         "batch.micro_size": 1,
         "model.width": 128,
-        "model.feed_forward.width": 4096,
+        "model.feed_forward.width": 2048,
         "model.depth": 2,
     },
-    "bubble": {**WIDE, "parallel.pp": 2, "parallel.pipeline.split": "[5,1]", "model.depth": 6, "batch.micro_size": 2},
+    "bubble": {**WIDE, "parallel.pp": 2, "parallel.pipeline.split": "[3,1]", "model.depth": 4, "batch.micro_size": 2},
     "data": {"data.prefetch": 0},
     "host": {"sleep": 0.5},
-    "straggler": {"products": 200, "rank": 1},
-    "memory bandwidth": {"copies": 300},
+    "straggler": {"products": 150, "rank": 1},
+    "memory bandwidth": {"copies": 200},
     "compute": WIDE,
     "memory capacity": {**WIDE, "held": 400},  # the last: a process's peak does not fall
 }
@@ -121,7 +121,7 @@ def main(root: str) -> None:
     for name, values in CASES.items():
         Loader._step = slow if name == "data" else before
         named = {key if "." in key or key == "parallel" else f"{TERM}.{key}": value for key, value in values.items()}
-        run(Path(root) / name.replace(" ", "_"), **named)
+        run(Path(root) / name.replace(" ", "_"), 5 if name == "straggler" else 3, **named)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ SETTINGS, STARTS = "config.yaml", "starts.jsonl"
 START = {"processes": int, "hosts": {str: int}, "devices": {str: int}}
 """What a line of starts.jsonl has to have to say on what a run trains."""
 
-PLANNED = ("model", "batch", "parallel", "precision", "activation", "loss", "optimizer", "compile")
+PLANNED = ("model", "batch", "parallel", "precision", "activation", "optimizer", "compile")
 """Sections whose settings a plan follows from. What is wrong in others (something registered that this command does not
 import) leaves it as it is."""
 
@@ -45,7 +45,7 @@ class Evidence:
     """folder: the run's. records: lines of metrics.jsonl of steps, oldest first. profile: the typical profiled step,
     None where none is profiled. config, layout: of the last start, None where they cannot be read. hardware: the kind
     of machine, None where it is not known. status: status.json. stalled: lines of the watchdog's last report, where the
-    run has stalled. notes: what could not be known, and why."""
+    run has stalled. throttle: why clocks are held down, in words. notes: what could not be known, and why."""
 
     folder: Path
     records: Sequence[Mapping[str, Any]] = ()
@@ -56,6 +56,7 @@ class Evidence:
     hardware: HardwareConfig | None = None
     status: Mapping[str, Any] = field(default_factory=dict)
     stalled: Sequence[str] = ()
+    throttle: str = ""
     notes: Sequence[str] = ()
 
     def values(self, key: str) -> list[float]:
@@ -69,6 +70,7 @@ def gather(
     accounts: Sequence[Account],
     status: Mapping[str, Any],
     stalled: Sequence[str] = (),
+    throttle: str = "",
     hardware: str = "",
 ) -> Evidence:
     """What the folder of a run tells beside what is given.
@@ -90,7 +92,9 @@ def gather(
     if profile and profile.unusual:
         left = ", ".join(map(str, profile.unusual))
         notes.append(f"step {left} took far longer than the other profiled ones, and is left out")
-    return Evidence(folder, steps, profile, config, layout, machine, kind, status, tuple(stalled), tuple(notes))
+    return Evidence(
+        folder, steps, profile, config, layout, machine, kind, status, tuple(stalled), throttle, tuple(notes)
+    )
 
 
 def machine_of(folder: Path, accounts: Sequence[Account]) -> Machine:

@@ -7,7 +7,8 @@ import statistics
 from collections import Counter
 
 from trainer.diagnosis.evidence import Evidence
-from trainer.diagnosis.rules import HARDWARE, LIMITS, PLAN, RUNTIME, Cost, fullness, ordered, throttled
+from trainer.diagnosis.rules import HARDWARE, LIMITS, PLAN, RUNTIME, Cost, fullness, ordered
+from trainer.diagnosis.slow_ranks import throttled
 from trainer.util.tables import duration, percent
 
 RECENT = 200
@@ -36,7 +37,7 @@ def _data(evidence: Evidence, seconds: float) -> Cost | None:
     wait = min(seconds, statistics.median(waits))
     share = wait / seconds if seconds > 0 else 0.0
     said = (f"a step waits {duration(wait)} of {duration(seconds)} for its batch on rank 0 (data_seconds)",)
-    return Cost("data", "", RUNTIME, "waiting for data", share, seconds - wait, share >= LIMITS.data, said)
+    return Cost("data", "", RUNTIME, "waiting for data", share, seconds - wait, share, share >= LIMITS.data, said)
 
 
 def _straggler(evidence: Evidence, seconds: float) -> Cost | None:
@@ -56,7 +57,7 @@ def _straggler(evidence: Evidence, seconds: float) -> Cost | None:
     layer = HARDWARE if len(said) > 1 else RUNTIME
     title = f"rank {rank} is slow, and the others wait for it"
     share = 1 - without / seconds if bounds else 0.0
-    return Cost("straggler", f"rank {rank}", layer, title, share, without, bounds, tuple(said))
+    return Cost("straggler", f"rank {rank}", layer, title, share, without, share, bounds, tuple(said))
 
 
 def _bubble(evidence: Evidence, seconds: float) -> Cost | None:
@@ -66,10 +67,10 @@ def _bubble(evidence: Evidence, seconds: float) -> Cost | None:
     share = statistics.median(shares)
     said = (f"pipeline ranks wait {percent(share)} of the step for each other (bubble)",)
     title = "the pipeline's bubble"
-    return Cost("bubble", "", PLAN, title, share, seconds * (1 - share), share >= LIMITS.bubble, said)
+    return Cost("bubble", "", PLAN, title, share, seconds * (1 - share), share, share >= LIMITS.bubble, said)
 
 
 def _memory(evidence: Evidence, seconds: float) -> Cost | None:
     said, full = fullness(evidence)
     title = "the device's memory is full"
-    return Cost("memory capacity", "full", HARDWARE, title, 0.0, seconds, full, tuple(said)) if said else None
+    return Cost("memory capacity", "full", HARDWARE, title, 0.0, seconds, 0.0, full, tuple(said)) if said else None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainer.diagnosis.account import AXES, Account
 from trainer.diagnosis.evidence import Evidence
+from trainer.diagnosis.slow_ranks import peers_median, slowest, throttled
 from trainer.diagnosis.typical import Typical, computed, transfers, work
+from trainer.planning.estimate.timing import EAGER
 from trainer.util.tables import duration, number, percent
 
 MODEL, PLAN, RUNTIME, COMPILER, HARDWARE = LAYERS = (
@@ -28,6 +30,8 @@ class Limits(NamedTuple):
     data: float = 0.05
     straggler: float = 0.05
     host: float = 0.10
+    host_on_cpus: float = 0.25
+    """CPUs have no queue: every moment between two operators is the host's."""
     communication: float = 0.15
     bubble: float = 0.10
     checkpoint: float = 0.05
@@ -37,7 +41,7 @@ class Limits(NamedTuple):
     slower: float = 1.10
     """A straggler's own work, as a multiple of the lower median of the ranks with the same layers."""
     steadily: float = 0.60
-    """Share of the profiled steps in which it is the slowest by so much."""
+    """Share of the profiled steps in which it is the slowest."""
     full: float = 0.92
     """Share of a device's memory that is used at the peak."""
     recompute: float = 0.15
@@ -56,7 +60,8 @@ LIMITS = Limits()
 @dataclass(frozen=True)
 class Cost:
     """What a run pays. kind: of `RULES`; detail: which axis, part or rank; layer: of `LAYERS`; title: for people.
-    share: of the step; without: seconds of the step if it were not there; bounds: whether it is above its limit."""
+    share: of the step; without: seconds of the step if it were not there; avoidable: share of the step that another
+    setting or machine could win; bounds: whether it is above its limit."""
 
     kind: str
     detail: str
@@ -64,8 +69,9 @@ class Cost:
     title: str
     share: float
     without: float
+    avoidable: float
     bounds: bool
-    evidence: tuple[str, ...] = field(default=())
+    evidence: tuple[str, ...] = ()
 
 
 def costs(profile: Typical, evidence: Evidence) -> list[Cost]:
@@ -74,11 +80,11 @@ def costs(profile: Typical, evidence: Evidence) -> list[Cost]:
 
 
 def ordered(found: list[Cost]) -> list[Cost]:
-    """What bounds the run comes first: of the overheads above their limits the one that costs most; without any, memory
-    that is full; without that, what the computation is bound by. Costs that are not worth a word are left out."""
+    """What bounds the run comes first: of what is above its limit, that of which most can be won; where nothing can,
+    memory that is full, then what the computation is bound by. Costs that are not worth a word are left out."""
 
-    def rank(cost: Cost) -> tuple[bool, int, float]:
-        return not cost.bounds, LAST.index(cost.kind) if cost.kind in LAST else -1, cost.without
+    def rank(cost: Cost) -> tuple[float, int]:
+        return -cost.avoidable, LAST.index(cost.kind) if cost.kind in LAST else -1
 
     bounding = [cost for cost in found if cost.bounds]
     computing = [cost for cost in found if cost.kind in LAST[1:]]
@@ -88,7 +94,7 @@ def ordered(found: list[Cost]) -> list[Cost]:
 
 
 LAST = ("memory capacity", "memory bandwidth", "compute")
-"""Kinds that bound a run where no overhead does, in this order."""
+"""Kinds of which little can be won, in the order in which they bound a run where no overhead does."""
 
 Rule = Callable[[Typical, Evidence], Cost | None]
 
@@ -105,8 +111,8 @@ def data(profile: Typical, evidence: Evidence) -> Cost | None:
 def straggler(profile: Typical, evidence: Evidence) -> Cost | None:
     """A rank whose own work takes longer than that of its peers, in most steps; or ranks that are late in turns."""
     slow = slowest(profile)
-    if slow is not None and slow.ratio >= LIMITS.slower and slow.steadily >= LIMITS.steadily:
-        without = profile.without(lambda account: max(0.0, computed(account) - _median(profile, account)))
+    if slow is not None and slow.certain and slow.ratio >= LIMITS.slower and slow.steadily >= LIMITS.steadily:
+        without = profile.without(lambda account: max(0.0, computed(account) - peers_median(profile, account)))
         said = [
             f"rank {slow.account.rank} computes {slow.ratio:.2f} times as long as its peers' median, and is the "
             f"slowest in {slow.steadily:.0%} of the profiled steps"
@@ -116,8 +122,8 @@ def straggler(profile: Typical, evidence: Evidence) -> Cost | None:
             for axis, (last, compared) in slow.account.last.items()
             if compared and last / compared >= LIMITS.steadily
         ]
-        said += throttled(evidence, slow.account.rank)
-        layer = HARDWARE if len(said) > 1 and "clock" in said[-1] else RUNTIME
+        clocks = throttled(evidence, slow.account.rank)
+        said, layer = said + clocks, HARDWARE if clocks else RUNTIME
         title = f"rank {slow.account.rank} is slow, and the others wait for it"
         return _cost("straggler", f"rank {slow.account.rank}", layer, title, profile, without, LIMITS.straggler, said)
     least = min(account.waiting for account in profile.ranks)
@@ -146,9 +152,10 @@ def host(profile: Typical, evidence: Evidence) -> Cost | None:
     if first.synchronisations:
         said.append(f"{number(first.synchronisations, 'synchronisation')} of host and device a step")
     layer = COMPILER if part == "launch" else RUNTIME
+    limit = LIMITS.host_on_cpus if evidence.machine.device == "CPU" else LIMITS.host
     title = {"launch": "the host is too slow for the device", "synchronisation": "the host waits for the device"}
     text = title.get(part, "Python's garbage collector")
-    return _cost("host", part, layer, text, profile, profile.without(common), LIMITS.host, said)
+    return _cost("host", part, layer, text, profile, profile.without(common), limit, said)
 
 
 WORDS = {
@@ -198,7 +205,7 @@ def bubble(profile: Typical, evidence: Evidence) -> Cost | None:
         )
     title = {"imbalance": "the pipeline's stages are unequal", "schedule": "the pipeline's schedule leaves a bubble"}
     without, share = profile.seconds - (imbalance if part == "imbalance" else schedule), total / profile.seconds
-    return Cost("bubble", part, PLAN, title[part], share, without, share >= LIMITS.bubble, tuple(said))
+    return Cost("bubble", part, PLAN, title[part], share, without, share, share >= LIMITS.bubble, tuple(said))
 
 
 def checkpoint(profile: Typical, evidence: Evidence) -> Cost | None:
@@ -227,11 +234,12 @@ def memory_capacity(profile: Typical, evidence: Evidence) -> Cost | None:
     detail = "recompute" if not full else "full"
     share = again / profile.seconds
     title = "the device's memory is full" if full else "recompute, for want of memory"
-    return Cost("memory capacity", detail, HARDWARE, title, share, without, bounds, tuple(said))
+    return Cost("memory capacity", detail, HARDWARE, title, share, without, 0.0, bounds, tuple(said))
 
 
 def memory_bandwidth(profile: Typical, evidence: Evidence) -> Cost | None:
-    """Kernels that wait for memory: norms, activations, losses, and the update."""
+    """Kernels that wait for memory: norms, activations, losses, and the update. Compiled, they would move a fraction of
+    the bytes; the rest is the model's own."""
     kernels, update = profile.mean(_kernels), profile.mean(lambda account: account.spent("optimizer"))
     moved = update + profile.mean(lambda account: account.spent("memory_bound"))
     part = "optimizer" if update > moved / 2 else "kernels"
@@ -243,8 +251,9 @@ def memory_bandwidth(profile: Typical, evidence: Evidence) -> Cost | None:
     compiled = evidence.config is not None and evidence.config.compile
     title = {"optimizer": "the update of the weights", "kernels": "element-wise kernels, which move bytes"}[part]
     layer = MODEL if compiled else COMPILER
-    bounds = bool(kernels) and moved / kernels >= LIMITS.memory_bound
-    return Cost("memory bandwidth", part, layer, title, moved / profile.seconds, without, bounds, tuple(said))
+    bounds, share = bool(kernels) and moved / kernels >= LIMITS.memory_bound, moved / profile.seconds
+    avoidable = 0.0 if compiled else (1 - 1 / EAGER) * (moved - update) / profile.seconds
+    return Cost("memory bandwidth", part, layer, title, share, without, avoidable, bounds, tuple(said))
 
 
 def compute(profile: Typical, evidence: Evidence) -> Cost | None:
@@ -257,9 +266,8 @@ def compute(profile: Typical, evidence: Evidence) -> Cost | None:
     if mfu := evidence.values("mfu"):
         said.append(f"MFU is {percent(statistics.median(mfu[-20:]))}")
     without = profile.without(lambda account: account.spent("products") + account.spent("attention"))
-    return Cost(
-        "compute", "", MODEL, "matrix products and attention", share, without, share >= LIMITS.compute, tuple(said)
-    )
+    title, bounds = "matrix products and attention", share >= LIMITS.compute
+    return Cost("compute", "", MODEL, title, share, without, 0.0, bounds, tuple(said))
 
 
 RULES: tuple[Rule, ...] = (
@@ -277,38 +285,6 @@ RULES: tuple[Rule, ...] = (
 """Each is one kind of cost. Of two that cost the same the first counts."""
 
 
-class Slow(NamedTuple):
-    """ratio: of its own work to its peers' lower median; steadily: share of the profiled steps in which the rank is the
-    slowest by `Limits.slower`."""
-
-    account: Account
-    ratio: float
-    steadily: float
-
-
-def slowest(profile: Typical) -> Slow | None:
-    """The rank that is slowest among its peers; None where no rank has any."""
-    ratios = [(_ratio(profile, account), account) for account in profile.ranks if len(profile.peers(account)) > 1]
-    if not ratios:
-        return None
-    ratio, account = max(ratios, key=lambda pair: pair[0])
-    steps = 0
-    for accounts in profile.single.values():
-        own = {one.rank: computed(one) for one in accounts if one.place.get("pp") == account.place.get("pp")}
-        typical = statistics.median_low(own.values())
-        steps += own.get(account.rank, 0.0) == max(own.values()) and own[account.rank] >= LIMITS.slower * typical
-    return Slow(account, ratio, steps / len(profile.single))
-
-
-def _ratio(profile: Typical, account: Account) -> float:
-    median = _median(profile, account)
-    return computed(account) / median if median > 0 else 1.0
-
-
-def _median(profile: Typical, account: Account) -> float:
-    return statistics.median_low(computed(peer) for peer in profile.peers(account))
-
-
 def _kernels(account: Account) -> float:
     """Seconds in which a rank computes, whatever it is."""
     return sum(account.spent(term) for term in ("products", "attention", "memory_bound", "recompute", "optimizer"))
@@ -322,12 +298,6 @@ def fullness(evidence: Evidence) -> tuple[list[str], bool]:
     peak = max(used)
     text = f"the fullest rank has used {peak:.3g} of {hardware.memory:.3g} GiB ({peak / hardware.memory:.0%})"
     return [text], peak >= LIMITS.full * hardware.memory
-
-
-def throttled(evidence: Evidence, rank: int) -> list[str]:
-    """Whether a rank's clock is held down, as far as the run's hardware metrics say."""
-    del evidence, rank
-    return []
 
 
 def _cost(
@@ -344,4 +314,5 @@ def _cost(
     """A cost that bounds the run from a share of the step on. share: what it is of the step; None takes what would be
     won."""
     won = 1 - without / profile.seconds
-    return Cost(kind, detail, layer, title, won if share is None else share, without, won >= limit, tuple(said))
+    share = won if share is None else share
+    return Cost(kind, detail, layer, title, share, without, won, won >= limit, tuple(said))
