@@ -121,7 +121,7 @@ class Trainer:
             gc.unfreeze()
             self.profiling.close()
             self.loader.close()
-            self.ledger.log.close(status, reason)
+            self.ledger.close(status, reason)
         return code
 
     def one_step(self) -> None:
