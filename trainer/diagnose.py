@@ -17,6 +17,7 @@ from trainer.diagnosis import account, report
 from trainer.diagnosis.evidence import gather, machine_of
 from trainer.diagnosis.verdict import Diagnosis, diagnose, to_json
 from trainer.observe import metrics
+from trainer.observe.nvml import words
 from trainer.observe.sinks import METRICS_FILE, STATUS
 from trainer.util.exit_codes import DONE, refuse
 from trainer.util.files import write_atomic
@@ -54,7 +55,8 @@ def examine(folder: Path, hardware: str = "") -> Diagnosis:
         stalled = last_stall(folder, machine_of(folder, accounts).processes)
     started = accounts or stalled or status
     records = [] if started and not _logged(folder) else metrics.read(folder)
-    return diagnose(gather(folder, records, accounts, status, stalled, hardware=hardware))
+    throttle = next((record["hardware/throttle"] for record in records[::-1] if record.get("hardware/throttle")), 0)
+    return diagnose(gather(folder, records, accounts, status, stalled, words(int(throttle)), hardware))
 
 
 def _logged(folder: Path) -> bool:

@@ -7,7 +7,8 @@ import statistics
 from collections import Counter
 
 from trainer.diagnosis.evidence import Evidence
-from trainer.diagnosis.rules import HARDWARE, LIMITS, PLAN, RUNTIME, Cost, fullness, ordered
+from trainer.diagnosis.limits import LIMITS
+from trainer.diagnosis.rules import HARDWARE, PLAN, RUNTIME, Cost, fullness, ordered
 from trainer.diagnosis.slow_ranks import throttled
 from trainer.util.tables import duration, percent
 
@@ -36,8 +37,8 @@ def _data(evidence: Evidence, seconds: float) -> Cost | None:
         return None
     wait = min(seconds, statistics.median(waits))
     share = wait / seconds if seconds > 0 else 0.0
-    said = (f"a step waits {duration(wait)} of {duration(seconds)} for its batch on rank 0 (data_seconds)",)
-    return Cost("data", "", RUNTIME, "waiting for data", share, seconds - wait, share, share >= LIMITS.data, said)
+    said = (f"a step waits {duration(wait)} of {duration(seconds)} for its batch on the slowest rank (data_seconds)",)
+    return Cost("data", "", RUNTIME, "waiting for data", share, seconds - wait, share, share >= LIMITS.data, (said,))
 
 
 def _straggler(evidence: Evidence, seconds: float) -> Cost | None:

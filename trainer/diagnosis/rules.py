@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from trainer.diagnosis.account import AXES, Account
 from trainer.diagnosis.evidence import Evidence
+from trainer.diagnosis.limits import LIMITS
 from trainer.diagnosis.slow_ranks import peers_median, slowest, throttled
 from trainer.diagnosis.typical import Typical, computed, transfers, work
 from trainer.planning.estimate.timing import EAGER
@@ -22,39 +22,6 @@ MODEL, PLAN, RUNTIME, COMPILER, HARDWARE = LAYERS = (
     "hardware",
 )
 """The five layers of a training system, in which what bounds it is to be mended."""
-
-
-class Limits(NamedTuple):
-    """From which share of the step on a cost is called what bounds the run; other numbers of the rules."""
-
-    data: float = 0.05
-    straggler: float = 0.05
-    host: float = 0.10
-    host_on_cpus: float = 0.25
-    """CPUs have no queue: every moment between two operators is the host's."""
-    communication: float = 0.15
-    bubble: float = 0.10
-    checkpoint: float = 0.05
-    evaluation: float = 0.10
-    turns: float = 0.20
-    """Ranks that are late in turns: shares of waiting that even the rank has which waits least."""
-    slower: float = 1.10
-    """A straggler's own work, as a multiple of the lower median of the ranks with the same layers."""
-    steadily: float = 0.60
-    """Share of the profiled steps in which it is the slowest."""
-    full: float = 0.92
-    """Share of a device's memory that is used at the peak."""
-    recompute: float = 0.15
-    """Share of the computation."""
-    compute: float = 0.60
-    """Share of the step that products and attention take."""
-    memory_bound: float = 0.35
-    """Share of the computation that kernels take which the memory's bandwidth bounds."""
-    spoken_of: float = 0.01
-    """Share of the step that a cost has to have to be spoken of."""
-
-
-LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -247,6 +214,8 @@ def memory_bandwidth(profile: Typical, evidence: Evidence) -> Cost | None:
         f"kernels that the memory bounds take {percent(moved / profile.seconds)} of the step "
         f"({percent(update / profile.seconds)} of it the update), all kernels {percent(kernels / profile.seconds)}"
     ]
+    if (dram := evidence.values("hardware/dram")) and (tensor := evidence.values("hardware/tensor")):
+        said.append(f"device memory is {percent(dram[-1])} busy, tensor cores {percent(tensor[-1])}")
     without = profile.without(lambda account: account.spent("memory_bound") + account.spent("optimizer"))
     compiled = evidence.config is not None and evidence.config.compile
     title = {"optimizer": "the update of the weights", "kernels": "element-wise kernels, which move bytes"}[part]
@@ -292,12 +261,18 @@ def _kernels(account: Account) -> float:
 
 def fullness(evidence: Evidence) -> tuple[list[str], bool]:
     """What is to be said of the memory that is used at the peak, and whether it is nearly all."""
-    used, hardware = evidence.values("memory_gib"), evidence.hardware
-    if not used or hardware is None:
-        return [], False
-    peak = max(used)
-    text = f"the fullest rank has used {peak:.3g} of {hardware.memory:.3g} GiB ({peak / hardware.memory:.0%})"
-    return [text], peak >= LIMITS.full * hardware.memory
+    said, full, hardware = [], False, evidence.hardware
+    if (used := evidence.values("memory_gib")) and hardware is not None:
+        peak = max(used)
+        said.append(f"the fullest rank has used {peak:.3g} of {hardware.memory:.3g} GiB ({peak / hardware.memory:.0%})")
+        full |= peak >= LIMITS.full * hardware.memory
+    if (shares := evidence.values("hardware/host_memory")) and max(shares) >= LIMITS.full:
+        said.append(f"{max(shares):.0%} of a machine's memory was in use")
+        full = True
+    if (retries := evidence.values("hardware/alloc_retries")) and retries[-1] > retries[0]:
+        said.append(f"the allocator gave its cache back {retries[-1] - retries[0]:.0f} times to find memory")
+        full = True
+    return said, full
 
 
 def _cost(

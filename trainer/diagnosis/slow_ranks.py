@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import inf, log, sqrt
 
 from trainer.diagnosis.account import Account
 from trainer.diagnosis.evidence import Evidence
@@ -37,12 +37,13 @@ def slowest(profile: Typical) -> Slow | None:
         return None
     most, account = max(ratios, key=lambda pair: pair[0])
     stage = account.place.get("pp")
-    differences, steps = [], 0
+    logs, steps = [], 0
     for accounts in profile.single.values():
         own = {one.rank: computed(one) for one in accounts if one.place.get("pp") == stage}
-        differences.append(own[account.rank] - statistics.median_low(own.values()))
+        mine, typical = own[account.rank], statistics.median_low(own.values())
+        logs.append(log(mine / typical) if mine > 0 < typical else 0.0)  # what slows a step down slows all of it
         steps += own[account.rank] == max(own.values())
-    return Slow(account, most, significance(differences) > 1, steps / len(profile.single))
+    return Slow(account, most, significance(logs) > 1, steps / len(profile.single))
 
 
 def significance(differences: list[float]) -> float:
