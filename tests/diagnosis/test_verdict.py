@@ -21,7 +21,7 @@ from trainer.planning.estimate.hardware import load_hardware
 
 
 def told(case: Case, seed: int = 0, **more) -> Diagnosis:
-    profile = typical(accounts(case, random.Random(seed)))
+    profile = typical(accounts(case, random.Random(seed), noise=0.08))
     return diagnose(
         Evidence(Path("runs/x"), profile=profile, machine=Machine(case.ranks, case.ranks, "NVIDIA H200"), **more)
     )
@@ -37,8 +37,8 @@ def with_(draw: random.Random, **shares: float) -> dict[str, float]:
 def disturbed(seed: int) -> Case:
     """One of the eight causes, or none, at a random size above its limit; or two, of which one is clearly larger."""
     draw = random.Random(seed)
-    size = draw.uniform(0.25, 0.5)
-    smaller = size / draw.uniform(1.6, 3)
+    size = draw.uniform(0.18, 0.5)
+    smaller = size / draw.uniform(1.3, 3)
     kinds = ["compute", "data", "host", "communication", "bubble", "imbalance", "straggler", "memory bandwidth"]
     axis = draw.choice(["data", "tensor", "pipeline", "all"])
     terms = {

@@ -66,7 +66,7 @@ class Workshop:
         """The override of these changes, with what keeps the batch as it is; None where it is illegal, changes nothing,
         does not fit, or is predicted to make the step slower."""
         changed = self._changed(changes)
-        if changed is None:
+        if changed is None or self.machine.device == "CPU" and "precision.matmul" in changes:
             return None
         config, layout = changed
         before, after = (typed.flat(typed.plain(some)) for some in (self.config, config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +15,9 @@ from trainer.util.reading import printable
 
 RANKS = 8
 """Ranks whose accounts are shown beside the mean."""
+
+LEAST = 0.0005
+"""Share of the step of a term that is shown."""
 
 SHAPES = 4
 """Shapes that are spoken of."""
@@ -68,9 +72,11 @@ def _finding(finding: Finding) -> list[tuple[str, Any]]:
 
 def _account(ranks: tuple[Account, ...]) -> list[dict[str, Any]]:
     """A row for each term: its share of the step as the mean over ranks, and the seconds of the first of them."""
-    names = dict.fromkeys(name for account in ranks for name in account.terms)
-    terms = [name for name in names if any(account.terms.get(name) for account in ranks)]
+    sums = Counter[str]()
+    for account in ranks:
+        sums.update(account.terms)
     whole = sum(account.seconds for account in ranks)
+    terms = [name for name, seconds in sums.most_common() if seconds >= LEAST * whole]
     rows = []
     for name in [*terms, "step"]:
         seconds = [account.seconds if name == "step" else account.terms.get(name, 0.0) for account in ranks]
