@@ -106,8 +106,9 @@ passes, one stage and several, in a loop and in a V). The others are further ord
 
 def possible() -> set[tuple]:
     """All pairs of values that some legal case holds; but schedules need meet two data-parallel or tensor-parallel
-    ranks only, not four, or most of the time would go to cases on eight processes; and those that are no `KINDS` every
-    number of stages only, among whatever features."""
+    ranks only, not four, and four tensor or pipeline ranks the ZeRO stages 0 and 3 only, or most of the time would go
+    to cases on eight processes; and schedules that are no `KINDS` every number of stages only, among whatever
+    features."""
     few = (place for place in layouts() if max(place["dp"], place["tp"]) < 4 or place["pp"] == 1)
     found = set().union(*map(pairs, few)) | {(("dp", 4), ("pp", 2)), (("pp", 2), ("tp", 4))}
     for one, two in itertools.combinations(FACTORS, 2):
@@ -120,6 +121,7 @@ def possible() -> set[tuple]:
         pair
         for pair in found
         if dict(pair).get("schedule", "none") in KINDS or {name for name, _ in pair} == {"schedule", "pp"}
+        if not (dict(pair).get("stage") in (1, 2) and 4 in (dict(pair).get("tp"), dict(pair).get("pp")))
     }
 
 

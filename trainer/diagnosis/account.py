@@ -51,6 +51,9 @@ AXES = {
 KINDS = ("products", "attention", "memory_bound", "optimizer", "communication", "copies")
 """Classes of kernels."""
 
+LARGEST = 1e30
+"""Numbers of an account are below: no step has as many operations or bytes."""
+
 LONGEST = 1 << 28
 """Bytes of a file of accounts."""
 
@@ -128,7 +131,9 @@ class Account:
         value = parse_json(text)
         if wrong := mismatch(value, _SHAPE):
             raise ValueError(f"it is no account: {wrong}")
-        given: dict[str, Any] = {entry.name: value[entry.name] for entry in dataclasses.fields(Account)}
+        if not _bounded(value):
+            raise ValueError("it is no account: one of its numbers is none that a step has")
+        given: dict[str, Any] = {entry.name: value.get(entry.name) for entry in dataclasses.fields(Account)}
         given["last"] = {axis: (last, compared) for axis, (last, compared) in value["last"].items()}
         given["kernels"] = tuple(
             Kernel(**{entry.name: kernel.get(entry.name) for entry in dataclasses.fields(Kernel)})
@@ -162,6 +167,13 @@ _SHAPE = {
         }
     ],
 }
+
+
+def _bounded(value: Any) -> bool:
+    """Whether all numbers in a value can be added up and divided."""
+    if isinstance(value, (dict, list)):
+        return all(map(_bounded, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, (int, float)) or abs(value) < LARGEST
 
 
 def known(name: str) -> bool:

@@ -24,12 +24,13 @@ from trainer.config import Config, typed
 from trainer.diagnosis.account import ACCOUNTS
 from trainer.distributed.world import World
 from trainer.observe.report import device_name
+from trainer.observe.samples import SAMPLES
 from trainer.observe.sinks import LOG, METRICS_FILE, REPLACED, STATUS, write_status
 from trainer.util.extras import DISTRIBUTION
 from trainer.util.reading import Malformed, mismatch, parse_json, read_bytes, read_json, read_yaml
 
 STARTS, SETTINGS, EARLIER = "starts.jsonl", "config.yaml", "earlier"
-RECORD = (METRICS_FILE, REPLACED, STATUS, SETTINGS, STARTS, LOG, ACCOUNTS, "tokenizer", "schedule")
+RECORD = (METRICS_FILE, REPLACED, SAMPLES, STATUS, SETTINGS, STARTS, LOG, ACCOUNTS, "tokenizer", "schedule")
 """What a run leaves beside its checkpoints, without which nobody knows what they are."""
 TRACES = ("checkpoints", *RECORD, "traces", "tensorboard", "wandb", "wandb-id")
 """All that a run writes itself. What a launcher writes (slurm, torchrun, flight) tells of every start, and stays."""
