@@ -20,7 +20,7 @@ SLOW = {
     "recipe": 40,
     "conditions.yaml": 20,
     "choice.yaml": 60,
-    "diagnosed_config": 30,
+    **{"diagnosed_config": 20, "diagnosed_starts": 40, "diagnosed_accounts": 100},
 }
 """Kinds that a library takes long to read, and how many odd values are tried."""
 

@@ -328,7 +328,6 @@ def diagnosed(name: str) -> Callable[[Path], File]:
         contents = {
             "config.yaml": typed.to_yaml(values) if values else "",
             "starts.jsonl": json.dumps({"processes": 2, "hosts": {"node": 2}, "devices": {"CPU": 2}}) + "\n",
-            "status.json": json.dumps({"status": "done", "step": 2, "steps": 2}),
             "accounts.jsonl": account.dumps() + "\n",
         }
         return written(folder / name, contents[name]), lambda: to_json(examine(folder))
@@ -356,7 +355,7 @@ KINDS: dict[str, Callable[[Path], File]] = {
         schedule,
         timeline,
         metrics_lines,
-        *map(diagnosed, ("config.yaml", "starts.jsonl", "status.json", "accounts.jsonl")),
+        *map(diagnosed, ("config.yaml", "starts.jsonl", "accounts.jsonl")),
         sweep_results,
         sweep_start,
         sweep_status,

@@ -108,7 +108,7 @@ def machine_of(folder: Path, accounts: Sequence[Account]) -> Machine:
         hosts = {name: count for name, count in start["hosts"].items() if 1 <= count <= start["processes"]}
         node = max(hosts.values(), default=start["processes"])
         return Machine(start["processes"], node, next(iter(start["devices"])), hosts)
-    processes = max((account.rank for account in accounts), default=0) + 1
+    processes = min(MOST_PROCESSES, max((account.rank for account in accounts), default=0) + 1)
     device = accounts[-1].device if accounts else "CPU"
     return Machine(processes, processes, "CPU" if device == "cpu" else device)
 
