@@ -137,6 +137,7 @@ def test_metrics_alone_say_what_they_can():
     assert silent.kind == "unknown" and "logging.profile" in silent.text
     data = kind(data_seconds=0.3)
     assert data.kind == "data" and data.findings[0].seconds == pytest.approx(0.7)
+    assert data.findings[0].cost.evidence == ("of 1.00 s a step waits 300 ms for its batch on the slowest rank",)
     slow = kind(straggler=1.5, straggler_rank=3)
     assert slow.kind == "straggler" and slow.findings[0].cost.detail == "rank 3"
     assert kind(straggler=1.02, straggler_rank=3).kind == "unknown"

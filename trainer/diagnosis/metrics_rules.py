@@ -37,8 +37,8 @@ def _data(evidence: Evidence, seconds: float) -> Cost | None:
         return None
     wait = min(seconds, statistics.median(waits))
     share = wait / seconds if seconds > 0 else 0.0
-    said = (f"a step waits {duration(wait)} of {duration(seconds)} for its batch on the slowest rank (data_seconds)",)
-    return Cost("data", "", RUNTIME, "waiting for data", share, seconds - wait, share, share >= LIMITS.data, (said,))
+    said = (f"of {duration(seconds)} a step waits {duration(wait)} for its batch on the slowest rank",)
+    return Cost("data", "", RUNTIME, "waiting for data", share, seconds - wait, share, share >= LIMITS.data, said)
 
 
 def _straggler(evidence: Evidence, seconds: float) -> Cost | None:

@@ -150,7 +150,8 @@ def communication(profile: Typical, evidence: Evidence) -> Cost | None:
 
 def bubble(profile: Typical, evidence: Evidence) -> Cost | None:
     """A pipeline's waiting, by whether other stages would mend it, or another schedule."""
-    schedule, imbalance = (profile.mean(lambda a, p=part: a.spent(f"bubble/{p}")) for part in ("schedule", "imbalance"))
+    schedule = profile.mean(lambda account: account.spent("bubble/schedule"))
+    imbalance = profile.mean(lambda account: account.spent("bubble/imbalance"))
     total, part = schedule + imbalance, "imbalance" if imbalance > schedule else "schedule"
     said = [
         f"{percent(schedule / profile.seconds)} is the schedule's own, {percent(imbalance / profile.seconds)} follows "
