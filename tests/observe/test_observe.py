@@ -87,6 +87,10 @@ def test_lines_have_the_keys_of_the_contract(tmp_path):
         "straggler_rank",
         "comm/bytes_inner",
         "comm/bytes_outer",
+        "bubble_imbalance",
+        "host",
+        "launch_delay",
+        "profiled_step",
         *over_ranks([]),
     }
     assert set(step) == contract

@@ -8,12 +8,14 @@ import pytest
 from support.estimates import estimated, h200, settings, shipped
 from support.reference import changed
 
-from trainer.config import Config
+from trainer.config import Config, ConfigError
 from trainer.planning.checks import check
 from trainer.planning.estimate.memory import peaks
+from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.sequence import TILE, Room, measures, settle
 from trainer.planning.estimate.step import GIB
 from trainer.planning.resolve import resolve
+from trainer.training.out_of_memory import advice
 
 OFF = {"loss__tile": 0, "activation__tile": 0, "activation__offload": False}
 FULL = {"activation__mode": "full", "compile": True, "batch__micro_size": 1, "parallel__zero__stage": 3}
@@ -60,6 +62,31 @@ def test_the_choice_fits_and_is_said():
         f"({one.fullest.host / GIB:.1f} GiB)"
     )
     assert measures(config_of(8192, **OFF)) == ""
+
+
+def test_the_search_takes_what_long_sequences_need():
+    [best] = rank_plans(config_of(524288), h200(), 2, 2, most=1).best
+    assert best.fits != "no" and (best.config.loss.tile, best.config.activation.offload) == (TILE, True)
+    again = estimated(best.config, 2, h200())
+    assert (again.seconds, again.memory) == (pytest.approx(best.seconds), pytest.approx(best.memory, rel=0.05))
+    with pytest.raises(ConfigError, match="no plan of 2 processes"):
+        rank_plans(config_of(524288, **OFF), h200(), 2, 2, most=1)
+
+
+def test_a_run_without_memory_is_told_of_them():
+    """What it has already, or its mode or engine cannot have, is not named."""
+    said = {"tile": f"loss.tile={TILE}", "feed": f"activation.tile={TILE}", "host": "activation.offload=true"}
+
+    def named(length: int = 131072, **changes: object) -> set[str]:
+        advised = advice(config_of(length, **changes))
+        return {name for name, text in said.items() if text in advised}
+
+    assert named() == set(said) and named(8192) == set()
+    assert f"loss.tile={TILE} (where auto has not taken it)" in advice(config_of(131072))
+    assert f"loss.tile={TILE}," in advice(config_of(131072, **OFF))
+    assert named(loss__tile=4096, activation__offload=True) == {"feed"}
+    assert named(activation__mode="none") == {"tile", "feed"} and named(activation__mode="budget") == {"tile"}
+    assert named(parallel__zero__engine="deepspeed", compile=False) == {"tile", "host"}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])

@@ -210,6 +210,10 @@ def test_the_run_folder_keeps_the_contract(undisturbed):
         "straggler_rank",
         "comm/bytes_inner",
         "comm/bytes_outer",
+        "bubble_imbalance",
+        "host",
+        "launch_delay",
+        "profiled_step",
         *over_ranks([]),
     }
     line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])

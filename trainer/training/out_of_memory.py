@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from trainer.config import Config
 from trainer.planning.deepspeed import check_parallel, check_settings
+from trainer.planning.estimate.sequence import TILE, choices
 
 LONG = 16384
 """Tokens of a sequence that is worth sharing."""
@@ -20,6 +22,7 @@ def advice(config: Config) -> str:
     ways = [
         *(["activation=selective (keeps attention and every second product)"] if mode == "none" else []),
         *(["activation=full"] if mode != "full" else []),
+        *_for_long_sequences(config),
         *(["a smaller batch.micro_size (the table at the start shows it)"] if config.batch.micro_size is None else []),
         *([f"batch.micro_size below {config.batch.micro_size}"] if (config.batch.micro_size or 1) > 1 else []),
     ]
@@ -40,6 +43,27 @@ def advice(config: Config) -> str:
         if ways
         else "a smaller model, or start more processes"
     )
+
+
+def _for_long_sequences(config: Config) -> list[str]:
+    """What `auto` would take for the tokens of a rank if nothing fitted, as far as it is not set already."""
+    parallel, batch, given = config.parallel, config.batch, copy.copy(config)
+    tokens = batch.sequence_length * (batch.micro_size or 1) / (parallel.cp * parallel.tp)
+    if tokens <= TILE:
+        return []
+    given.loss = replace(config.loss, tile=config.loss.tile or None)
+    given.activation = replace(
+        config.activation, tile=config.activation.tile or None, offload=config.activation.offload or None
+    )
+    problems = {*check_settings(config)}
+    legal = [one for one in choices(given, tokens) if {*check_settings(one)} <= problems]
+    taken = {
+        f"loss.tile={TILE}": (config.loss.tile, any(one.loss.tile for one in legal)),
+        f"activation.tile={TILE}": (config.activation.tile, any(one.activation.tile for one in legal)),
+        "activation.offload=true": (config.activation.offload, any(one.activation.offload for one in legal)),
+    }
+    ways = [(name, before) for name, (before, after) in taken.items() if after and not before]
+    return [name + " (where auto has not taken it)" * (before is None) for name, before in ways]
 
 
 def _takes(config: Config, **changes: Any) -> bool:

@@ -22,7 +22,9 @@ from trainer.planning.context import Context, resolve_context
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
 from trainer.planning.cost.updates import Updates
+from trainer.planning.deepspeed import check_settings
 from trainer.planning.estimate.pace import Pace
+from trainer.planning.estimate.sequence import TILE, choices
 from trainer.planning.estimate.step import GIB, Estimate, estimate_within, update_bytes
 from trainer.planning.estimate.timing import Timing, time_units
 from trainer.planning.pipeline import Pipeline, check_pipeline, estimated_costs, resolve_split
@@ -122,7 +124,11 @@ class _Search:
                 if accumulation > MOST_MICRO_BATCHES or accumulation < plan.pp:
                     continue
                 for mode in RECOMPUTE:
-                    yield from self.with_schedules(parallel, plan, micro, accumulation, mode)
+                    config = self.config(parallel, micro, accumulation, mode)
+                    tokens = config.batch.sequence_length * micro / plan.token_ranks
+                    for chosen in choices(config, tokens) if tokens > TILE else (config,):
+                        if {*check_settings(chosen)} <= {*check_settings(config)}:
+                            yield from self.with_schedules(chosen, plan, micro, accumulation)
 
     def parallels(self) -> Iterator[ParallelConfig]:
         """Degrees, ZeRO stages and shard sizes."""
@@ -140,14 +146,11 @@ class _Search:
                     for shard in (-1, inside) if stage and 1 < inside < dp * cp and dp * cp % inside == 0 else (-1,):
                         yield replace(whole, shard=shard, zero=replace(whole.zero, stage=stage))
 
-    def with_schedules(
-        self, parallel: ParallelConfig, plan: Plan, micro: int, accumulation: int, mode: str
-    ) -> Iterator[Candidate]:
+    def with_schedules(self, config: Config, plan: Plan, micro: int, accumulation: int) -> Iterator[Candidate]:
         schedules = [
             (name, chunks) for name, chunks in SCHEDULES if plan.pp > 1 and plan.pp * chunks <= self.spec.depth
         ]
         self.legal += len(schedules) if plan.pp > 1 else 1
-        config = self.config(parallel, micro, accumulation, mode)
         batch = BatchPlan(config.batch.sequence_length, self.global_size, micro, accumulation)
         timing = self.timing(config, plan, batch)
         sharded = parameter_counts(self.spec)["total"] / (plan.tp * plan.pp * plan.shard)
@@ -212,7 +215,8 @@ class _Search:
         if order not in self.orders:
             self.orders[order] = check_pipeline(config, self.spec.depth, plan, batch)
         placement, schedule = self.orders[order]
-        cut = placement, plan.tp, config.activation.mode
+        activation = config.activation
+        cut = placement, plan.tp, activation.mode, activation.tile, activation.offload, config.loss.tile
         if cut not in self.splits:
             self.splits[cut] = resolve_split("balanced", estimated_costs(config, self.spec, plan, batch), placement)
         assert schedule is not None  # greedy is not among SCHEDULES

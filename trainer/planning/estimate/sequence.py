@@ -34,12 +34,13 @@ class Room:
 def settle(config: Config, layout: Layout, room: Room, node: int) -> tuple[Config, Layout]:
     """The configuration with `auto` of `loss.tile`, `activation.tile` and `activation.offload` decided, and its layout:
     the first choice whose predicted peak fits, or else the one with the smallest. node: processes of a machine."""
-    choices = [(choice, _layout(choice, layout)) for choice in _choices(config, layout)]
-    if room.device is None or not replays(layout.plan) or len(choices) == 1:
-        return choices[0]
+    tokens = layout.batch.sequence_length * layout.batch.micro_size / layout.plan.token_ranks
+    layouts = [(choice, _layout(choice, layout)) for choice in choices(config, tokens)]
+    if room.device is None or not replays(layout.plan) or len(layouts) == 1:
+        return layouts[0]
     once = reduces_once(config.parallel.grad_comm, layout.plan, node)
     found: list[tuple[float, tuple[Config, Layout]]] = []
-    for choice in choices:
+    for choice in layouts:
         ranks = peaks(*choice, lowered=False, once=once)
         if found and max(peak.host for peak in ranks) > room.host:
             continue
@@ -49,18 +50,16 @@ def settle(config: Config, layout: Layout, room: Room, node: int) -> tuple[Confi
     return min(found, key=lambda one: one[0])[1]
 
 
-def _choices(config: Config, layout: Layout) -> Iterator[Config]:
-    """What `auto` may become, the cheapest first. What cannot be is left out."""
+def choices(config: Config, tokens: float) -> Iterator[Config]:
+    """What `auto` may become where a rank holds so many tokens of a micro-batch, the cheapest first. What cannot be is
+    left out."""
     chosen = copy.copy(config)
     chosen.loss = replace(config.loss, tile=config.loss.tile or 0)
     chosen.activation = replace(
         config.activation, tile=config.activation.tile or 0, offload=bool(config.activation.offload)
     )
     yield chosen
-    activation, tokens = (
-        config.activation,
-        layout.batch.sequence_length * layout.batch.micro_size / layout.plan.token_ranks,
-    )
+    activation = config.activation
     if config.loss.tile is None and tokens > TILE:
         chosen = _with(chosen, "loss", tile=TILE)
         yield chosen
