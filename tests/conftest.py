@@ -23,7 +23,11 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 hypothesis.settings.register_profile("suite", deadline=None)  # a first call imports and compiles, and cores are shared
 hypothesis.settings.load_profile("suite")
 
-QUIET = ("test_simulator_predicts_measured_times", "test_int8_is_faster_at_fifty_megabits")
+QUIET = (
+    "test_simulator_predicts_measured_times",
+    "test_int8_is_faster_at_fifty_megabits",
+    "test_eight_causes_of_eight_are_named",
+)
 """Tests that measure times: nothing else runs beside them."""
 
 LONG = (

@@ -14,7 +14,14 @@ from support.kinds import FOUND, KINDS
 
 from trainer.config import ConfigError
 
-SLOW = {"tokenizer_config": 30, "hf_config": 60, "recipe": 40, "conditions.yaml": 20, "choice.yaml": 60}
+SLOW = {
+    "tokenizer_config": 30,
+    "hf_config": 60,
+    "recipe": 40,
+    "conditions.yaml": 20,
+    "choice.yaml": 60,
+    **{"diagnosed_config": 20, "diagnosed_starts": 40, "diagnosed_accounts": 100},
+}
 """Kinds that a library takes long to read, and how many odd values are tried."""
 
 

@@ -20,6 +20,7 @@ from trainer.util.exit_codes import refuse
 
 OTHERS = {
     "estimate": "trainer.estimate",
+    "diagnose": "trainer.diagnose",
     "probe": "trainer.probe",
     "tune": "trainer.tune",
     "plot": "trainer.plot",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import random
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,11 +17,13 @@ import pyarrow.parquet
 import torch
 import yaml
 from support import traces
+from support.accounts import Case
+from support.accounts import accounts as accounts_of
 from support.corpora import PLAIN
 
 import trainer
 from trainer.cluster import job
-from trainer.config import ConfigError, SourceConfig
+from trainer.config import ConfigError, SourceConfig, typed
 from trainer.config.model import ModelSpec
 from trainer.config.user_files import UserFiles
 from trainer.data.chat import ChatTemplate, read_template
@@ -30,8 +33,10 @@ from trainer.data.tables import JsonLines, ParquetRows
 from trainer.data.text import TextFiles
 from trainer.data.tokenizer import byte_tokenizer, load_tokenizer
 from trainer.data.tokens import TokenWriter, file_digest, open_token_file
+from trainer.diagnose import examine
 from trainer.diagnosis import account
 from trainer.diagnosis.traces import read as read_trace
+from trainer.diagnosis.verdict import to_json
 from trainer.evaluate import known_results
 from trainer.hf import HFWeights, spec_from_hf
 from trainer.hf.config import config_from_spec
@@ -337,6 +342,24 @@ def recipe(folder: Path) -> File:
     return written(folder / "mine.yaml", text), lambda: source.load_config("mine")
 
 
+def diagnosed(name: str) -> Callable[[Path], File]:
+    """A file of the folder of a run that is diagnosed."""
+
+    def made(folder: Path) -> File:
+        metrics_lines(folder)
+        values = trainer.compose(["+config=debug"], world_size=2) if name == "config.yaml" else None
+        first = next(iter(accounts_of(Case({"products": 1.0, "data": 0.5}, ranks=2), random.Random(0), steps=1)))
+        contents = {
+            "config.yaml": typed.to_yaml(values) if values else "",
+            "starts.jsonl": json.dumps({"processes": 2, "hosts": {"node": 2}, "devices": {"CPU": 2}}) + "\n",
+            "accounts.jsonl": first.dumps() + "\n",
+        }
+        return written(folder / name, contents[name]), lambda: to_json(examine(folder))
+
+    made.__name__ = f"diagnosed_{name.split('.')[0]}"
+    return made
+
+
 KINDS: dict[str, Callable[[Path], File]] = {
     function.__name__: function
     for function in (
@@ -358,6 +381,7 @@ KINDS: dict[str, Callable[[Path], File]] = {
         metrics_lines,
         accounts,
         trace,
+        *map(diagnosed, ("config.yaml", "starts.jsonl", "accounts.jsonl")),
         sweep_results,
         sweep_start,
         search_start,

@@ -52,8 +52,11 @@ AXES = {
 KINDS = ("products", "attention", "memory_bound", "optimizer", "communication", "copies")
 """Classes of kernels."""
 
-LARGEST = 1e9
+LONGEST_STEP = 1e9
 """Seconds of a step are below."""
+
+LARGEST = 1e30
+"""Numbers of an account are below: no step has as many operations or bytes."""
 
 LONGEST = 1 << 28
 """Bytes of a file of accounts."""
@@ -104,7 +107,7 @@ class Account:
         if unknown := [name for name in (*self.terms, *self.hidden, *self.last) if not known(name)]:
             raise ValueError(f"an account has no term {brief(unknown[0])}")
         numbers = {**self.hidden, **self.terms, "step": self.seconds}
-        if odd := [name for name, seconds in numbers.items() if not 0 <= seconds < LARGEST]:
+        if odd := [name for name, seconds in numbers.items() if not 0 <= seconds < LONGEST_STEP]:
             raise ValueError(f"{odd[0]} takes {brief(numbers[odd[0]])} seconds in an account")
         total = math.fsum(self.terms.values())
         if not math.isclose(total, self.seconds, rel_tol=1e-6, abs_tol=1e-9):
@@ -133,6 +136,8 @@ class Account:
         value = parse_json(text)
         if wrong := mismatch(value, _SHAPE):
             raise ValueError(f"it is no account: {wrong}")
+        if not _bounded(value):
+            raise ValueError("it is no account: one of its numbers is none that a step has")
         given: dict[str, Any] = {entry.name: value.get(entry.name) for entry in dataclasses.fields(Account)}
         given["last"] = {axis: (last, compared) for axis, (last, compared) in value["last"].items()}
         given["kernels"] = tuple(
@@ -167,6 +172,13 @@ _SHAPE = {
         }
     ],
 }
+
+
+def _bounded(value: Any) -> bool:
+    """Whether all numbers in a value can be added up and divided."""
+    if isinstance(value, (dict, list)):
+        return all(map(_bounded, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, (int, float)) or abs(value) < LARGEST
 
 
 def known(name: str) -> bool:
