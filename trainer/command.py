@@ -21,6 +21,8 @@ from trainer.util.exit_codes import refuse
 OTHERS = {
     "estimate": "trainer.estimate",
     "plot": "trainer.plot",
+    "report": "trainer.report",
+    "watch": "trainer.watch",
     "sample": "trainer.sample",
     "export": "trainer.export",
     "merge": "trainer.merge",

@@ -510,6 +510,7 @@ class LoggingConfig:
     wandb: WandbConfig = option(WandbConfig(), "Weights & Biases")
     trace: list[int] = option([], "steps of which rank 0 writes a profiler trace to traces/", range="[1, inf)")
     types: bool = option(False, "print the parameter-type map at start")
+    report: bool = option(True, "write report.html, a page about the run, when it ends")
     metrics: dict[str, Any] = option(
         {}, "registered metrics by name, with their settings: {weight_norm: {}}", registry=METRICS
     )

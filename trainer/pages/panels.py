@@ -1,0 +1,79 @@
+"""Which curves are drawn together, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from trainer.observe.metrics import METRICS, many
+
+
+class Panel(NamedTuple):
+    """A picture of curves. names: of metrics; one that ends in /NAME stands for all of its family. zero: whether the
+    picture begins at zero."""
+
+    group: str
+    title: str
+    unit: str
+    names: tuple[str, ...]
+    zero: bool = True
+
+
+TRAINING, SPEED, MEMORY, HEALTH = "training", "speed", "memory and traffic", "health"
+PANELS = (
+    Panel(TRAINING, "loss", "nats per token", ("loss", "eval_loss"), False),
+    Panel(TRAINING, "loss by source", "nats per token", ("loss/NAME",), False),
+    Panel(TRAINING, "evaluation loss by set", "nats per token", ("eval_loss/NAME",), False),
+    Panel(TRAINING, "terms of the loss", "mean per token", ("term/NAME",), False),
+    Panel(TRAINING, "gradient norm", "before clipping", ("grad_norm",)),
+    Panel(TRAINING, "learning rate", "", ("lr",)),
+    Panel(SPEED, "throughput", "tokens per second, all ranks", ("tokens_per_second",)),
+    Panel(SPEED, "step time", "seconds", ("step_seconds", "step_seconds_p50", "step_seconds_p95")),
+    Panel(SPEED, "model FLOP utilisation", "share of the peak", ("mfu", "mfu_full")),
+    Panel(SPEED, "waiting for data", "seconds a step", ("data_seconds",)),
+    Panel(SPEED, "bubble", "share of the step", ("bubble",)),
+    Panel(SPEED, "slowest rank", "multiple of the median", ("straggler",)),
+    Panel(MEMORY, "memory", "GiB, fullest rank", ("memory_gib",)),
+    Panel(MEMORY, "gradient traffic", "bytes a rank and step", ("comm/bytes_inner", "comm/bytes_outer")),
+    Panel(HEALTH, "loss scale", "", ("loss_scale",), False),
+    Panel(HEALTH, "steps without an update", "so far", ("skipped",)),
+    Panel(HEALTH, "damaged rows", "left out so far", ("damaged",)),
+)
+"""Other metrics, such as registered ones and those of the hardware, have a panel each, behind these."""
+
+OF_ONE_VALUE = ("loss_scale", "skipped", "damaged")
+"""Metrics that say nothing as long as they stay what they were."""
+
+NOT_DRAWN = {"step", "time", "tokens", "epoch", "eta_seconds", "straggler_rank"}
+
+
+def drawn_as(names: Iterable[str], panel: Panel) -> list[str]:
+    """Those of `names` that belong into a panel."""
+    families = tuple(name.removesuffix("NAME") for name in panel.names if many(name))
+    return [name for name in names if name in panel.names or families and name.startswith(families)]
+
+
+def panels(names: Iterable[str]) -> list[Panel]:
+    """The panels of the metrics `names`, with the names that they show; empty ones are left out."""
+    left = [name for name in dict.fromkeys(names) if name not in NOT_DRAWN and not name.startswith("targets/")]
+    found = []
+    for panel in PANELS:
+        if shown := drawn_as(left, panel):
+            order = {name: place for place, name in enumerate(panel.names)}
+            found.append(panel._replace(names=tuple(sorted(shown, key=lambda name: order.get(name, 0)))))
+            left = [name for name in left if name not in shown]
+    return found + [
+        Panel(group_of(name), name.partition("/")[2] or name, meaning(name), (name,), False) for name in left
+    ]
+
+
+def group_of(name: str) -> str:
+    """The heading over a metric of no panel: the first part of its name."""
+    first, slash, _ = name.partition("/")
+    return {"user": "registered metrics"}.get(first, first) if slash else "others"
+
+
+def meaning(name: str) -> str:
+    """What METRICS says of a metric, where it knows it."""
+    family = f"{name.partition('/')[0]}/NAME"
+    return METRICS.get(name, "" if name.startswith("user/") else METRICS.get(family, ""))

@@ -1,0 +1,36 @@
+// The roofline: what kernels reach, over the operations that they do for each byte of memory that they move.
+
+function drawRoofline(figure) {
+  const { kernels, peak, bandwidth } = data.runs[figure.dataset.roofline].roofline, holder = figure.querySelector(".plot");
+  const width = Math.max(240, holder.clientWidth), height = Math.min(380, 0.7 * width);
+  const box = { left: 54, right: width - 10, top: 10, bottom: height - 36 };
+  const bounds = (values) => [Math.min(...values) / 2, Math.max(...values) * 2];
+  const ridge = peak && bandwidth ? [peak / bandwidth] : [];
+  const across = bounds([...kernels.map((one) => one.intensity), ...ridge]);
+  const up = bounds([...kernels.map((one) => one.rate), ...(peak ? [peak] : [])]);
+  const x = logarithmic(...across, box.left, box.right), y = logarithmic(...up, box.bottom, box.top);
+  const picture = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
+  picture.append(svg("title", {}, `roofline of ${kernels.length} kernels`), axes(box, x, y, tick, count));
+  picture.append(svg("text", { x: (box.left + box.right) / 2, y: height - 4, "text-anchor": "middle" }, "FLOP per byte"));
+  picture.append(svg("text", { x: box.left + 6, y: box.top + 10 }, "FLOP/s"));
+  const clip = `roof-${figure.dataset.roofline}`;
+  picture.append(svg("clipPath", { id: clip }, svg("rect", { x: box.left, y: box.top - 6, width: box.right - box.left, height: box.bottom - box.top + 6 })));
+  const drawn = svg("g", { "clip-path": `url(#${clip})` });
+  const roof = (value) => Math.min(peak ?? Infinity, bandwidth ? bandwidth * value : Infinity);
+  if (peak || bandwidth) {
+    const places = [across[0], ...ridge, across[1]].map((value) => `${x.place(value)} ${y.place(roof(value))}`);
+    drawn.append(svg("path", { class: "roof", d: `M${places.join("L")}` }));
+  }
+  const longest = Math.max(...kernels.map((one) => one.seconds));
+  const said = figure.querySelector(".readout");
+  for (const one of kernels) {
+    const share = peak || bandwidth ? `, ${digits((100 * one.rate) / roof(one.intensity))}% of its roof` : "";
+    const text = `${one.name}: ${seconds(one.seconds)} in ${one.calls} calls, ${count(one.rate)}FLOP/s at ${digits(one.intensity)} FLOP per byte${share}`;
+    const dot = svg("circle", { class: `kernel t-${one.kind}`, cx: x.place(one.intensity), cy: y.place(one.rate), r: 3 + 11 * Math.sqrt(one.seconds / longest), tabindex: 0 });
+    dot.append(svg("title", {}, text));
+    for (const event of ["pointerenter", "focus"]) dot.addEventListener(event, () => { said.textContent = text; });
+    drawn.append(dot);
+  }
+  picture.append(drawn);
+  holder.replaceChildren(picture);
+}
