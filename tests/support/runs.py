@@ -23,32 +23,66 @@ TABLE = {
     "memory": [["parameters", "11.0 MiB"], ["optimizer", "22.0 MiB"], ["predicted peak", "115 MiB, rank 0 at 0F0"]],
 }
 
+DIAGNOSIS = {
+    "format": 1,
+    "verdict": {
+        "kind": "communication",
+        "text": "communication bounds the run (parallelisation): exposed communication of axis data, 12.0% of the step",
+    },
+    "step": {"seconds": 0.5, "predicted": 0.45, "profiled": 0.51, "steps": [150]},
+    "findings": [
+        {
+            "kind": kind,
+            "detail": "",
+            "layer": layer,
+            "title": title,
+            "share": share,
+            "bounds": share > 0.1,
+            "evidence": [f"{share:.0%} of the step on the median rank"],
+            "without": 0.5 * (1 - share),
+            "overrides": [{"text": override, "seconds": 0.5 * (1 - share), "note": "other plan, same numbers"}],
+            "advice": "",
+        }
+        for kind, layer, title, share, override in (
+            ("communication", "parallelisation", "exposed communication of axis data", 0.12, "parallel.zero.stage=1"),
+            ("bubble", "parallelisation", "waiting in the pipeline", 0.1, "batch.accumulation=16"),
+            ("host", "runtime", "the host is late to launch kernels", 0.04, "compile=true"),
+        )
+    ],
+    "shapes": [{"setting": "model.vocab_size", "text": "model.vocab_size=50257: 50304 fills tiles", "waste": 0.01}],
+    "stalled": [],
+    "notes": ["profiled steps take 2% longer than others"],
+}
+
 
 def step_line(step: int, speed: float = 1.0, **more: float | None) -> dict[str, Any]:
     """A line of a run whose loss falls from 8 to 3."""
     seconds = (9.0 if step == 1 else 0.5 + 0.02 * math.sin(step)) / speed
-    return metrics.line(
-        {
-            "step": step,
-            "time": BEGAN + step * 0.5 / speed,
-            "tokens": step * 2048,
-            "epoch": step / 100,
-            "loss": 3 + 5 * math.exp(-step / 40) + 0.05 * math.sin(step * 1.7),
-            "grad_norm": 0.4 + 4 * math.exp(-step / 10) + 0.1 * math.cos(step),
-            "lr": 1e-3 * min(1, step / 20),
-            "tokens_per_second": 2048 / seconds,
-            "mfu": 0.31 * speed,
-            "mfu_full": 0.36 * speed,
-            "memory_gib": 41.5,
-            "step_seconds": seconds,
-            "step_seconds_p50": None if step == 1 else 0.5 / speed,
-            "step_seconds_p95": None if step == 1 else 0.52 / speed,
-            "data_seconds": 0.01,
-            "bubble": 0.12,
-            "skipped": 0,
-        },
-        metrics.STEP,
-    ) | more
+    return (
+        metrics.line(
+            {
+                "step": step,
+                "time": BEGAN + step * 0.5 / speed,
+                "tokens": step * 2048,
+                "epoch": step / 100,
+                "loss": 3 + 5 * math.exp(-step / 40) + 0.05 * math.sin(step * 1.7),
+                "grad_norm": 0.4 + 4 * math.exp(-step / 10) + 0.1 * math.cos(step),
+                "lr": 1e-3 * min(1, step / 20),
+                "tokens_per_second": 2048 / seconds,
+                "mfu": 0.31 * speed,
+                "mfu_full": 0.36 * speed,
+                "memory_gib": 41.5,
+                "step_seconds": seconds,
+                "step_seconds_p50": None if step == 1 else 0.5 / speed,
+                "step_seconds_p95": None if step == 1 else 0.52 / speed,
+                "data_seconds": 0.01,
+                "bubble": 0.12,
+                "skipped": 0,
+            },
+            metrics.STEP,
+        )
+        | more
+    )
 
 
 def write_metrics(folder: Path, steps: int, speed: float = 1.0, **more: float | None) -> None:
@@ -142,5 +176,6 @@ def write_run(folder: Path, steps: int = 60, speed: float = 1.0, **more: float |
     for name, weight in (("planned", 1.0), ("measured", 1.3)):
         found = simulate(schedule, StageCosts.uniform(schedule.stages, 0.01, 0.01, 0.01 * weight))
         write_timeline(folder / "schedule" / f"{name}.json", found.spans, found.makespan)
+    (folder / "diagnosis.json").write_text(json.dumps(DIAGNOSIS))
     (folder / ACCOUNTS).write_text("".join(account(rank, 0.5 / speed).dumps() + "\n" for rank in range(4)))
     return folder

@@ -12,11 +12,12 @@ from trainer.config import ConfigError, typed
 from trainer.diagnosis import account
 from trainer.diagnosis.account import Account
 from trainer.observe.metrics import LONGEST
+from trainer.pages import verdict
 from trainer.pages.curves import Curves
 from trainer.planning.schedules.ir import Action
 from trainer.planning.schedules.timeline import measure, read_timeline
 from trainer.util.reading import Shape, brief, mismatch, parse_json, printable, read_bytes, read_json
-from trainer.util.run_folder import EARLIER, LOG, METRICS_FILE, REPLACED, STARTS, STATUS
+from trainer.util.run_folder import DIAGNOSIS, EARLIER, LOG, METRICS_FILE, REPLACED, STARTS, STATUS
 
 START: Shape = {"time": str, "step": int, "processes": int, "settings": dict}
 """What a line of starts.jsonl has to have to be shown."""
@@ -54,6 +55,7 @@ class Run:
             LOG: read_notices,
             REPLACED: lambda path: read_bytes(path, LONGEST).count(b"\n"),
             EARLIER: lambda path: sorted((found.name for found in path.iterdir() if found.name.isdecimal()), key=int),
+            DIAGNOSIS: lambda path: read_json(path, verdict.SHAPE, "python -m trainer.diagnose writes it anew"),
             account.ACCOUNTS: lambda path: account.newest(account.read(path.parent)),
             **{f"schedule/{name}.json": partial(drawn_timeline, name) for name in TIMELINES},
         }
@@ -116,6 +118,11 @@ class Run:
     def accounts(self) -> list[Account]:
         """Those of the newest profiled step, by rank."""
         return self._found[account.ACCOUNTS].value or []
+
+    @property
+    def diagnosis(self) -> dict[str, Any] | None:
+        """What bounds the run; None where nobody has asked."""
+        return self._found[DIAGNOSIS].value
 
     @property
     def timelines(self) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from trainer.config import ConfigError
 from trainer.pages import numbers, settings, steps
 from trainer.pages.folder import Run
 from trainer.pages.panels import NOT_DRAWN, OF_ONE_VALUE, panels
+from trainer.pages.verdict import verdict
 from trainer.util import tables
 from trainer.util.files import write_atomic
 from trainer.util.run_folder import STARTS, labels
@@ -124,7 +125,13 @@ def content_of(runs: Sequence[Run], data: dict[str, Any]) -> str:
         }
         for run in runs
     ]
-    accounts = [found for run in runs if (found := steps.account_of(run))]
+    verdicts = [
+        {"label": run.label, "place": place, **verdict(run.diagnosis)}
+        for place, run in enumerate(runs)
+        if run.diagnosis
+    ]
+    account = steps.account_of(runs[0]) if len(runs) == 1 else None
+    accounts = steps.accounts_compared(runs) if len(runs) > 1 else None
     kernels = [found for place, run in enumerate(runs) if (found := steps.kernels_of(run, place))]
     differing = settings.differing(runs) if len(runs) > 1 else []
     columns = [run["numbers"] for run in shown]
@@ -133,7 +140,8 @@ def content_of(runs: Sequence[Run], data: dict[str, Any]) -> str:
         groups.setdefault(panel["group"], []).append(panel)
     sections = [
         Section("differ", "Settings that differ", bool(differing)),
-        Section("account", "Where the step goes", bool(accounts)),
+        Section("bound", "What bounds the run" if len(runs) == 1 else "What bounds the runs", bool(verdicts)),
+        Section("account", "Where the step goes", bool(account or accounts)),
         Section("curves", "Curves", bool(groups)),
         Section("schedule", "Pipeline schedule", any(run["timelines"] for run in shown)),
         Section("kernels", "Kernels", bool(kernels)),
@@ -145,6 +153,8 @@ def content_of(runs: Sequence[Run], data: dict[str, Any]) -> str:
         runs=shown,
         title=title_of(runs),
         sections=[section for section in sections if section.present],
+        verdicts=verdicts,
+        account=account,
         accounts=accounts,
         kernels=kernels,
         differing=differing,

@@ -9,8 +9,8 @@ from trainer.observe.metrics import METRICS, many
 
 
 class Panel(NamedTuple):
-    """A picture of curves. names: of metrics; one that ends in /NAME stands for all of its family. zero: whether the
-    picture begins at zero."""
+    """A picture of curves. group: the heading that it stands under, if any. names: of metrics; one that ends in /NAME
+    stands for all of its family. zero: whether the picture begins at zero."""
 
     group: str
     title: str
@@ -19,25 +19,24 @@ class Panel(NamedTuple):
     zero: bool = True
 
 
-TRAINING, SPEED, MEMORY, HEALTH = "training", "speed", "memory and traffic", "health"
 PANELS = (
-    Panel(TRAINING, "loss", "nats per token", ("loss", "eval_loss"), False),
-    Panel(TRAINING, "loss by source", "nats per token", ("loss/NAME",), False),
-    Panel(TRAINING, "evaluation loss by set", "nats per token", ("eval_loss/NAME",), False),
-    Panel(TRAINING, "terms of the loss", "mean per token", ("term/NAME",), False),
-    Panel(TRAINING, "gradient norm", "before clipping", ("grad_norm",)),
-    Panel(TRAINING, "learning rate", "", ("lr",)),
-    Panel(SPEED, "throughput", "tokens per second, all ranks", ("tokens_per_second",)),
-    Panel(SPEED, "step time", "seconds", ("step_seconds", "step_seconds_p50", "step_seconds_p95")),
-    Panel(SPEED, "model FLOP utilisation", "share of the peak", ("mfu", "mfu_full")),
-    Panel(SPEED, "waiting for data", "seconds a step", ("data_seconds",)),
-    Panel(SPEED, "bubble", "share of the step", ("bubble",)),
-    Panel(SPEED, "slowest rank", "multiple of the median", ("straggler",)),
-    Panel(MEMORY, "memory", "GiB, fullest rank", ("memory_gib",)),
-    Panel(MEMORY, "gradient traffic", "bytes a rank and step", ("comm/bytes_inner", "comm/bytes_outer")),
-    Panel(HEALTH, "loss scale", "", ("loss_scale",), False),
-    Panel(HEALTH, "steps without an update", "so far", ("skipped",)),
-    Panel(HEALTH, "damaged rows", "left out so far", ("damaged",)),
+    Panel("", "loss", "nats per token", ("loss", "eval_loss"), False),
+    Panel("", "loss by source", "nats per token", ("loss/NAME",), False),
+    Panel("", "evaluation loss by set", "nats per token", ("eval_loss/NAME",), False),
+    Panel("", "terms of the loss", "mean per token", ("term/NAME",), False),
+    Panel("", "gradient norm", "before clipping", ("grad_norm",)),
+    Panel("", "learning rate", "", ("lr",)),
+    Panel("", "throughput", "tokens per second, all ranks", ("tokens_per_second",)),
+    Panel("", "step time", "seconds", ("step_seconds", "step_seconds_p50", "step_seconds_p95")),
+    Panel("", "model FLOP utilisation", "share of the peak", ("mfu", "mfu_full")),
+    Panel("", "waiting for data", "seconds a step", ("data_seconds",)),
+    Panel("", "bubble", "share of the step", ("bubble",)),
+    Panel("", "slowest rank", "multiple of the median", ("straggler",)),
+    Panel("", "memory", "GiB, fullest rank", ("memory_gib",)),
+    Panel("", "gradient traffic", "bytes a rank and step", ("comm/bytes_inner", "comm/bytes_outer")),
+    Panel("", "loss scale", "", ("loss_scale",), False),
+    Panel("", "steps without an update", "so far", ("skipped",)),
+    Panel("", "damaged rows", "left out so far", ("damaged",)),
 )
 """Other metrics, such as registered ones and those of the hardware, have a panel each, behind these."""
 

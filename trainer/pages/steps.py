@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,26 +20,23 @@ RANKS, KERNELS, LETTERS = 64, 25, 200
 
 
 class Part(NamedTuple):
-    """A term of an account. look: the class of its colour; least, most: shares over ranks."""
+    """A term of an account. look: the class of its colour; meaning: what it is."""
 
     name: str
     seconds: float
     share: float
     look: str
-    meaning: str = ""
-    least: float = 0.0
-    most: float = 0.0
+    meaning: str
 
 
-def parts(one: Account) -> list[Part]:
-    """An account's terms in the order of the table of terms, those of no time left out."""
-    places = {name: place for place, name in enumerate(account.TERMS)}
-    found = sorted(one.terms, key=lambda name: (places[_term(name)], name))
-    return [
-        Part(name, one.terms[name], one.terms[name] / one.seconds, look(name))
-        for name in found
-        if one.terms[name] > 0 and math.isfinite(one.seconds)
-    ]
+class Bar(NamedTuple):
+    """An account as a bar of its terms. length: of the longest bar beside it, 0 to 1."""
+
+    label: str
+    title: str
+    seconds: float
+    length: float
+    parts: list[Part]
 
 
 def _term(name: str) -> str:
@@ -47,51 +45,84 @@ def _term(name: str) -> str:
     return name if axis is None else name.replace(f"/{axis}/", "/AXIS/")
 
 
+def words(name: str) -> str:
+    """A term for people: `communication, data: transfer`."""
+    first, *rest = name.replace("_", "-").split("/")
+    return ": ".join([", ".join([first, *rest[:-1]]), *rest[-1:]])
+
+
+def parts(terms: dict[str, float]) -> list[Part]:
+    """Terms in the order of the table of terms, those of no time left out."""
+    total, places = math.fsum(terms.values()), {name: place for place, name in enumerate(account.TERMS)}
+    found = sorted(terms, key=lambda name: (places[_term(name)], name))
+    return [
+        Part(words(name), terms[name], terms[name] / total, look(name), meaning(name))
+        for name in found
+        if terms[name] > 0 and math.isfinite(total)
+    ]
+
+
 def look(name: str) -> str:
     return "t-" + _term(name).replace("/AXIS", "").replace("/", "-")
 
 
+def meaning(name: str) -> str:
+    axis = account.AXES.get(name.split("/")[1]) if name.startswith("communication/") else None
+    return account.TERMS[_term(name)] + (f"; {axis}" if axis else "")
+
+
+def mean(accounts: Sequence[Account]) -> dict[str, float]:
+    """Seconds of each term, the mean over ranks."""
+    names = dict.fromkeys(name for one in accounts for name in one.terms)
+    return {name: math.fsum(one.terms.get(name, 0.0) for one in accounts) / len(accounts) for name in names}
+
+
+def bars(rows: Sequence[tuple[str, str, dict[str, float]]]) -> list[Bar]:
+    """A bar for each (label, title, terms)."""
+    totals = [math.fsum(terms.values()) for *_, terms in rows]
+    longest = max(totals, default=0.0) or 1.0
+    return [
+        Bar(label, title, total, total / longest, parts(terms)) for (label, title, terms), total in zip(rows, totals)
+    ]
+
+
 def account_of(run: Run) -> dict[str, Any] | None:
-    """The account of a run's newest profiled step, for the template; None without one."""
+    """The account of a run's newest profiled step, a bar for each rank; None without one."""
     if not run.accounts:
         return None
-    rows, names = run.accounts[:RANKS], list(dict.fromkeys(name for one in run.accounts for name in one.terms))
-    shares = {name: [one.share(name) for one in run.accounts] for name in names}
-    terms = [
-        Part(
-            name,
-            sum(one.terms.get(name, 0.0) for one in run.accounts) / len(run.accounts),
-            sum(shares[name]) / len(run.accounts),
-            look(name),
-            _meaning(name),
-            min(shares[name]),
-            max(shares[name]),
-        )
-        for name in names
+    rows = [
+        (f"rank {one.rank}", ", ".join(f"{axis} {at}" for axis, at in one.place.items()), one.terms)
+        for one in run.accounts[:RANKS]
     ]
+    shares = {
+        words(name): [one.terms.get(name, 0.0) / one.seconds for one in run.accounts if one.seconds]
+        for name in mean(run.accounts)
+    }
     axes = sorted({axis for one in run.accounts for axis in one.hidden})
-    hidden = [(axis, max(one.hidden.get(axis, 0.0) for one in run.accounts)) for axis in axes]
+    hidden = {axis: max(one.hidden.get(axis, 0.0) for one in run.accounts) for axis in axes}
     return {
-        "label": run.label,
-        "step": rows[0].step,
+        "step": run.accounts[0].step,
         "of": len(run.accounts),
-        "rows": [
-            {
-                "rank": one.rank,
-                "place": ", ".join(f"{axis} {at}" for axis, at in one.place.items()),
-                "seconds": one.seconds,
-                "parts": parts(one),
-            }
-            for one in rows
-        ],
-        "terms": sorted((term for term in terms if term.seconds > 0), key=lambda term: -term.share),
-        "hidden": [(axis, seconds) for axis, seconds in hidden if seconds > 0],
+        "bars": bars(rows),
+        "terms": sorted(parts(mean(run.accounts)), key=lambda part: -part.seconds),
+        "shares": {name: (min(values, default=0.0), max(values, default=0.0)) for name, values in shares.items()},
+        "hidden": {axis: seconds for axis, seconds in hidden.items() if seconds > 0},
     }
 
 
-def _meaning(name: str) -> str:
-    axis = account.AXES.get(name.split("/")[1]) if name.startswith("communication/") else None
-    return account.TERMS[_term(name)] + (f"; {axis}" if axis else "")
+def accounts_compared(runs: Sequence[Run]) -> dict[str, Any] | None:
+    """The accounts of several runs, a bar for each: the mean over its ranks, as long as its step; None without any."""
+    found = {run.label: mean(run.accounts) for run in runs if run.accounts}
+    if not found:
+        return None
+    rows = [(run.label, f"step {run.accounts[0].step}", found[run.label]) for run in runs if run.label in found]
+    most = {name: max(one.get(name, 0.0) for one in found.values()) for name in set().union(*found.values())}
+    terms = [
+        (Part(words(name), 0.0, 0.0, look(name), meaning(name)), [one.get(name, 0.0) for one in found.values()])
+        for name in sorted(most, key=lambda name: (-most[name], name))
+        if most[name] > 0
+    ]
+    return {"bars": bars(rows), "labels": list(found), "terms": terms}
 
 
 def kernels_of(run: Run, place: int) -> dict[str, Any] | None:

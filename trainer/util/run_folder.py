@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 METRICS_FILE, REPLACED, STATUS, LOG = "metrics.jsonl", "metrics-replaced.jsonl", "status.json", "console.log"
-STARTS, SETTINGS, EARLIER, REPORT = "starts.jsonl", "config.yaml", "earlier", "report.html"
+STARTS, SETTINGS, EARLIER = "starts.jsonl", "config.yaml", "earlier"
+DIAGNOSIS, REPORT = "diagnosis.json", "report.html"
 
 
 def labels(folders: Sequence[Path]) -> list[str]:

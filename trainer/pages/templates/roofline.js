@@ -31,6 +31,11 @@ function drawRoofline(figure) {
     for (const event of ["pointerenter", "focus"]) dot.addEventListener(event, () => { said.textContent = text; });
     drawn.append(dot);
   }
+  for (const one of [...kernels].sort((a, b) => b.seconds - a.seconds).slice(0, 4)) {
+    const left = x.place(one.intensity) > (box.left + box.right) / 2, away = 8 + 11 * Math.sqrt(one.seconds / longest);
+    const name = one.name.length > 28 ? `${one.name.slice(0, 27)}…` : one.name;
+    drawn.append(svg("text", { class: "label", x: x.place(one.intensity) + (left ? -away : away), y: y.place(one.rate) + 4, "text-anchor": left ? "end" : "start" }, name));
+  }
   picture.append(drawn);
   holder.replaceChildren(picture);
 }
