@@ -76,11 +76,13 @@ def world(case: Case) -> int:
 
 
 def legal(case: Case) -> bool:
-    """Whether the layout exists on at most 8 processes: a pipeline has a schedule, whose stages 9 layers can fill."""
+    """Whether the layout exists on at most 8 processes: a pipeline has a schedule, whose stages 9 layers can fill, and
+    what ZeRO shards has ranks to be sharded over."""
     return (
         world(case) <= 8
         and (case["schedule"] == "none") == (case["pp"] == 1)
         and case["pp"] * CHUNKS.get(case["schedule"], 1) <= 9
+        and (case["stage"] == 0 or case["dp"] > 1)
     )
 
 
@@ -97,9 +99,15 @@ def layouts() -> list[Case]:
     return [case for values in itertools.product(*LAYOUT.values()) if legal(case := dict(zip(LAYOUT, values)))]
 
 
+KINDS = ("none", "1f1b", "interleaved", "zb_v")
+"""Schedules that meet every other value: between them they have all that a rank executes (whole and split backward
+passes, one stage and several, in a loop and in a V). The others are further orders of the same actions."""
+
+
 def possible() -> set[tuple]:
     """All pairs of values that some legal case holds; but schedules need meet two data-parallel or tensor-parallel
-    ranks only, not four, or most of the time would go to cases on eight processes."""
+    ranks only, not four, or most of the time would go to cases on eight processes; and those that are no `KINDS` every
+    number of stages only, among whatever features."""
     few = (place for place in layouts() if max(place["dp"], place["tp"]) < 4 or place["pp"] == 1)
     found = set().union(*map(pairs, few)) | {(("dp", 4), ("pp", 2)), (("pp", 2), ("tp", 4))}
     for one, two in itertools.combinations(FACTORS, 2):
@@ -108,7 +116,11 @@ def possible() -> set[tuple]:
                 tuple(sorted(pair))
                 for pair in itertools.product(*([(name, value) for value in FACTORS[name]] for name in (one, two)))
             }
-    return found
+    return {
+        pair
+        for pair in found
+        if dict(pair).get("schedule", "none") in KINDS or {name for name, _ in pair} == {"schedule", "pp"}
+    }
 
 
 @cache
@@ -159,8 +171,8 @@ OFFLOADED = {
 
 
 def data_parallel(processes: int) -> Iterator[Case]:
-    """Every ZeRO stage, shard size and accumulation; and each other feature under every stage, on one number of
-    processes or another."""
+    """Every ZeRO stage, shard size and accumulation; and each other feature beside nothing but a ZeRO stage (`sample` has
+    it under all stages, among other features)."""
     base = PLAIN | {"dp": processes}
     for stage, shard, micro_batches in itertools.product(range(4), (-1, 2), (1, 2)):
         if shard == -1 or (stage > 0 and processes == 4):
@@ -178,9 +190,9 @@ def data_parallel(processes: int) -> Iterator[Case]:
         {"attention": "window_cap"},
         {"precision": "bf16", "recompute": "full"},
     ]
-    for index, (stage, feature) in enumerate(itertools.product(range(4), features)):
-        if (1, 2, 2, 4)[(index + index // len(features)) % 4] == processes:
-            yield base | {"stage": stage} | feature
+    for index, feature in enumerate(features):
+        if processes in (1, (2, 4)[index % 3 == 2]):
+            yield base | {"stage": 3 - index % 4} | feature
     yield from (base | {"offload": True} | more for more in OFFLOADED[processes])
     yield base | {"stage": 2, "precision": "bf16", "reduce": "bf16", "micro_batches": 1}
 
@@ -232,21 +244,21 @@ RECOMPUTED = [
 """Where recompute is to change no bit; tiles add up gradients in another order."""
 
 COMPILED = [
-    PLAIN | {"compile": True} | layout
+    PLAIN | layout
     for layout in (
-        {"cp": 2, "stage": 3, "recompute": "tiles", "loss": "tile"},
-        {"tp": 2, "recompute": "selective", "attention": "documents"},
-        {"dp": 2, "stage": 3, "recompute": "budget", "offload": True},
-        {"pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
+        {"compile": "graphs", "cp": 2, "stage": 3, "recompute": "tiles", "loss": "tile"},
+        {"compile": "graphs", "tp": 2, "recompute": "selective", "attention": "documents"},
+        {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "budget", "offload": True},
+        {"compile": "kernels", "pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
     )
 ]
+"""graphs: on CPUs without kernels, whose C++ takes half a minute a case; what is captured, cut and recomputed is that of
+a compiled run."""
 
 
 CUBES = [
     PLAIN | {"dp": 2, "tp": 2, "pp": 2} | more
     for more in (
-        {"stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
-        {"stage": 2, "schedule": "interleaved", "precision": "bf16", "recompute": "full"},
         {"stage": 1, "schedule": "1f1b", "micro_batches": 6, "precision": "fp16", "kv_heads": 1, "family": "gpt2"},
         {"dp": 1, "cp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "attention": "documents", "tied": True},
     )
@@ -277,21 +289,17 @@ MUON = [
     for layout in (
         {"micro_batches": 1, "family": "gpt2", "kv_heads": 1},
         {"dp": 2, "stage": 0},
-        {"dp": 2, "stage": 1},
         {"dp": 2, "stage": 3, "tied": True},
         {"tp": 2, "kv_heads": 1, "family": "gpt2"},
         {"pp": 2, "schedule": "zb_v", "precision": "fp16"},
         {"dp": 2, "stage": 2, "offload": True},
         {"dp": 4, "stage": 3},
         {"dp": 4, "stage": 2, "shard": 2, "micro_batches": 1},
-        {"dp": 2, "tp": 2, "stage": 3},
         {"cp": 2, "tp": 2, "stage": 3},
-        {"tp": 4, "kv_heads": 2},
         {"tp": 2, "pp": 2, "schedule": "1f1b", "tied": True},
         {"dp": 2, "pp": 2, "schedule": "interleaved", "stage": 1, "family": "neox"},
         {"pp": 2, "schedule": "1f1b", "optimizer": "muon_in_one_layer"},
         {"dp": 2, "tp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
-        {"dp": 4, "shard": 2, "tp": 2, "stage": 3, "kv_heads": 1, "micro_batches": 1},
     )
 ]
 """Matrices that are updated whole, whoever holds what of them."""

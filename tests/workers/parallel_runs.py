@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from functools import cache
 from operator import attrgetter
@@ -25,6 +26,7 @@ import trainer.training.auto_schedule
 import trainer.training.trainer
 from trainer import cli
 from trainer.config import Config
+from trainer.distributed.channels import Failures
 from trainer.distributed.world import join
 from trainer.model.transformer import Transformer
 from trainer.planning.plan import resolve_plan
@@ -272,8 +274,12 @@ def another_cut(
 
 def dies(arguments: list[str]) -> int:
     """The command line on this rank; rank 1 vanishes in the third step, in the forward pass of its third
-    micro-batch."""
-    forward, passes = Transformer.forward, [0]
+    micro-batch. Rank 2 is slow to look why its transfers broke: rank 0, which holds the store, knows long before."""
+    forward, passes, told = Transformer.forward, [0], Failures.told
+
+    def told_late(self: Failures, patience: float) -> str | None:
+        time.sleep(2)
+        return told(self, patience)
 
     def counted(self: Transformer, *inputs: Any, **named: Any) -> Any:
         passes[0] += 1
@@ -282,6 +288,8 @@ def dies(arguments: list[str]) -> int:
         return forward(self, *inputs, **named)
 
     Transformer.forward = counted
+    if os.environ["RANK"] == "2":
+        Failures.told = told_late
     return cli.main(arguments)
 
 

@@ -16,13 +16,16 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from support.launch import CAN_COMPILE, fork, leave
-from support.matrix import PLAIN, SEQUENCES, Case, cases, deepspeed, depth, parts
+from support.matrix import PLAIN, SEQUENCES, Case, cases, deepspeed, depth, parts, sample
 from support.reference import random_batch, rows, settings, tiny_spec
 from support.schedules import merge_backward
 from torch import nn
@@ -48,6 +51,9 @@ from trainer.training.state import TrainState
 from trainer.training.step import train_step
 
 STEPS, LENGTH = 2, 16
+GRAPHS = "aot_eager_decomp_partition"
+"""A backend of torch.compile that captures, cuts and recomputes as the default one, and runs what is left eagerly."""
+
 PATIENCE = 150 if torch.cuda.is_available() else 500
 """Seconds that a plan may take, with what is compiled for it; then all ranks say where they are, and end."""
 
@@ -112,7 +118,7 @@ def config_of(case: Case, folder: Path) -> Config:
         parallel__zero__engine=case.get("engine", "torch"),
         precision__compute=case["precision"],
         precision__reduce=case.get("reduce", "fp32"),
-        compile=case.get("compile", False),
+        compile="compile" in case,
         optimizer__name="muon" if case.get("optimizer") == "muon" else "adamw",
         optimizer__muon__compute="fp32",
         **{f"activation__{name}": value for name, value in RECOMPUTE[case["recompute"]].items()},
@@ -174,7 +180,7 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
     """Runs cases; the results are on rank 0."""
     references: dict[str, Trajectory] = {}
     plain: dict[str, Comparison | None] = {}
-    results = []
+    results, compile = [], torch.compile
     for number, case in enumerate(chosen, 1):
         faulthandler.dump_traceback_later(PATIENCE, exit=True)
         started, spec, config = time.perf_counter(), spec_of(case, device), config_of(case, folder)
@@ -184,8 +190,10 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
         batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // case["micro_batches"], case["micro_batches"])
         pipeline, world = resolve_pipeline(config, spec, plan, batch), worlds.of(plan, device)
         data = batches(case, spec, device, world.data.get_local_rank(), plan.dp, case["micro_batches"])
+        graphs = case.get("compile") == "graphs" and device.type == "cpu"
         try:
-            seen = train(config, spec, plan, pipeline, world, data)
+            with patch.object(torch, "compile", partial(compile, backend=GRAPHS)) if graphs else nullcontext():
+                seen = train(config, spec, plan, pipeline, world, data)
         except Exception as error:
             error.add_note(f"in the case {describe(case)}")
             raise
@@ -345,6 +353,7 @@ def main(out: str, *which: str) -> None:
 
 
 if __name__ == "__main__":
+    sample()  # once, not by every rank
     fork()
     main(*sys.argv[1:])
     leave()

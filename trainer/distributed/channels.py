@@ -217,3 +217,16 @@ class Failures:
             return self._store.get("failure").decode() if found else None
         except RuntimeError:
             return None
+
+    def keep_for_others(self, patience: float) -> None:
+        """To be called last, by all ranks of the run. Rank 0, whose process holds the store where no agent of torchrun
+        does, returns when all others have called this, or after `patience` seconds: what it ended with would be gone
+        before they could look."""
+        end = time.monotonic() + patience
+        try:
+            heard = self._store.add("heard", 1)
+            while dist.get_rank() == 0 and heard < dist.get_world_size() and time.monotonic() < end:
+                time.sleep(0.05)
+                heard = self._store.add("heard", 0)
+        except RuntimeError:  # the store has gone
+            pass

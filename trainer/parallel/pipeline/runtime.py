@@ -325,13 +325,12 @@ class Runtime:
                 f"rank {error.peer} was lost: it ended, or its connection broke, without a word of why; rank {me} "
                 f"noticed at {where}, {error}"
             )
-        elif told is None:
-            mine = f"rank {me} failed in {where}: {type(error).__name__}: {error}"
-            told = channels.failures.tell(mine)
-            if told == mine:
-                channels.close(abort=True)
-                raise error if isinstance(error, ConfigError) else PipelineError(mine) from error
+        mine = f"rank {me} failed in {where}: {type(error).__name__}: {error}"
+        told = told or channels.failures.tell(mine)
         channels.close(abort=True)
+        channels.failures.keep_for_others(5 * PATIENCE)
+        if told == mine:
+            raise error if isinstance(error, ConfigError) else PipelineError(mine) from error
         raise PeerError(f"{told} [seen by rank {me} at {where}]") from error
 
 
