@@ -35,7 +35,7 @@ class Browser:
         ours_in, theirs_out = os.pipe()
         # The protocol is spoken on descriptors 3 and 4.
         words = 'exec 3<&"$0" 4>&"$1"; shift; exec "$@"'
-        command = ["sh", "-c", words, str(theirs_in), str(theirs_out), CHROMIUM, *OPTIONS, f"--user-data-dir={profile}"]
+        command = ["bash", "-c", words, str(theirs_in), str(theirs_out), CHROMIUM, *OPTIONS, f"--user-data-dir={profile}"]
         self.process = subprocess.Popen(
             [*command, "about:blank"],
             pass_fds=(theirs_in, theirs_out),

@@ -143,7 +143,7 @@ function keyOf(line, panel, value) {
     data.runs.length > 1 && data.runs.length <= 4 ? line.run : "", panel.names.length > 1 ? line.name.replace(/^.*?\//, "") : "",
   ].join(" ").trim();
   const mark = svg("svg", { width: 16, height: 8, class: line.colour, "aria-hidden": "true" }, svg("path", { class: "curve", d: "M0 4H14", "stroke-dasharray": line.dash }));
-  return html("span", { title: `${line.run} ${line.name}` }, mark, `${named} `, html("b", {}, exact(line.shown[at])));
+  return html("span", { title: `${line.run} ${line.name}` }, mark, html("i", {}, named), " ", html("b", {}, exact(line.shown[at])));
 }
 
 let waiting = null;
