@@ -508,7 +508,10 @@ class LoggingConfig:
     )
     tensorboard: bool = option(False, "write TensorBoard events to the run folder")
     wandb: WandbConfig = option(WandbConfig(), "Weights & Biases")
-    trace: list[int] = option([], "steps of which rank 0 writes a profiler trace to traces/", range="[1, inf)")
+    profile: int = option(
+        0, "profile every n-th step on a few ranks, for the account of where its time went; 0: never", range="[0, inf)"
+    )
+    trace: list[int] = option([], "steps that are profiled too, and whose traces stay in traces/", range="[1, inf)")
     types: bool = option(False, "print the parameter-type map at start")
     report: bool = option(True, "write report.html, a page about the run, when it ends")
     metrics: dict[str, Any] = option(

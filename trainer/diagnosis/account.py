@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from trainer.config import ConfigError
@@ -192,9 +193,17 @@ def read(run: str | Path) -> list[Account]:
     return accounts
 
 
-def newest(accounts: Iterable[Account]) -> list[Account]:
-    """Those of the last step that has any, in order of rank."""
-    by_step: dict[int, list[Account]] = {}
-    for account in accounts:
-        by_step.setdefault(account.step, []).append(account)
-    return sorted(by_step[max(by_step)], key=lambda account: account.rank) if by_step else []
+def newest(accounts: Sequence[Account]) -> list[Account]:
+    """Those of the step that was profiled last, in order of rank."""
+    last = {account.rank: account for account in accounts if account.step == accounts[-1].step}
+    return [last[rank] for rank in sorted(last)]
+
+
+def metrics(accounts: Sequence[Account]) -> dict[str, float]:
+    """What a line of metrics says of a step's accounts (`observe/metrics.py`); means over ranks."""
+    delays = [account.launch_delay for account in accounts if account.launch_delay is not None]
+    axes = [axis for axis in AXES if any(account.spent(f"communication/{axis}") for account in accounts)]
+    shares = {f"exposed/{axis}": f"communication/{axis}" for axis in axes}
+    shares |= {"host": "host", "bubble_imbalance": "bubble/imbalance"}
+    found = {name: fmean(account.share(term) for account in accounts) for name, term in shares.items()}
+    return {"profiled_step": accounts[0].step, **found, **({"launch_delay": median(delays)} if delays else {})}

@@ -80,10 +80,16 @@ def nccl(store: dist.Store, rank: int, ranks: list[int], name: str, timeout: tim
     return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
 
 
+def groups() -> dict[str, dist.ProcessGroup]:
+    """The process groups of this process by name, in the order in which they were made, which is the same on all
+    ranks."""
+    return {name: group for group, name in c10d._world.pg_names.items()}
+
+
 def group_members() -> dict[str, list[int]]:
     """The ranks of every process group of this process, by the group's name."""
-    world = c10d._world
-    return {name: sorted(world.pg_group_ranks.get(group, {})) for group, name in world.pg_names.items()}
+    ranks = c10d._world.pg_group_ranks
+    return {name: sorted(ranks.get(group, {})) for name, group in groups().items()}
 
 
 def recorders() -> dict[str, Callable[..., Any]]:

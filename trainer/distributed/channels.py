@@ -77,6 +77,8 @@ class Channels:
         self._known: set[Edge] = set()
         self._links: dict[Edge, _EdgeEnd] = {}
         self._backends: list[Backend] = []
+        self.members: dict[str, tuple[int, ...]] = {}
+        """The ranks that each communicator connects, of the whole run, by its name."""
         self._receiving: set[Pending] = set()
         self.extend(edges)
 
@@ -149,10 +151,11 @@ class Channels:
         """A communicator of some ranks of the pipeline, which call this together; `what` tells it from others."""
         ranks = [self.ranks[member] for member in members]
         store, rank = dist.PrefixStore(f"{what}/{'-'.join(map(str, ranks))}", self._store), members.index(self.rank)
+        name = f"{what} {' to '.join(map(str, ranks))}"
+        self.members[name] = tuple(ranks)
         if self.device.type != "cuda":
             backend = c10d_internals.gloo(store, rank, len(ranks), self.timeout)
         else:
-            name = f"{what} {' to '.join(map(str, ranks))}"
             backend = c10d_internals.nccl(store, rank, ranks, name, self.timeout)
         self._backends.append(backend)
         return backend

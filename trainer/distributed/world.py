@@ -101,7 +101,7 @@ class World:
             groups = [list(group) for group in dict.fromkeys(map(tuple, everyone))]
             near = [group[start : start + inner] for group in groups for start in range(0, len(group), inner)]
             far = [group[start::inner] for group in groups for start in range(inner)]
-            self.subgroups[inner] = own_group(near, self.timeout), own_group(far, self.timeout)
+            self.subgroups[inner] = own_group(near, self.timeout, "cp"), own_group(far, self.timeout, "cp")
         return self.subgroups[inner]
 
     def sum_all(self, values: torch.Tensor) -> torch.Tensor:
@@ -135,9 +135,10 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return everyone
 
 
-def own_group(groups: list[list[int]], timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """This rank's of several process groups, which are made by all ranks together."""
-    return dist.new_subgroups_by_enumeration(groups, timeout=timeout)[0]
+def own_group(groups: list[list[int]], timeout: datetime.timedelta, name: str) -> dist.ProcessGroup:
+    """This rank's of several process groups, which are made by all ranks together; described as those of a dimension of
+    the mesh are, which profiles tell apart (`diagnosis/sample.py`)."""
+    return dist.new_subgroups_by_enumeration(groups, timeout=timeout, group_desc=f"mesh_{name}")[0]
 
 
 def join(shape: Mapping[str, int], device: torch.device, timeout: float = 1200.0, cp: int = 1) -> World:
@@ -166,7 +167,7 @@ def join(shape: Mapping[str, int], device: torch.device, timeout: float = 1200.0
         shared = [ranks[start : start + cp] for ranks in runs for start in range(0, len(ranks), cp)]
         apart = [ranks[start::cp] for ranks in runs for start in range(cp)]
         context, data = (
-            DeviceMesh.from_group(own_group(groups, limit), device.type, mesh_dim_names=(name,))
+            DeviceMesh.from_group(own_group(groups, limit, name), device.type, mesh_dim_names=(name,))
             for groups, name in ((shared, "cp"), (apart, "dp"))
         )
     else:

@@ -35,6 +35,13 @@ METRICS: dict[str, str] = {
     "data_seconds": "mean time that a step waited for its batch since the last logged one, in seconds",
     "eta_seconds": "time left for the remaining steps at the mean pace of recent ones, in seconds",
     "bubble": "share of the step in which pipeline ranks wait for each other, 0 to 1",
+    "profiled_step": "the newest step of which there are accounts (logging.profile); the next are means over the ranks "
+    "that were profiled",
+    "exposed/NAME": "share of that step in communication along an axis that nothing hides, waiting for peers included",
+    "host": "share of that step in which a device had nothing to do because of its host",
+    "bubble_imbalance": "share of that step in waiting for pipeline ranks beyond what the schedule has with equal "
+    "stages",
+    "launch_delay": "time from the launch of a kernel to its start in that step, the median, in seconds; null on CPUs",
     "straggler": "time in forward passes of the slowest rank, as a multiple of the median of the ranks with the same "
     "stages",
     "straggler_rank": "that rank",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,20 @@ class NonFinite(RuntimeError):
 class Ledger:
     """The record of a run's steps. All ranks keep it together, and see a step at the same point.
 
-    corpus: what is trained on; the losses of its sources are told apart where they are several. losses: the first and
+    corpus: what is trained on; the losses of its sources are told apart where they are several. profiled: metrics of
+    the newest step that was profiled. losses: the first and
     the latest; skipped: steps of the run without an update; stop: whether a rank asks to end the run, and finished: as
     done; latest: the newest known number of each name; log: where the steps go, and notices.
     """
 
-    def __init__(self, state: TrainState, batch: BatchPlan, skipped: int, corpus: Corpus):
+    def __init__(
+        self, state: TrainState, batch: BatchPlan, skipped: int, corpus: Corpus, profiled: Mapping[str, float]
+    ):
         config, world = state.config, state.world
         self.config, self.world, self.names, self.tokens_a_step = config, world, state.names, batch.tokens
         names, self.damaged = corpus.train.names, corpus.damaged
         self.sources = names if len(names) > 1 else []
-        self.reports = state.reports
+        self.reports, self.profiled = state.reports, profiled
         self.scaled, self.pipelined = state.scaler.enabled, state.plan.pp > 1
         self.deferred = DeferredScalars(world.device)
         self.meter = step_meter(config, state.spec, world, batch.sequence_length)
@@ -127,6 +130,7 @@ class Ledger:
             **losses_by_source(self.sources, sums),
             **{name: value for name, value in numbers.items() if name.startswith("user/")},
             **self.terms(numbers),
+            **self.profiled,
             **self.meter.read(),
         }
         self.latest.update(record)

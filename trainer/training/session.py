@@ -1,5 +1,5 @@
-"""What surrounds a training run: torch's global switches, its folder, its watchdog, signals and profiles, and the
-launch that it is a part of."""
+"""What surrounds a training run: torch's global switches, its folder, its watchdog, signals, and the launch that
+it is a part of."""
 
 from __future__ import annotations
 
@@ -184,23 +184,6 @@ class Clock:
             room = min(self.UNKNOWN_SAVE * self.limit, self.LONGEST_UNKNOWN) if save is None else 2 * save
             self.over = time.monotonic() - self.began + 2 * self.longest + room >= self.limit
         return self.over
-
-
-@contextlib.contextmanager
-def profiled(config: Config, step: int, world: World) -> Iterator[None]:
-    """Profiles `step` if logging.trace names it, on rank 0, into a file for chrome://tracing or Perfetto."""
-    if world.rank != 0 or step not in config.logging.trace:
-        yield
-        return
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] if world.device.type == "cuda" else []
-    with torch.profiler.profile(activities=activities) as profiler:
-        yield
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-    path = Path(config.run.dir) / "traces" / f"step-{step:08d}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(path))
 
 
 def launchers(world: World) -> list[str]:

@@ -9,8 +9,10 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from trainer.data.batches import Batch, source_of
+from trainer.diagnosis.traces import OPTIMIZER
 from trainer.model.loss import IGNORE
 from trainer.optim.lr_schedule import learning_rate
 from trainer.training.state import COPY, TrainState
@@ -50,9 +52,9 @@ def train_step(state: TrainState, batches: list[Batch], asked: int) -> dict[str,
     state.compression.begin_step(state.step, scaler)
     losses = own_losses(state, state.runtime.train(batches, scaler.scale(1 / valid.float())))
     state.shared.sum()
-    total, squares, statistics = sum_over_ranks(
-        state, losses.sum(), state.shared.squares(optimizer.gradients()), state.runtime.statistics
-    )
+    with record_function(OPTIMIZER):
+        squares = state.shared.squares(optimizer.gradients())
+    total, squares, statistics = sum_over_ranks(state, losses.sum(), squares, state.runtime.statistics)
 
     scale = scaler.value.double()
     loss, norm = total / valid, squares.sum().sqrt() / scale
@@ -61,10 +63,12 @@ def train_step(state: TrainState, batches: list[Batch], asked: int) -> dict[str,
     coefficient = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
     rate = learning_rate(state.config.lr, state.config.run.steps, optimizer.updates)
     target = optimizer.updates.device
-    found_inf = optimizer.step(rate, (scale / coefficient).float().to(target), found_inf.to(target)).to(world.device)
-    if state.average is not None:
-        state.average.update(found_inf)
-    optimizer.zero_grad()
+    with record_function(OPTIMIZER):
+        found_inf = optimizer.step(rate, (scale / coefficient).float().to(target), found_inf.to(target))
+        found_inf = found_inf.to(world.device)
+        if state.average is not None:
+            state.average.update(found_inf)
+        optimizer.zero_grad()
     state.compression.end_step(found_inf)
     result = {
         "loss": loss,

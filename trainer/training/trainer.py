@@ -10,12 +10,14 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch.profiler import record_function
 
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.manifest import step_folder
 from trainer.config import Config
 from trainer.data.batches import Loader, eval_batches
 from trainer.data.corpus import Corpus, Samples
+from trainer.diagnosis import traces
 from trainer.distributed.world import World
 from trainer.model.initial import Weights, name_seed
 from trainer.observe.report import start_report
@@ -29,8 +31,9 @@ from trainer.training.adapt import Adaptation
 from trainer.training.auto_schedule import write_schedule
 from trainer.training.hooks import Hooks
 from trainer.training.ledger import Ledger
+from trainer.training.profiling import Profiling
 from trainer.training.saving import Progress, Start, contents
-from trainer.training.session import Clock, memory_of, profiled, stop_signals
+from trainer.training.session import Clock, memory_of, stop_signals
 from trainer.training.state import TrainState
 from trainer.training.step import Ask, evaluate, train_step
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
@@ -70,7 +73,8 @@ class Trainer:
         self.tokens, self.loader = progress.tokens, self.load_from(progress.samples)
         messages = [*corpus.notes, *messages, *self.open_folder()]
         self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
-        self.ledger = Ledger(self.state, self.batch, progress.skipped, corpus)
+        self.profiling = Profiling(config, world, self.state.step)
+        self.ledger = Ledger(self.state, self.batch, progress.skipped, corpus, self.profiling.metrics)
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
         for text in messages:
             self.ledger.log.event(text)
@@ -88,13 +92,17 @@ class Trainer:
                 if self.config.eval.at_start and self.state.step == 0:
                     self.evaluate()
                 while self.state.step < steps and not self.ledger.stop:
-                    self.one_step()
-                    self.read_back()
-                    self.hooks.call("step")
+                    slow = self.ledger.latest.get("straggler_rank")
+                    with self.profiling.step(self.state.step + 1, self.state.runtime, slow):
+                        self.one_step()
+                        self.read_back()
+                        self.hooks.call("step")
                     self.adapt()
-                    self.evaluate_if_due()
-                    self.save_if_due()
-                    self.report_saves()
+                    with self.profiling.spent("evaluation"):
+                        self.evaluate_if_due()
+                    with self.profiling.spent("checkpoint"):
+                        self.save_if_due()
+                        self.report_saves()
                 self.read_back(everything=True)
                 self.watchdog.enter(ENDING, self.state.step)
                 if self.save_at_end():
@@ -112,6 +120,7 @@ class Trainer:
             raise
         finally:
             gc.unfreeze()
+            self.profiling.close()
             self.loader.close()
             self.ledger.log.close(status, reason)
             if self.config.logging.report and self.world.rank == 0:
@@ -124,12 +133,12 @@ class Trainer:
         self.clock.next_pass()
         self.ledger.begin_step()
         self.watchdog.enter(DATA, number)
-        batches = next(self.loader)
+        with record_function(traces.DATA):
+            batches = next(self.loader)
         self.watchdog.enter(STEP, number)
         torch.manual_seed(name_seed(self.config.run.seed, f"step {state.step} rank {self.world.data.get_local_rank()}"))
-        with profiled(self.config, number, self.world):
-            asked = self.hooks.run.take_asked() | (Ask.STOP if self.stop_wanted or self.time_is_up() else Ask(0))
-            scalars = train_step(state, batches, asked)
+        asked = self.hooks.run.take_asked() | (Ask.STOP if self.stop_wanted or self.time_is_up() else Ask(0))
+        scalars = train_step(state, batches, asked)
         self.tokens += self.batch.tokens
         self.hooks.run.advance(state, scalars, self.tokens)
         if self.ledger.due(number):

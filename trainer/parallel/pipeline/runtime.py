@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from trainer.config import ConfigError
+from trainer.diagnosis.traces import WAIT
 from trainer.distributed.channels import Channels, PeerError, Pending, PipelineError, TransferError
 from trainer.model.stage import Report, Stage, apart
 from trainer.parallel.pipeline.timing import LayerProbe, StepTimes
@@ -221,7 +222,8 @@ class Runtime:
                     self._perform(instruction, flight)
             instruction = None
             if self.channels is not None:
-                self.channels.flush()
+                with record_function(WAIT):
+                    self.channels.flush()
         except Exception as error:
             self._fail(error, instruction and instruction.action)
         finally:
@@ -383,7 +385,10 @@ class _Flight:
 
 
 def _arrived(tensor: Tensor | Pending) -> Tensor:
-    return tensor.wait() if isinstance(tensor, Pending) else tensor
+    if not isinstance(tensor, Pending):
+        return tensor
+    with record_function(WAIT):
+        return tensor.wait()
 
 
 def _broke(error: Exception) -> bool:

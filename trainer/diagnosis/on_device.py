@@ -1,0 +1,121 @@
+"""A trace of a CUDA device: kernels compute and communicate, and while none runs, the host tells why."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from statistics import median
+from typing import NamedTuple
+
+from trainer.diagnosis.intervals import Interval, gaps
+from trainer.diagnosis.recording import Collective, Context, Recording, Tally, context, kind_of, term_of
+from trainer.diagnosis.traces import COLLECTOR, DATA, HOST_KINDS, STEP, Event, Trace, nested
+
+DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
+
+LATENCY = 20_000
+"""Nanoseconds that a launched kernel may take to start on an idle device; one that takes longer waited for something
+else."""
+
+
+class Launch(NamedTuple):
+    """A call of the driver that made the device do something. operator: the innermost around it."""
+
+    start: int
+    about: Context
+    operator: Event | None
+
+
+def record(trace: Trace) -> Recording:
+    """What a trace of a device says of its last step. Raises `ValueError` where it has none.
+
+    Hosts run ahead of devices. A step lasts on a device from the end of what was launched before it to the end of what
+    was launched in it, and not less than the host took for it."""
+    steps = trace.labelled(STEP)
+    if not steps:
+        raise ValueError(f"the trace of rank {trace.rank} has no step")
+    step, before = steps[-1], steps[-2].end if len(steps) > 1 else steps[-1].start
+    launches, waits = dict[int, Launch](), list[Interval]()
+    for thread in {event.thread for event in trace.events if event.kind in HOST_KINDS}:
+        for one in nested(event for event in trace.events if event.kind in HOST_KINDS and event.thread == thread):
+            if one.event.kind in ("cuda_runtime", "cuda_driver"):
+                operator = next((event for event in reversed(one.around) if event.kind == "cpu_op"), None)
+                launches[one.event.details.get("correlation", -1)] = Launch(
+                    one.event.start, context(one.around), operator
+                )
+                if "Synchronize" in one.event.name or one.event.name == "cudaMemcpy":
+                    waits.append(one.event.interval)
+    device = [event for event in trace.events if event.kind in DEVICE_KINDS]
+    earlier = [event for event in device if _launched(event, launches) < step.start]
+    mine = [event for event in device if step.start <= _launched(event, launches) < step.end]
+    window = Interval(max([before, *(event.end for event in earlier)]), max([step.end, *(event.end for event in mine)]))
+    found = Recording(window)
+    share_out(found, mine, launches, trace)
+    labelled = {"data": DATA, "host/collector": COLLECTOR}
+    found.idle |= {term: [event.interval for event in trace.labelled(label)] for term, label in labelled.items()}
+    for term, gap in idle(device, launches, waits, window):
+        found.idle[term].append(gap)
+    found.synchronisations = sum(step.start <= wait.start < step.end for wait in waits)
+    return found
+
+
+def _launched(event: Event, launches: dict[int, Launch]) -> int:
+    """When the host launched something; when it began, where the trace does not tell."""
+    launch = launches.get(event.details.get("correlation", -2))
+    return event.start if launch is None else launch.start
+
+
+def share_out(found: Recording, mine: list[Event], launches: dict[int, Launch], trace: Trace) -> None:
+    """Gives what the device did to its terms and kernels."""
+    tally, counts, counted = Tally(), Counter[str](), set[tuple[int, int]]()
+    delays, lengths = [], []
+    for event in mine:
+        launch = launches.get(event.details.get("correlation", -2))
+        nanoseconds = event.end - event.start
+        if event.name.startswith("nccl"):
+            group = event.details.get("Process Group Name", "")
+            axis = trace.groups[group].axis if group in trace.groups else "all"
+            found.collectives.append(Collective(group, axis, counts[group], event.interval))
+            counts[group] += 1
+            tally.add(event.name, "communication", nanoseconds)
+            continue
+        if event.kind == "gpu_memcpy" and "DtoD" not in event.name:
+            found.idle["copies"].append(event.interval)
+            tally.add(event.name, "copies", nanoseconds)
+            continue
+        term = term_of(event.name, launch.about if launch else Context(None, False, False))
+        found.work[term].append(event.interval)
+        operator = launch.operator if launch else None
+        if operator is not None and (operator.thread, operator.start) in counted:
+            operator = None  # of several kernels of an operator, the first has its operations
+        elif operator is not None:
+            counted.add((operator.thread, operator.start))
+        repeated = term == "recompute"
+        tally.add(
+            event.name,
+            kind_of(operator.name if operator and repeated else event.name) if repeated else term,
+            nanoseconds,
+            operator,
+        )
+        if event.kind == "kernel":
+            lengths.append(nanoseconds)
+            delays += [event.start - launch.start] if launch else []
+    found.kernels, found.launches = tally.kernels(), len(lengths)
+    found.kernel_seconds = median(lengths) / 1e9 if lengths else None
+    found.launch_delay = median(delays) / 1e9 if delays else None
+
+
+def idle(
+    device: list[Event], launches: dict[int, Launch], waits: list[Interval], window: Interval
+) -> Iterator[tuple[str, Interval]]:
+    """Why the device had nothing to do: the host had not launched what came next, because it had waited for the device
+    before, or because it was slow. What had been launched long before it began is left out: it waited on the device."""
+    starts = [event.start for event in device]
+    for gap in gaps((event.interval for event in device), window):
+        place = bisect_left(starts, gap.end)
+        late = place == len(device) or _launched(device[place], launches) > gap.start - LATENCY
+        if not late and gap.end - gap.start > LATENCY:
+            continue
+        waited = any(wait.start <= gap.end and gap.start - LATENCY <= wait.end <= gap.end for wait in waits)
+        yield "host/synchronisation" if waited else "host/launch", gap

@@ -1,0 +1,76 @@
+"""A trace of a CPU: operators are computation, threads of gloo communicate, and the rest of the host's time is its
+own."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from trainer.diagnosis.account import AXES
+from trainer.diagnosis.intervals import Interval
+from trainer.diagnosis.recording import Collective, Recording, Tally, context, kind_of, term_of
+from trainer.diagnosis.traces import COLLECTOR, DATA, GROUP, STEP, WAIT, Event, Trace, nested
+
+COMPILED = "## Call CompiledFxGraph"
+"""Label around the code that the compiler made, whose own kernels are not in traces of CPUs."""
+
+UNKNOWN = "data"
+"""The axis of gloo's threads of which no label tells the group: what makes groups of its own sums gradients up."""
+
+LABELS = {COLLECTOR: "host/collector", DATA: "data", WAIT: "bubble"}
+
+
+def record(trace: Trace) -> Recording:
+    """What a trace of a CPU says of its last step. Raises `ValueError` where it has none."""
+    steps = trace.labelled(STEP)
+    if not steps:
+        raise ValueError(f"the trace of rank {trace.rank} has no step")
+    step = steps[-1]
+    found, tally = Recording(step.interval), Tally()
+    for one in nested(event for event in trace.events if event.thread == step.thread and step.start <= event.start):
+        name = one.event.name
+        if not _computes(one.event):
+            continue
+        about = context((*one.around, one.event))
+        if about.loading:
+            continue
+        term = term_of(name, about)
+        found.work[term] += one.own
+        kind = "optimizer" if term == "optimizer" else kind_of(name)
+        tally.add(name, kind, sum(end - start for start, end in one.own), one.event)
+    for label, term in LABELS.items():
+        found.idle[term] += [event.interval for event in trace.labelled(label)]
+    found.idle["host/launch"] = [step.interval]
+    found.collectives = collectives(trace, step)
+    found.kernels = tally.kernels()
+    return found
+
+
+def _computes(event: Event) -> bool:
+    if event.kind == "user_annotation":
+        return event.name.startswith(COMPILED)
+    return event.kind == "cpu_op" and event.name.startswith(("aten::", "triton", "mkldnn::"))
+
+
+def collectives(trace: Trace, step: Event) -> list[Collective]:
+    """What gloo's threads did in the step. A thread belongs to a group, which labels name (`GROUP`)."""
+    by_thread: dict[int, list[Event]] = defaultdict(list)
+    for event in trace.events:
+        if event.name.startswith("gloo:") and event.thread != step.thread:
+            by_thread[event.thread].append(event)
+    groups = {
+        thread: mark.name.removeprefix(GROUP)
+        for mark in trace.events
+        if mark.name.startswith(GROUP)
+        for thread, events in by_thread.items()
+        if any(mark.start <= event.start < mark.end for event in events)
+    }
+    counts, found = Counter[str](), []
+    for thread, events in by_thread.items():
+        group = groups.get(thread, f"thread {thread}")
+        axis = trace.groups[group].axis if group in trace.groups else UNKNOWN
+        for event in events:
+            if step.start <= event.start < step.end:
+                found.append(Collective(group, axis, counts[group], Interval(event.start, event.end)))
+                counts[group] += 1
+    assert all(one.axis in AXES for one in found)
+    return found

@@ -1,0 +1,105 @@
+"""What only several ranks together tell: who waited for whom in a collective, and how much of a pipeline's waiting is
+its schedule's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trainer.diagnosis.recording import Recording
+from trainer.diagnosis.traces import Trace
+from trainer.planning.cost.stages import StageCosts
+from trainer.planning.schedules import ir
+from trainer.planning.schedules.simulate import simulate
+
+NOISE = 50_000
+"""Nanoseconds by which ranks that join a collective together may differ."""
+
+
+class Joined(NamedTuple):
+    """How a rank took part in a collective. transfer: what the rank took that came last; last: whether this one did;
+    None where no other rank was seen, or nobody waited."""
+
+    transfer: int
+    last: bool | None
+
+
+def join(traces: Sequence[Trace], recordings: Sequence[Recording]) -> list[list[Joined]]:
+    """By rank, for each of its collectives, what the others in it tell.
+
+    Compared by group and number, not by clocks, which differ among machines: the rank that came last waited for nobody,
+    so its time is the transfer's."""
+    seconds: dict[tuple, list[int]] = defaultdict(list)
+
+    def key(trace: Trace, group: str, number: int) -> tuple:
+        ranks = trace.groups[group].ranks if group in trace.groups else (trace.rank,)
+        return group, ranks, number
+
+    for trace, recording in zip(traces, recordings):
+        for one in recording.collectives:
+            seconds[key(trace, one.group, one.number)].append(one.interval.end - one.interval.start)
+    joined = []
+    for trace, recording in zip(traces, recordings):
+        mine = []
+        for one in recording.collectives:
+            all_of_it, own = seconds[key(trace, one.group, one.number)], one.interval.end - one.interval.start
+            differ = max(all_of_it) - min(all_of_it) > NOISE
+            mine.append(Joined(min(all_of_it), own == min(all_of_it) if differ else None))
+        joined.append(mine)
+    return joined
+
+
+class Idle(NamedTuple):
+    """Seconds that a pipeline rank has nothing to do, from replays of its step. own: with stages of equal costs, the
+    schedule's own; measured: with those that were measured; tail: of these, after its last action."""
+
+    own: float
+    measured: float
+    tail: float
+
+
+def pipelines(traces: Sequence[Trace]) -> dict[int, Idle]:
+    """By rank, the idle time that its pipeline's schedule explains; only ranks of whose pipeline all stages were
+    seen."""
+    members: dict[tuple, list[Trace]] = defaultdict(list)
+    for trace in traces:
+        if trace.schedule:
+            members[tuple(place for name, place in sorted(trace.place.items()) if name != "pp")].append(trace)
+    return {rank: idle for pipeline in members.values() for rank, idle in replay(pipeline).items()}
+
+
+def replay(pipeline: Sequence[Trace]) -> dict[int, Idle]:
+    """The same of one pipeline's ranks; empty where a stage was not seen."""
+    first = pipeline[0]
+    schedule = ir.loads("\n".join(first.schedule), first.placement)
+    times: dict[str, list[list[float]]] = {kind: [[] for _ in first.placement] for kind in ir.COMPUTE}
+    for trace in pipeline:
+        for name, start, end in trace.actions:
+            action = ir.parse_action(name)
+            times[action.kind][action.stage].append(end - start)
+    wanted = {action.kind for order in schedule.orders for action in ir.split_overlaps(order)}
+    if not all(times[kind][stage] for kind in wanted for stage in range(schedule.stages)):
+        return {}
+    by_stage = {kind: [mean(some) for some in stages] for kind, stages in times.items()}
+    measured = simulate(schedule, costs(by_stage))
+    equal = simulate(schedule, costs({kind: [mean(stages)] * len(stages) for kind, stages in by_stage.items()}))
+    return {
+        trace.rank: Idle(
+            equal.makespan - equal.busy[place],
+            measured.makespan - measured.busy[place],
+            measured.makespan - measured.ends[place][-1],
+        )
+        for trace in pipeline
+        for place in [trace.place["pp"]]
+    }
+
+
+def costs(seconds: dict[str, list[float]]) -> StageCosts:
+    """Of stages, from seconds by kind of action and stage."""
+    f, i, w, b = (tuple(seconds[kind]) for kind in ("F", "I", "W", "B"))
+    return StageCosts(f, i, w, b, activation=(0.0,) * len(f))
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,126 @@
+"""What a trace says of a step, in terms that are the same for CPUs and for devices with streams."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from trainer.diagnosis.account import Kernel
+from trainer.diagnosis.intervals import Interval
+from trainer.diagnosis.shapes import work_of
+from trainer.diagnosis.traces import DATA, OPTIMIZER, Event
+
+COMPUTE = ("optimizer", "recompute", "attention", "products", "memory_bound")
+"""Terms of computation; where several run at once, the first has the time."""
+
+SHOWN = 40
+"""Kernels that an account names."""
+
+_ATTENTION = re.compile(r"attention|flash_|fmha|sdpa|_attn_", re.IGNORECASE)
+_PRODUCT = re.compile(
+    r"(?:^|::|_)(?:mm|addmm|bmm|baddbmm|linear|gemv|matmul)(?:_|$)|gemm|gemv|cutlass|nvjet|xmma|splitkreduce", re.I
+)
+_FORWARD_OF_ATTENTION = re.compile(r"flash_fwd|fprop|fmha\w*fwd", re.IGNORECASE)
+_BACKWARD = "autograd::engine::evaluate_function"
+
+
+class Collective(NamedTuple):
+    """A collective or a transfer on this rank. number: its place among those of its group in the step."""
+
+    group: str
+    axis: str
+    number: int
+    interval: Interval
+
+
+class Context(NamedTuple):
+    """What the host was about when it computed or launched a kernel."""
+
+    term: str | None
+    """What the labels and operators around it say; None where they leave it open."""
+    backward: bool
+    loading: bool
+
+
+@dataclass
+class Recording:
+    """A step on a rank, in nanoseconds from the trace's start.
+
+    work: by term of `COMPUTE`. idle: by the other terms that are known by when they happen, and `bubble`, of which a
+    part is known so (all of what a host waits for)."""
+
+    window: Interval
+    work: dict[str, list[Interval]] = field(default_factory=lambda: defaultdict(list))
+    idle: dict[str, list[Interval]] = field(default_factory=lambda: defaultdict(list))
+    collectives: list[Collective] = field(default_factory=list)
+    kernels: tuple[Kernel, ...] = ()
+    launches: int = 0
+    launch_delay: float | None = None
+    kernel_seconds: float | None = None
+    synchronisations: int = 0
+
+
+def context(around: Sequence[Event]) -> Context:
+    """What a moment of the host belongs to, by the events around it, the outermost first.
+
+    Backward runs without gradients of its own, so an operator in it that has a number in the graph is a forward pass
+    that is repeated."""
+    backward = attention = product = repeated = optimizer = loading = False
+    for event in around:
+        name = event.name
+        if event.kind == "user_annotation":
+            optimizer |= name == OPTIMIZER
+            loading |= name == DATA
+        elif name.startswith(_BACKWARD):
+            backward = True
+        elif name.startswith("aten::"):
+            repeated |= backward and event.details.get("Sequence number", -1) >= 0
+            attention |= bool(_ATTENTION.search(name))
+            product |= bool(_PRODUCT.search(name))
+    found = ("optimizer", optimizer), ("recompute", repeated), ("attention", attention), ("products", product)
+    return Context(next((term for term, holds in found if holds), None), backward, loading)
+
+
+def term_of(name: str, about: Context) -> str:
+    """The term of `COMPUTE` that an operator or a kernel belongs to."""
+    if about.term in ("optimizer", "recompute"):
+        return about.term
+    if about.backward and _FORWARD_OF_ATTENTION.search(name):
+        return "recompute"  # of a compiled layer: there, its other kernels are not told apart
+    return about.term or kind_of(name)
+
+
+def kind_of(name: str) -> str:
+    """What an operator or a kernel computes, by its name."""
+    return "attention" if _ATTENTION.search(name) else "products" if _PRODUCT.search(name) else "memory_bound"
+
+
+class Tally:
+    """Sums up kernels by name."""
+
+    def __init__(self) -> None:
+        self.sums: dict[tuple[str, str], Kernel] = {}
+
+    def add(self, name: str, kind: str, nanoseconds: int, operator: Event | None = None) -> None:
+        """Counts a call; operator: the one whose work it does, where that has not been counted yet."""
+        before = self.sums.get((name, kind), Kernel(name[:200], kind, 0, 0.0))
+        flops, size = work_of(operator) if operator is not None else (None, None)
+        self.sums[name, kind] = Kernel(
+            before.name,
+            kind,
+            before.calls + 1,
+            before.seconds + nanoseconds / 1e9,
+            _sum(before.flops, flops),
+            _sum(before.bytes, size),
+        )
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Those that took most time."""
+        return tuple(sorted(self.sums.values(), key=lambda kernel: kernel.seconds, reverse=True)[:SHOWN])
+
+
+def _sum(before: float | None, more: float | None) -> float | None:
+    return before if more is None else (before or 0.0) + more

@@ -1,0 +1,165 @@
+"""Reads a profiler's trace (Kineto, in Chrome's format) as plain events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.diagnosis.intervals import Interval
+from trainer.util.reading import Malformed, read_json
+
+LONGEST = 1 << 31
+"""Bytes of a trace: some millions of events."""
+
+NOTE = "trainer"
+"""Key in the trace under which the run says what the profiler does not know; `_NOTE` is its shape."""
+STEP, DATA, OPTIMIZER, COLLECTOR, GROUP = (
+    f"trainer:{name}" for name in ("step", "data", "optimizer", "collector", "group ")
+)
+"""Labels in the trace: the step; waiting for the batch; norm and update; garbage collection; and, with a group's name
+behind it, a collective of this group that shows on which thread gloo runs them."""
+WAIT = "PP:wait"
+"""Label in the trace: the host waits for a transfer of the pipeline."""
+
+_NOTE = {
+    "rank": int,
+    "step": int,
+    "place": {str: int},
+    "device": str,
+    "groups": {str: {"axis": str, "ranks": [int]}},
+    "schedule": [str],
+    "placement": [int],
+    "actions": [[(str, int, float)]],
+    "spent": {str: (int, float)},
+}
+_SHAPE = {"traceEvents": [dict], NOTE: _NOTE}
+
+
+class Group(NamedTuple):
+    """A process group: the axis of its communication (`account.AXES`), and its ranks."""
+
+    axis: str
+    ranks: tuple[int, ...]
+
+
+class Event(NamedTuple):
+    """Something that was done on a thread of the host, or in a stream of a device (-1 minus its number)."""
+
+    start: int
+    end: int
+    name: str
+    kind: str
+    thread: int
+    details: dict[str, Any]
+
+    @property
+    def interval(self) -> Interval:
+        return Interval(self.start, self.end)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The trace of a step on a rank, with what the run says of it.
+
+    groups: by name. schedule: of the pipeline, lines of CSV, and its placement; empty without one. actions: notation,
+    start and end in seconds from the step's start. spent: seconds a step of `checkpoint` and `evaluation`. events: in
+    order of their start, times in nanoseconds; those that begin together, the longest first."""
+
+    rank: int
+    step: int
+    place: dict[str, int]
+    device: str
+    groups: dict[str, Group]
+    schedule: tuple[str, ...]
+    placement: tuple[int, ...]
+    actions: tuple[tuple[str, float, float], ...]
+    spent: dict[str, float]
+    events: tuple[Event, ...]
+
+    def labelled(self, label: str) -> list[Event]:
+        """The events of a label that this project gave."""
+        return [event for event in self.events if event.name == label and event.kind == "user_annotation"]
+
+
+def read(path: Path) -> Trace:
+    """The trace in a file. Raises `OSError`, and `Malformed` for what is no trace of a run."""
+    content = read_json(path, _SHAPE, "profile the step again", LONGEST)
+    note = content[NOTE]
+    try:
+        return Trace(
+            **{name: note[name] for name in ("rank", "step", "place", "device", "spent")},
+            groups={name: Group(group["axis"], tuple(group["ranks"])) for name, group in note["groups"].items()},
+            schedule=tuple(note["schedule"]),
+            placement=tuple(note["placement"]),
+            actions=tuple((str(name), float(start), float(end)) for name, start, end in note["actions"]),
+            events=tuple(in_order(content["traceEvents"])),
+        )
+    except (TypeError, ValueError, KeyError) as error:
+        raise Malformed(f"{path} is no trace of a run: {error}; profile the step again") from None
+
+
+def in_order(raw: Iterable[dict[str, Any]]) -> list[Event]:
+    """The complete events of a trace; times begin with its first."""
+    complete = [event for event in raw if event.get("ph") == "X" and isinstance(event.get("tid"), int)]
+    first = min((event["ts"] for event in complete), default=0.0)
+    events = (_event(event, first) for event in complete)
+    return sorted(events, key=lambda event: (event.start, -event.end))
+
+
+def _event(raw: dict[str, Any], first: float) -> Event:
+    details, kind = raw.get("args", {}), raw.get("cat", "")
+    start = round((raw["ts"] - first) * 1000)
+    thread = -1 - int(details["stream"]) if "stream" in details and kind not in HOST_KINDS else raw["tid"]
+    return Event(start, start + round(raw.get("dur", 0) * 1000), raw["name"], kind, thread, details)
+
+
+HOST_KINDS = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "python_function")
+"""Categories of what a thread of the host does."""
+
+
+class Nested(NamedTuple):
+    """An event of the host among those of its thread: the events around it, the outermost first, and the parts of it
+    during which no event within it went on."""
+
+    event: Event
+    around: tuple[Event, ...]
+    own: tuple[Interval, ...]
+
+
+def nested(events: Iterable[Event]) -> Iterator[Nested]:
+    """The events of one thread with what surrounds each. They are taken as properly nested: what ends after the event
+    around it, by rounding, is cut."""
+    stack: list[_Open] = []
+
+    def close() -> Nested:
+        done = stack.pop()
+        done.rest(done.end)
+        if stack:
+            stack[-1].now = done.end
+        return Nested(done.event, tuple(around.event for around in stack), tuple(done.own))
+
+    for event in events:
+        while stack and stack[-1].end <= event.start:
+            yield close()
+        if stack:
+            stack[-1].rest(event.start)
+        stack.append(_Open(event, min(event.end, stack[-1].end) if stack else event.end, event.start))
+    while stack:
+        yield close()
+
+
+@dataclass
+class _Open:
+    """An event that has begun. now: up to where its own time is known."""
+
+    event: Event
+    end: int
+    now: int
+    own: list[Interval] = field(default_factory=list)
+
+    def rest(self, until: int) -> None:
+        """Nothing within it went on up to then."""
+        if until > self.now:
+            self.own.append(Interval(self.now, until))
