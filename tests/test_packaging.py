@@ -16,7 +16,7 @@ from trainer.util.extras import DISTRIBUTION
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-MODULES = {"pyyaml": "yaml", "hydra-core": "hydra"}
+MODULES = {"pyyaml": "yaml", "hydra-core": "hydra", "nvidia-ml-py": "pynvml"}
 """Distributions whose module has another name than theirs."""
 
 BROUGHT = {"triton"}
@@ -77,7 +77,7 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(package, ext
 
 
 def test_a_run_needs_no_extra():
-    barred = [name for extra in ("plots", "tensorboard") for name in modules(EXTRAS[extra])]
+    barred = [name for extra in ("plots", "tensorboard", "gpu") for name in modules(EXTRAS[extra])]
     code = f"import sys; sys.modules.update(dict.fromkeys({barred})); import trainer.cli, trainer.training.run"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from trainer.config import ConfigError, LoggingConfig, RunConfig, WandbConfig
 from trainer.observe import metrics, sinks
 from trainer.observe.deferred import DeferredScalars
+from trainer.observe.hardware import over_ranks
 from trainer.observe.metrics import Meter
 from trainer.observe.sinks import Logger
 from trainer.planning.cost import devices
@@ -86,6 +87,7 @@ def test_lines_have_the_keys_of_the_contract(tmp_path):
         "straggler_rank",
         "comm/bytes_inner",
         "comm/bytes_outer",
+        *over_ranks([]),
     }
     assert set(step) == contract
     assert evaluation == {"step": 1, "time": evaluation["time"], "tokens": 4096, "eval_loss": 2.0}

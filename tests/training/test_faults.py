@@ -45,6 +45,8 @@ SETTINGS = [
     "guard.max_skipped=2",
     "guard.straggler_factor=1.5",
     "guard.straggler_lines=6",
+    "guard.slow_factor=1.5",
+    "guard.slow_lines=5",
 ]
 
 
@@ -196,8 +198,13 @@ def folder(calm, tmp_path) -> Iterator[Path]:
 
 def test_a_slow_rank_is_measured_and_named(calm):
     slow = [line["straggler_rank"] == 1 and line["straggler"] > 1.5 for line in metrics.read(calm.folder)]
-    assert sum(slow[:20]) > 14 > sum(slow[20:]), slow
+    assert sum(slow[20:]) > 14 > sum(slow[:20]), slow
     assert f"rank 1 on {socket.gethostname()} has been slow for 6 logged steps" in calm.text()
+
+
+def test_a_run_that_slows_down_says_so_with_the_reason(calm):
+    told = re.search(r"slow: a step takes .* s in steps (\d+) to .*; one rank: rank 1 takes", calm.text())
+    assert told and int(told[1]) >= 19, calm.text()
 
 
 def test_restarts_that_would_fail_are_told_at_the_first_start(calm, folder):

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from support.launch import launch, warm_python
 
+from trainer.observe.hardware import over_ranks
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
@@ -207,6 +209,7 @@ def test_the_run_folder_keeps_the_contract(undisturbed):
         "straggler_rank",
         "comm/bytes_inner",
         "comm/bytes_outer",
+        *over_ranks([]),
     }
     line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert set(line) == names and line["mfu"] is None and line["tokens"] == 30 * 2 * 64

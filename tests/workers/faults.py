@@ -1,4 +1,4 @@
-"""`python -m trainer` with a rank that is slow in the first 20 steps (SLOW_RANK) and one whose gradient breaks when the
+"""`python -m trainer` with a rank that is slow from step 20 on (SLOW_RANK) and one whose gradient breaks when the
 file BREAK exists.
 
 Two steps after a checkpoint are broken, which guard.max_skipped=2 ends the run for, before the next checkpoint holds
@@ -26,7 +26,7 @@ broken = 0
 def faulty_step(state: Any, batches: Any, stop: bool) -> Any:
     global broken
     layer, handle = state.stages[0].layers["1"], None
-    if RANK == SLOW and state.step < 20:
+    if RANK == SLOW and state.step >= 20:
         handle = layer.register_forward_pre_hook(lambda *_: time.sleep(0.15))
     # The first two steps after a save, in turn.
     if RANK == state.world.size - 1 and BREAK.exists() and state.step % EVERY == broken + 1:

@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer.cluster.options import NODE, PreflightOptions
 from trainer.config import ConfigError
+from trainer.observe.nvml import SLOWED
 
 # Names of `nvidia-smi --query-gpu`; drivers before 535 know the last as clocks_throttle_reasons.active.
 FIELDS = (
@@ -24,14 +25,6 @@ FIELDS = (
     "temperature.gpu",
     "clocks_event_reasons.active",
 )
-
-# The bits that mean a fault. The others mean idleness, chosen clocks and the ordinary power cap.
-SLOWED = {
-    0x8: "hardware slowdown",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "power brake",
-}
 
 OCCUPIED_MIB = 2048  # more than an idle driver holds
 

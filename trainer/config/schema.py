@@ -488,6 +488,14 @@ class GuardConfig:
     straggler_lines: int = option(
         20, "and do so in this many logged steps in a row", unit="logged steps", range="[1, inf)"
     )
+    slow_factor: float = option(
+        1.25,
+        "a run is called slow when its median step takes this many times that of its fastest recent time",
+        range="(1, inf)",
+    )
+    slow_lines: int = option(
+        20, "so many logged steps are compared with as many before them", unit="logged steps", range="[3, inf)"
+    )
 
 
 @dataclass
@@ -514,6 +522,12 @@ class LoggingConfig:
     trace: list[int] = option([], "steps that are profiled too, and whose traces stay in traces/", range="[1, inf)")
     types: bool = option(False, "print the parameter-type map at start")
     report: bool = option(True, "write report.html, a page about the run, when it ends")
+    hardware: float = option(
+        1.0,
+        "time between two readings of the counters of devices and machines (metrics hardware/*); 0 reads none",
+        unit="seconds",
+        range="[0, inf)",
+    )
     metrics: dict[str, Any] = option(
         {}, "registered metrics by name, with their settings: {weight_norm: {}}", registry=METRICS
     )

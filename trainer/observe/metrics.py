@@ -32,7 +32,8 @@ METRICS: dict[str, str] = {
     "step_seconds": "mean time of a step since the last logged one, in seconds",
     "step_seconds_p50": "median time of recent steps without the first after start or resume, in seconds",
     "step_seconds_p95": "95th percentile of the same, in seconds",
-    "data_seconds": "mean time that a step waited for its batch since the last logged one, in seconds",
+    "data_seconds": "mean time that a step waited for its batch since the last logged one, the longest of any rank, in "
+    "seconds",
     "eta_seconds": "time left for the remaining steps at the mean pace of recent ones, in seconds",
     "bubble": "share of the step in which pipeline ranks wait for each other, 0 to 1",
     "profiled_step": "the newest step of which there are accounts (logging.profile); the next are means over the ranks "
@@ -45,6 +46,22 @@ METRICS: dict[str, str] = {
     "straggler": "time in forward passes of the slowest rank, as a multiple of the median of the ranks with the same "
     "stages",
     "straggler_rank": "that rank",
+    "hardware/sm": "share of the GPUs' multiprocessors that were busy, 0 to 1, mean over ranks; null before Hopper",
+    "hardware/tensor": "the same of their tensor cores",
+    "hardware/dram": "used share of the bandwidth of device memory, 0 to 1, mean over ranks; null before Hopper",
+    "hardware/nvlink_gb_s": "GB/s that a GPU sends and receives by NVLink, mean over ranks; null before Hopper",
+    "hardware/pcie_gb_s": "the same by PCIe",
+    "hardware/power_watts": "power of a GPU, mean over ranks",
+    "hardware/clock_mhz": "clock of the slowest GPU's multiprocessors",
+    "hardware/clock_rank": "the rank of that GPU",
+    "hardware/temperature": "of the hottest GPU, in degrees Celsius",
+    "hardware/throttle": "why any GPU's clocks are held down: the sum of 4 (power cap), 8 (hardware slowdown), 32 and "
+    "64 (heat, seen by software and hardware), 128 (power brake); 0 for none of them",
+    "hardware/alloc_retries": "how often since the start a GPU's allocator gave its cache back to find memory, the "
+    "most of any rank",
+    "hardware/host_cpu": "share of a machine's processors that were busy, 0 to 1, the busiest machine's",
+    "hardware/host_memory": "share of a machine's memory, or its container's, in use, the fullest machine's",
+    "hardware/disk_free_gib": "space left where run.dir lies, in GiB, the least of any machine",
     "comm/bytes_inner": "bytes of gradients that a rank sends in a step within its shard group on a node, the most of "
     "any rank; null without parallel.grad_comm",
     "comm/bytes_outer": "the same between replicas and between nodes",

@@ -30,20 +30,32 @@ PANELS = (
     Panel("", "step time", "seconds", ("step_seconds", "step_seconds_p50", "step_seconds_p95")),
     Panel("", "model FLOP utilisation", "share of the peak", ("mfu", "mfu_full")),
     Panel("", "waiting for data", "seconds a step", ("data_seconds",)),
-    Panel("", "bubble", "share of the step", ("bubble",)),
+    Panel("", "bubble", "share of the step", ("bubble", "bubble_imbalance")),
+    Panel("", "exposed communication", "share of a profiled step", ("exposed/NAME",)),
+    Panel("", "late host", "share of a profiled step", ("host",)),
+    Panel("", "launch delay", "seconds", ("launch_delay",)),
     Panel("", "slowest rank", "multiple of the median", ("straggler",)),
     Panel("", "memory", "GiB, fullest rank", ("memory_gib",)),
     Panel("", "gradient traffic", "bytes a rank and step", ("comm/bytes_inner", "comm/bytes_outer")),
     Panel("", "loss scale", "", ("loss_scale",), False),
     Panel("", "steps without an update", "so far", ("skipped",)),
     Panel("", "damaged rows", "left out so far", ("damaged",)),
+    Panel("hardware", "utilisation", "share", ("hardware/sm", "hardware/tensor", "hardware/dram")),
+    Panel("hardware", "links", "GB/s a GPU", ("hardware/nvlink_gb_s", "hardware/pcie_gb_s")),
+    Panel("hardware", "power", "watts a GPU", ("hardware/power_watts",)),
+    Panel("hardware", "clock", "MHz of the slowest GPU", ("hardware/clock_mhz",)),
+    Panel("hardware", "temperature", "degrees Celsius of the hottest GPU", ("hardware/temperature",)),
+    Panel("hardware", "throttle", "reasons: 4 power, 32 and 64 heat, 8 and 128 hardware", ("hardware/throttle",)),
+    Panel("hardware", "emptied caches", "of the allocator, so far", ("hardware/alloc_retries",)),
+    Panel("hardware", "machine", "share in use", ("hardware/host_cpu", "hardware/host_memory")),
+    Panel("hardware", "free disk", "GiB", ("hardware/disk_free_gib",)),
 )
-"""Other metrics, such as registered ones and those of the hardware, have a panel each, behind these."""
+"""Other metrics, such as registered ones, have a panel each, behind these."""
 
-OF_ONE_VALUE = ("loss_scale", "skipped", "damaged")
+OF_ONE_VALUE = ("loss_scale", "skipped", "damaged", "hardware/throttle", "hardware/alloc_retries")
 """Metrics that say nothing as long as they stay what they were."""
 
-NOT_DRAWN = {"step", "time", "tokens", "epoch", "eta_seconds", "straggler_rank"}
+NOT_DRAWN = {*("step", "time", "tokens", "epoch", "eta_seconds"), *("straggler_rank", "profiled_step", "hardware/clock_rank")}
 
 
 def drawn_as(names: Iterable[str], panel: Panel) -> list[str]:

@@ -80,6 +80,7 @@ class Adaptation:
             )
             return state, batch
         self.ledger.expect(choice.predicted, state.step + 2)
+        self.ledger.slowdown.restart()
         self.ledger.log.event(f"schedule auto chose {after.describe()} of {len(choice.table)} candidates")
         return state, batch
 
@@ -91,6 +92,7 @@ class Adaptation:
         """Goes on to the next candidate for codec=auto, or to the best."""
         decided = self.trial.advance(state.step)
         state.use_schedule(state.pipeline.schedule)
+        self.ledger.slowdown.restart()
         if decided is not None:
             self.trial = None
             self.ledger.log.event(decided)

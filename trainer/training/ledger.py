@@ -4,6 +4,8 @@ logged, and judged."""
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,8 +19,10 @@ from torch import Tensor
 from trainer.data.batches import Batch, Loader, source_of
 from trainer.data.corpus import Corpus
 from trainer.observe.deferred import DeferredScalars
+from trainer.observe.hardware import Reading, Sampler, over_ranks
 from trainer.observe.report import peak_memory_gib, step_meter
 from trainer.observe.sinks import Logger
+from trainer.observe.slowdown import Slowdown
 from trainer.observe.stragglers import Stragglers, slowest
 from trainer.parallel.pipeline.timing import StepTimes
 from trainer.planning.batch import BatchPlan
@@ -55,7 +59,7 @@ class Ledger:
         self.scaled, self.pipelined = state.scaler.enabled, state.plan.pp > 1
         self.deferred = DeferredScalars(world.device)
         self.meter = step_meter(config, state.spec, world, batch.sequence_length)
-        self.stragglers = Stragglers(config.guard)
+        self.stragglers, self.slowdown = Stragglers(config.guard), Slowdown(config.guard)
         self.losses: list[float] = []
         self.skipped, self.skipped_in_row, self.stop, self.finished = skipped, 0, False, False
         self.asked, self.latest = Ask(0), dict[str, Any]()
@@ -63,6 +67,13 @@ class Ledger:
         self.log = Logger(
             Path(config.run.dir), config.logging, config.run, state.step, dataclasses.asdict(config), world.rank == 0
         )
+        first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+        self.hardware = Sampler(world.device, Path(config.run.dir), config.logging.hardware, first)
+
+    def close(self, status: str, reason: str | None) -> None:
+        """Ends the record of a run that has ended in this way; see `Logger.close`."""
+        self.hardware.close()
+        self.log.close(status, reason)
 
     def begin_step(self) -> None:
         """Before a step's batch is fetched."""
@@ -117,21 +128,23 @@ class Ledger:
 
     def log_step(self, step: int, numbers: dict[str, Any], host: dict[str, Any]) -> None:
         """Writes a step's line of metrics, and says what it shows of predictions and of slow ranks."""
-        measured, makespan, sums = self.compare_ranks(host["times"], self.sum_by_source(numbers, host["ids"]))
+        pace, readings = self.meter.read(), self.hardware.take()
+        sums = self.sum_by_source(numbers, host["ids"])
+        measured, makespan, sums = self.compare_ranks(host["times"], pace["data_seconds"], readings, sums)
         record = {
             "step": step,
             "tokens": host["tokens"],
             "epoch": host["epoch"],
             "skipped": self.skipped,
             "damaged": self.damaged,
-            **measured,
             **{name: int(numbers[name]) for name in BYTES if name in numbers},
             **{name: numbers[name] for name in ("loss", "grad_norm", "lr", "loss_scale", "memory_gib")},
             **losses_by_source(self.sources, sums),
             **{name: value for name, value in numbers.items() if name.startswith("user/")},
             **self.terms(numbers),
             **self.profiled,
-            **self.meter.read(),
+            **pace,
+            **measured,
         }
         self.latest.update(record)
         self.log.step(record)
@@ -143,6 +156,8 @@ class Ledger:
             )
         if self.stragglers.add(measured["straggler"], measured["straggler_rank"]):
             self.name_straggler(measured["straggler"], measured["straggler_rank"])
+        if told := self.slowdown.add(record):
+            self.log.event(told)
 
     def terms(self, numbers: dict[str, Any]) -> dict[str, float]:
         """The mean over valid tokens of each registered term of the loss."""
@@ -174,26 +189,37 @@ class Ledger:
         whose = [found == name for name in self.sources]
         return np.array([[numbers[kind][mine].sum() for mine in whose] for kind in ("losses", "targets")])
 
-    def compare_ranks(self, times: StepTimes, sums: np.ndarray) -> tuple[dict[str, Any], float | None, np.ndarray]:
+    def compare_ranks(
+        self, times: StepTimes, waited: float, readings: Reading, sums: np.ndarray
+    ) -> tuple[dict[str, Any], float | None, np.ndarray]:
         """What the ranks' times in one step tell: `bubble`, the share of its computation time in which pipeline ranks
         had nothing to do, and the slowest rank; besides, the seconds from its start to its last action on any rank.
-        None where it does not apply. And `sums` added up over all ranks.
+        None where it does not apply. And of all ranks the longest wait for data, what became of the `readings` of
+        their hardware, and `sums` added up.
 
         Ranks are compared by their forward passes: in the backward passes that reduce gradients, they wait for each
         other."""
-        measured: dict[str, Any] = {"bubble": None, "straggler": None, "straggler_rank": None}
+        measured: dict[str, Any] = {"bubble": None, "straggler": None, "straggler_rank": None, "data_seconds": waited}
         if self.world.size == 1:
-            return measured, None, sums
-        mine = torch.tensor(
-            [times.busy(), times.finish(), times.busy(("F",)), self.world.place("pp"), *sums.flat], dtype=torch.float64
-        )
+            return measured | over_ranks([readings]), None, sums
+        own = [times.busy(), times.finish(), times.busy(("F",)), self.world.place("pp"), waited]
+        read = [math.nan if value is None else value for value in readings.values()]
+        mine = torch.tensor([*own, *read, *sums.flat], dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
         dist.all_gather(everyone, mine)  # on gloo: these are the host's numbers
-        busy, finish, forward, stage, *parts = torch.stack(everyone).unbind(1)
+        times_of, read_of, sums_of = torch.stack(everyone).split([len(own), len(read), sums.size], 1)
+        busy, finish, forward, stage, waits = times_of.unbind(1)
         measured["straggler"], measured["straggler_rank"] = slowest(forward.tolist(), stage.tolist())
+        measured["data_seconds"] = waits.max().item()
         if self.pipelined:
             measured["bubble"] = 1 - (busy.sum() / (self.world.size * finish.max())).item()
-        return measured, finish.max().item(), np.reshape([part.sum().item() for part in parts], sums.shape)
+        measured |= over_ranks(
+            [
+                {name: None if math.isnan(value) else value for name, value in zip(readings, row)}
+                for row in read_of.tolist()
+            ]
+        )
+        return measured, finish.max().item(), sums_of.sum(0).numpy().reshape(sums.shape)
 
     def name_straggler(self, share: float, rank: int) -> None:
         """Tells of a rank that stays slow, with its node. All ranks call it together."""

@@ -30,6 +30,7 @@ from trainer.planning.resolve import Layout
 from trainer.planning.schedules import ir
 from trainer.util.exit_codes import rank
 from trainer.util.files import lock_folder
+from trainer.util.machine import host_memory
 
 
 @contextlib.contextmanager
@@ -63,11 +64,8 @@ def host_threads(plan: Plan, device: torch.device) -> Iterator[None]:
 
 def memory_of(device: torch.device) -> Memory:
     """The memory of a process's GPU, and of its machine: what the machine has, or its container may use."""
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-        host = min(host, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     gpu = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return Memory(gpu, host)
+    return Memory(gpu, host_memory())
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ class Trainer:
             gc.unfreeze()
             self.profiling.close()
             self.loader.close()
-            self.ledger.log.close(status, reason)
+            self.ledger.close(status, reason)
             if self.config.logging.report and self.world.rank == 0:
                 history.write_report(self.folder)
         return code

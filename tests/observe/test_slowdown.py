@@ -1,0 +1,88 @@
+"""A run that becomes slow says so once, and what grew with it; one that does not is silent."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.config import GuardConfig
+from trainer.observe.slowdown import Slowdown
+
+LINES = 8
+QUIET = {
+    "data_seconds": 0.01,
+    "straggler": 1.02,
+    "straggler_rank": 1,
+    "hardware/clock_mhz": 1980,
+    "hardware/throttle": 4,
+    "hardware/alloc_retries": 0,
+}
+
+
+def told(*parts, lines=LINES, factor=1.25):
+    """What is said of steps that are given as (number, seconds, changes of their lines)."""
+    slowdown, said, step = Slowdown(GuardConfig(slow_factor=factor, slow_lines=lines)), [], 0
+    for count, seconds, changes in parts:
+        for _ in range(count):
+            step += 1
+            text = slowdown.add({"step": step, "step_seconds": seconds, **QUIET, **changes})
+            said += [text] if text else []
+    return said
+
+
+@pytest.mark.parametrize(
+    "changes, layer",
+    [
+        ({"data_seconds": 0.39}, "data: a step waits 0.39 s for its batch, and waited 0.01 s"),
+        ({"straggler": 1.4, "straggler_rank": 3}, "one rank: rank 3 takes 1.40 times"),
+        ({"hardware/clock_mhz": 1300}, "hardware: clocks fell from 1980 to 1300 MHz"),
+        (
+            {"hardware/clock_mhz": 1300, "hardware/throttle": 68},
+            "clocks fell from 1980 to 1300 MHz (hardware thermal slowdown)",
+        ),
+        ({"hardware/clock_mhz": None, "hardware/throttle": 128}, "hardware: clocks are held down by power brake"),
+        ({"hardware/alloc_retries": 9}, "memory: a GPU's allocator runs out of memory"),
+        ({}, "unknown: neither data, ranks, clocks nor memory have changed with it"),
+        ({"data_seconds": 0.02, "straggler": 1.05, "hardware/clock_mhz": 1950}, "unknown"),
+    ],
+)
+def test_the_layer_that_the_numbers_point_to_is_named(changes, layer):
+    [text] = told((4 * LINES, 1.0, {}), (6 * LINES, 1.4, changes))
+    assert layer in text and "a step takes 1.4 s in steps 33 to 40, 1.40 times the 1 s of steps 1 to 8" in text
+    assert layer.startswith("unknown") or "unknown" not in text
+
+
+def test_each_slow_down_is_told_once():
+    assert len(told((50, 1.0, {}), (500, 1.5, {}))) == 1
+    assert len(told((50, 1.0, {}), (50, 1.5, {}), (50, 2.5, {}))) == 2, "worse by as much again"
+    assert len(told((50, 1.0, {}), (50, 1.5, {}), (50, 1.0, {}), (50, 1.5, {}))) == 2, "over meanwhile"
+    creeping = [(LINES, 1.01**number, {}) for number in range(30)]
+    assert len(told(*creeping)) == 1
+
+
+def test_without_the_values_nothing_is_wrong():
+    nothing = dict.fromkeys(QUIET)
+    [text] = told((2 * LINES, 1.0, nothing), (LINES, 2.0, nothing))
+    assert "unknown" in text
+
+
+@given(st.integers(0, 10**6), st.floats(1e-3, 100))
+def test_noise_and_rare_long_steps_are_no_slow_down(seed, seconds):
+    """Compilation in the first step, evaluations and saves beside every third step at most."""
+    draw, slowdown = random.Random(seed), Slowdown(GuardConfig(slow_lines=LINES))
+    for step in range(1, 20 * LINES):
+        long = draw.choice([1, 1, 10]) if step % 3 == 0 else 1
+        line = {"step": step, "step_seconds": seconds * draw.uniform(1, 1.2) * long * (100 if step == 1 else 1)}
+        assert slowdown.add({**QUIET, **line}) is None
+
+
+def test_another_schedule_begins_anew():
+    slowdown = Slowdown(GuardConfig(slow_lines=LINES))
+    for step in range(1, 8 * LINES):
+        if step == 4 * LINES:
+            slowdown.restart()
+        line = {"step": step, "step_seconds": 1.0 if step < 4 * LINES else 3.0, **QUIET}
+        assert slowdown.add(line) is None

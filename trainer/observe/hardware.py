@@ -1,0 +1,116 @@
+"""The machines under a run: a thread on each rank reads the counters of its device and of its host, and all ranks'
+readings become the metrics `hardware/*`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from trainer.observe.nvml import Gpu
+from trainer.util import machine
+
+Reading = Mapping[str, float | None]
+
+
+def _any(values: Sequence[float]) -> float:
+    return functools.reduce(operator.or_, map(int, values))
+
+
+OVER_RANKS: dict[str, Callable[[Sequence[float]], float]] = {
+    **dict.fromkeys(("sm", "tensor", "dram", "nvlink_gb_s", "pcie_gb_s", "power_watts"), fmean),
+    "clock_mhz": min,
+    "temperature": max,
+    "throttle": _any,
+    "alloc_retries": max,
+    "host_cpu": max,
+    "host_memory": max,
+    "disk_free_gib": min,
+}
+"""What is read, and what becomes of the values of several ranks: the worst where there is a worst."""
+
+OVER_TIME = {"throttle": _any, "clock_mhz": fmean, "alloc_retries": max}
+"""The same of several readings of a rank; of all others the mean counts."""
+
+
+class Host:
+    """A machine. The first process on it reads for all."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.ticks = folder, machine.processor_ticks()
+
+    def read(self) -> dict[str, float | None]:
+        before, self.ticks = self.ticks, machine.processor_ticks()
+        passed = self.ticks[1] - before[1]
+        return {
+            "host_cpu": (self.ticks[0] - before[0]) / passed if passed > 0 else None,
+            "host_memory": machine.used_memory() / machine.host_memory(),
+            "disk_free_gib": machine.free_disk(self.folder) / 2**30,
+        }
+
+
+class Sampler:
+    """Reads this rank's device, and on one rank of a machine (`first`) the machine, every `period` seconds until
+    `close`; 0 reads nothing. folder: of the run, whose disk is looked at.
+
+    A reading takes under a millisecond of a processor, and NVML's part of it does not hold the interpreter."""
+
+    def __init__(self, device: torch.device, folder: Path, period: float, first: bool):
+        self.sources: list[Callable[[], Reading]] = []
+        self.period, self.readings, self.last = period, list[Reading](), dict[str, float | None]()
+        self.lock, self.closed = threading.Lock(), threading.Event()
+        if not period:
+            return
+        if device.type == "cuda":
+            gpu = Gpu.find(str(torch.cuda.get_device_properties(device).uuid))
+            self.sources += [gpu.read] if gpu is not None else []
+            self.sources.append(lambda: {"alloc_retries": torch.cuda.memory_stats(device).get("num_alloc_retries")})
+        if first:
+            with contextlib.suppress(OSError, ValueError):
+                self.sources.append(Host(folder).read)
+        if self.sources:
+            threading.Thread(target=self._run, name="hardware", daemon=True).start()
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def sample(self) -> dict[str, float | None]:
+        """One reading, now."""
+        found: dict[str, float | None] = {}
+        for read in self.sources:
+            with contextlib.suppress(OSError, ValueError, KeyError, RuntimeError):  # a counter that is not there
+                found |= read()
+        return found
+
+    def take(self) -> dict[str, float | None]:
+        """What was read since the last call, as one reading; where there was none, the last one again."""
+        with self.lock:
+            readings, self.readings = self.readings, []
+        if readings:
+            self.last = {name: merged(name, readings, OVER_TIME.get(name, fmean)) for name in OVER_RANKS}
+        return {name: self.last.get(name) for name in OVER_RANKS}
+
+    def _run(self) -> None:
+        while not self.closed.wait(self.period):
+            found = self.sample()
+            with self.lock:
+                self.readings.append(found)
+
+
+def merged(name: str, readings: Sequence[Reading], how: Callable[[Sequence[float]], float]) -> float | None:
+    """One value of those that several readings have of a name."""
+    values = [value for one in readings if (value := one.get(name)) is not None]
+    return how(values) if values else None
+
+
+def over_ranks(readings: Sequence[Reading]) -> dict[str, float | None]:
+    """The metrics `hardware/*` of the ranks' readings, in order of rank."""
+    found = {f"hardware/{name}": merged(name, readings, how) for name, how in OVER_RANKS.items()}
+    clocks = {rank: clock for rank, one in enumerate(readings) if (clock := one.get("clock_mhz")) is not None}
+    return found | {"hardware/clock_rank": min(clocks, key=clocks.__getitem__) if clocks else None}
