@@ -150,17 +150,17 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 SEEN = """(() => {
-  const far = [...document.querySelectorAll("main *")].filter((one) => one.getBoundingClientRect().right > innerWidth + 1
-    && !one.closest(".scroll, nav, svg"));
+  const all = (what) => [...document.querySelectorAll(what)], box = (one) => one.getBoundingClientRect();
+  const far = all("main *").filter((one) => box(one).right > innerWidth + 1 && !one.closest(".scroll, nav, svg"));
   return {
     wide: document.documentElement.scrollWidth - innerWidth,
     far: far.slice(0, 3).map((one) => one.outerHTML.slice(0, 200)),
     hit: window.hit ?? null,
-    sections: [...document.querySelectorAll("section")].filter((one) => one.getBoundingClientRect().height > 60).map((one) => one.id),
-    plots: document.querySelectorAll("figure").length,
-    drawn: [...document.querySelectorAll("figure .plot")].filter((one) => one.querySelector("svg path[d^=M], svg circle")).length,
+    sections: all("section").filter((one) => box(one).height > 60).map((one) => one.id),
+    plots: all("figure").length,
+    drawn: all("figure .plot").filter((one) => one.querySelector("svg path[d^=M], svg circle")).length,
+    broken: all("svg *").filter((one) => /NaN|undefined|Infinity/.test(one.cloneNode().outerHTML)).length,
     paper: getComputedStyle(document.body).backgroundColor,
-    broken: document.querySelectorAll("svg [d*=NaN], svg [x*=NaN], svg [cx*=NaN], svg [d*=undefined], svg [width*=NaN]").length,
   };
 })()"""
 
@@ -181,8 +181,8 @@ def test_pages_are_drawn_whole(browser, pages, width, dark):
 
 def test_a_reader_chooses(browser, pages):
     browser.open(pages["three"].as_uri(), 1280)
-    path = "document.querySelector('figure[data-panel=\"0\"] path.curve').getAttribute('d')"
-    lines = "document.querySelectorAll('figure[data-panel=\"0\"] path.curve:not(.faint)').length"
+    path = "document.querySelector('figure[data-panel=\"0\"] .plot path.curve').getAttribute('d')"
+    lines = "document.querySelectorAll('figure[data-panel=\"0\"] .plot path.curve:not(.faint)').length"
     before, several = browser.evaluate(path), browser.evaluate(lines)
     browser.evaluate("document.querySelector('[data-run=\"2\"]').click()")
     assert 0 < browser.evaluate(lines) < several, "a run that is put away is not drawn"

@@ -35,9 +35,9 @@ class Browser:
         ours_in, theirs_out = os.pipe()
         # The protocol is spoken on descriptors 3 and 4.
         words = 'exec 3<&"$0" 4>&"$1"; shift; exec "$@"'
-        command = ["bash", "-c", words, str(theirs_in), str(theirs_out), CHROMIUM, *OPTIONS, f"--user-data-dir={profile}"]
+        command = [CHROMIUM, *OPTIONS, f"--user-data-dir={profile}", "about:blank"]
         self.process = subprocess.Popen(
-            [*command, "about:blank"],
+            ["bash", "-c", words, str(theirs_in), str(theirs_out), *command],
             pass_fds=(theirs_in, theirs_out),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -55,7 +55,10 @@ PANELS = (
 OF_ONE_VALUE = ("loss_scale", "skipped", "damaged", "hardware/throttle", "hardware/alloc_retries")
 """Metrics that say nothing as long as they stay what they were."""
 
-NOT_DRAWN = {*("step", "time", "tokens", "epoch", "eta_seconds"), *("straggler_rank", "profiled_step", "hardware/clock_rank")}
+NOT_DRAWN = {
+    *("step", "time", "tokens", "epoch", "eta_seconds"),
+    *("straggler_rank", "profiled_step", "hardware/clock_rank"),
+}
 
 
 def drawn_as(names: Iterable[str], panel: Panel) -> list[str]:
