@@ -20,7 +20,12 @@ TABLE = {
     "model": [["name", "tiny (llama)"], ["parameters", "5.77M"], ["layers x width", "6 x 256"]],
     "plan": [["processes", "4 x NVIDIA H200"], ["plan", "dp2 x pp2, ZeRO-1"], ["recompute", "selective"]],
     "batch": [["sequence", "256 tokens"], ["global batch", "8 sequences = 2.05k tokens"]],
-    "memory": [["parameters", "11.0 MiB"], ["optimizer", "22.0 MiB"], ["predicted peak", "115 MiB, rank 0 at 0F0"]],
+    "memory": [
+        ["counts", "the states of one rank, predicted; activations come on top"],
+        ["parameters", "11.0 MiB"],
+        ["optimizer", "22.0 MiB"],
+        ["predicted peak", "115 MiB, rank 0 at 0F0"],
+    ],
 }
 
 DIAGNOSIS = {

@@ -20,8 +20,18 @@ NAMES = ("run.name", "run.dir")
 
 @cache
 def defaults() -> dict[str, Any]:
-    """Every setting of the schema with its default, as JSON has it."""
-    return {setting.path: json.loads(json.dumps(setting.default)) for setting in typed.settings()}
+    """Every setting of the schema with its default, as JSON has it; those of entries by the word for their name."""
+    entries = [setting for path in typed.ENTRIES for setting in typed.entry_settings(path)]
+    return {setting.path: json.loads(json.dumps(setting.default)) for setting in (*typed.settings(), *entries)}
+
+
+def default_of(name: str) -> Any:
+    """The default of a setting, also of one of an entry such as `data.sources.mine.weight`; the setting's name itself
+    where it has none, which no setting is worth."""
+    for path, (word, _) in typed.ENTRIES.items():
+        if name.startswith(f"{path}."):
+            name = ".".join([path, word, *name.removeprefix(f"{path}.").split(".")[1:]])
+    return defaults().get(name, name)
 
 
 def shown(value: Any) -> str:
@@ -37,11 +47,10 @@ def everything(run: Run) -> list[tuple[str, str]]:
 
 def changed(run: Run) -> list[tuple[str, str]]:
     """The settings of a run that are not the default, but for its name and folder."""
-    known = defaults()
     return [
         (printable(name), shown(value))
         for name, value in run.settings.items()
-        if name not in (*NAMES, "processes") and (name not in known or known[name] != value)
+        if name not in (*NAMES, "processes") and default_of(name) != value
     ]
 
 

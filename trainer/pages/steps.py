@@ -15,7 +15,7 @@ from trainer.planning.cost.devices import DTYPES, peak_flops
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.util.reading import printable
 
-RANKS, KERNELS, LETTERS = 64, 25, 200
+RANKS, KERNELS, LETTERS = 64, 15, 200
 """The most ranks whose account is drawn, the most kernels in the table, and the most letters of a kernel's name."""
 
 
@@ -140,7 +140,7 @@ def kernels_of(run: Run, place: int) -> dict[str, Any] | None:
         "kernels": [
             {
                 "name": printable(kernel.name[:LETTERS]),
-                "kind": kernel.kind,
+                "kind": words(kernel.kind),
                 "look": f"t-{kernel.kind}".replace("communication", "communication-transfer"),
                 "calls": kernel.calls,
                 "seconds": kernel.seconds,

@@ -30,13 +30,13 @@ TOP, LINES = 3, 8
 
 def verdict(found: dict[str, Any]) -> dict[str, Any]:
     """A diagnosis for the template. found: of the shape above."""
-    seconds = found["step"]["seconds"]
+    seconds, predicted = found["step"].get("seconds"), found["step"].get("predicted")
     return {
         "text": printable(found["verdict"]["text"]),
         "step": duration(seconds),
-        "predicted": found["step"]["predicted"] and duration(found["step"]["predicted"]),
+        "predicted": predicted and duration(predicted),
         "findings": [finding(one, seconds) for one in found["findings"][:TOP]],
-        "shapes": [(percent(one["waste"]), printable(one["text"])) for one in found["shapes"][:LINES]],
+        "shapes": [(percent(one.get("waste")), printable(one["text"])) for one in found["shapes"][:LINES]],
         "stalled": [printable(text) for text in found["stalled"][:LINES]],
         "notes": [printable(text) for text in found["notes"][:LINES]],
     }
@@ -44,7 +44,7 @@ def verdict(found: dict[str, Any]) -> dict[str, Any]:
 
 def finding(one: dict[str, Any], seconds: float | None) -> dict[str, Any]:
     """A cost. seconds: of the step that has it."""
-    share, without = one["share"], one["without"]
+    share, without = one.get("share"), one.get("without")
     return {
         **{name: printable(one[name]) for name in ("kind", "layer", "title", "advice")},
         "share": share and min(1.0, max(0.0, share)),
@@ -56,5 +56,6 @@ def finding(one: dict[str, Any], seconds: float | None) -> dict[str, Any]:
 
 
 def _told(override: dict[str, Any]) -> str:
-    predicted = f"{duration(override['seconds'])} a step predicted" if override["seconds"] else ""
+    seconds = override.get("seconds")
+    predicted = f"{duration(seconds)} a step predicted" if seconds else ""
     return ", ".join(filter(None, [predicted, printable(override["note"])]))

@@ -26,7 +26,7 @@ document.addEventListener("input", (event) => {
     drawCurves();
   } else if (event.target.id === "find") {
     const wanted = event.target.value.toLowerCase();
-    for (const row of document.querySelectorAll("#all-settings tr")) row.hidden = !row.textContent.toLowerCase().includes(wanted);
+    for (const row of document.querySelectorAll("#all-settings div")) row.hidden = !row.textContent.toLowerCase().includes(wanted);
   }
 });
 
