@@ -6,6 +6,7 @@ page's policy lets the browser run the page's own script alone, by its hash, and
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import time
 from collections.abc import Sequence
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-import trainer
 from trainer.config import ConfigError
 from trainer.pages import numbers, settings, steps
 from trainer.pages.folder import Run
@@ -78,7 +78,7 @@ def drawn_panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
         if len({value for run in runs for value in (run.curves.best(name, True), run.curves.best(name, False))}) <= 1
     }
     found = panels(name for name in names if name not in still)
-    return [{"place": place, **panel._asdict()} for place, panel in enumerate(found)]
+    return [{"place": place, **dataclasses.asdict(panel)} for place, panel in enumerate(found)]
 
 
 def data_of(runs: Sequence[Run]) -> dict[str, Any]:
@@ -162,7 +162,6 @@ def content_of(runs: Sequence[Run], data: dict[str, Any]) -> str:
         compared=[column[0].name for column in zip(*columns) if any(one.value is not None for one in column)],
         best=numbers.best_of(columns),
         now=time.strftime("%Y-%m-%d %H:%M:%S"),
-        trainer_version=trainer.__version__,
     )  # fmt: skip
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from trainer.observe.metrics import METRICS, many
 
 
-class Panel(NamedTuple):
+@dataclass(frozen=True)
+class Panel:
     """A picture of curves. group: the heading that it stands under, if any. names: of metrics; one that ends in /NAME
     stands for all of its family. zero: whether the picture begins at zero."""
 
@@ -74,7 +75,7 @@ def panels(names: Iterable[str]) -> list[Panel]:
     for panel in PANELS:
         if shown := drawn_as(left, panel):
             order = {name: place for place, name in enumerate(panel.names)}
-            found.append(panel._replace(names=tuple(sorted(shown, key=lambda name: order.get(name, 0)))))
+            found.append(replace(panel, names=tuple(sorted(shown, key=lambda name: order.get(name, 0)))))
             left = [name for name in left if name not in shown]
     return found + [
         Panel(group_of(name), name.partition("/")[2] or name, meaning(name), (name,), False) for name in left
