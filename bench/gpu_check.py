@@ -56,10 +56,12 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         worker = ["tests/workers/pipeline_runtime.py", mode, str(logs / f"{name}.json")]
         return Case(name, [*torchrun, str(count), *worker], limit, count)
 
+    measuring = ["-m", "trainer.probe", "+config=llama_60m", "precision=bf16", "compile=true", "seconds=20"]
     parts = 5 if processes > 1 else 2
     faults = ["bash", "bench/faults_gpu.sh", str(scratch / "faults")]
     tests = [
         "tests/observe/test_observe.py",
+        "tests/observe/test_hardware.py",
         "tests/data/test_batches.py",
         "tests/training/test_step.py",
         "tests/model/test_tiles.py",
@@ -88,6 +90,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         plans("deepspeed", "deepspeed", limit=180),
         Case("quantize", [sys.executable, "tests/workers/quantize.py", "cuda"], 180),
         Case("multi_tensor", [sys.executable, "tests/workers/multi_tensor.py", "cuda"], 120),
+        Case("probe", [*torchrun, str(gpus), *measuring, f"out={logs / 'probe.yaml'}"], 180),
         Case("tests", [sys.executable, "-m", "pytest", "-q", *tests], 120),
         run("demo"),
         *(run(name, f"parallel={name}") for name in ("pp2_zbv", "pp2_auto") if gpus % 2 == 0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from trainer.checkpointing.saved import open_saved
 from trainer.config import CheckpointConfig
 from trainer.config.model import ModelSpec
 from trainer.data.tokenizer import byte_tokenizer
-from trainer.generate import sampling
+from trainer.model.cache import BLOCK
 from trainer.model.initial import initialize
 from trainer.model.transformer import Transformer
 
@@ -72,7 +73,7 @@ def test_exported_run_opens_and_generates_the_same(tmp_path: Path, spec: ModelSp
     assert opened.generation_config.eos_token_id == tokenizer.eos_token_id == 256
 
     tokens = tokenizer(PROMPT, return_tensors="pt").input_ids
-    assert tokens.shape[1] > sampling.PAD > 16
+    assert tokens.shape[1] > BLOCK > 16
     with torch.no_grad():
         torch.testing.assert_close(models[2](tokens), opened(tokens, use_cache=False).logits, rtol=1e-5, atol=1e-5)
     expected = opened.generate(tokens, max_new_tokens=30, do_sample=False)[0].tolist()
@@ -104,36 +105,31 @@ def test_damage_is_passed_over_or_refused(tmp_path: Path, capsys) -> None:
     assert f"checkpoint={newest}" in error and file.name in error and not (tmp_path / "out").exists()
 
 
-def test_sampling(tmp_path: Path) -> None:
-    model = make_run(tmp_path, gpt2())[1]
-    prompt = list(PROMPT.encode())
-
-    def draw(**options) -> list[int]:
-        return list(sampling.generate_tokens(model, prompt, 40, **options))
-
-    assert draw(temperature=1.0, seed=1) == draw(temperature=1.0, seed=1) != draw(temperature=1.0, seed=2)
-    assert draw(temperature=2.0, top_k=1) == draw() and draw(temperature=1e-4) == draw()
-    with torch.no_grad():  # beyond the longest sequence the context slides: every token is the best after its last 120
-        tokens = prompt + list(sampling.generate_tokens(model, prompt, 80))
-        assert len(tokens) > model.spec.max_length
-        best = [
-            model(torch.tensor([tokens[max(0, i - 120) : i]]))[0, -1].argmax().item()
-            for i in range(len(prompt), len(tokens))
-        ]
-    assert tokens[len(prompt) :] == best
-    stop = best[3]
-    assert list(sampling.generate_tokens(model, prompt, 80, stop=stop)) == best[: best.index(stop)]
+def test_prompts_of_a_file_are_continued_together(tmp_path: Path, capsys) -> None:
+    """Each as it would be by itself with the most likely tokens, up to a text to stop at."""
+    make_run(tmp_path / "run", mistral())
+    (tmp_path / "prompts.txt").write_text("def first(values):\\n    return\nclass Queue\n")
+    command = [f"checkpoint={tmp_path / 'run'}", "tokens=12", "temperature=0", "device=cpu"]
+    texts = []
+    for prompt in ("def first(values):\n    return", "class Queue"):
+        assert sample.main([*command, f"prompt={prompt}"]) == 0
+        texts.append(capsys.readouterr().out)
+        assert texts[-1].startswith(prompt)
+    assert sample.main([*command, f"prompts={tmp_path / 'prompts.txt'}"]) == 0
+    assert capsys.readouterr().out == f"--- 1\n{texts[0]}--- 2\n{texts[1]}"
+    stop = texts[1][len("class Queue") + 4 : -1][:2]
+    assert sample.main([*command, "prompt=class Queue", f"stop=[{stop}]"]) == 0
+    assert capsys.readouterr().out == texts[1].partition(stop)[0] + "\n"
 
 
-def test_top_k_and_temperature_shape_the_distribution() -> None:
-    logits, generator = torch.tensor([0.0, 3.0, 1.0, 2.0]), torch.Generator().manual_seed(0)
-    drawn = torch.tensor([sampling.sample_token(logits, 2.0, 2, generator) for _ in range(2000)])
-    assert set(drawn.tolist()) == {1, 3}
-    assert abs((drawn == 1).float().mean().item() - torch.sigmoid(torch.tensor(0.5)).item()) < 0.04
-    assert {sampling.sample_token(logits, 5.0, 0, generator) for _ in range(200)} == {0, 1, 2, 3}
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from trainer import sample; sample.main(['--help']); sys.exit('torch' in sys.modules)"
+    command, folder = [sys.executable, "-c", code], Path(__file__).parent.parent
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0 and "top_p" in done.stdout, done.stderr
 
 
-def test_command_line(tmp_path: Path, capsys) -> None:
+def test_command_line(tmp_path: Path, capsys, monkeypatch) -> None:
     assert sample.main(["checkpont=x", "tokens=many", "device=gpu"]) == 2
     error = capsys.readouterr().err
     assert all(
@@ -146,26 +142,36 @@ def test_command_line(tmp_path: Path, capsys) -> None:
             "checkpoint=... is needed",
         )
     )
-    assert sample.main(["checkpoint=x", "temperature=-1", "tokens=0"]) == 2
+    assert sample.main(["checkpoint=x", "temperature=-1", "tokens=0", "top_p=1.5", "prompt=a", "prompts=b"]) == 2
     error = capsys.readouterr().err
-    assert "temperature=-1" in error and "tokens=0" in error
+    assert all(text in error for text in ("temperature=-1", "tokens=0", "top_p=1.5 must lie in (0, 1]", "prompts=b ex"))
+    (tmp_path / "empty").touch()
+    for prompts, words in (("nowhere", "nowhere cannot be read"), (tmp_path / "empty", "is empty; write a prompt")):
+        assert sample.main(["checkpoint=x", f"prompts={prompts}"]) == 2
+        assert words in capsys.readouterr().err
     assert sample.main([f"checkpoint={tmp_path}"]) == 2
     assert "holds no whole checkpoint" in capsys.readouterr().err
     assert export.main(["--help"]) == 0
     assert "AutoModelForCausalLM" in capsys.readouterr().out
 
     make_run(tmp_path, mistral())
-    command = [warm_python(), "-m", "trainer.sample", f"checkpoint={tmp_path}", "prompt=a = ", "tokens=5", "seed=3"]
+    command = [f"checkpoint={tmp_path}", "prompt=a = ", "tokens=5", "seed=3"]
+    assert sample.main(command) == 0
+    alone = capsys.readouterr().out
+    assert alone.startswith("a = ") and len(alone) > len("a = \n")
     done = subprocess.run(
-        command,
+        [warm_python(), "-m", "trainer", "sample", "--processes", "2", *command, "tp=2"],
         capture_output=True,
         text=True,
         timeout=120,
         cwd=Path(__file__).parent.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": warm_python(), "CUDA_VISIBLE_DEVICES": ""},
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("a = ") and len(done.stdout) > len("a = \n")
+    assert done.returncode == 0 and done.stdout == alone, done.stderr
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert sample.main([*command, "tp=3"]) == 2
+    assert "tp=3 does not divide" in capsys.readouterr().err
+    monkeypatch.delenv("WORLD_SIZE")
     (tmp_path / "tokenizer").rename(tmp_path / "elsewhere")
     assert sample.main([f"checkpoint={tmp_path}"]) == 2
     assert "tokenizer" in capsys.readouterr().err

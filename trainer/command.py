@@ -20,6 +20,7 @@ from trainer.util.exit_codes import refuse
 
 OTHERS = {
     "estimate": "trainer.estimate",
+    "probe": "trainer.probe",
     "plot": "trainer.plot",
     "report": "trainer.report",
     "watch": "trainer.watch",
@@ -33,16 +34,33 @@ OTHERS = {
 """Words whose commands are modules with a `main`."""
 
 
+ON_GPUS = {"train": "run.device=cuda", "sample": "device=cuda"}
+"""Words whose commands start several processes, and what these are told with `--gpus`."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. The exit code is that of what was run."""
     first, *rest = arguments = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
     if first == "train":
         return train(rest)
+    if first == "sample":
+        return sample(rest)
     if first == "sweep":
         return cli.main(["--multirun", *rest])
     if first in OTHERS:
         return importlib.import_module(OTHERS[first]).main(rest)
     return cli.main(list(filter(None, arguments)))
+
+
+def sample(arguments: Sequence[str]) -> int:
+    """Text from a checkpoint on one process, or on several likewise."""
+    try:
+        processes, rest = _launch(arguments, "sample")
+    except ConfigError as error:
+        return refuse(error)
+    if processes == 1:
+        return importlib.import_module(OTHERS["sample"]).main(rest)
+    return start(processes, OTHERS["sample"], rest)
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -56,17 +74,23 @@ def train(arguments: Sequence[str]) -> int:
         compose(options.overrides, options.config_dir, processes)
     except ConfigError as error:
         return refuse(error)
+    print(f"starting {processes} processes; Ctrl-C saves and stops them", flush=True)
+    return start(processes, "trainer", rest)
+
+
+def start(processes: int, module: str, arguments: Sequence[str]) -> int:
+    """Runs a module on several processes of this machine. The exit code: of the one that failed first."""
     from trainer import torchrun
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets with a warning
     logging.disable(logging.CRITICAL)  # torchrun's own lines: the processes have said what there is to say
-    print(f"starting {processes} processes; Ctrl-C saves and stops them", flush=True)
-    return torchrun.main(["--standalone", "--nproc-per-node", str(processes), "-m", "trainer", *rest], brief=True)
+    return torchrun.main(["--standalone", "--nproc-per-node", str(processes), "-m", module, *arguments], brief=True)
 
 
-def _launch(arguments: Sequence[str]) -> tuple[int, list[str]]:
-    """How many processes are to be started, and what they are given. Pages need none. Raises `ConfigError`."""
-    parser = cli.Parser(prog="trainer train", add_help=False, allow_abbrev=False)
+def _launch(arguments: Sequence[str], word: str = "train") -> tuple[int, list[str]]:
+    """How many processes of a command are to be started, and what they are given. Pages need none. Raises
+    `ConfigError`."""
+    parser = cli.Parser(prog="trainer", add_help=False, allow_abbrev=False)
     counts = parser.add_mutually_exclusive_group()
     counts.add_argument("--gpus", type=_count)
     counts.add_argument("--processes", type=_count)
@@ -74,7 +98,7 @@ def _launch(arguments: Sequence[str]) -> tuple[int, list[str]]:
     if {"RANK", "TORCHELASTIC_RUN_ID"} & os.environ.keys() and (given.gpus or given.processes):
         raise ConfigError("--gpus and --processes start processes, and torchrun has done so; leave them out")
     pages = {"--help", "-h", "--cfg", "--schema", "--multirun"} & set(rest)
-    return 1 if pages else given.gpus or given.processes or 1, ["run.device=cuda"] * bool(given.gpus) + rest
+    return 1 if pages else given.gpus or given.processes or 1, [ON_GPUS[word]] * bool(given.gpus) + rest
 
 
 def _count(text: str) -> int:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from trainer.checkpointing.manifest import saved_at
-from trainer.checkpointing.saved import WEIGHTS, SavedModel, open_saved
+from trainer.checkpointing.saved import SavedModel, open_saved
 from trainer.config import ConfigError
 from trainer.config.fields import option
-from trainer.config.options import run_command
+from trainer.config.options import WEIGHTS, run_command
 from trainer.hf import export
 from trainer.precision.dtypes import DTYPES
 from trainer.util import tables

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from trainer.checkpointing.saved import WEIGHTS, open_saved
+from trainer.checkpointing.saved import open_saved
 from trainer.config.fields import option
 from trainer.config.imports import load
-from trainer.config.options import run_command
+from trainer.config.options import WEIGHTS, run_command
 from trainer.hf import export
 from trainer.precision.dtypes import DTYPES
 

@@ -25,7 +25,7 @@ from support.registries import forgotten
 from test_architecture import ROOMS
 
 import trainer
-from trainer import cli, estimate, evaluate, export, merge, plot, report, sample, watch
+from trainer import cli, estimate, evaluate, export, merge, plot, probe, report, sample, watch
 from trainer import command as door
 from trainer.cluster.options import PreflightOptions
 from trainer.config import Config, ConfigError, options, typed
@@ -196,9 +196,9 @@ def check(command: Command, capsys: pytest.CaptureFixture) -> None:
 
 def subcommand(word: str, words: list[str]) -> None:
     """`trainer WORD WORDS`."""
-    if word == "train":
-        processes, words = door._launch(["2" if one == "N" else one for one in words])
-        train(words, processes)
+    if word in door.ON_GPUS:
+        processes, words = door._launch(["2" if one == "N" else one for one in words], word)
+        train(words, processes) if word == "train" else module(door.OTHERS[word], words, processes)
     elif word == "sweep":
         train(["--multirun", *words], 1)
     else:
@@ -269,6 +269,9 @@ def module(
         assert capsys.readouterr().out.strip() == output.strip()
     elif name == "trainer.estimate":
         _, _, overrides, config_dir = estimate.parse_arguments(words)
+        assert variants.compose(overrides, config_dir, world, corpus=False)
+    elif name == "trainer.probe":
+        _, overrides, config_dir = probe.parse_arguments(words)
         assert variants.compose(overrides, config_dir, world, corpus=False)
     elif name == "trainer.parity":
         overrides, plans, _, _, config_dir = parity.parse_arguments(words)

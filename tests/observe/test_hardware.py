@@ -205,3 +205,20 @@ def test_a_reading_costs_less_than_a_hundredth_of_its_period(tmp_path):
         seconds.append(time.thread_time() - start)
     sampler.close()
     assert min(seconds) < 0.01  # of one second, the default of logging.hardware
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_real_gpu_tells_what_it_does():
+    pytest.importorskip("pynvml")
+    properties = torch.cuda.get_device_properties(0)
+    found = nvml.Gpu.find(str(properties.uuid))
+    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(300):
+        square @ square
+    torch.cuda.synchronize()
+    read = found.read()
+    assert read["power_watts"] > 20 and read["clock_mhz"] > 100 and read["temperature"] > 10, read
+    assert read["throttle"] is not None and not int(read["throttle"]) & ~sum(nvml.REASONS)
+    if properties.major >= 9:
+        assert 0 < read["tensor"] <= 1 and 0 < read["sm"] <= 1 and 0 <= read["dram"] <= 1, read
+        assert read["pcie_gb_s"] >= 0

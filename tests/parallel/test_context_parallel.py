@@ -63,3 +63,14 @@ def test_keys_are_gathered_twice_whatever_is_recomputed(results):
 def test_keys_do_not_stay_until_backward(results):
     kept = {name: one["kept"] for name, one in results["recompute"].items()}
     assert kept.pop("kept 2") == 2 * 2 and set(kept.values()) == {0}
+
+
+def test_ranks_that_share_a_cache_compute_the_logits_of_one(results):
+    """Each holds every c-th key of a sequence, and the parts of attention are brought together: in fp64, with windows
+    and soft caps, where ranks see no key, and beyond a block of slots."""
+    found = results["generated"]
+    assert {(one["mask"], one["size"]) for one in found} == {
+        (m, s) for m in ("causal", "window", "cap") for s in (1, 2, 4)
+    }
+    for one in found:
+        assert one["error"] < 1e-13 and one["slots"] == [-(-67 // one["size"])] * 3, one

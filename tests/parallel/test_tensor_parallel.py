@@ -177,3 +177,13 @@ def test_parameters_are_cut_along_their_axes(ranks):
 def test_initial_weights_are_the_same_bits(ranks, stage):
     for seen in ranks:
         assert {tp: found["weights"][stage] for tp, found in seen.items()} == {"1": [], "2": [], "4": []}
+
+
+def test_a_model_over_ranks_generates_what_one_process_does(ranks):
+    """No rank has the whole model: tensor-parallel ranks have their parts, the others gather layer by layer. Numbers of
+    rows, heads and columns that no number of ranks divides; four ranks have both key-value heads each."""
+    for rank, seen in enumerate(ranks):
+        for tp, found in seen.items():
+            generated = found["generated"]
+            assert generated["same"] and generated["worst"] < 1e-5, (rank, tp, generated)
+            assert 0.2 < generated["held"] < 0.4, (rank, tp, generated)

@@ -106,8 +106,9 @@ passes, one stage and several, in a loop and in a V). The others are further ord
 
 def possible() -> set[tuple]:
     """All pairs of values that some legal case holds; but schedules need meet two data-parallel or tensor-parallel
-    ranks only, not four, or most of the time would go to cases on eight processes; and those that are no `KINDS` every
-    number of stages only, among whatever features."""
+    ranks only, not four, and four tensor or pipeline ranks the ZeRO stages 0 and 3 only, or most of the time would go
+    to cases on eight processes; and schedules that are no `KINDS` every number of stages only, among whatever
+    features."""
     few = (place for place in layouts() if max(place["dp"], place["tp"]) < 4 or place["pp"] == 1)
     found = set().union(*map(pairs, few)) | {(("dp", 4), ("pp", 2)), (("pp", 2), ("tp", 4))}
     for one, two in itertools.combinations(FACTORS, 2):
@@ -120,6 +121,7 @@ def possible() -> set[tuple]:
         pair
         for pair in found
         if dict(pair).get("schedule", "none") in KINDS or {name for name, _ in pair} == {"schedule", "pp"}
+        if not (dict(pair).get("stage") in (1, 2) and 4 in (dict(pair).get("tp"), dict(pair).get("pp")))
     }
 
 
@@ -171,8 +173,8 @@ OFFLOADED = {
 
 
 def data_parallel(processes: int) -> Iterator[Case]:
-    """Every ZeRO stage, shard size and accumulation; and each other feature beside nothing but a ZeRO stage (`sample` has
-    it under all stages, among other features)."""
+    """Every ZeRO stage, shard size and accumulation; and each other feature beside nothing but a ZeRO stage (`sample`
+    has it under all stages, among other features)."""
     base = PLAIN | {"dp": processes}
     for stage, shard, micro_batches in itertools.product(range(4), (-1, 2), (1, 2)):
         if shard == -1 or (stage > 0 and processes == 4):
@@ -252,8 +254,8 @@ COMPILED = [
         {"compile": "kernels", "pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
     )
 ]
-"""graphs: on CPUs without kernels, whose C++ takes half a minute a case; what is captured, cut and recomputed is that of
-a compiled run."""
+"""graphs: on CPUs without kernels, whose C++ takes half a minute a case; what is captured, cut and recomputed is that
+of a compiled run."""
 
 
 CUBES = [

@@ -81,6 +81,15 @@ def assert_equal(seen, expected, steps):
     assert held_out == pytest.approx({step: expected["eval"][step] for step in held_out}, rel=2e-6)
 
 
+def assert_continued(legs, whole):
+    """Of a chain whose folder began with what one process left: the texts of its legs, context-parallel ones and those
+    by an average of the weights among them."""
+    texts = {(one["step"], one["prompt"]): one["text"] for one in whole["samples"]}
+    mine = [one for one in legs[-1]["samples"][len(whole["samples"]) :] if one["step"] % 4 == 0]
+    assert {one["step"] for one in mine} >= {4, STEPS}
+    assert all(one["text"] == texts[one["step"], one["prompt"]] for one in mine)
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_gives_the_same_run(alone, four, plan):
     assert four[plan]["code"] == 0
@@ -96,6 +105,17 @@ def test_losses_by_source_and_set_are_those_of_one_process(alone, four, plan):
     for seen, line in zip(four[plan]["by_name"], expected):
         assert seen == pytest.approx(line, rel=2e-6)
         assert [seen[name] for name in seen if "targets" in name] == [line[name] for name in line if "targets" in name]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_model_under_every_plan_continues_prompts_alike(alone, four, plan):
+    expected, seen = (
+        [(s["step"], s["prompt"], s["text"]) for s in run["samples"]] for run in (alone["untied"], four[plan])
+    )
+    assert [(step, prompt) for step, prompt, _ in seen] == [
+        (4, text) for text in ("the", "", "a longer beginning of a text")
+    ]
+    assert seen == expected[:3] and any(text for *_, text in seen)
 
 
 def test_the_bubble_is_logged_where_there_is_a_pipeline(alone, four):
@@ -117,6 +137,7 @@ def test_any_plan_resumes_any_other(root, alone, four, two, name):
     for leg, seen in enumerate(legs, start=1):
         assert_equal(seen, whole, FIRST + leg * LEG)
         assert seen["ids"] == whole["ids"][FIRST + (leg - 1) * LEG : FIRST + leg * LEG], leg
+    assert_continued(legs, whole)
 
 
 @pytest.mark.parametrize("name", CHAINS)

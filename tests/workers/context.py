@@ -27,11 +27,15 @@ from trainer.config import ActivationConfig, Config
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.world import World, join
+from trainer.generate.placed import PlacedModel
+from trainer.generate.sampling import Sampling, generate_tokens
 from trainer.model import shared_attention
+from trainer.model.cache import Cache
 from trainer.model.initial import fill, initial_weights
 from trainer.model.shared_attention import Arrive
 from trainer.model.transformer import Transformer
-from trainer.parallel.context import share_sequences
+from trainer.parallel.context import member, share_sequences
+from trainer.parallel.parallelize import keep_buffers
 from trainer.planning.plan import resolve_plan
 
 LENGTH, BATCH, RANKS = 32, 2, 4
@@ -189,10 +193,52 @@ def recomputed(world: World) -> dict[str, dict[str, Any]]:
     return results
 
 
+LOGITS: list[Tensor] = []
+CACHES: list[Cache] = []
+
+
+class Noting(Sampling):
+    """Keeps the logits that tokens are chosen from."""
+
+    def choose(self, logits: Tensor, draw: Tensor) -> Tensor:
+        LOGITS.append(logits.clone())
+        return super().choose(logits, draw)
+
+
+class Kept(PlacedModel):
+    """Keeps the cache that it makes."""
+
+    def cache(self, rows: int, capacity: int) -> Cache:
+        CACHES.append(super().cache(rows, capacity))
+        return CACHES[-1]
+
+
+def generated(worlds: dict[int, World]) -> list[dict[str, Any]]:
+    """The largest difference of any logit where ranks share the slots of a cache from that of one rank, and the slots
+    of a row that a rank holds."""
+    results, generator = [], torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, 61, (length,), generator=generator).tolist() for length in (1, 9, 60)]
+    for mask in ("causal", "window", "cap"):
+        spec = tiny_spec(max_length=90, attention=MASKS[mask] | {"kv_heads": 2})
+        model = build(spec)
+        keep_buffers(model, CPU)
+        seen = []
+        for size, world in {1: None, **worlds}.items():
+            group = None if world is None else member(world.context.get_group())
+            placed = Kept(spec, {0: model}, CPU, torch.float64, sequence=group)
+            LOGITS.clear()
+            generate_tokens(placed, prompts, 7, Noting(1.0))
+            seen.append(torch.stack(LOGITS))
+            slots = [keys.shape[2] for keys, _ in CACHES[-1].layers.values()]
+            error = (seen[-1] - seen[0]).abs().max() / seen[0].abs().max()
+            results.append({"mask": mask, "size": size, "error": error.item(), "slots": slots})
+    return results
+
+
 def main(out: str) -> None:
     mesh = resolve_plan(Config().parallel, RANKS).mesh
     worlds = {size: join(mesh, CPU, cp=size) for size in (2, 4)}
-    results = {"ways": measure(worlds), "recompute": recomputed(worlds[4])}
+    results = {"ways": measure(worlds), "recompute": recomputed(worlds[4]), "generated": generated(worlds)}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
 

@@ -29,6 +29,7 @@ from trainer.config import Config
 from trainer.distributed.channels import Failures
 from trainer.distributed.world import join
 from trainer.model.transformer import Transformer
+from trainer.observe.samples import SAMPLES
 from trainer.planning.plan import resolve_plan
 from trainer.planning.schedules.search import Choice
 from trainer.planning.schedules.templates import build_schedule
@@ -54,6 +55,7 @@ COMMON = {
     "lr.peak": 3e-3,
     "eval.every": 2,
     "eval.sequences": 5,
+    "eval.generate": "{every: 4, tokens: 5, prompts: [the, '', a longer beginning of a text], seed: 1}",
     "checkpoint.keep_last": 0,
     "run.device": "cpu",
     "logging.console": "none",
@@ -202,6 +204,7 @@ def run(folder: Path, steps: int, watched: Watched | None = None, **changes: Any
         "losses": [line["loss"] for line in lines],
         "norms": [line["grad_norm"] for line in lines],
         "bubbles": [line["bubble"] for line in lines],
+        "samples": [json.loads(line) for line in (result.folder / SAMPLES).read_text().splitlines()],
         "eval": {line["step"]: line["eval_loss"] for line in result.metrics if "eval_loss" in line},
         "by_name": [{name: line[name] for name in BY_NAME if name in line} for line in result.metrics],
     }

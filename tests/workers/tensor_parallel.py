@@ -19,11 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.checkpointing.activation import apply_recompute
+from trainer.checkpointing.saved import SavedModel
 from trainer.config import ActivationConfig, Config
 from trainer.config.model import ModelSpec, assign
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.tensors import local
 from trainer.distributed.world import World, join
+from trainer.generate.placed import place_saved
+from trainer.generate.sampling import Sampling, generate_tokens
 from trainer.model.initial import initialize
 from trainer.model.layers import Linear
 from trainer.model.linear import DeferredGrads
@@ -328,6 +331,38 @@ def differing_weights(tp: int, stage: int) -> list[str]:
     ]
 
 
+class Noting(Sampling):
+    """Keeps the logits that tokens are chosen from."""
+
+    seen: list[Tensor] = []
+
+    def choose(self, logits: Tensor, draw: Tensor) -> Tensor:
+        self.seen.append(logits.clone())
+        return super().choose(logits, draw)
+
+
+def generate(tp: int) -> dict:
+    """Of a model from a checkpoint, over all processes of which `tp` share layers: whether tokens are those of one
+    process, the largest difference of a logit, and the share of the layers' parameters that this rank holds."""
+    spec = spec_of(**UNEVEN, depth=2, max_length=90, init={"std": 0.3})
+    model = Transformer(spec)
+    initialize(model, spec, 0, CPU)
+    whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    saved = SavedModel(Path(), spec, whole.__getitem__, None, None)
+    found, logits = [], []
+    for processes in (1, 4):
+        placed = place_saved(saved, CPU, "fp32", tp if processes > 1 else 1, processes)
+        Noting.seen = []
+        found.append(generate_tokens(placed, [[1, 2, 3], [4] * 61, [5]], 6, Noting(1.0, top_k=20)))
+        logits.append(torch.stack(Noting.seen))
+        held = sum(local(parameter).numel() for parameter in placed.stages[0].layers.parameters())
+    return {
+        "same": found[0] == found[1],
+        "worst": ((logits[0] - logits[1]).abs().max() / logits[0].abs().max()).item(),
+        "held": held / sum(parameter.numel() for parameter in model.layers.parameters()),
+    }
+
+
 def main(out: str) -> None:
     mine: dict[str, dict] = {}
     for tp in GROUPS:
@@ -340,6 +375,7 @@ def main(out: str) -> None:
             "deferred": defer(world),
             "layout": layout(world),
             "weights": {stage: differing_weights(tp, stage) for stage in (0, 3)},
+            "generated": generate(tp),
         }
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, mine)

@@ -24,6 +24,23 @@ from trainer.training.ledger import NonFinite
 
 train_step = trainer.training.trainer.train_step
 
+STEPS = 12
+
+PLANS: dict[str, dict[str, object]] = {
+    "zero3": {"parallel": "zero3"},
+    "zero0": {"parallel": "ddp"},
+    "zero1_hsdp": {"parallel": "zero1", "parallel.shard": 2},
+    "zero2_accumulate": {"parallel": "zero2"},
+    "zero3_micro2": {"parallel": "zero3", "batch.micro_size": 2},
+}
+RESUMED = {
+    4: ("zero3", "zero1_hsdp", "zero2_accumulate"),
+    2: ("zero0", "zero1_hsdp", "zero3_micro2"),
+    1: ("zero0", "zero2_accumulate", "zero3_micro2"),
+}
+"""By processes, the plans under which a run of four that was stopped goes on; tests/workers/parallel_runs.py has those
+with other axes."""
+
 
 class Watched:
     """Wraps the optimizer step: notes sample ids and a random draw, and can stop the run or break a gradient."""
@@ -67,7 +84,7 @@ def settings(folder: Path, **overrides: object):
         "batch.micro_size": 1,
         "model.width": 32,
         "model.depth": 2,
-        "run.steps": 20,
+        "run.steps": STEPS,
         "lr.warmup": 3,
         "lr.peak": 3e-3,
         "run.dir": folder,
@@ -114,22 +131,14 @@ def run(folder: Path, watched: Watched | None = None, skew: float = 1, **overrid
 
 def scenarios(root: Path, world_size: int):
     """Name -> result. With fewer processes only the resumes of what four left behind."""
-    plans = {
-        "zero3": {"parallel": "zero3"},
-        "zero0": {"parallel": "ddp"},
-        "zero1_hsdp": {"parallel": "zero1", "parallel.shard": 2},
-        "zero2_accumulate": {"parallel": "zero2", "batch.accumulation": 8 // world_size},
-        "zero3_micro2": {"parallel": "zero3", "batch.micro_size": 2},
-    }
-    if world_size == 1:
-        del plans["zero1_hsdp"]
-    common = {"run.deterministic": True, "eval.every": 10, "eval.sequences": 5, "checkpoint.every": 10}
+    common = {"run.deterministic": True, "eval.every": STEPS // 2, "eval.sequences": 5, "checkpoint.every": STEPS // 2}
     if world_size == 4:
         yield "whole", run(root / "whole", **common, parallel="zero3")
         yield "again", run(root / "again", **common, parallel="zero3")
-        yield "stopped", run(root / "stopped", Watched(stop_after=10), **common, parallel="zero3")
+        yield "stopped", run(root / "stopped", Watched(stop_after=STEPS // 2), **common, parallel="zero3")
         dist.barrier()
-    for name, plan in plans.items():
+    for name in RESUMED[world_size]:
+        plan = PLANS[name] | ({"batch.accumulation": 8 // world_size} if name == "zero2_accumulate" else {})
         if dist.get_rank() == 0:
             shutil.copytree(root / "stopped", root / f"{name}_{world_size}")
         dist.barrier()
@@ -139,21 +148,21 @@ def scenarios(root: Path, world_size: int):
         mixed = {
             **common,
             "precision": "bf16",
-            "run.steps": 8,
-            "checkpoint.every": 4,
-            "eval.every": 4,
+            "run.steps": 4,
+            "checkpoint.every": 2,
+            "eval.every": 2,
             "checkpoint.keep_last": 0,
         }
         for stage in range(4):  # a save that follows an evaluation, when whole copies in bf16 are around
             folder = root / f"bf16_zero{stage}"
             yield f"bf16_zero{stage}", run(folder, **mixed, **{"parallel.zero.stage": stage})
-            saved = read_tensors(folder / "checkpoints" / "step-00000008")
+            saved = read_tensors(folder / "checkpoints" / "step-00000004")
             assert {str(value.dtype) for value in saved.values()} == {"torch.float32"}, {
                 n: v.dtype for n, v in saved.items()
             }
             dist.barrier()
             if dist.get_rank() == 0:
-                shutil.rmtree(folder / "checkpoints" / "step-00000008")
+                shutil.rmtree(folder / "checkpoints" / "step-00000004")
             dist.barrier()
             yield f"bf16_again{stage}", run(folder, **mixed, **{"parallel.zero.stage": stage})
         short = {"run.steps": 8, "parallel": "zero2"}
@@ -173,11 +182,13 @@ def scenarios(root: Path, world_size: int):
         yield "different", run(root / "different", skew=10, **short, **{"lr.peak": 1e-3})
         yield (
             "other_model",
-            run(root / "whole", **common, parallel="zero3", **{"model.feed_forward.width": 64, "run.steps": 25}),
+            run(root / "whole", **common, parallel="zero3", **{"model.feed_forward.width": 64, "run.steps": STEPS + 2}),
         )
         yield (
             "other_data",
-            run(root / "whole", **common, parallel="zero3", **{"data.sources.stdlib.limit": 30, "run.steps": 25}),
+            run(
+                root / "whole", **common, parallel="zero3", **{"data.sources.stdlib.limit": 30, "run.steps": STEPS + 2}
+            ),
         )
         yield (
             "other_data_restart",
@@ -185,7 +196,7 @@ def scenarios(root: Path, world_size: int):
                 root / "whole",
                 **common,
                 parallel="zero3",
-                **{"data.sources.stdlib.limit": 30, "run.steps": 22, "checkpoint.data": "restart"},
+                **{"data.sources.stdlib.limit": 30, "run.steps": STEPS + 2, "checkpoint.data": "restart"},
             ),
         )
 

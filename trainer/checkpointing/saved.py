@@ -24,9 +24,6 @@ from trainer.planning.cost.parameters import declarations
 CONFIG = "config.json"
 """By which a transformers folder is known."""
 
-WEIGHTS = ("trained", "ema")
-"""What there may be of a model in a checkpoint: the parameters as trained, or their average."""
-
 
 @dataclass(frozen=True)
 class SavedModel:
@@ -43,7 +40,7 @@ class SavedModel:
 
 def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
     """The model at `checkpoint`: a run's folder, of which the newest whole checkpoint is taken, a checkpoint's folder,
-    or a transformers folder. weights: one of `WEIGHTS`.
+    or a transformers folder. weights: one of `options.WEIGHTS`.
 
     Checksums are verified. Raises `ConfigError` naming the folder and what is wrong with it.
     """

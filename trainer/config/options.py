@@ -13,6 +13,9 @@ from trainer.config.fields import ConfigError, nearest
 if typing.TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+WEIGHTS = ("trained", "ema")
+"""What there may be of a model in a checkpoint: the parameters as trained, or their average."""
+
 Options = TypeVar("Options", bound="DataclassInstance")
 KINDS = {int: "a whole number", float: "a number", list[str]: "a list [a,b]", list[float]: "a list of numbers [1,2]"}
 

@@ -60,7 +60,8 @@ def metric(name: str, meaning: str, settings: type | None = None) -> Callable[[T
 
 
 def sink(name: str, settings: type | None = None) -> Callable[[T], T]:
-    """A class with `write(record)` and `close(status)`, made on the first rank from its settings and a `SinkPlace`."""
+    """A class with `write(record)` and `close(status)`, made on the first rank from its settings and a `SinkPlace`. One
+    that takes the texts of `eval.generate` has `samples(step, [(prompt, continuation), ...])`, too."""
     return SINKS.add(name, settings, {})
 
 

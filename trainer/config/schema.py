@@ -447,6 +447,24 @@ class CheckpointConfig:
 
 
 @dataclass
+class GenerateConfig:
+    """Text that the model writes while it is trained. Nothing else of the run depends on it."""
+
+    every: int = option(
+        0, "continue the prompts every n steps and after the last; 0 means never", unit="steps", range="[0, inf)"
+    )
+    prompts: list[str] = option([""], "texts to continue; an empty one starts a new document")
+    tokens: int = option(64, "most tokens of each continuation", unit="tokens", range="[1, inf)")
+    temperature: float = option(0.8, "divides the logits; 0 takes the most likely token", range="[0, inf)")
+    top_k: int = option(50, "choose among this many most likely tokens; 0 means all", unit="tokens", range="[0, inf)")
+    top_p: float = option(
+        1.0, "choose among the fewest most likely tokens whose probabilities add up to this", range="(0, 1]"
+    )
+    stop: list[str] = option([], "end before any of these texts")
+    seed: int = option(0, "seeds the choice, each time alike", range="[0, inf)")
+
+
+@dataclass
 class EvalConfig:
     every: int = option(0, "evaluate every n steps and after the last; 0 means never", unit="steps", range="[0, inf)")
     at_start: bool = option(False, "evaluate before the first step, too")
@@ -455,6 +473,7 @@ class EvalConfig:
     )
     sets: dict[str, CorpusConfig] = option({}, "more corpora to evaluate on, by name, each for itself and whole")
     ema: bool = option(False, "evaluate the average of the weights (optimizer.ema.decay) in their place")
+    generate: GenerateConfig = option(GenerateConfig(), "texts that the model continues now and then")
 
 
 @dataclass

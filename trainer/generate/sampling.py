@@ -2,59 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trainer.checkpointing.saved import SavedModel
-from trainer.model.initial import fill
-from trainer.model.transformer import Transformer
-
-PAD = 64  # lengths are rounded up to a multiple, so that kernels are chosen and compiled for few lengths
+from trainer.generate.placed import PlacedModel
+from trainer.model.cache import BLOCK
+from trainer.model.initial import name_seed
 
 
-def load_model(saved: SavedModel, device: torch.device) -> Transformer:
-    """The model in fp32 on `device`, read from its checkpoint one parameter at a time."""
-    with torch.device("meta"):
-        model = Transformer(saved.spec)
-    model.to_empty(device=device)
-    fill(model, lambda name, info: saved.tensor(name))
-    return model.eval()
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. temperature: divides the logits, 0 takes the most likely token; top_k: among this many
+    most likely tokens, 0 means all; top_p: among the fewest most likely ones of which the probabilities add up to this;
+    seed: of the choice. What a prompt draws does not depend on the other prompts."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def draws(self, rows: int, count: int, device: torch.device) -> Tensor:
+        """For each token of each row a number between 0 and 1 that decides it: fp64 [count, rows]."""
+        generators = [torch.Generator().manual_seed(name_seed(self.seed, f"prompt {row}")) for row in range(rows)]
+        numbers = [torch.rand(count, generator=generator, dtype=torch.float64) for generator in generators]
+        return torch.stack(numbers, 1).to(device)
+
+    def choose(self, logits: Tensor, draw: Tensor) -> Tensor:
+        """Token ids [rows] of logits [rows, vocab] and a draw of each row. The host does not wait for them."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        size = logits.shape[-1]
+        values, ids = logits.float().topk(min(self.top_k or size, size))  # from the likeliest to the least likely
+        probabilities = torch.softmax(values / self.temperature, -1).double()
+        sums = probabilities.cumsum(-1)
+        kept = (sums - probabilities < self.top_p).sum(-1, keepdim=True)  # at least the first
+        place = (sums <= draw[:, None] * sums.gather(-1, kept - 1)).sum(-1, keepdim=True)
+        return ids.gather(-1, torch.minimum(place, kept - 1)).squeeze(-1)
 
 
-@torch.inference_mode()
+class Generation:
+    """Continues prompts, one token of each at a time.
+
+    The context is the last tokens, as many as the model's longest sequence has. Keys and values of the context are
+    kept; it is computed anew for every token from there on where it slides, and once where a sequence outgrows the
+    frequencies of its positions.
+
+    tokens: of each prompt, with what has been generated; it is never empty. running: which still go on.
+    """
+
+    def __init__(
+        self, model: PlacedModel, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, end: int | None
+    ):
+        self.model, self.count, self.sampling, self.end = model, count, sampling, end
+        self.tokens, self.running = [list(prompt) for prompt in prompts], [True] * len(prompts)
+        self.longest, self.reach = model.spec.max_length, model.reach
+        capacity = min(self.longest, max(map(len, self.tokens)) + count)
+        self.cache = model.cache(len(prompts), capacity)
+        self.newest = torch.zeros(self.cache.rows, 1, dtype=torch.int64, device=model.device)
+        self.active = torch.zeros(self.cache.rows, dtype=torch.int64, device=model.device)
+        self.started = False
+
+    def __iter__(self) -> Iterator[list[int | None]]:
+        """The next token of each prompt, None where it has ended: after `count` tokens, before `end`, or by `stop`. All
+        ranks ask together, within `model.inference()`."""
+        rows, device = len(self.tokens), self.model.device
+        for draw in self.sampling.draws(rows, self.count, device):
+            logits = self.forward()
+            chosen = torch.empty(rows, dtype=torch.int64, device=device)
+            if logits is not None:
+                chosen.copy_(self.sampling.choose(logits[:rows], draw))
+            self.newest[:rows, 0] = self.model.agree(chosen)
+            found = chosen.tolist()  # the one place where the host waits
+            for row, token in enumerate(found):
+                if token == self.end:
+                    self.stop(row)
+                if self.running[row]:
+                    self.tokens[row].append(token)
+            yield [token if going else None for token, going in zip(found, self.running)]
+            if not any(self.running):
+                return
+
+    def stop(self, row: int) -> None:
+        """Ends one prompt, whose newest token was the last."""
+        self.running[row] = False
+        self.active[row] = 0
+
+    def forward(self) -> Tensor | None:
+        """The logits of the next tokens [rows of the cache, vocab], where this rank has the last stage."""
+        if self.outgrown():
+            return self.forward_contexts()
+        self.cache.extent = self.model.padded(max(min(len(tokens), self.longest) for tokens in self.tokens), BLOCK)
+        logits = self.model.logits(self.newest, self.cache)
+        self.cache.lengths += self.active
+        return logits
+
+    def outgrown(self) -> bool:
+        """Whether what is kept is of no use for the next token of some prompt."""
+        lengths = [len(tokens) for tokens, going in zip(self.tokens, self.running) if going]
+        new = (length > self.longest or length == self.reach + 1 for length in lengths)
+        return not self.started or not self.cache.keeps or any(new)
+
+    def forward_contexts(self) -> Tensor | None:
+        contexts = [tokens[-self.longest :] for tokens in self.tokens]
+        lengths = [len(context) for context in contexts]
+        length, rows = self.model.context(max(lengths)), len(contexts)
+        padded = [context + [0] * (length - len(context)) for context in contexts]
+        self.cache.lengths[:rows] = torch.tensor(lengths, device=self.model.device)
+        self.active[:rows] = torch.tensor(self.running, dtype=torch.int64, device=self.model.device)
+        self.started = True
+        return self.model.logits(torch.tensor(padded, device=self.model.device), self.cache)
+
+
 def generate_tokens(
-    model: Transformer,
-    tokens: list[int],
-    count: int,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    seed: int = 0,
-    stop: int | None = None,
-) -> Iterator[int]:
-    """Generates up to `count` tokens after `tokens`, and ends before `stop`.
-
-    The context is the last tokens, as many as the model's longest sequence has. There is no KV cache: every token costs
-    a forward pass over the whole context, which is simple, and exact for any kind of attention."""
-    generator, longest = torch.Generator().manual_seed(seed), model.spec.max_length
-    device = next(model.parameters()).device
-    tokens = list(tokens)
-    for _ in range(count):
-        context = tokens[-longest:]
-        # Attention is causal: the padding behind the last token does not change its logits.
-        padded = context + [0] * (min(-(-len(context) // PAD) * PAD, longest) - len(context))
-        logits = model(torch.tensor([padded], device=device))[0, len(context) - 1]
-        token = sample_token(logits.float().cpu(), temperature, top_k, generator)
-        if token == stop:
-            return
-        tokens.append(token)
-        yield token
-
-
-def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """A token id sampled from logits [vocab]; temperature 0 takes the most likely one."""
-    if temperature == 0:
-        return int(logits.argmax())
-    values, ids = logits.topk(min(top_k or len(logits), len(logits)))
-    return int(ids[torch.multinomial(torch.softmax(values / temperature, 0), 1, generator=generator)])
+    model: PlacedModel, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, end: int | None = None
+) -> list[list[int]]:
+    """What follows each of `prompts`, which are not empty: up to `count` tokens, or those before `end`."""
+    generation = Generation(model, prompts, count, sampling, end)
+    with model.inference():
+        for _ in generation:
+            pass
+    return [tokens[len(prompt) :] for tokens, prompt in zip(generation.tokens, prompts)]

@@ -15,6 +15,7 @@ from trainer.config.model import AttentionSpec, FeedForwardSpec, LayerSpec, Norm
 from trainer.distributed.collectives import Sum
 from trainer.model.attention import attend
 from trainer.model.axes import Declared
+from trainer.model.cache import CachedMask, attend_cached
 from trainer.model.context import SharedMask
 from trainer.model.linear import DeferredGrads, columns, number_layer, rows
 from trainer.model.rotary import rotate
@@ -125,13 +126,23 @@ class Block(nn.Module):
     recomputed = False
     """Whether backward runs it again (`activation.modules`)."""
 
+    caches = False
+    """Of attention: whether it takes a `CachedMask`, and knows of earlier tokens by their keys and values alone. If
+    not, generation computes the whole context for every token."""
+
     def __init__(self) -> None:
         super().__init__()
         self.reports: dict[str, int] = {}
 
 
+MEETINGS: dict[type, Callable[..., Tensor]] = {SharedMask: attend_together, CachedMask: attend_cached}
+"""Masks that say where keys are -> how queries meet them; of all others `attend` knows."""
+
+
 class Attention(Block):
     """Causal self-attention with grouped key-value heads."""
+
+    caches = True
 
     def __init__(self, spec: AttentionSpec, norm: NormSpec, width: int):
         super().__init__()
@@ -158,8 +169,8 @@ class Attention(Block):
 
     def forward(self, x: Tensor, shape: tuple[int, int], rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
         """x: [tokens, width], this rank's tokens of a micro-batch of `shape` (batch, length); rotation: cos and sin of
-        the positions (rope); mask: see `attention.build_mask` and `context.SharedMask`. The length is that of what this
-        rank holds of each sequence, between the products."""
+        the positions (rope); mask: see `attention.build_mask`, `context.SharedMask` and `cache.CachedMask`. The length
+        is that of what this rank holds of each sequence, between the products."""
         query, key, value = project(x, self.q, self.k, self.v)
         if self.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
@@ -171,7 +182,7 @@ class Attention(Block):
         query, key, value = (y.transpose(1, 2) for y in (query, key, value))
         if self.rotary:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
-        meet = attend_together if isinstance(mask, SharedMask) else attend
+        meet = MEETINGS.get(type(mask), attend)
         attended = meet(query, key, value, mask, self.scale, self.soft_cap)
         return self.o(attended.transpose(1, 2).reshape(shape[0] * shape[1], -1))
 

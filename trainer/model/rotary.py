@@ -30,11 +30,11 @@ class Rotary(nn.Module):
         """Fills the frequencies; called once the module has left the meta device."""
         self.frequencies.copy_(rope_frequencies(self.spec, self.size, self.max_length, 0))
 
-    def forward(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """positions: [length] or [batch, length], of sequences of `length` tokens, of which they may be a part. Returns
-        cos and sin, fp32, each [batch or 1, 1, positions, size / 2]."""
-        angles = positions.float()[..., None] * self.at(length)
-        angles = angles[None, None] if positions.dim() == 1 else angles[:, None]
+    def forward(self, positions: Tensor, length: int | Tensor) -> tuple[Tensor, Tensor]:
+        """positions: [length] or [batch, length], of sequences of `length` tokens (int, or [batch], of each by itself),
+        of which they may be a part. Returns cos and sin, fp32, each [batch or 1, 1, positions, size / 2]."""
+        angles = positions.float()[..., None] * (self.at(length) if isinstance(length, int) else self.each(length))
+        angles = angles[None, None] if angles.dim() == 2 else angles[:, None]
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)
 
@@ -46,6 +46,13 @@ class Rotary(nn.Module):
             found = rope_frequencies(self.spec, self.size, self.max_length, length)
             self.stretched[length] = found.to(self.frequencies.device)
         return self.stretched[length]
+
+    def each(self, lengths: Tensor) -> Tensor:
+        """The same for sequences of different lengths [batch], which dynamic scaling has to leave within `reach`:
+        [size / 2], or [batch, 1, size / 2] where they differ. The host does not wait for the lengths."""
+        if self.reach == math.inf:
+            return self.frequencies
+        return torch.where(lengths[:, None, None] > self.reach, self.at(self.reach + 1), self.frequencies)
 
 
 def rope_frequencies(spec: RopeSpec, size: int, max_length: int, length: int) -> Tensor:

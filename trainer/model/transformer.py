@@ -14,6 +14,7 @@ from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import ScatterSum, TensorGroup
 from trainer.model.attention import build_mask, cap_score, document_starts
 from trainer.model.axes import Declared
+from trainer.model.cache import Cache
 from trainer.model.context import ContextGroup, once
 from trainer.model.layers import Block, Layer, Linear, Norm
 from trainer.model.linear import DeferredGrads, columns
@@ -71,6 +72,12 @@ def part_start(size: int, group: TensorGroup) -> int:
     """Where the part of rank `group.rank` begins when `size` rows are cut as DTensors are: into equal parts, the last
     ones smaller."""
     return min(size, group.rank * -(-size // group.size))
+
+
+def whole_vocabulary(group: TensorGroup, logits: Tensor, size: int) -> Tensor:
+    """Each rank's part of the logits [rows, part] -> all of them, [rows, size], on every rank."""
+    parts = F.pad(logits, (0, -(-size // group.size) - logits.shape[1]))
+    return group.wait(group.gather(parts.t()))[:size].t()
 
 
 class Transformer(nn.Module):
@@ -150,8 +157,11 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         documents: Tensor | None = None,
         hidden: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Any:
-        """See `Stage`."""
+        """See `Stage`; with a cache, `extend`."""
+        if cache is not None:
+            return self.extend(tokens, hidden, cache)
         shape, length = tuple(tokens.shape), tokens.shape[1]
         positions = (
             document_positions(documents) if documents is not None else torch.arange(length, device=tokens.device)
@@ -176,6 +186,33 @@ class Transformer(nn.Module):
             x, reports["head"] = apart(self.head(self.norm(x), None if targets is None else targets.flatten()))
             x = x.view(*shape, -1) if targets is None else (x[0], x[1].view(shape).sum(1))
         return together(x, reports)
+
+    def extend(self, tokens: Tensor, hidden: Tensor | None, cache: Cache) -> Tensor:
+        """A pass that generates: tokens [rows, length] are contexts, padded behind, or [rows of the cache, 1] the next
+        token of each. Where ranks share layers, their number divides rows x length and the rows of the cache. Ranks
+        that share sequences in training each compute all tokens here.
+
+        Returns hidden states before the last stage; on it the logits that follow each row's last token [rows of the
+        cache, vocab], on every rank."""
+        shape = tuple(tokens.shape)
+        entered = cache.enter(shape)
+        rotations = [rotary(entered.positions, entered.lengths) for rotary in self.rotaries]
+        x = hidden
+        if self.first:  # what pads a context may lie beyond the last learned position
+            x = self.embed(tokens, entered.positions.clamp(max=self.spec.max_length - 1))
+        for index, layer in self.layers.items():
+            rotary, kind = self.kinds[index]
+            rotation = None if rotary is None else rotations[rotary]
+            x, _ = apart(layer(x, shape, rotation, entered.mask(index, *kind)))
+        if not self.last:
+            return x
+        group = self.group
+        if entered.contexts and group is None:
+            x = entered.last(x)
+        elif entered.contexts:
+            x = group.own(entered.last(group.wait(group.gather(x))))
+        logits = self.head(self.norm(x))
+        return logits if group is None else whole_vocabulary(group, logits, self.spec.vocab_size)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens: [batch, length]; positions: [batch or 1, length]. Returns this rank's [tokens / t, width]."""

@@ -33,10 +33,10 @@ GPM = {
 
 
 class Gpu:
-    """One GPU, by the UUID that torch has of it (without "GPU-")."""
+    """One GPU, by the UUID that torch has of it, with or without "GPU-" before it."""
 
     def __init__(self, nvml: Any, uuid: str):
-        self.nvml, self.handle = nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        self.nvml, self.handle = nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
         self.counters: Counters | None = None
         with contextlib.suppress(Exception):  # before Hopper there are none
             self.counters = Counters(nvml, self.handle)

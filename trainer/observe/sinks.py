@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from rich.text import Text
 from trainer.config import ConfigError, LoggingConfig, RunConfig, WandbConfig
 from trainer.config.registry import SINKS
 from trainer.observe import metrics
+from trainer.observe.samples import Sample, SamplesFile, shown
 from trainer.util.exit_codes import DONE, STOPPED
 from trainer.util.extras import needs
 from trainer.util.files import write_atomic
@@ -70,10 +71,11 @@ class Logger:
     ):
         self._listeners: list[LogFile | RichConsole | PlainConsole] = []
         self._sinks: list[Any] = []
+        self._total = run.steps
         if not enabled:
             return
         folder = Path(folder)
-        self._sinks.append(JsonLines(folder, resume_step, self.event))
+        self._sinks += [JsonLines(folder, resume_step, self.event), SamplesFile(folder)]
         self._listeners.append(LogFile(folder, run.steps))
         if logging.console != "none":
             rich = logging.console == "rich" or logging.console == "auto" and sys.stdout.isatty()
@@ -97,6 +99,14 @@ class Logger:
     def evaluation(self, record: MetricsLine) -> None:
         """Logs an evaluation: the names in `metrics.EVALUATION`."""
         self._write(record, metrics.EVALUATION)
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Shows what the model wrote after a step, and hands it to the sinks that take texts."""
+        for number, sample in enumerate(samples, start=1):
+            self.event(f"{_progress(step, self._total)}  {shown(number, sample)}")
+        for sink in list(self._sinks):
+            if hasattr(sink, "samples"):
+                self._try(sink, partial(sink.samples, step), samples)
 
     def event(self, text: str) -> None:
         """Shows a one-line notice, such as 'checkpoint saved', on the console and in its log."""
@@ -359,6 +369,10 @@ class TensorBoard:
             if name not in ("step", "time") and value is not None:
                 self.writer.add_scalar(name, value, record["step"], walltime=record["time"])
 
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        for number, sample in enumerate(samples, start=1):
+            self.writer.add_text(f"sample/{number}", "    " + "".join(sample).replace("\n", "\n    "), step)
+
     def close(self, status: str) -> None:
         self.writer.close()
 
@@ -395,6 +409,10 @@ class Wandb:
             self.lines.put_nowait(record)
         except queue.Full:
             raise TimeoutError(f"{self.lines.maxsize} lines wait for the server") from None
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        texts = {f"sample/{number}": "".join(sample) for number, sample in enumerate(samples, start=1)}
+        self.write({"step": step, **texts})
 
     def close(self, status: str) -> None:
         self.write(status)

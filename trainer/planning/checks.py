@@ -6,8 +6,9 @@ Pure: needs neither torch nor a process group, so that every refusal comes befor
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 
-from trainer.config import Config, CorpusConfig, SourceConfig
+from trainer.config import Config, CorpusConfig, GenerateConfig, SourceConfig
 from trainer.config.registry import ATTENTION, FEED_FORWARD, OPTIMIZERS, SCHEDULES, SOURCES, Registry
 from trainer.config.typed import join, out_of_range
 from trainer.planning.cost.updates import Updates
@@ -138,8 +139,23 @@ def _evaluations(config: Config) -> Iterator[str]:
             "eval.ema=true evaluates an average of the weights; set optimizer.ema.decay=0.999 and eval.every, or "
             "eval.ema=false"
         )
+    yield from _samples(config.eval.generate)
     for name in sets.keys() & data.sources.keys():
         yield f"eval.sets.{name} and data.sources.{name} have one name, and so their losses would; give the set another"
+
+
+def _samples(generate: GenerateConfig) -> Iterator[str]:
+    if not generate.every and generate != GenerateConfig():
+        names = (field.name for field in fields(generate))
+        name = next(name for name in names if getattr(generate, name) != getattr(GenerateConfig(), name))
+        yield (
+            f"eval.generate.{name}={getattr(generate, name)} is for samples, and eval.generate.every=0 makes none; set "
+            "eval.generate.every to a number of steps"
+        )
+    if not generate.prompts:
+        yield "eval.generate.prompts=[] has nothing to continue; name a text, or [''] for new documents"
+    if "" in generate.stop:
+        yield f"eval.generate.stop={generate.stop}: every text begins with an empty one; leave it out"
 
 
 def _conversations(config: Config, corpora: dict[str, CorpusConfig]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from trainer.config import Config, typed
 from trainer.diagnosis.account import ACCOUNTS
 from trainer.distributed.world import World
 from trainer.observe.report import device_name
+from trainer.observe.samples import SAMPLES
 from trainer.observe.sinks import reason_of, write_status
 from trainer.pages.page import write_page
 from trainer.util.extras import DISTRIBUTION
@@ -31,7 +32,7 @@ from trainer.util.reading import Malformed, mismatch, parse_json, read_bytes, re
 from trainer.util.run_folder import DIAGNOSIS, EARLIER, LOG, METRICS_FILE, REPLACED, REPORT, SETTINGS, STARTS, STATUS
 from trainer.util.tables import Rows
 
-RECORD = (METRICS_FILE, REPLACED, STATUS, SETTINGS, STARTS, LOG, ACCOUNTS, "tokenizer", "schedule")
+RECORD = (METRICS_FILE, REPLACED, SAMPLES, STATUS, SETTINGS, STARTS, LOG, ACCOUNTS, "tokenizer", "schedule")
 """What a run leaves beside its checkpoints, without which nobody knows what they are."""
 TRACES = ("checkpoints", *RECORD, DIAGNOSIS, REPORT, "traces", "tensorboard", "wandb", "wandb-id")
 """All that a run writes itself. What a launcher writes (slurm, torchrun, flight) tells of every start, and stays."""

@@ -142,8 +142,8 @@ class Ledger:
             **losses_by_source(self.sources, sums),
             **{name: value for name, value in numbers.items() if name.startswith("user/")},
             **self.terms(numbers),
-            **self.profiled,
             **pace,
+            **self.profiled,
             **measured,
         }
         self.latest.update(record)

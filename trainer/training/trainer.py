@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ from trainer.training.auto_schedule import write_schedule
 from trainer.training.hooks import Hooks
 from trainer.training.ledger import Ledger
 from trainer.training.profiling import Profiling
+from trainer.training.samples import draw_samples
 from trainer.training.saving import Progress, Start, contents
 from trainer.training.session import Clock, memory_of, stop_signals
 from trainer.training.state import TrainState
@@ -100,6 +101,7 @@ class Trainer:
                     self.adapt()
                     with self.profiling.spent("evaluation"):
                         self.evaluate_if_due()
+                        self.sample_if_due()
                     with self.profiling.spent("checkpoint"):
                         self.save_if_due()
                         self.report_saves()
@@ -192,6 +194,22 @@ class Trainer:
         self.ledger.evaluated(record)
         self.hooks.call("evaluation")
 
+    def sample_if_due(self) -> None:
+        """Has the model continue the prompts every `eval.generate.every` steps and after the last."""
+        step, settings = self.state.step, self.config.eval.generate
+        due = settings.every and (step % settings.every == 0 or step >= self.config.run.steps)
+        if not due or self.ledger.stop:
+            return
+        self.read_back(everything=True)
+        self.watchdog.enter(EVALUATING, step)
+        with self.weights_to_evaluate():
+            samples = draw_samples(self.state, settings, self.corpus.tokenizer)
+        self.ledger.log.samples(step, samples)
+
+    def weights_to_evaluate(self) -> AbstractContextManager[None]:
+        """The weights as trained, or with `eval.ema` their average in their place."""
+        return self.state.averaged() if self.config.eval.ema else nullcontext()
+
     def losses_on(self, samples: Samples, sources: Sequence[str] = ()) -> list[float]:
         """Mean loss on sequences that are not trained on, and by source."""
         batches = eval_batches(
@@ -203,7 +221,7 @@ class Trainer:
             mask_documents=self.config.data.mask_documents,
             device=self.world.device,
         )
-        with self.state.averaged() if self.config.eval.ema else nullcontext():
+        with self.weights_to_evaluate():
             return evaluate(self.state, batches, sources).tolist()
 
     def save_if_due(self) -> None:

@@ -31,15 +31,20 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def give_way() -> None:
+    """Before a refusal: a rank other than 0 waits for it to be printed, and for torchrun to end this rank."""
+    if rank() != 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(5)
+
+
 def refuse(error: ConfigError) -> int:
     """Prints what is wrong, once, and returns the exit code.
 
     Rank 0 prints at once, and torchrun then ends the other ranks. A rank that is still there after five seconds was
     refused for a reason of its own, and prints too.
     """
-    if rank() != 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(5)
+    give_way()
     count = len(error.problems)
     heading = "configuration error:" if count == 1 else f"configuration error, {count} problems:"
     print("\n  - ".join([heading, *error.problems]) if count > 1 else f"{heading} {error}", file=sys.stderr, flush=True)

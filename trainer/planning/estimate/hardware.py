@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -39,3 +43,28 @@ def load_hardware(
         raise ConfigError(f"hardware={name}: cannot read {path} ({brief(error)}); mend it") from None
     assert isinstance(merged, dict)
     return build_hardware({str(key): value for key, value in merged.items()})
+
+
+def shipped_for(device: str) -> str:
+    """The shipped file of a kind of device; for a GPU that has none, one whose GPUs have no link of their own."""
+    names = {load_hardware(path.stem).device: path.stem for path in sorted((CONFIGS / "hardware").glob("*.yaml"))}
+    return names.get(device, "l40s")
+
+
+def hardware_text(hardware: HardwareConfig, comments: Sequence[str]) -> str:
+    """The file of a machine: paragraphs of comments, then every value that is not a default, with four digits."""
+    lines = [line for comment in comments for line in textwrap.wrap(comment, 118, subsequent_indent="  ")]
+    values = {name: value for name, value in rounded(asdict(hardware)).items() if value != {}}
+    settings = [
+        f"{name}: {yaml.safe_dump(value, default_flow_style=True, sort_keys=False)}"
+        if isinstance(value, dict)
+        else yaml.safe_dump({name: value})
+        for name, value in values.items()
+    ]
+    return "".join([*(f"# {line}\n" for line in lines), *settings])
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: rounded(part) for name, part in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value

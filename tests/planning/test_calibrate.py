@@ -1,0 +1,150 @@
+"""Constants from measurements: a machine whose times the model predicts exactly is found again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.estimates import h200, settings, shipped
+
+from trainer.planning.cost.layers import model_work
+from trainer.planning.estimate.calibrate import (
+    COLLECTIVES,
+    LEAST_BAND,
+    Measurements,
+    Pass,
+    Product,
+    Sent,
+    Work,
+    calibrate,
+    cut,
+    fit_link,
+    pass_seconds,
+)
+from trainer.planning.estimate.hardware import hardware_text, load_hardware, shipped_for
+from trainer.planning.estimate.pace import Pace
+
+GIB = 2**30
+SIZES = (2**12, 2**16, 2**20, 2**24, 2**28)
+
+
+def recipe(**changes):
+    spec = shipped("llama_60m")
+    return settings(spec, batch__sequence_length=1024, batch__micro_size=4, compile=True, **changes)
+
+
+def measure(hardware, config, slower=1.0, links=("node", "network"), device=None):
+    """What would be measured on such a machine. slower: factor on passes."""
+    pace = Pace.of(hardware, config.precision)
+    [work, *_] = model_work(config.model, 1024, 1, 2)
+
+    def product(name, rows, columns, tokens=4096, count=1):
+        moved = 2 * (tokens * (rows + columns) + rows * columns)
+        seconds = math.hypot(2 * tokens * rows * columns / pace.products, moved / pace.memory) + pace.kernel
+        return Product(name, tokens, rows, columns, seconds, count)
+
+    passes = []
+    for depth in (1, 2):
+        times = pass_seconds(*cut(config, depth, 1024, 4), hardware)
+        passes.append(Pass(depth, 1024, 4, *(slower * one for one in times)))
+    sent = []
+    for place in links:
+        link = getattr(hardware, place)
+        for kind in COLLECTIVES:
+            for size in SIZES:
+                one = Sent(place, place, kind, 8, size, 1.0)
+                rate = link.bandwidth * link.achieved * 1e9
+                seconds = one.steps * link.latency * 1e-6 + one.through / rate
+                sent.append(Sent(place, place, kind, 8, size, seconds))
+    bandwidth = hardware.bandwidth * 1e9
+    return Measurements(
+        device=device or hardware.device,
+        memory=hardware.memory * GIB,
+        fixed=hardware.fixed * GIB,
+        devices=hardware.devices,
+        products=[product(name, round(rows), round(columns)) for name, (rows, columns) in work.shapes.items()],
+        sweep=[product("1024", 1024, 1024, 1024)],
+        attention=Work(1e12, 1e12 / pace.attention + 2 * pace.kernel),
+        passes=passes,
+        stream=Work(1e9, 1e9 / (bandwidth * hardware.achieved.memory)),
+        update=Work(1e9, 1e9 / (bandwidth * hardware.achieved.optimizer)),
+        copy=Work(1e9, 1e9 / (bandwidth * hardware.achieved.copy)),
+        kernel=pace.kernel,
+        launch=pace.launch,
+        hidden=hardware.achieved.hidden,
+        sent=sent,
+    )
+
+
+def test_a_machine_is_found_again_in_what_it_would_show():
+    hardware, config = h200(), recipe()
+    other = load_hardware("h200", ["achieved.product=0.5", "achieved.memory=0.4", "kernel=9", "node.latency=50"])
+    found = calibrate(measure(hardware, config), config, other)
+    for name in ("product", "attention", "memory", "optimizer", "copy", "hidden"):
+        assert getattr(found.hardware.achieved, name) == pytest.approx(getattr(hardware.achieved, name), rel=0.02), name
+    for place in ("node", "network"):
+        one, expected = getattr(found.hardware, place), getattr(hardware, place)
+        assert (one.bandwidth, one.latency) == pytest.approx((expected.bandwidth, expected.latency), rel=1e-6)
+        assert one.achieved == pytest.approx(expected.achieved, rel=1e-6)
+    assert (found.hardware.kernel, found.hardware.launch) == pytest.approx((4, 6)) and found.kept == ("bandwidth",)
+    assert found.hardware.band == LEAST_BAND and max(abs(said / took - 1) for _, took, said in found.errors) < 0.02
+
+
+def test_an_unknown_device_has_the_best_that_was_reached_as_its_peaks():
+    config, base = recipe(), load_hardware("l40s")
+    measured = measure(h200(), config, device="NVIDIA Abacus", links=("node",))
+    found = calibrate(measured, config, base)
+    one = found.hardware
+    best = max(product.flops / product.seconds for product in [*measured.products, *measured.sweep])
+    assert one.peak == {"bf16": pytest.approx(best / 1e12)} and one.device == "NVIDIA Abacus"
+    assert max(one.achieved.memory, one.achieved.optimizer, one.achieved.copy) == pytest.approx(1)
+    expected = 4800e9 * h200().achieved.optimizer
+    assert one.bandwidth * 1e9 * one.achieved.optimizer == pytest.approx(expected, rel=1e-6)
+    assert found.kept == ("network",) and one.network == base.network
+    for one_pass in measured.passes:
+        said = pass_seconds(*cut(config, one_pass.depth, 1024, 4), one)
+        assert sum(said) == pytest.approx(one_pass.forward + one_pass.backward, rel=0.1)
+
+
+def test_what_does_not_fit_widens_the_band():
+    config = recipe()
+    measured = measure(h200(), config)
+    sent = [replace(one, seconds=one.seconds * (2 if one.kind == "all-reduce" else 1)) for one in measured.sent]
+    worse = calibrate(replace(measured, sent=sent), config, h200())
+    assert 0.2 < worse.hardware.band < 0.6
+    impossible = calibrate(measure(h200(), config, slower=0.3), config, h200())  # faster than its own products
+    assert impossible.hardware.achieved.memory == pytest.approx(1, abs=0.01) and impossible.hardware.band > 0.5
+
+
+@given(
+    st.floats(0, 1e-3),
+    st.floats(1e6, 1e12),
+    st.integers(2, 64),
+    st.lists(st.floats(0.97, 1.03), min_size=5, max_size=5),
+)
+def test_a_link_is_found_in_its_transfers(latency, bandwidth, ranks, noise):
+    for kind in COLLECTIVES:
+        shapes = [Sent("node", "node", kind, ranks, size, 1.0) for size in SIZES]
+        times = [one.steps * latency + one.through / bandwidth for one in shapes]
+        exact = [Sent("node", "node", kind, ranks, one.size, time) for one, time in zip(shapes, times)]
+        noisy = [Sent("node", "node", kind, ranks, one.size, time * by) for one, time, by in zip(shapes, times, noise)]
+        for sent, off in ((exact, 1e-3), (noisy, 0.15)):
+            found_latency, found_bandwidth = fit_link(sent)
+            assert found_latency >= 0 and found_bandwidth > 0
+            for one, time in zip(shapes, times):
+                said = one.steps * found_latency + one.through / found_bandwidth
+                assert said == pytest.approx(time, rel=off), (kind, one)
+
+
+def test_the_file_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "here.yaml"
+    for name in ("h200", "cpu"):
+        path.write_text(
+            hardware_text(load_hardware(name), ["One paragraph. " * 20, "Another: with a colon # and a hash"])
+        )
+        assert load_hardware(str(path)) == load_hardware(name)
+        assert all(len(line) <= 120 for line in path.read_text().splitlines() if line.startswith("#"))
+    assert (shipped_for("CPU"), shipped_for("NVIDIA H200"), shipped_for("NVIDIA Abacus")) == ("cpu", "h200", "l40s")

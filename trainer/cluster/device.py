@@ -1,0 +1,265 @@
+"""What one device reaches, at the shapes of a recipe: products, attention, passes of the model, kernels that move
+memory, the optimizer's update."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.cluster.stopwatch import Stopwatch
+from trainer.config import Config, OptimizerConfig
+from trainer.config.registry import ATTENTION
+from trainer.distributed.world import World
+from trainer.model.attention import attend, build_mask, kernel_priority
+from trainer.model.axes import parameter_infos
+from trainer.model.initial import initialize
+from trainer.model.loss import loss_terms
+from trainer.model.stage import apart
+from trainer.model.transformer import Transformer
+from trainer.optim.groups import parameter_policies
+from trainer.optim.optimizer import Optimizer
+from trainer.parallel.gradients import squared_norms
+from trainer.parallel.parallelize import compile_layers, keep_buffers
+from trainer.planning.cost.flops import attention_flops, flops_per_token, seen_keys
+from trainer.planning.cost.layers import ATTENTION_BACKWARD, model_work
+from trainer.planning.cost.memory import ELEMENT_BYTES
+from trainer.planning.cost.parameters import head, layer_specs
+from trainer.planning.estimate.calibrate import Pass, Product, Work, cut
+from trainer.planning.estimate.memory import peaks
+from trainer.planning.estimate.step import update_bytes
+from trainer.planning.resolve import Layout
+from trainer.precision.dtypes import DTYPES
+from trainer.precision.products import Role, matmul
+
+SQUARES = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (64, 256, 1024)}
+"""Sides of the sweep's matrices."""
+
+STREAM = {"cuda": 2**28, "cpu": 2**24}
+"""Bytes of each tensor of the kernel that only moves memory: beyond caches."""
+
+TINY = 100
+"""Kernels without work that are timed together."""
+
+ROOM = 0.7
+"""Share of a device's memory that a measured pass may take."""
+
+
+class DeviceProbe:
+    """Measures this rank's device. layout: of the recipe on all ranks; seconds: to measure in, about; memory: bytes of
+    the device. All ranks call its methods together."""
+
+    def __init__(self, config: Config, layout: Layout, world: World, seconds: float, memory: float):
+        self.config, self.layout, self.world, self.memory = config, layout, world, memory
+        self.device, self.dtype = world.device, DTYPES[config.precision.compute]
+        self.element = ELEMENT_BYTES[config.precision.compute]
+        self.watch, self.budget = Stopwatch(world), seconds
+        self.length = layout.batch.sequence_length // layout.plan.cp
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=torch.float32).mul_(0.02).to(self.dtype)
+
+    def sweep(self) -> list[Product]:
+        """Products of square matrices, until one takes too long."""
+        found: list[Product] = []
+        limit = 0.1 * self.budget / len(SQUARES[self.device.type])
+        for side in SQUARES[self.device.type]:
+            if found and 5 * found[-1].seconds * (side / found[-1].tokens) ** 3 > limit:
+                break
+            a, b = self.random(side, side), self.random(side, side)
+            seconds = self.watch.seconds(lambda a=a, b=b: matmul(a, b, Role.OUTPUT), limit)
+            found.append(Product(str(side), side, side, side, seconds))
+        return found
+
+    def products(self, rate: float) -> list[Product]:
+        """The products with the model's matrices, as the plan cuts them: the mean of output and both gradients. rate:
+        FLOP/s, by which tokens are left out where all would take too long."""
+        spec, tp = self.layout.spec, self.layout.plan.tp
+        works = model_work(spec, self.layout.batch.sequence_length, tp, self.element)
+        counts = Counter((name, *map(round, shape)) for work in works for name, shape in work.shapes.items())
+        counts[("head", *map(round, head(spec).multiplied(tp)))] += 1
+        shapes: dict[tuple[int, int], tuple[str, int]] = {}
+        for (name, rows, columns), count in counts.items():
+            first, before = shapes.get((rows, columns), (name, 0))
+            shapes[rows, columns] = first, before + count
+        limit, found = 0.2 * self.budget / len(shapes), []
+        for (rows, columns), (name, count) in shapes.items():
+            tokens = self.layout.batch.micro_size * self.length
+            while tokens > 64 and 3 * 5 * 2 * tokens * rows * columns / rate > limit:
+                tokens //= 2
+            x, weight, gradient = self.random(tokens, columns), self.random(rows, columns), self.random(tokens, rows)
+            operands = {
+                Role.OUTPUT: (x, weight),
+                Role.INPUT_GRADIENT: (gradient, weight),
+                Role.WEIGHT_GRADIENT: (gradient, x),
+            }
+            seconds = [
+                self.watch.seconds(lambda pair=pair, role=role: matmul(*pair, role), limit / 3)
+                for role, pair in operands.items()
+            ]
+            found.append(Product(name, tokens, rows, columns, sum(seconds) / 3, count))
+        return found
+
+    def attention(self, rate: float) -> Work | None:
+        """Forward and backward pass of the first layer's attention; None for a registered kind, whose kernels are its
+        own."""
+        spec, tp = layer_specs(self.layout.spec)[0].attention, self.layout.plan.tp
+        if spec.kind in ATTENTION.registered:
+            return None
+        heads, groups = max(1, spec.heads // tp), max(1, spec.kv_heads // tp)
+        length, sequences, limit = self.length, self.layout.batch.micro_size, 0.08 * self.budget
+
+        def work() -> float:
+            flops = sequences * length * attention_flops(spec, seen_keys(length, spec.window)) * heads / spec.heads
+            return (1 + ATTENTION_BACKWARD) * flops
+
+        while 5 * work() / (0.3 * rate) > limit and (sequences > 1 or length > 64):
+            sequences, length = (sequences // 2, length) if sequences > 1 else (sequences, length // 2)
+        query = self.random(sequences, heads, length, spec.head_dim).requires_grad_()
+        key, value = (self.random(sequences, groups, length, spec.head_dim).requires_grad_() for _ in "kv")
+        mask = build_mask(None, length, spec.window, spec.soft_cap, self.device)
+        gradient = self.random(*query.shape)
+
+        def both() -> Any:
+            out = attend(query, key, value, mask, spec.scale, spec.soft_cap)
+            return torch.autograd.grad(out, (query, key, value), gradient)
+
+        with kernel_priority(self.config.run.deterministic):
+            return Work(work(), self.watch.seconds(both, limit))
+
+    def passes(self, rate: float) -> list[Pass]:
+        """Forward and backward passes of the model cut to one and to two layers, of a micro-batch or as much of it as
+        memory and time allow."""
+        return [self._pass(depth, rate) for depth in dict.fromkeys((1, min(2, self.layout.spec.depth)))]
+
+    def _pass(self, depth: int, rate: float) -> Pass:
+        limit, sequences, length = 0.15 * self.budget, self.layout.batch.micro_size, self.length
+        while True:
+            config, layout = cut(self.config, depth, length, sequences)
+            work = flops_per_token(layout.spec, length, causal=True) * length * sequences
+            held = max(peaks(config, layout), key=lambda peak: peak.reserved)
+            fits = held.reserved - held.categories["optimizer"] < ROOM * self.memory
+            if fits and 5 * work / (0.5 * rate) <= limit or sequences == 1 and length <= 64:
+                break
+            sequences, length = (sequences // 2, length) if sequences > 1 else (sequences, length // 2)
+        model = self._model(config, layout)
+        tokens = torch.randint(layout.spec.vocab_size, (sequences, length), device=self.device)
+        forward: list[Tensor] = []
+
+        def passing() -> None:
+            forward[:] = [apart(model(tokens, tokens))[0][0]]
+
+        def both() -> None:
+            passing()
+            model.zero_grad(set_to_none=True)
+            forward[0].backward()
+
+        with kernel_priority(config.run.deterministic):
+            ahead = self.watch.seconds(passing, limit / 3)
+            whole = self.watch.seconds(both, limit)
+        return Pass(depth, length, sequences, ahead, max(whole - ahead, 0.5 * ahead))
+
+    def _model(self, config: Config, layout: Layout) -> Transformer:
+        with torch.device("meta"):
+            model = Transformer(layout.spec)
+        loss = config.loss
+        model.set_loss(loss.z_loss, loss.chunk, config.compile, loss.tile or 0, loss_terms(loss))
+        if config.compile:
+            compile_layers(model, deferring=False)
+        model.to_empty(device=self.device)
+        initialize(model, layout.spec, config.run.seed, self.device)
+        model.to(self.dtype)
+        keep_buffers(model, self.device)
+        return model
+
+    def stream(self) -> Work:
+        """A kernel that reads two tensors and writes one."""
+        count = STREAM[self.device.type] // self.element
+        a, b = (torch.ones(count, device=self.device, dtype=self.dtype) for _ in "ab")
+        out = torch.empty_like(a)
+        return Work(3 * count * self.element, self.watch.seconds(lambda: torch.add(a, b, out=out), 0.03 * self.budget))
+
+    def update(self) -> Work:
+        """Gradient norm and AdamW's update of a layer's parameters."""
+        parameters, plain = self._layer(), replace(self.config, optimizer=OptimizerConfig())
+        policies = parameter_policies(self.infos, plain.precision.types, plain.optimizer)
+        policies = {name: replace(policies[name], optimizer="adamw", state_dtype=torch.float32) for name in parameters}
+        optimizer = Optimizer(parameters, policies, plain.optimizer)
+        for parameter in parameters.values():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        rate, one, none = (torch.tensor(value, device=self.device) for value in (1e-4, 1.0, 0.0))
+
+        def step() -> None:
+            squared_norms(optimizer.gradients())
+            optimizer.step(rate, one, none)
+
+        size = sum(parameter.numel() for parameter in parameters.values())
+        return Work(update_bytes(plain) * size, self.watch.seconds(step, 0.04 * self.budget))
+
+    def copy(self) -> Work:
+        """Casts of a layer's parameters into one flat buffer of the compute type, and back."""
+        whole = [parameter.detach().flatten() for parameter in self._layer().values()]
+        flat = torch.empty(sum(one.numel() for one in whole), device=self.device, dtype=self.dtype)
+        parts = flat.split([one.numel() for one in whole])
+
+        def there_and_back() -> None:
+            for part, one in zip(parts, whole):
+                part.copy_(one)
+            for part, one in zip(parts, whole):
+                one.copy_(part)
+
+        moved = 2 * (4 + self.element) * flat.numel()
+        return Work(moved, self.watch.seconds(there_and_back, 0.04 * self.budget))
+
+    def _layer(self) -> dict[str, nn.Parameter]:
+        """The parameters of the first layer, in fp32."""
+        _, layout = cut(self.config, 1, self.length, 1)
+        with torch.device("meta"):
+            self.infos = parameter_infos(Transformer(layout.spec))
+        return {
+            name: nn.Parameter(torch.full(info.shape, 0.02, device=self.device))
+            for name, info in self.infos.items()
+            if name.startswith("layers.")
+        }
+
+    def kernel(self) -> float:
+        """Seconds of a kernel without work, on the device."""
+        one = torch.ones(1, device=self.device)
+
+        def tiny() -> None:
+            for _ in range(TINY):
+                one.add_(1)
+
+        return self.watch.seconds(graphed(tiny) if self.device.type == "cuda" else tiny, 0.02 * self.budget) / TINY
+
+    def launch(self, kernel: float) -> float:
+        """Seconds of the host for a kernel. On a CPU that is the kernel itself."""
+        if self.device.type != "cuda":
+            return kernel
+        one, found = torch.ones(1, device=self.device), []
+        for _ in range(10):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(TINY):
+                one.add_(1)
+            found.append((time.perf_counter() - start) / TINY)
+        torch.cuda.synchronize()
+        return self.watch.together(median(found))
+
+
+def graphed(work: Callable[[], None]) -> Callable[[], None]:
+    """The kernels of `work` as a CUDA graph, which the host launches at once."""
+    beside = torch.cuda.Stream()
+    with torch.cuda.stream(beside):  # what a first call allocates is not captured
+        work()
+    beside.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's threads may go on meanwhile
+        work()
+    return graph.replay

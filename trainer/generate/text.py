@@ -1,0 +1,100 @@
+"""Prompts of text and their continuations, as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from trainer.data.tokenizer import Tokenizer
+from trainer.generate.placed import PlacedModel
+from trainer.generate.sampling import Generation, Sampling
+
+HALF = "\ufffd"
+"""What a character shows as whose last bytes are tokens to come."""
+
+
+class Stream:
+    """The text of tokens that come one by one, up to the first of `stops`.
+
+    Held back is what later tokens may change: half a character, and what a stop may begin with."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int], stops: Sequence[str]):
+        """before: the tokens of the prompt, whose last ones tell how the first new one is written."""
+        self.decode, self.stops, self.stopped = decode, stops, False
+        self.tokens, self.start = list(before), max(0, len(before) - 8)
+        self.read, self.held = len(before), ""
+
+    def add(self, token: int) -> str:
+        """The text that is certain with another token; `stopped` then says whether a stop has been found."""
+        self.tokens.append(token)
+        old, new = self.decode(self.tokens[self.start : self.read]), self.decode(self.tokens[self.start :])
+        if new.endswith(HALF):
+            return ""
+        self.start, self.read = self.read, len(self.tokens)
+        return self.release(new[len(old) :])
+
+    def release(self, text: str) -> str:
+        self.held += text
+        if found := [place for stop in self.stops if (place := self.held.find(stop)) >= 0]:
+            self.stopped = True
+            certain, self.held = self.held[: min(found)], ""
+            return certain
+        begun = max((begins(self.held, stop) for stop in self.stops), default=0)
+        certain, self.held = self.held[: len(self.held) - begun], self.held[len(self.held) - begun :]
+        return certain
+
+    def end(self) -> str:
+        """What was held back, once no token comes any more."""
+        if self.stopped:
+            return ""
+        old, new = self.decode(self.tokens[self.start : self.read]), self.decode(self.tokens[self.start :])
+        self.start = self.read = len(self.tokens)
+        text = self.release(new[len(old) :])
+        return text + ("" if self.stopped else self.held)
+
+
+def begins(text: str, stop: str) -> int:
+    """The most characters at the end of `text` with which `stop`, which is not in it, begins."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def generate_text(
+    model: PlacedModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    count: int,
+    sampling: Sampling,
+    stops: Sequence[str] = (),
+) -> Iterator[tuple[int, str]]:
+    """What follows each of `prompts`, piece by piece: (number of the prompt, more of its text). An empty prompt begins
+    a document. Ends after `count` tokens, before the end mark, or before the first of `stops`. All ranks call it
+    together and take all of it, within `model.inference()`."""
+    tokens = [tokenizer.encode(prompt) or [tokenizer.end_id] for prompt in prompts]
+    generation = Generation(model, tokens, count, sampling, tokenizer.end_id)
+    streams = [Stream(tokenizer.decode, prompt, stops) for prompt in tokens]
+    for found in generation:
+        for row, token in enumerate(found):
+            if token is None:
+                continue
+            if text := streams[row].add(token):
+                yield row, text
+            if streams[row].stopped:
+                generation.stop(row)
+    for row, stream in enumerate(streams):
+        if text := stream.end():
+            yield row, text
+
+
+def continuations(
+    model: PlacedModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    count: int,
+    sampling: Sampling,
+    stops: Sequence[str] = (),
+) -> list[str]:
+    """The same, whole: what follows each of `prompts`."""
+    texts = [""] * len(prompts)
+    with model.inference():
+        for row, text in generate_text(model, tokenizer, prompts, count, sampling, stops):
+            texts[row] += text
+    return texts

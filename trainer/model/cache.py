@@ -1,0 +1,172 @@
+"""Keys and values of earlier tokens, kept so that a further token costs a pass over itself alone.
+
+A cache has a row for each sequence and a slot for each of its tokens. Its shapes stay, and where a pass reads and
+writes is in tensors, so that a pass of one token a row can be captured as a CUDA graph for each `extent`.
+
+Ranks may share the slots of every row: rank r of c holds each c-th, so that all hold equally many at any length. Each
+attends to its own, and the parts are brought together by their log-sum-exp, which is exact (Dao et al., Flash-Decoding,
+2023). The parts could be computed and sent by one kernel: `attend_slots` and `combine` are what it replaces."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.distributed.collectives import TensorGroup
+from trainer.model.attention import attend, build_mask, cap_score
+
+BLOCK = 64
+"""Slots by which the part of a cache that attention looks at grows: kernels and graphs are made for few shapes."""
+
+
+class Cache:
+    """Keys and values of `rows` sequences of at most `capacity` tokens, by layer; storage comes with the first pass.
+
+    group: the ranks that share the slots of each row, None where each rank has all. keeps: whether keys and values are
+    kept at all; without, every pass has to be over whole contexts. lengths: int [rows]: in a pass over contexts, their
+    lengths; in a pass of one token a row, the tokens before it. extent: slots, of all ranks together, that such a pass
+    looks at. Who runs the passes sets both.
+    """
+
+    def __init__(
+        self, rows: int, capacity: int, device: torch.device, group: TensorGroup | None = None, keeps: bool = True
+    ):
+        self.rows, self.capacity, self.device, self.group, self.keeps = rows, capacity, device, group, keeps
+        self.ranks, self.rank = (1, 0) if group is None else (group.size, group.rank)
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.extent = 0
+        self.layers: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def enter(self, shape: tuple[int, int]) -> Pass:
+        """A pass of tokens of this shape (rows, length): one token a row goes on, more are whole contexts."""
+        rows, length = shape
+        if length > 1:
+            positions, lengths = torch.arange(length, device=self.device), self.lengths[:rows]
+            return Pass(self, True, positions, lengths, {})
+        positions = self.lengths.clamp(max=self.capacity - 1)  # a row that has ended may be full
+        return Pass(self, False, positions[:, None], positions + 1, {})
+
+    def of(self, layer: str, key: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's slots of a layer's keys and values, each [rows, kv_heads, slots, head_dim]."""
+        if layer not in self.layers:
+            shape = self.rows, key.shape[1], -(-self.capacity // self.ranks), key.shape[3]
+            self.layers[layer] = key.new_zeros(shape), key.new_zeros(shape)
+        return self.layers[layer]
+
+    def fill(self, layer: str, key: Tensor, value: Tensor) -> None:
+        """Writes the contexts of the first rows: [rows, kv_heads, length, head_dim]. What pads a context is written
+        too, and overwritten before it is seen."""
+        for kept, new in zip(self.of(layer, key), (key, value)):
+            own = new[:, :, self.rank :: self.ranks][:, :, : kept.shape[2]]
+            kept[: len(own), :, : own.shape[2]] = own
+
+    def put(self, layer: str, key: Tensor, value: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes one token a row: [rows, kv_heads, 1, head_dim], at `positions` [rows, 1]. Returns the slots within
+        `extent`."""
+        rows, place, slots = torch.arange(self.rows, device=self.device), positions[:, 0], -(-self.extent // self.ranks)
+        found = self.of(layer, key)
+        for kept, new in zip(found, (key[:, :, 0], value[:, :, 0])):
+            if self.group is not None:
+                mine = place % self.ranks == self.rank
+                new = torch.where(mine[:, None, None], new, kept[rows, :, place // self.ranks])
+            kept[rows, :, place // self.ranks] = new
+        return found[0][:, :, :slots], found[1][:, :, :slots]
+
+    def visible(self, positions: Tensor, window: int) -> Tensor:
+        """Which slots within `extent` the token at each of `positions` [rows, 1] sees: bool [rows, 1, 1, slots]."""
+        slots = min(-(-self.extent // self.ranks), -(-self.capacity // self.ranks))
+        place = torch.arange(slots, device=self.device) * self.ranks + self.rank
+        seen = place <= positions
+        return (seen & (place > positions - window) if window else seen)[:, None, None]
+
+
+class Pass(NamedTuple):
+    """One pass through the model. contexts: whether over whole contexts; positions: of its tokens, [length] or [rows,
+    1]; lengths: of the sequences with them, [rows]; masks: those made so far, by kind of layer."""
+
+    cache: Cache
+    contexts: bool
+    positions: Tensor
+    lengths: Tensor
+    masks: dict[tuple[int, float], Any]
+
+    def mask(self, layer: str, window: int, soft_cap: float) -> Any:
+        """What a layer's attention is given for a mask."""
+        kind = window, soft_cap
+        if kind not in self.masks:
+            length = len(self.positions)
+            self.masks[kind] = (
+                build_mask(None, length, window, soft_cap, self.cache.device)
+                if self.contexts
+                else self.cache.visible(self.positions, window)
+            )
+        mask = self.masks[kind]
+        return CachedMask(self, layer, mask) if self.cache.keeps else mask
+
+    def last(self, x: Tensor) -> Tensor:
+        """Of hidden states of contexts [rows x length, width] that of each row's last token: [rows of the cache,
+        width], zeros in rows without a context."""
+        rows, length = len(self.lengths), len(self.positions)
+        first = torch.arange(rows, device=x.device) * length
+        return F.pad(x[first + self.lengths - 1], (0, 0, 0, self.cache.rows - rows))
+
+
+class CachedMask(NamedTuple):
+    """The mask of one layer, and where its keys are."""
+
+    entered: Pass
+    layer: str
+    mask: Any
+
+
+def attend_cached(
+    query: Tensor, key: Tensor, value: Tensor, cached: CachedMask, scale: float, soft_cap: float
+) -> Tensor:
+    """`attend` for new tokens, whose keys and values are kept, among them and all that were kept before."""
+    (cache, contexts, positions, *_), layer, mask = cached
+    if contexts:
+        cache.fill(layer, key, value)
+        return attend(query, key, value, mask, scale, soft_cap)
+    keys, values = cache.put(layer, key, value, positions)
+    if cache.group is None and not soft_cap:  # heads that share keys are queries of one head: no copies of keys
+        grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[3])
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).view_as(query)
+    attended, logsum = attend_slots(query, keys, values, mask, scale, soft_cap)
+    return (attended if cache.group is None else combine_ranks(cache.group, attended, logsum)).to(query.dtype)
+
+
+def attend_slots(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, soft_cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Attention to some of the keys, as far as it goes. query: [rows, heads, 1, head_dim]; key, value: [rows, kv_heads,
+    slots, head_dim]; visible: bool [rows, 1, 1, slots].
+
+    Returns the result [rows, heads, 1, head_dim] and the log of the sum of exponentiated scores [rows, heads, 1], fp32
+    or wider; zeros and -inf where nothing is visible."""
+    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[3])
+    scores = grouped @ key.transpose(-1, -2) * scale
+    if soft_cap:
+        scores = cap_score(scores, cap=soft_cap)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~visible, -math.inf)
+    top = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - torch.where(top == -math.inf, 0.0, top))
+    total = weights.sum(-1, keepdim=True)
+    attended = (weights / torch.where(total == 0, 1.0, total)).to(value.dtype) @ value
+    return attended.to(scores.dtype).view_as(query), (top + total.log()).view(query.shape[:3])
+
+
+def combine(attended: Tensor, logsum: Tensor) -> Tensor:
+    """Attention to all keys, of its parts. attended: [parts, ..., head_dim]; logsum: [parts, ...], as `attend_slots`
+    returns them; at least one part of each sees something."""
+    return (torch.softmax(logsum, 0)[..., None] * attended).sum(0)
+
+
+def combine_ranks(group: TensorGroup, attended: Tensor, logsum: Tensor) -> Tensor:
+    """The same where each rank of a group has a part; on every rank, the same bits."""
+    mine = torch.cat([attended, logsum[..., None]], -1)[None]
+    everyone = group.wait(group.gather(mine))
+    return combine(everyone[..., :-1], everyone[..., -1])
