@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 from trainer.config import ConfigError, SourceConfig, TypePolicy, typed
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import ModelSpec
+from trainer.diagnosis.limits import Limits
 from trainer.observe.metrics import EVALUATION, METRICS, STEP
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.stages import StageCosts
@@ -89,6 +90,12 @@ def part(name: str) -> str:
     """The fields of what an open mapping holds."""
     schema, path = PARTS[name]
     return _described(typed.leaves(schema, path))
+
+
+def limits() -> str:
+    """The numbers of the rules of a diagnosis."""
+    rows = ([f"`{one.path}`", f"{one.default:g}", one.doc] for one in typed.leaves(Limits, ""))
+    return table(("limit", "from", "of what"), rows, right=(1,))
 
 
 def _described(found: Iterable[typed.Setting]) -> str:
@@ -315,6 +322,7 @@ TABLES: dict[str, Callable[..., str]] = {
         metrics,
         exit_codes,
         settings,
+        limits,
         part,
         sections,
         groups,

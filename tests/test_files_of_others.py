@@ -14,7 +14,14 @@ from support.kinds import FOUND, KINDS
 
 from trainer.config import ConfigError
 
-SLOW = {"tokenizer_config": 30, "hf_config": 60, "recipe": 40, "conditions.yaml": 20, "choice.yaml": 60}
+SLOW = {
+    "tokenizer_config": 30,
+    "hf_config": 60,
+    "recipe": 40,
+    "conditions.yaml": 20,
+    "choice.yaml": 60,
+    "diagnosed_config": 30,
+}
 SLOW |= dict.fromkeys(("page_starts", "page_status", "page_diagnosis", "page_notices"), 60)
 """Kinds that a library takes long to read, and how many odd values are tried."""
 

@@ -21,6 +21,7 @@ from trainer.util.exit_codes import refuse
 OTHERS = {
     "estimate": "trainer.estimate",
     "probe": "trainer.probe",
+    "diagnose": "trainer.diagnose",
     "plot": "trainer.plot",
     "report": "trainer.report",
     "watch": "trainer.watch",

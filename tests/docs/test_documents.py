@@ -25,7 +25,7 @@ from support.registries import forgotten
 from test_architecture import ROOMS
 
 import trainer
-from trainer import cli, estimate, evaluate, export, merge, plot, probe, report, sample, watch
+from trainer import cli, diagnose, estimate, evaluate, export, merge, plot, probe, report, sample, watch
 from trainer import command as door
 from trainer.cluster.options import PreflightOptions
 from trainer.config import Config, ConfigError, options, typed
@@ -65,7 +65,9 @@ THEIRS = re.compile(r"^\| *`.*?`[^|]*\|", re.MULTILINE)
 
 PROGRAM = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?(?:python3?|torchrun|pytest)|bash|sbatch|(?:launch|bench)/\S+\.sh|"
-    + "|".join(["trainer (?:train|sweep|plot|report|watch|sample|export|merge|eval|parity|preflight)", *NOT_RUN])
+    + "|".join(
+        ["trainer (?:train|sweep|diagnose|plot|report|watch|sample|export|merge|eval|parity|preflight)", *NOT_RUN]
+    )
     + r") \S"
 )
 """How inline code begins that is a command."""
@@ -263,6 +265,8 @@ def module(
             from trainer.plots.templates import schedule_of
 
             assert [schedule_of(one, given.ranks, given.microbatches, given.chunks) for one in given.schedule]
+    elif name == "trainer.diagnose":
+        assert diagnose.command_line().parse_args(words)
     elif name == "trainer.estimate" and output is not None:
         capsys.readouterr()
         assert estimate.main(words) == 0

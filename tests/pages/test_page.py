@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -120,6 +121,17 @@ def test_what_bounds_the_run_stands_first_and_details_last(rich):
     assert "440 ms a step without it, 12.0% less" in page.text
     assert "lr.peak 0.001 → 0.002" in page.text and "2 logged steps were trained again" in page.text
     assert "step 41: no update, the gradient of model.head.weight" in page.text and "step  1/60" not in page.source
+
+
+def test_accounts_that_nobody_has_diagnosed_are_diagnosed(tmp_path):
+    folder = write_run(tmp_path / "run", 5)
+    (folder / "diagnosis.json").unlink()
+    page = page_of(folder)
+    assert page.sections[0] == "bound" and " bounds the run (" in page.text
+    assert page.data["runs"][0]["roofline"]["peak"] == 989.4e12, "of an H200"
+    (folder / "diagnosis.json").write_text(json.dumps(DIAGNOSIS))
+    os.utime(folder / "diagnosis.json", (1, 1))
+    assert DIAGNOSIS["verdict"]["text"] not in page_of(folder).text, "which is older than the accounts"
 
 
 def test_what_a_run_does_not_have_is_not_on_its_page(tmp_path):

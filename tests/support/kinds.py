@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import random
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,12 +16,13 @@ import pyarrow
 import pyarrow.parquet
 import torch
 import yaml
+from support.accounts import Case, accounts
 from support.corpora import PLAIN
 from support.runs import DIAGNOSIS, start, write_metrics
 
 import trainer
 from trainer.cluster import job
-from trainer.config import ConfigError, SourceConfig
+from trainer.config import ConfigError, SourceConfig, typed
 from trainer.config.model import ModelSpec
 from trainer.config.user_files import UserFiles
 from trainer.data.chat import ChatTemplate, read_template
@@ -30,6 +32,8 @@ from trainer.data.tables import JsonLines, ParquetRows
 from trainer.data.text import TextFiles
 from trainer.data.tokenizer import byte_tokenizer, load_tokenizer
 from trainer.data.tokens import TokenWriter, file_digest, open_token_file
+from trainer.diagnose import examine
+from trainer.diagnosis.verdict import to_json
 from trainer.evaluate import known_results
 from trainer.hf import HFWeights, spec_from_hf
 from trainer.hf.config import config_from_spec
@@ -341,6 +345,25 @@ def recipe(folder: Path) -> File:
     return written(folder / "mine.yaml", text), lambda: source.load_config("mine")
 
 
+def diagnosed(name: str) -> Callable[[Path], File]:
+    """A file of the folder of a run that is diagnosed."""
+
+    def made(folder: Path) -> File:
+        metrics_lines(folder)
+        values = trainer.compose(["+config=debug"], world_size=2) if name == "config.yaml" else None
+        account = next(iter(accounts(Case({"products": 1.0, "data": 0.5}, ranks=2), random.Random(0), steps=1)))
+        contents = {
+            "config.yaml": typed.to_yaml(values) if values else "",
+            "starts.jsonl": json.dumps({"processes": 2, "hosts": {"node": 2}, "devices": {"CPU": 2}}) + "\n",
+            "status.json": json.dumps({"status": "done", "step": 2, "steps": 2}),
+            "accounts.jsonl": account.dumps() + "\n",
+        }
+        return written(folder / name, contents[name]), lambda: to_json(examine(folder))
+
+    made.__name__ = f"diagnosed_{name.split('.')[0]}"
+    return made
+
+
 KINDS: dict[str, Callable[[Path], File]] = {
     function.__name__: function
     for function in (
@@ -360,6 +383,7 @@ KINDS: dict[str, Callable[[Path], File]] = {
         schedule,
         timeline,
         metrics_lines,
+        *map(diagnosed, ("config.yaml", "starts.jsonl", "status.json", "accounts.jsonl")),
         sweep_results,
         sweep_start,
         sweep_status,

@@ -54,6 +54,10 @@ DIAGNOSIS = {
             ("host", "runtime", "the host is late to launch kernels", 0.04, "compile=true"),
         )
     ],
+    "roofline": {
+        "ceilings": {"peak": 989.4e12, "products": 700e12, "bandwidth": 4.8e12, "memory": 4.1e12},
+        "points": [],
+    },
     "shapes": [{"setting": "model.vocab_size", "text": "model.vocab_size=50257: 50304 fills tiles", "waste": 0.01}],
     "stalled": [],
     "notes": ["profiled steps take 2% longer than others"],
@@ -181,6 +185,6 @@ def write_run(folder: Path, steps: int = 60, speed: float = 1.0, **more: float |
     for name, weight in (("planned", 1.0), ("measured", 1.3)):
         found = simulate(schedule, StageCosts.uniform(schedule.stages, 0.01, 0.01, 0.01 * weight))
         write_timeline(folder / "schedule" / f"{name}.json", found.spans, found.makespan)
-    (folder / "diagnosis.json").write_text(json.dumps(DIAGNOSIS))
     (folder / ACCOUNTS).write_text("".join(account(rank, 0.5 / speed).dumps() + "\n" for rank in range(4)))
+    (folder / "diagnosis.json").write_text(json.dumps(DIAGNOSIS))
     return folder

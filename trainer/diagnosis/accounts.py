@@ -95,7 +95,7 @@ def split_bubble(terms: dict[str, int], idle: Idle | None) -> None:
     tail = min(round(idle.tail * 1e9), terms[ALL])
     terms[ALL] -= tail
     waited += tail
-    own = min(round(idle.own * 1e9), waited)
+    own = min(round(min(idle.own, idle.measured) * 1e9), waited)
     imbalance = min(max(round(idle.measured * 1e9) - own, 0), waited - own)
     terms["bubble/schedule"], terms["bubble/imbalance"] = own, imbalance
     terms["communication/pipeline/transfer"] += waited - own - imbalance

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 from trainer.config import ConfigError, typed
 from trainer.diagnosis import account
-from trainer.diagnosis.account import Account
+from trainer.diagnosis.typical import Typical, typical
+from trainer.diagnosis.verdict import to_json
+from trainer.observe.examine import examine
 from trainer.observe.metrics import LONGEST
 from trainer.pages import verdict
 from trainer.pages.curves import Curves
@@ -33,7 +35,7 @@ STARTS_SHOWN, SPANS, NOTICES, LETTERS = 100, 20_000, 300, 600
 
 
 class Found(NamedTuple):
-    """What a file of a run was when it was looked at: a stamp that changes with it, None where there is none; its
+    """What a file of a run was when it was looked at: a stamp that grows with it, None where there is none; its
     value, None where there is none or it is damaged; and the problem with it."""
 
     stamp: tuple[int, ...] | None = None
@@ -56,10 +58,11 @@ class Run:
             REPLACED: lambda path: read_bytes(path, LONGEST).count(b"\n"),
             EARLIER: lambda path: sorted((found.name for found in path.iterdir() if found.name.isdecimal()), key=int),
             DIAGNOSIS: lambda path: read_json(path, verdict.SHAPE, "python -m trainer.diagnose writes it anew"),
-            account.ACCOUNTS: lambda path: account.newest(account.read(path.parent)),
+            account.ACCOUNTS: lambda path: typical(account.read(path.parent)),
             **{f"schedule/{name}.json": partial(drawn_timeline, name) for name in TIMELINES},
         }
         self._found = dict.fromkeys(self._sources, Found())
+        self._examined: tuple[Found, dict[str, Any] | None] = (Found(), None)
 
     def read(self) -> bool:
         """Reads the files that have changed since the last call, and says whether any has."""
@@ -71,7 +74,7 @@ class Run:
         path, stamp = self.folder / name, None
         try:
             status = path.stat()
-            stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
+            stamp = (status.st_mtime_ns, status.st_ino, status.st_size)
             return before if stamp == before.stamp else Found(stamp, self._sources[name](path))
         except FileNotFoundError:
             return Found() if before.stamp else before
@@ -115,14 +118,25 @@ class Run:
         return self._found[EARLIER].value or []
 
     @property
-    def accounts(self) -> list[Account]:
-        """Those of the newest profiled step, by rank."""
-        return self._found[account.ACCOUNTS].value or []
+    def profile(self) -> Typical | None:
+        """The typical step of the newest profiled ones; None without any."""
+        return self._found[account.ACCOUNTS].value
 
     @property
     def diagnosis(self) -> dict[str, Any] | None:
-        """What bounds the run; None where nobody has asked."""
-        return self._found[DIAGNOSIS].value
+        """What bounds the run: as diagnosis.json says it, unless there are newer accounts. None without both."""
+        said, accounts = self._found[DIAGNOSIS], self._found[account.ACCOUNTS]
+        if accounts.value is None or said.value and said.stamp >= accounts.stamp:
+            return said.value
+        if self._examined[0] is not accounts:
+            self._examined = (accounts, self._examine())
+        return self._examined[1]
+
+    def _examine(self) -> dict[str, Any] | None:
+        try:
+            return to_json(examine(self.folder))
+        except (ConfigError, OSError, ValueError):  # what is damaged is named by whoever reads it
+            return None
 
     @property
     def timelines(self) -> list[dict[str, Any]]:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
-from trainer.config.compose import CONFIGS
 from trainer.diagnosis import account
 from trainer.diagnosis.account import Account, Kernel
 from trainer.pages.folder import Run
-from trainer.planning.cost.devices import DTYPES, peak_flops
-from trainer.planning.estimate.hardware import load_hardware
 from trainer.util.reading import printable
 
 RANKS, KERNELS, LETTERS = 64, 15, 200
@@ -87,35 +83,32 @@ def bars(rows: Sequence[tuple[str, str, dict[str, float]]]) -> list[Bar]:
 
 
 def account_of(run: Run) -> dict[str, Any] | None:
-    """The account of a run's newest profiled step, a bar for each rank; None without one."""
-    if not run.accounts:
+    """The account of a run's typical step, a bar for each rank; None without one."""
+    if run.profile is None:
         return None
+    ranks = run.profile.ranks
     rows = [
         (f"rank {one.rank}", ", ".join(f"{axis} {at}" for axis, at in one.place.items()), one.terms)
-        for one in run.accounts[:RANKS]
+        for one in ranks[:RANKS]
     ]
-    shares = {
-        words(name): [one.terms.get(name, 0.0) / one.seconds for one in run.accounts if one.seconds]
-        for name in mean(run.accounts)
-    }
-    axes = sorted({axis for one in run.accounts for axis in one.hidden})
-    hidden = {axis: max(one.hidden.get(axis, 0.0) for one in run.accounts) for axis in axes}
+    shares = {words(name): [one.share(name) for one in ranks] for name in mean(ranks)}
+    hidden = {axis: max(one.hidden.get(axis, 0.0) for one in ranks) for axis in sorted(ranks[0].hidden)}
     return {
-        "step": run.accounts[0].step,
-        "of": len(run.accounts),
+        "steps": run.profile.steps,
+        "of": len(ranks),
         "bars": bars(rows),
-        "terms": sorted(parts(mean(run.accounts)), key=lambda part: -part.seconds),
-        "shares": {name: (min(values, default=0.0), max(values, default=0.0)) for name, values in shares.items()},
+        "terms": sorted(parts(mean(ranks)), key=lambda part: -part.seconds),
+        "shares": {name: (min(values), max(values)) for name, values in shares.items()},
         "hidden": {axis: seconds for axis, seconds in hidden.items() if seconds > 0},
     }
 
 
 def accounts_compared(runs: Sequence[Run]) -> dict[str, Any] | None:
     """The accounts of several runs, a bar for each: the mean over its ranks, as long as its step; None without any."""
-    found = {run.label: mean(run.accounts) for run in runs if run.accounts}
+    found = {run.label: mean(run.profile.ranks) for run in runs if run.profile}
     if not found:
         return None
-    rows = [(run.label, f"step {run.accounts[0].step}", found[run.label]) for run in runs if run.label in found]
+    rows = [(run.label, f"step {run.profile.steps[-1]}", found[run.label]) for run in runs if run.profile]
     most = {name: max(one.get(name, 0.0) for one in found.values()) for name in set().union(*found.values())}
     terms = [
         (Part(words(name), 0.0, 0.0, look(name), meaning(name)), [one.get(name, 0.0) for one in found.values()])
@@ -127,7 +120,7 @@ def accounts_compared(runs: Sequence[Run]) -> dict[str, Any] | None:
 
 def kernels_of(run: Run, place: int) -> dict[str, Any] | None:
     """The kernels that take most of a step, on the rank whose step took longest."""
-    found = [one for one in run.accounts if one.kernels]
+    found = [one for one in (run.profile.ranks if run.profile else ()) if one.kernels]
     if not found:
         return None
     one = max(found, key=lambda one: one.seconds)
@@ -136,7 +129,7 @@ def kernels_of(run: Run, place: int) -> dict[str, Any] | None:
         "place": place,
         "rank": one.rank,
         "device": one.device,
-        "roofline": roofline(one, run.settings),
+        "roofline": roofline(one, run.diagnosis or {}),
         "kernels": [
             {
                 "name": printable(kernel.name[:LETTERS]),
@@ -157,8 +150,9 @@ def _rate(amount: float | None, seconds: float) -> float | None:
     return amount / seconds if amount and seconds > 0 and math.isfinite(amount / seconds) else None
 
 
-def roofline(one: Account, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Points and roofs of the kernels whose operations and bytes are known; None where there are none."""
+def roofline(one: Account, diagnosis: dict[str, Any]) -> dict[str, Any] | None:
+    """Points of the kernels whose operations and bytes are known, and roofs: `peak` and `bandwidth` of the data sheet,
+    `products` and `memory` that are reached of them; None where there are no points."""
     points = [
         {
             "name": printable(kernel.name[:LETTERS]),
@@ -171,22 +165,13 @@ def roofline(one: Account, settings: dict[str, Any]) -> dict[str, Any] | None:
         for kernel in one.kernels
         if (rate := _rate(kernel.flops, kernel.seconds)) and (intensity := _intensity(kernel))
     ]
-    if not points:
-        return None
-    kind = settings.get("precision.compute")
-    kind = "tf32" if kind == "fp32" and settings.get("precision.matmul") == "high" else kind
-    peak = peak_flops(one.device, kind) if kind in DTYPES else None
-    return {"kernels": points, "peak": peak, "bandwidth": bandwidths().get(one.device.lower())}
+    given = diagnosis.get("roofline", {}).get("ceilings") or {}
+    roofs = {name: given.get(name) for name in ("peak", "bandwidth", "products", "memory")}
+    known = all(type(value) in (int, float) and 0 < value < math.inf for value in roofs.values())
+    return {"kernels": points, **(roofs if known else dict.fromkeys(roofs))} if points else None
 
 
 def _intensity(kernel: Kernel) -> float | None:
     """Operations for each byte."""
     found = kernel.flops / kernel.bytes if kernel.flops and kernel.bytes else 0.0
     return found if 0 < found < math.inf else None
-
-
-@cache
-def bandwidths() -> dict[str, float]:
-    """By the name of a shipped kind of device, bytes/s of its memory."""
-    kinds = [load_hardware(path.stem) for path in sorted((CONFIGS / "hardware").glob("*.yaml"))]
-    return {kind.device.lower(): 1e9 * kind.bandwidth for kind in kinds if kind.device != "CPU"}

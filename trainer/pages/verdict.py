@@ -19,6 +19,7 @@ SHAPE: Shape = {
             "overrides": [{"text": str, "seconds": NUMBER, "note": str}],
         }
     ],
+    "roofline": {"ceilings": (dict, type(None))},
     "shapes": [{"text": str, "waste": NUMBER}],
     "stalled": [str],
     "notes": [str],

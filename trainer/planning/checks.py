@@ -11,6 +11,7 @@ from dataclasses import fields
 from trainer.config import Config, CorpusConfig, GenerateConfig, SourceConfig
 from trainer.config.registry import ATTENTION, FEED_FORWARD, OPTIMIZERS, SCHEDULES, SOURCES, Registry
 from trainer.config.typed import join, out_of_range
+from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.cost.updates import Updates
 from trainer.planning.deepspeed import check_settings
 from trainer.planning.plan import Plan
@@ -28,9 +29,8 @@ def _chosen(config: Config) -> Iterator[tuple[Registry, str, dict, set[str]]]:
     yield OPTIMIZERS, "optimizer", config.optimizer.settings, Updates.of(config).names()
     yield SCHEDULES, "lr", config.lr.settings, {config.lr.schedule}
     if not config.model.from_hf and not config.model.check():
-        layers = [config.model.layer(index) for index in range(config.model.depth)]
         for kinds, name in ((ATTENTION, "attention"), (FEED_FORWARD, "feed_forward")):
-            blocks = [getattr(layer, name) for layer in layers]
+            blocks = [getattr(layer, name) for layer in layer_specs(config.model)]
             settings = {kind: given for block in blocks for kind, given in block.settings.items()}
             yield kinds, f"model.{name}", settings, {block.kind for block in blocks}
     for name, source in config.data.sources.items():

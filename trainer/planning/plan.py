@@ -15,6 +15,7 @@ from trainer.config.fields import divisors
 from trainer.config.model import ModelSpec
 from trainer.config.registry import ATTENTION, FEED_FORWARD, Registered, Registry
 from trainer.config.typed import out_of_range
+from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.deepspeed import check_parallel
 
 
@@ -168,7 +169,7 @@ def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, 
     processes."""
     tp, problems = parallel.tp, []
     if spec is not None and tp > 1:
-        shapes = [(a.heads, a.kv_heads) for a in (spec.layer(index).attention for index in range(spec.depth))]
+        shapes = [(layer.attention.heads, layer.attention.kv_heads) for layer in layer_specs(spec)]
         wrong = next(((heads, keys) for heads, keys in shapes if not cuts(heads, keys, tp)), None)
         if wrong is not None:
             legal = [n for n in divisors(wrong[0]) if all(cuts(heads, keys, n) for heads, keys in shapes)]
@@ -178,7 +179,7 @@ def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, 
             )
         sizes = {
             "model.vocab_size": spec.vocab_size,
-            "model.feed_forward.width": min(spec.layer(index).feed_forward.width for index in range(spec.depth)),
+            "model.feed_forward.width": min(layer.feed_forward.width for layer in layer_specs(spec)),
         }
         problems += [
             f"parallel.tp={tp}: the {kinds.kind} '{entry.name}' ({entry.home}) does not say that its parameters can be "
@@ -203,9 +204,8 @@ def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, 
 
 def registered_blocks(spec: ModelSpec) -> list[tuple[Registry, Registered]]:
     """The kinds of blocks of the user's packages that the layers have."""
-    layers = [spec.layer(index) for index in range(spec.depth)]
-    used = {ATTENTION: {layer.attention.kind for layer in layers}}
-    used[FEED_FORWARD] = {layer.feed_forward.kind for layer in layers}
+    used = {ATTENTION: {layer.attention.kind for layer in layer_specs(spec)}}
+    used[FEED_FORWARD] = {layer.feed_forward.kind for layer in layer_specs(spec)}
     return [
         (kinds, entry) for kinds, names in used.items() for entry in kinds.registered.values() if entry.name in names
     ]

@@ -1,0 +1,73 @@
+"""Real runs of two ranks, each with one cause that is known: `diagnose` names it, from what the run has written."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from support.launch import launch
+
+from trainer import diagnose
+from trainer.config.compose import CONFIGS
+from trainer.diagnose import examine
+from trainer.diagnosis.verdict import Diagnosis
+from trainer.planning.resolve import compose
+
+DETAILS = {
+    "communication": "data",
+    "bubble": "imbalance",
+    "data": "",
+    "host": "launch",
+    "straggler": "rank 1",
+    "memory bandwidth": "kernels",
+    "compute": "",
+    "memory capacity": "full",
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs by name, and a file of hardware whose memory only one of them fills."""
+    root = tmp_path_factory.mktemp("bounds")
+    launch("bounds.py", 2, root, forks=True)
+    most = {name: examine(root / name.replace(" ", "_")).memory.peak for name in DETAILS}
+    full = most.pop("memory capacity")
+    assert full > 1.15 * max(most.values())
+    cpu = yaml.safe_load((CONFIGS / "hardware" / "cpu.yaml").read_text()) | {"memory": 1.05 * full}
+    (root / "small.yaml").write_text(yaml.safe_dump(cpu))
+    return root
+
+
+def told(runs: Path, name: str) -> Diagnosis:
+    return examine(runs / name.replace(" ", "_"), str(runs / "small.yaml"))
+
+
+def test_eight_causes_of_eight_are_named(runs):
+    found = {name: told(runs, name) for name in DETAILS}
+    assert {name: diagnosis.kind for name, diagnosis in found.items()} == {name: name for name in DETAILS}
+    assert {name: diagnosis.findings[0].cost.detail for name, diagnosis in found.items()} == DETAILS
+
+
+def test_what_is_offered_can_be_pasted(runs):
+    texts = {name: [one.text for one in told(runs, name).findings[0].overrides] for name in DETAILS}
+    assert texts["data"] == ["data.prefetch=4"] and "compile=true" in texts["memory bandwidth"]
+    assert "parallel.pipeline.split=balanced" in texts["bubble"] and not texts["straggler"]
+    assert all(texts[name] for name in ("communication", "memory capacity", "compute"))
+    settings = yaml.safe_load((runs / "bubble" / "config.yaml").read_text())
+    base = ["+config=debug", "parallel.pp=2", "batch.micro_size=2", f"model.depth={settings['model']['depth']}"]
+    assert compose([*base, *shlex.split(texts["bubble"][0])], world_size=2)
+
+
+def test_the_accounts_are_the_whole_step(runs, capsys):
+    assert diagnose.main([str(runs / "straggler")]) == 0
+    shown = capsys.readouterr().out
+    assert "straggler bounds the run" in shown and "rank 1 computes" in shown and "preflight" in shown
+    content = json.loads((runs / "straggler" / "diagnosis.json").read_text())
+    assert [one["rank"] for one in content["accounts"]] == [0, 1]
+    for account in content["accounts"]:
+        assert sum(account["terms"].values()) == pytest.approx(account["seconds"], rel=1e-6)
+    assert content["verdict"]["kind"] == "straggler" and content["findings"][0]["without"] < content["step"]["seconds"]
+    assert [point["name"] for point in content["roofline"]["points"]][:1] == ["products"]

@@ -1,0 +1,85 @@
+"""The command `trainer diagnose`: runs that stalled, runs that go on, folders that are none."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from support.accounts import QUIET, Case, accounts
+
+from trainer import diagnose
+from trainer.diagnosis.account import ACCOUNTS
+from trainer.observe.watchdog import Heartbeat, RankReport
+
+
+def lines(folder: Path, count: int = 4, **values: float) -> Path:
+    folder.mkdir(exist_ok=True)
+    records = [{"step": step, "step_seconds": 1.0} | values for step in range(1, count + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def status(folder: Path, word: str) -> None:
+    (folder / "status.json").write_text(json.dumps({"status": word, "step": 4, "steps": 9}))
+
+
+def test_a_run_that_stalled_says_where(tmp_path, capsys):
+    run = lines(tmp_path / "run")
+    (run / "starts.jsonl").write_text(json.dumps({"processes": 2, "hosts": {"a": 2}, "devices": {"CPU": 2}}) + "\n")
+    place = run / "flight" / "20260101-000000"
+    place.mkdir(parents=True)
+    group = {"desc": "mesh_shard", "ranks": [0, 1], "entered": 4, "number": 4, "what": "all_gather", "at": "x.py:1"}
+    for rank, what in ((0, {"gloo 1": group}), (1, {"gloo 1": {**group, "entered": 3, "number": 3}})):
+        beat = Heartbeat(rank, "a", 5 + rank, "training", 3, 1.0, 2.0, 3.0)
+        (place / f"rank-{rank}.json").write_text(json.dumps(asdict(RankReport(beat, f"step.py:{rank}", what))))
+    assert diagnose.main([str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "the run stalled" in shown and "which rank 1 did not enter" in shown
+    content = json.loads((run / "diagnosis.json").read_text())
+    assert content["verdict"]["kind"] == "hang" and len(content["stalled"]) >= 3
+    os.utime(run / "metrics.jsonl", (time.time() + 60,) * 2)  # it has gone on since
+    assert diagnose.examine(run).kind == "unknown"
+
+
+def test_live_looks_until_the_run_ends(tmp_path, capsys):
+    run = lines(tmp_path / "run", data_seconds=0.4)
+    status(run, "running")
+
+    def end() -> None:
+        time.sleep(0.4)
+        status(run, "done")
+
+    threading.Thread(target=end).start()
+    assert diagnose.main([str(run), "--live", "--every", "0.1", "--json", str(tmp_path / "all.json")]) == 0
+    assert capsys.readouterr().out.count("data bounds the run") >= 2
+    assert json.loads((tmp_path / "all.json").read_text())["status"]["status"] == "done"
+    assert not (run / "diagnosis.json").exists()
+
+
+@pytest.mark.parametrize("content", [None, "", '{"step": 1'])
+def test_what_is_no_run_is_refused(tmp_path, capsys, content):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    assert diagnose.main([str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+    assert diagnose.main([str(lines(tmp_path / "run")), "--hardware", "h201"]) == 2
+    assert "did you mean 'h200'?" in capsys.readouterr().err
+    assert diagnose.main([str(tmp_path / "run"), "--json", str(tmp_path / "nowhere" / "all.json")]) == 2
+    assert "--json FILE" in capsys.readouterr().err
+
+
+def test_hardware_tells_rooflines_and_throttled_clocks(tmp_path):
+    run = lines(tmp_path / "run", **{"hardware/clock_rank": 2, "hardware/clock_mhz": 900, "hardware/throttle": 64})
+    made = accounts(Case(QUIET, slow={2: 1.6}), random.Random(0))
+    (run / ACCOUNTS).write_text("".join(account.dumps() + "\n" for account in made))
+    found = diagnose.examine(run, "h200")
+    first = found.findings[0].cost
+    assert (first.kind, first.detail, first.layer) == ("straggler", "rank 2", "hardware")
+    assert any("900 MHz" in text and "thermal" in text for text in first.evidence)
+    assert found.points[0].kind == "products" and found.points[0].bytes

@@ -1,0 +1,91 @@
+"""What is offered against a bound: it can be pasted, is legal, keeps the batch, and is faster where one can predict."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from trainer.config import Config, typed
+from trainer.diagnosis.evidence import Evidence, Machine
+from trainer.diagnosis.overrides import WAYS, Workshop
+from trainer.planning.cost.devices import peak_flops
+from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.estimate.step import estimate
+from trainer.planning.resolve import compose, resolve
+
+H200 = load_hardware("h200")
+DETAILS = {
+    "communication": ("tensor", "data", "pipeline"),
+    "bubble": ("schedule", "imbalance"),
+    "memory capacity": ("full", "recompute"),
+    "memory bandwidth": ("kernels", "optimizer"),
+}
+RUNS = {
+    "zero3": (8, ["+config=llama3_8b", "parallel=zero3", "batch.accumulation=8", "compile=false"]),
+    "tp4_pp2": (
+        16,
+        [
+            "+config=llama3_8b",
+            "parallel.tp=4",
+            "parallel.pp=2",
+            "batch.micro_size=2",
+            "batch.accumulation=8",
+            "parallel.pipeline.schedule=gpipe",
+            "parallel.pipeline.split=[4,28]",
+            "activation=full",
+        ],
+    ),
+    "debug": (2, ["+config=debug", "model=tiny", "batch.global_size=16"]),
+}
+
+
+def evidence(name: str) -> tuple[Evidence, list[str]]:
+    processes, overrides = RUNS[name]
+    config = compose(overrides, world_size=processes)
+    # What a run writes and the command reads again.
+    config = typed.build(typed.complete(Config(), typed.plain(config)), {})
+    layout = resolve(config, processes, config.model, 8)
+    return Evidence(Path("x"), (), None, config, layout, Machine(processes, 8, H200.device), H200), overrides
+
+
+@pytest.mark.parametrize("name", ["zero3", "tp4_pp2"])
+def test_overrides_can_be_pasted(name):
+    known, overrides = evidence(name)
+    workshop, offered, world = Workshop(known, 1.0), {}, known.machine.processes
+    before = estimate(known.config, known.layout, H200)
+    for kind in WAYS:
+        for detail in DETAILS.get(kind, ("",)):
+            for one in workshop.against(kind, detail):
+                offered.setdefault(one.text, (kind, one))
+    for text, (kind, one) in list(offered.items())[:6]:
+        pasted = compose([*overrides, *shlex.split(text)], world_size=world)
+        layout = resolve(pasted, world, pasted.model, 8)
+        assert layout.batch.global_size == known.layout.batch.global_size, text
+        after = estimate(pasted, layout, H200)
+        if one.seconds is not None:
+            assert one.seconds == pytest.approx(after.seconds / before.seconds, rel=1e-6), text
+            assert after.memory < 1.01 * before.memory if kind == "memory capacity" else one.seconds < 1, text
+    assert len(offered) >= 3 and peak_flops(H200.device, "bf16")
+
+
+def test_what_helps_is_found():
+    known, _ = evidence("tp4_pp2")
+    workshop = Workshop(known, 2.0)
+    texts = {kind: " ".join(one.text for one in workshop.against(kind, detail)) for kind, detail in (
+        ("communication", "tensor"), ("bubble", "imbalance"), ("bubble", "schedule"), ("compute", ""), ("data", "")
+    )}  # fmt: skip
+    assert "parallel.tp=" in texts["communication"] and "data.prefetch=4" in texts["data"]
+    assert "activation.mode=" in texts["compute"]
+    first = workshop.against("bubble", "imbalance")[0]
+    assert "parallel.pipeline.split=balanced" in first.text and first.seconds < 1.5
+    assert not workshop.against("straggler", "rank 3")
+
+
+def test_what_the_machine_of_is_not_known_is_offered_unpredicted():
+    known, _ = evidence("debug")
+    bare = Evidence(known.folder, config=known.config, layout=known.layout, machine=known.machine)
+    offered = Workshop(bare, 1.0).against("host", "launch")
+    assert [one.text for one in offered] == ["compile=true"] or offered[0].text == "compile=true"
+    assert all(one.seconds is None for one in offered)

@@ -1,0 +1,174 @@
+"""What bounds a run, told from accounts of known causes."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.accounts import QUIET, Case, accounts, quiet
+
+from trainer.config import Config
+from trainer.diagnosis.evidence import Evidence, Machine
+from trainer.diagnosis.rules import LAYERS
+from trainer.diagnosis.slow_ranks import slowest
+from trainer.diagnosis.typical import computed, typical, work
+from trainer.diagnosis.verdict import Diagnosis, diagnose, to_json
+from trainer.planning.estimate.hardware import load_hardware
+
+
+def told(case: Case, seed: int = 0, **more) -> Diagnosis:
+    profile = typical(accounts(case, random.Random(seed), noise=0.08))
+    return diagnose(
+        Evidence(Path("runs/x"), profile=profile, machine=Machine(case.ranks, case.ranks, "NVIDIA H200"), **more)
+    )
+
+
+def with_(draw: random.Random, **shares: float) -> dict[str, float]:
+    """A quiet step in which a term takes a share of the whole."""
+    terms = quiet(draw)
+    total = sum(terms.values()) / (1 - sum(shares.values()))
+    return terms | {name.replace("__", "/"): share * total for name, share in shares.items()}
+
+
+def disturbed(seed: int) -> Case:
+    """One of the eight causes, or none, at a random size above its limit; or two, of which one is clearly larger."""
+    draw = random.Random(seed)
+    size = draw.uniform(0.18, 0.5)
+    smaller = size / draw.uniform(1.3, 3)
+    kinds = ["compute", "data", "host", "communication", "bubble", "imbalance", "straggler", "memory bandwidth"]
+    axis = draw.choice(["data", "tensor", "pipeline", "all"])
+    terms = {
+        "data": "data",
+        "host": draw.choice(["host__launch", "host__synchronisation", "host__collector"]),
+        "communication": f"communication__{axis}__transfer",
+        "memory bandwidth": "memory_bound",
+    }
+    kind, other = kinds[seed % len(kinds)], draw.choice([None, "data", "host", "communication"])
+    shares = {terms[other]: smaller} if other and other != kind and kind in terms else {}
+    if kind == "memory bandwidth":
+        return Case(with_(draw, memory_bound=size + 0.1), kind)
+    if kind in terms:
+        return Case(with_(draw, **shares, **{terms[kind]: size}), kind)
+    if kind == "straggler":
+        return Case(quiet(draw), kind, slow={draw.randrange(4): 1 + size})
+    if kind == "bubble":
+        return Case(quiet(draw), kind, stages=(1.0, 1.0), micro=draw.choice([2, 3, 4]))
+    if kind == "imbalance":
+        return Case(quiet(draw), "bubble", stages=(1.0, 1 + 2 * size), micro=32)
+    return Case(quiet(draw), "compute")
+
+
+def test_of_forty_runs_at_most_one_is_told_wrong():
+    cases = {seed: disturbed(seed) for seed in range(40)}
+    found = {seed: told(case, seed).kind for seed, case in cases.items()}
+    wrong = {seed: (case.tell, found[seed]) for seed, case in cases.items() if found[seed] != case.tell}
+    assert len(wrong) <= 1, wrong
+    assert set(found.values()) >= {"compute", "data", "host", "communication", "bubble", "straggler"}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_quiet_runs_are_bound_by_their_computation(seed):
+    draw = random.Random(seed)
+    diagnosis = told(Case(quiet(draw), ranks=8), seed)
+    assert diagnosis.kind == "compute" and diagnosis.findings[0].cost.layer == LAYERS[0]
+
+
+def test_the_step_without_a_cost_is_that_of_a_run_without_it():
+    """The same run, simulated without its cause, takes as long as was predicted."""
+    for terms, gone in (
+        ({"data": 0.4}, {"data": 0.0}),
+        ({"communication/data/transfer": 0.5}, {"communication/data/transfer": 0.0}),
+        ({"host/launch": 0.3}, {"host/launch": 0.0}),
+    ):
+        case = Case({**QUIET, **terms})
+        predicted = told(case).findings[0].seconds
+        real = typical(accounts(Case({**QUIET, **gone}), random.Random(1))).seconds
+        assert predicted == pytest.approx(real, rel=0.05)
+    slow = told(Case(QUIET, slow={2: 1.5}))
+    assert slow.findings[0].cost.detail == "rank 2"
+    assert slow.findings[0].seconds == pytest.approx(typical(accounts(Case(QUIET), random.Random(1))).seconds, rel=0.06)
+    stages = told(Case(QUIET, stages=(1.0, 2.0), micro=32))
+    balanced = typical(accounts(Case(QUIET, stages=(1.5, 1.5), micro=32), random.Random(1))).seconds
+    assert stages.findings[0].cost.detail == "imbalance"
+    assert stages.findings[0].seconds == pytest.approx(balanced, rel=0.06)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_noise_is_no_straggler(seed):
+    """Single steps in which a rank is half as slow again tell nothing; as many in which one always is do."""
+    draw = random.Random(seed)
+    noisy = typical(accounts(Case(QUIET, ranks=2), draw, steps=3, noise=0.3))
+    assert diagnose(Evidence(Path("runs/x"), profile=noisy)).kind != "straggler"
+    slow = typical(accounts(Case(QUIET, ranks=2, slow={1: 3.0}), draw, steps=6, noise=0.2))
+    assert diagnose(Evidence(Path("runs/x"), profile=slow)).findings[0].cost.detail == "rank 1"
+    assert not slowest(typical(accounts(Case(QUIET, slow={1: 9.0}), draw, steps=1))).certain
+
+
+def test_the_axis_and_the_part_are_named():
+    communication = told(Case({**QUIET, "communication/tensor/transfer": 0.4})).findings[0].cost
+    assert communication.detail == "tensor" and "tensor" in communication.title
+    host = told(Case({**QUIET, "host/synchronisation": 0.4})).findings[0].cost
+    assert host.detail == "synchronisation" and host.layer == "runtime orchestration"
+    assert told(Case(QUIET, stages=(1.0, 1.0), micro=2)).findings[0].cost.detail == "schedule"
+
+
+def test_memory_that_is_full_bounds_where_nothing_else_does():
+    hardware = load_hardware("h200")
+    full = [{"step": step, "step_seconds": 1.0, "memory_gib": 0.97 * hardware.memory} for step in (1, 2, 3)]
+    diagnosis = told(Case(QUIET), records=full, hardware=hardware)
+    assert diagnosis.kind == "memory capacity" and diagnosis.memory.used == pytest.approx(0.97)
+    assert told(Case({**QUIET, "data": 0.5}), records=full, hardware=hardware).kind == "data"
+    again = told(Case({**QUIET, "recompute": 0.3})).findings[0].cost
+    assert again.kind == "memory capacity" and again.detail == "recompute"
+
+
+def test_metrics_alone_say_what_they_can():
+    def record(step: int, **values: float) -> dict:
+        return {"step": step, "step_seconds": 1.0, "data_seconds": 0.001} | values
+
+    def kind(**values: float) -> Diagnosis:
+        return diagnose(Evidence(Path("runs/x"), [record(step, **values) for step in range(1, 8)]))
+
+    silent = kind()
+    assert silent.kind == "unknown" and "logging.profile" in silent.text
+    data = kind(data_seconds=0.3)
+    assert data.kind == "data" and data.findings[0].seconds == pytest.approx(0.7)
+    slow = kind(straggler=1.5, straggler_rank=3)
+    assert slow.kind == "straggler" and slow.findings[0].cost.detail == "rank 3"
+    assert kind(straggler=1.02, straggler_rank=3).kind == "unknown"
+    assert kind(bubble=0.4).kind == "bubble"
+
+
+def test_a_step_that_stalled_is_left_out():
+    found = accounts(Case(QUIET), random.Random(0))
+    long = accounts(Case({**QUIET, "host/launch": 30.0}), random.Random(0), steps=1)
+    late = [type(one)(**{**vars(one), "step": 1000}) for one in long]
+    profile = typical([*found, *late])
+    assert profile.unusual == (1000,) and profile.seconds < 2
+    assert typical([]) is None
+
+
+TERMS = st.fixed_dictionaries({name: st.floats(0, 3) for name in [*QUIET, "recompute", "host/collector", "checkpoint"]})
+
+
+@settings(max_examples=60, deadline=None)
+@given(TERMS, st.integers(1, 3), st.dictionaries(st.integers(0, 3), st.floats(0.5, 4)), st.booleans())
+def test_whatever_the_account_the_diagnosis_is_sound(terms, steps, slow, pipeline):
+    case = Case(terms, slow=slow, stages=(1.0, 1.7) if pipeline else (1.0,))
+    profile = typical(accounts(case, random.Random(3), steps))
+    assert (profile is None) == (sum(terms.values()) == 0)
+    if profile is None:
+        return
+    for account in profile.ranks:
+        assert -1e-9 <= computed(account) <= work(account) <= account.seconds * (1 + 1e-9)
+    diagnosis = diagnose(Evidence(Path("runs/x"), profile=profile, config=Config()))
+    for finding in diagnosis.findings:
+        assert 0 <= finding.seconds <= diagnosis.seconds * (1 + 1e-6) and 0 <= finding.cost.share <= 1 + 1e-6
+    rest = [finding.seconds for finding in diagnosis.findings[1:]]
+    assert rest == sorted(rest) and len(diagnosis.findings) <= 3
+    content = json.loads(json.dumps(to_json(diagnosis), allow_nan=False))
+    assert sum(content["accounts"][0]["terms"].values()) == pytest.approx(content["accounts"][0]["seconds"], rel=1e-6)

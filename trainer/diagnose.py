@@ -1,0 +1,64 @@
+"""What bounds a run, and what to override: `python -m trainer.diagnose RUN [--live]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from trainer.config import ConfigError
+from trainer.diagnosis import report
+from trainer.diagnosis.verdict import to_json
+from trainer.observe.examine import examine
+from trainer.util.exit_codes import DONE, refuse
+from trainer.util.files import write_atomic
+from trainer.util.run_folder import DIAGNOSIS
+
+
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.diagnose",
+        description="Say what bounds a run, what the step would take without it, and which setting to override; from "
+        "what the run has written. Needs no GPU. With logging.profile, a run accounts for all of its steps' time.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="run folder")
+    parser.add_argument("--live", action="store_true", help="look again until the run ends")
+    parser.add_argument("--every", metavar="SECONDS", type=float, default=10.0, help="how often --live looks (10)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help=f"where to write all numbers (RUN/{DIAGNOSIS})")
+    parser.add_argument(
+        "--hardware", metavar="NAME", default="", help="a file of configs/hardware, or its path (that of the device)"
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit code is 0, or 2 after one message about what is wrong."""
+    given = command_line().parse_args(arguments)
+    console = Console(highlight=False)
+    try:
+        while True:
+            diagnosis = examine(given.run, given.hardware)
+            write_atomic(given.json or given.run / DIAGNOSIS, json.dumps(to_json(diagnosis), indent=1) + "\n")
+            if given.live:
+                console.clear()
+            report.show(diagnosis, console)
+            if not given.live or diagnosis.evidence.status.get("status") != "running":
+                return DONE
+            time.sleep(max(0.1, given.every))
+    except ConfigError as error:
+        return refuse(error)
+    except OSError as error:
+        return refuse(
+            ConfigError(f"{error.filename or given.run}: {error.strerror}; name another file with --json FILE")
+        )
+    except KeyboardInterrupt:
+        return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Shapes that do not fill a device's matrix units, from the settings alone.
+
+Matrix units work on tiles: a product of [tokens, outputs] is cut into tiles of 128 x 128, which the multiprocessors
+compute in waves. A part of a tile, and a wave that not all of them take part in, cost as much as whole ones; rows that
+do not begin at multiples of 16 bytes are read by slower kernels (NVIDIA, Deep Learning Performance Guide, Matrix
+Multiplication)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from trainer.config import Config
+from trainer.config.model import ModelSpec
+from trainer.planning.cost.devices import multiprocessors
+from trainer.planning.cost.layers import model_work
+from trainer.planning.cost.memory import ELEMENT_BYTES
+from trainer.planning.cost.parameters import head, layer_specs
+from trainer.planning.plan import Plan
+from trainer.planning.resolve import Layout
+
+TILE = 128
+"""Rows and columns of a tile of the fastest kernels."""
+
+ALIGNED = 16
+"""Bytes at multiples of which rows begin that are read fastest."""
+
+HEADS = (32, 64, 96, 128, 256)
+"""Sizes of heads that flash attention computes without padding (FlashAttention-2 and -3)."""
+
+FILLED, WAVES = 0.95, 0.85
+"""Shares of tiles and of waves below which a shape is spoken of."""
+
+MATTERS = 0.02
+"""Share of a step's arithmetic that a product has to have to be spoken of."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """setting: what the shape follows from; text: what is wrong with it, and what would be right; waste: share of the
+    model's arithmetic that is lost by it, at most."""
+
+    setting: str
+    text: str
+    waste: float
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of a layer or of the head on one rank. setting: what its columns follow from; columns: of the matrix's
+    part that the rank has; share: of the model's arithmetic."""
+
+    setting: str
+    name: str
+    columns: int
+    share: float
+
+
+def advise(config: Config, layout: Layout, device: str) -> list[Advice]:
+    """What is to be said of the shapes of a plan's products, the most wasteful first. device: its name."""
+    spec, plan, batch = layout.spec, layout.plan, layout.batch
+    element = ELEMENT_BYTES[config.precision.compute]
+    tokens = batch.micro_size * batch.sequence_length // plan.cp
+    parts, attention = products(spec, plan, batch.sequence_length, element)
+    found = [*_heads(spec, plan, attention), *_vocabulary(spec, plan, element, parts[-1].share)]
+    for product in parts:
+        if product.share >= MATTERS:
+            found += _filling(product, plan.tp, element, tokens, multiprocessors(device))
+    return sorted({one.text: one for one in found}.values(), key=lambda one: -one.waste)
+
+
+def products(spec: ModelSpec, plan: Plan, length: int, element: int) -> tuple[list[Product], float]:
+    """The products of the model on a rank, equal ones together and the head's last; and attention's share of the
+    model's arithmetic."""
+    works, (rows, width) = model_work(spec, length, plan.tp, element), head(spec).multiplied(plan.tp)
+    logits = 2.0 * rows * width
+    total = sum(work.forward for work in works) + logits
+    sums: dict[tuple[str, int], float] = {}
+    for work in works:
+        for name, (columns, _) in work.shapes.items():
+            sums[name, round(columns)] = sums.get((name, round(columns)), 0.0) + work.flops[name]
+    found = [Product(_setting(name), name, columns, flops / total) for (name, columns), flops in sums.items()]
+    found.append(Product("model.vocab_size", "the head", round(rows), logits / total))
+    return found, sum(work.attention for work in works) / total
+
+
+def _setting(name: str) -> str:
+    block, _, matrix = name.partition(".")
+    if block == "feed_forward" and matrix != "down":
+        return "model.feed_forward.width"
+    return {"q": "model.attention.heads"}.get(matrix, "model.attention.kv_heads" if matrix in "kv" else "model.width")
+
+
+def _filling(product: Product, tp: int, element: int, tokens: int, units: int | None) -> Iterator[Advice]:
+    """Of one product: its columns, and its waves."""
+    columns, of = product.columns, f" on each of {tp} tensor ranks" * (tp > 1)
+    if columns * element % ALIGNED and product.setting != "model.vocab_size":
+        step = ALIGNED // element * tp
+        yield Advice(
+            product.setting,
+            f"{product.name} has {columns} columns{of}, whose rows do not begin at multiples of {ALIGNED} bytes: "
+            f"{product.setting} such that it is a multiple of {step}",
+            product.share,
+        )
+    filled = columns / (TILE * ceil(columns / TILE))
+    if filled < FILLED:
+        yield Advice(
+            product.setting,
+            f"{product.name} has {columns} columns{of}: {filled:.0%} of its tiles of {TILE} is filled, multiples of "
+            f"{TILE}{f' x {tp}' * (tp > 1)} would fill them",
+            product.share * (1 - filled),
+        )
+    if units is None:
+        return
+    tiles = ceil(tokens / TILE) * ceil(columns / TILE)
+    waves = tiles / units / ceil(tiles / units)
+    if waves < WAVES:
+        rounds = ceil(tiles / units)
+        yield Advice(
+            "batch.micro_size",
+            f"{product.name}: {tiles} tiles of {tokens} tokens on {units} multiprocessors are {rounds} "
+            f"wave{'s' * (rounds > 1)}, {waves:.0%} full; more tokens a micro-batch fill them",
+            product.share * (1 - waves),
+        )
+
+
+def _vocabulary(spec: ModelSpec, plan: Plan, element: int, share: float) -> Iterator[Advice]:
+    if spec.vocab_size % (ALIGNED // element * plan.tp):
+        right = TILE * plan.tp * ceil(spec.vocab_size / (TILE * plan.tp))
+        yield Advice(
+            "model.vocab_size",
+            f"model.vocab_size={spec.vocab_size} leaves rows of the logits at no multiple of {ALIGNED} bytes"
+            f"{f' on {plan.tp} tensor ranks' * (plan.tp > 1)}; a new model would take model.vocab_size={right}, whose "
+            "last entries no token uses",
+            share,
+        )
+
+
+def _heads(spec: ModelSpec, plan: Plan, share: float) -> Iterator[Advice]:
+    """Of each kind of attention. share: of attention in the model's arithmetic."""
+    for size, keys in {(layer.attention.head_dim, layer.attention.kv_heads) for layer in layer_specs(spec)}:
+        if size not in HEADS:
+            above = min((one for one in HEADS if one > size), default=0)
+            cost = f"is padded to {above}" if above else "is more than flash attention takes"
+            waste = share * (1 - size / above if above else 1.0)
+            yield Advice("model.attention.head_dim", f"a head of {size} {cost}; {_or(HEADS)} are not", waste)
+        if plan.tp > keys:
+            yield Advice(
+                "parallel.tp",
+                f"parallel.tp={plan.tp} exceeds model.attention.kv_heads={keys}: {plan.tp // keys} ranks each compute "
+                "the same keys and values",
+                0.0,
+            )
+
+
+def _or(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers[:-1])) + f" or {numbers[-1]}"

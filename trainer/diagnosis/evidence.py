@@ -1,0 +1,162 @@
+"""What is known of a run when it is diagnosed: its settings and layout, its machine, and what it has written."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.config import Config, ConfigError, typed
+from trainer.config.compose import CONFIGS
+from trainer.config.hardware import HardwareConfig
+from trainer.diagnosis.account import Account
+from trainer.diagnosis.typical import Typical, typical
+from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.resolve import Layout, check, resolve
+from trainer.util.reading import brief, mismatch, parse_json, read_bytes, read_yaml
+
+SETTINGS, STARTS = "config.yaml", "starts.jsonl"
+START = {"processes": int, "hosts": {str: int}, "devices": {str: int}}
+"""What a line of starts.jsonl has to have to say on what a run trains."""
+
+PLANNED = ("model", "batch", "parallel", "precision", "activation", "optimizer", "compile")
+"""Sections whose settings a plan follows from. What is wrong in others (something registered that this command does not
+import) leaves it as it is."""
+
+DEEPEST, MOST_PROCESSES, MOST_SEQUENCES = 10_000, 1 << 16, 1 << 16
+"""Layers, processes and sequences of a step that a folder may speak of; nobody trains more, and it would take long."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """On what a run trains. processes: in all; node: on the machine with most of them; device: its name, `CPU` for
+    CPUs; hosts: processes by machine."""
+
+    processes: int
+    node: int
+    device: str
+    hosts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """folder: the run's. records: lines of metrics.jsonl of steps, oldest first. profile: the typical profiled step,
+    None where none is profiled. config, layout: of the last start, None where they cannot be read. hardware: the kind
+    of machine, None where it is not known. status: status.json. stalled: lines of the watchdog's last report, where the
+    run has stalled. throttle: why clocks are held down, in words. notes: what could not be known, and why."""
+
+    folder: Path
+    records: Sequence[Mapping[str, Any]] = ()
+    profile: Typical | None = None
+    config: Config | None = None
+    layout: Layout | None = None
+    machine: Machine = Machine(1, 1, "CPU")
+    hardware: HardwareConfig | None = None
+    status: Mapping[str, Any] = field(default_factory=dict)
+    stalled: Sequence[str] = ()
+    throttle: str = ""
+    notes: Sequence[str] = ()
+
+    def values(self, key: str) -> list[float]:
+        """What is known of a metric, oldest first."""
+        return [record[key] for record in self.records if record.get(key) is not None]
+
+
+def gather(
+    folder: Path,
+    records: Sequence[Mapping[str, Any]],
+    accounts: Sequence[Account],
+    status: Mapping[str, Any],
+    stalled: Sequence[str] = (),
+    throttle: str = "",
+    hardware: str = "",
+) -> Evidence:
+    """What the folder of a run tells beside what is given.
+
+    hardware: a file of `configs/hardware`, or its path; '' looks for the one of the run's device. Raises `ConfigError`
+    for one that cannot be read."""
+    notes: list[str] = []
+    machine = machine_of(folder, accounts)
+    config = _settings(folder, notes)
+    layout = _layout(config, machine, notes) if config else None
+    kind = load_hardware(hardware) if hardware else _known(machine.device)
+    if kind is None:
+        notes.append(
+            f"no file of configs/hardware is for {brief(machine.device)}, so nothing is compared with its peaks; "
+            "name one with --hardware"
+        )
+    steps = [record for record in records if record.get("step_seconds") is not None]
+    profile = typical(accounts)
+    if profile and profile.unusual:
+        left = ", ".join(map(str, profile.unusual))
+        notes.append(f"step {left} took far longer than the other profiled ones, and is left out")
+    return Evidence(
+        folder, steps, profile, config, layout, machine, kind, status, tuple(stalled), throttle, tuple(notes)
+    )
+
+
+def machine_of(folder: Path, accounts: Sequence[Account]) -> Machine:
+    """Of the last start, as far as starts.jsonl tells; else of the ranks that have accounts."""
+    start: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError, ConfigError):
+        for text in read_bytes(folder / STARTS).splitlines():
+            line = parse_json(text)
+            start = start if mismatch(line, START) else line
+    if start and 1 <= start["processes"] <= MOST_PROCESSES and start["devices"]:
+        hosts = {name: count for name, count in start["hosts"].items() if 1 <= count <= start["processes"]}
+        node = max(hosts.values(), default=start["processes"])
+        return Machine(start["processes"], node, next(iter(start["devices"])), hosts)
+    processes = max((account.rank for account in accounts), default=0) + 1
+    device = accounts[-1].device if accounts else "CPU"
+    return Machine(processes, processes, "CPU" if device == "cpu" else device)
+
+
+def _settings(folder: Path, notes: list[str]) -> Config | None:
+    """The settings of the last start. What they name to import is not imported."""
+    path, problems = folder / SETTINGS, typed.Problems()
+    try:
+        values = read_yaml(path)
+        if not isinstance(values, dict):
+            raise ConfigError(f"it holds {brief(values)} instead of settings")
+        config = typed.build(typed.complete(Config(), values), problems)
+    except (OSError, ConfigError, ValueError, TypeError, ArithmeticError, typed.Invalid) as error:
+        notes.append(f"settings are not known: {path}: {brief(error)}")
+        return None
+    wrong = [text for name, text in problems.items() if name.partition(".")[0] in PLANNED]
+    if wrong or not isinstance(config, Config):
+        notes.append(f"the plan is not known: {path}: {brief(wrong[0])}")
+        return None
+    return config
+
+
+def _layout(config: Config, machine: Machine, notes: list[str]) -> Layout | None:
+    batch, model = config.batch, config.model
+    sequences = (
+        batch.global_size or 0,
+        batch.accumulation or 0,
+        (batch.global_tokens or 0) // max(1, batch.sequence_length),
+    )
+    if model.from_hf:
+        notes.append("the model is that of a transformers folder, which is not read here: no plan is compared")
+    elif model.depth > DEEPEST or max(sequences) > MOST_SEQUENCES:
+        notes.append("the settings are of a model or batch that nobody trains: no plan is compared")
+    else:
+        try:
+            if wrong := check(config, machine.processes, machine.node):
+                raise ConfigError(wrong[0])
+            return resolve(config, machine.processes, config.model, machine.node)
+        except (ConfigError, ValueError, ArithmeticError) as error:
+            notes.append(f"the plan is not known: {brief(error)}")
+    return None
+
+
+def _known(device: str) -> HardwareConfig | None:
+    """The shipped file that is for a device. That for CPUs is none for any of them: its numbers are orders of
+    magnitude."""
+    for path in sorted((CONFIGS / "hardware").glob("*.yaml")):
+        hardware = load_hardware(str(path))
+        if hardware.device.removeprefix("NVIDIA ") == device.removeprefix("NVIDIA ") != "CPU":
+            return hardware
+    return None

@@ -1,0 +1,53 @@
+"""The memory of a run over its steps, from its metrics."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from trainer.diagnosis.evidence import Evidence
+
+POINTS = 200
+"""Of a timeline, at most."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """GiB of the fullest rank. timeline: (step, peak so far as the run notes it); peak: the highest; grown: by what
+    share of it the peak rose in the second half of the run; capacity: of a device, None where it is not known;
+    planned: predicted for the plan, None where it is not."""
+
+    timeline: tuple[tuple[int, float], ...]
+    peak: float
+    grown: float
+    capacity: float | None
+    planned: float | None
+
+    @property
+    def used(self) -> float | None:
+        """Share of the device's memory."""
+        return self.peak / self.capacity if self.capacity else None
+
+
+def memory(evidence: Evidence, planned: float | None) -> Memory | None:
+    """None where nothing is known of it. planned: predicted peak in GiB."""
+    points = [
+        (int(record["step"]), float(record["memory_gib"]))
+        for record in evidence.records
+        if record.get("memory_gib") is not None
+    ]
+    if not points:
+        return None
+    peak = max(used for _, used in points)
+    half = [used for _, used in points[: max(1, len(points) // 2)]]
+    grown = (peak - max(half)) / peak if peak > 0 and len(points) > 1 else 0.0
+    stride = -(-len(points) // POINTS)
+    capacity = evidence.hardware.memory if evidence.hardware else None
+    return Memory(tuple(points[::stride]), peak, grown, capacity, planned)
+
+
+def pace(evidence: Evidence) -> float | None:
+    """Seconds of an ordinary step without a profiler: the median of what was logged. The first line of a start, whose
+    step compiles and allocates, is left out where there are others."""
+    seconds = [float(value) for value in evidence.values("step_seconds")]
+    return statistics.median(seconds[1:] or seconds) if seconds else None

@@ -1,0 +1,77 @@
+"""What metrics alone say of a run whose steps were not profiled: its waiting for data, its stragglers, its bubble, its
+memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+
+from trainer.diagnosis.evidence import Evidence
+from trainer.diagnosis.limits import LIMITS
+from trainer.diagnosis.rules import HARDWARE, PLAN, RUNTIME, Cost, fullness, ordered
+from trainer.diagnosis.slow_ranks import throttled
+from trainer.util.tables import duration, percent
+
+RECENT = 200
+"""Lines of metrics that are looked at, the newest."""
+
+
+def costs(evidence: Evidence, seconds: float) -> list[Cost]:
+    """The costs that metrics show, first what bounds the run. seconds: of an ordinary step."""
+    found = [
+        _data(evidence, seconds),
+        _straggler(evidence, seconds),
+        _bubble(evidence, seconds),
+        _memory(evidence, seconds),
+    ]
+    return ordered([cost for cost in found if cost is not None])
+
+
+def _recent(evidence: Evidence, key: str) -> list[float]:
+    return evidence.values(key)[1:][-RECENT:]  # the first step of a start waits for more
+
+
+def _data(evidence: Evidence, seconds: float) -> Cost | None:
+    waits = _recent(evidence, "data_seconds")
+    if not waits:
+        return None
+    wait = min(seconds, statistics.median(waits))
+    share = wait / seconds if seconds > 0 else 0.0
+    said = (f"a step waits {duration(wait)} of {duration(seconds)} for its batch on the slowest rank (data_seconds)",)
+    return Cost("data", "", RUNTIME, "waiting for data", share, seconds - wait, share, share >= LIMITS.data, (said,))
+
+
+def _straggler(evidence: Evidence, seconds: float) -> Cost | None:
+    """A rank that is named in most lines."""
+    lines = [record for record in evidence.records if record.get("straggler") is not None][-RECENT:]
+    if len(lines) < 2:
+        return None
+    rank, count = Counter(int(record["straggler_rank"] or 0) for record in lines).most_common(1)[0]
+    ratio = statistics.median(float(record["straggler"]) for record in lines if record["straggler_rank"] == rank)
+    steadily = count / len(lines)
+    without = seconds / max(1.0, ratio)
+    bounds = ratio >= LIMITS.slower and steadily >= LIMITS.steadily and 1 - without / seconds >= LIMITS.straggler
+    said = [
+        f"rank {rank} is the slowest in {steadily:.0%} of {len(lines)} logged steps; its forward passes take "
+        f"{ratio:.2f} times its peers' median (straggler), which the rest of its step is taken to do as well"
+    ] + throttled(evidence, rank)
+    layer = HARDWARE if len(said) > 1 else RUNTIME
+    title = f"rank {rank} is slow, and the others wait for it"
+    share = 1 - without / seconds if bounds else 0.0
+    return Cost("straggler", f"rank {rank}", layer, title, share, without, share, bounds, tuple(said))
+
+
+def _bubble(evidence: Evidence, seconds: float) -> Cost | None:
+    shares = _recent(evidence, "bubble")
+    if not shares:
+        return None
+    share = statistics.median(shares)
+    said = (f"pipeline ranks wait {percent(share)} of the step for each other (bubble)",)
+    title = "the pipeline's bubble"
+    return Cost("bubble", "", PLAN, title, share, seconds * (1 - share), share, share >= LIMITS.bubble, said)
+
+
+def _memory(evidence: Evidence, seconds: float) -> Cost | None:
+    said, full = fullness(evidence)
+    title = "the device's memory is full"
+    return Cost("memory capacity", "full", HARDWARE, title, 0.0, seconds, 0.0, full, tuple(said)) if said else None

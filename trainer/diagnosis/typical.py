@@ -1,0 +1,136 @@
+"""The typical step of a run: the mean account of each rank, and how long the step would take without a cost."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import fsum
+
+from trainer.diagnosis.account import Account
+
+RECENT = 20
+"""Profiled steps that are looked at, the newest."""
+
+UNUSUAL = 1.5
+"""A profiled step that took so many times the median is left out: it stalled, compiled, or was disturbed."""
+
+Cost = Callable[[Account], float]
+"""Seconds of a rank's step."""
+
+
+@dataclass(frozen=True)
+class Typical:
+    """ranks: the mean account of each, in order of rank, over `steps`; unusual: steps that were left out; single: all
+    accounts of `steps`, by step."""
+
+    ranks: tuple[Account, ...]
+    steps: tuple[int, ...]
+    unusual: tuple[int, ...]
+    single: Mapping[int, tuple[Account, ...]]
+
+    @property
+    def seconds(self) -> float:
+        """Of the step, on the rank that took longest."""
+        return max(account.seconds for account in self.ranks)
+
+    def mean(self, cost: Cost) -> float:
+        """Seconds of a cost, as the mean over ranks."""
+        return fsum(map(cost, self.ranks)) / len(self.ranks)
+
+    def share(self, term: str) -> float:
+        """Of a term or of all below it, as a share of the step."""
+        return self.mean(lambda account: account.spent(term)) / self.seconds if self.seconds else 0.0
+
+    def peers(self, account: Account) -> list[Account]:
+        """The ranks with the same layers, itself included: they have equal work."""
+        return [other for other in self.ranks if other.place.get("pp") == account.place.get("pp")]
+
+    def without(self, cost: Cost) -> float:
+        """Seconds of the step if no rank had this cost, which is work of its own: replayed with the cost at zero.
+
+        The rank that then has most work sets the pace. A pipeline's own bubble shrinks with the work; what the slowest
+        rank waits today, it goes on waiting."""
+        slowest = max(self.ranks, key=work)
+        left = max(work(account) - cost(account) for account in self.ranks)
+        scale = left / work(slowest) if work(slowest) else 0.0
+        return max(0.0, left + slowest.spent("bubble/schedule") * scale + waits(slowest))
+
+
+def work(account: Account) -> float:
+    """Seconds in which a rank does not wait for others."""
+    return account.seconds - account.waiting - account.spent("bubble")
+
+
+def waits(account: Account) -> float:
+    """Seconds in which a rank waits for peers that have more work."""
+    return account.waiting + account.spent("bubble/imbalance")
+
+
+def computed(account: Account) -> float:
+    """Seconds of a rank's own work beside communication and data: equal among peers, unless one is slow."""
+    others = fsum(account.spent(term) for term in ("data", "checkpoint", "evaluation"))
+    return work(account) - transfers(account) - others
+
+
+def transfers(account: Account) -> float:
+    """Seconds of communication that nothing hides, without waiting for peers."""
+    return account.spent("communication") - account.waiting
+
+
+def typical(accounts: Iterable[Account]) -> Typical | None:
+    """The typical step of the newest profiled ones; None without any."""
+    by_step: dict[int, dict[int, Account]] = {}
+    for account in accounts:  # a step that was trained again counts by its last account
+        if account.seconds > 0:
+            by_step.setdefault(account.step, {})[account.rank] = account
+    newest = sorted(by_step)[-RECENT:]
+    if not newest:
+        return None
+    whole = max(len(by_step[step]) for step in newest)
+    newest = [step for step in newest if len(by_step[step]) == whole]  # not one that is being written
+    seconds = {step: max(account.seconds for account in by_step[step].values()) for step in newest}
+    limit = UNUSUAL * statistics.median_low(seconds.values())
+    steps = [step for step in newest if seconds[step] <= limit]
+    single = {step: tuple(by_step[step][rank] for rank in sorted(by_step[step])) for step in steps}
+    ranks = sorted({account.rank for accounts in single.values() for account in accounts})
+    means = (mean([account for some in single.values() for account in some if account.rank == rank]) for rank in ranks)
+    return Typical(tuple(means), tuple(steps), tuple(step for step in newest if step not in steps), single)
+
+
+def mean(accounts: list[Account]) -> Account:
+    """The mean account of a rank. Kernels are those of its last account; counts of collectives are added up."""
+    last, count = accounts[-1], len(accounts)
+    terms = {name: fsum(account.terms.get(name, 0.0) for account in accounts) / count for name in _names(accounts)}
+    hidden = {axis for account in accounts for axis in account.hidden}
+    joined = {axis for account in accounts for axis in account.last}
+    return Account(
+        rank=last.rank,
+        step=last.step,
+        place=last.place,
+        device=last.device,
+        seconds=fsum(terms.values()),
+        terms=terms,
+        hidden={axis: fsum(account.hidden.get(axis, 0.0) for account in accounts) / count for axis in sorted(hidden)},
+        last={
+            axis: (
+                sum(account.last.get(axis, (0, 0))[0] for account in accounts),
+                sum(account.last.get(axis, (0, 0))[1] for account in accounts),
+            )
+            for axis in sorted(joined)
+        },
+        launches=round(sum(account.launches for account in accounts) / count),
+        launch_delay=_median(account.launch_delay for account in accounts),
+        kernel_seconds=_median(account.kernel_seconds for account in accounts),
+        synchronisations=round(sum(account.synchronisations for account in accounts) / count),
+        kernels=last.kernels,
+    )
+
+
+def _names(accounts: list[Account]) -> list[str]:
+    return list(dict.fromkeys(name for account in accounts for name in account.terms))
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

@@ -1,0 +1,176 @@
+"""The diagnosis of a run: what bounds it, what that costs, and what to override."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.diagnosis import metrics_rules, rules
+from trainer.diagnosis.advice import Advice, advise
+from trainer.diagnosis.evidence import Evidence
+from trainer.diagnosis.memory import Memory, memory, pace
+from trainer.diagnosis.overrides import Override, Workshop
+from trainer.diagnosis.roofline import Ceilings, Point, ceilings, roofline
+from trainer.planning.estimate.step import GIB
+from trainer.util.tables import percent
+
+FORMAT = 1
+"""Of diagnosis.json."""
+
+TOP = 3
+"""Costs that are told, with what to do about them."""
+
+UNKNOWN, HANG = "unknown", "hang"
+"""Kinds of verdicts beside those of `rules.RULES`: metrics alone do not say, and the run has stalled."""
+
+SAY_MORE = "logging.profile=50"
+"""What makes a run say where the time of a step goes."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cost with what to do about it. seconds: of the step without it, in time of steps that are not profiled."""
+
+    cost: rules.Cost
+    seconds: float | None
+    overrides: tuple[Override, ...] = ()
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """kind: what bounds the run, of `rules.RULES`, or `UNKNOWN`, or `HANG`; text: the same for people. seconds: of an
+    ordinary step, None where none has been logged. findings: the costliest first. predicted: seconds of the step that
+    the estimator expects, None where it does not know the machine."""
+
+    evidence: Evidence
+    kind: str
+    text: str
+    seconds: float | None
+    findings: tuple[Finding, ...]
+    points: tuple[Point, ...]
+    roof: Ceilings | None
+    memory: Memory | None
+    shapes: tuple[Advice, ...]
+    predicted: float | None
+    notes: tuple[str, ...]
+
+
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """What the evidence says."""
+    profile, seconds, notes = evidence.profile, pace(evidence), list(evidence.notes)
+    if seconds is None and profile:
+        seconds = profile.seconds
+    found = rules.costs(profile, evidence) if profile else []
+    if not profile:
+        found = metrics_rules.costs(evidence, seconds) if seconds else []
+        notes.append(
+            f"no step was profiled, and metrics alone say little: with {SAY_MORE} a run accounts for its steps"
+        )
+    workshop = None
+    if evidence.config is not None and evidence.layout is not None and seconds:
+        workshop = Workshop(evidence, seconds)
+    scale = seconds / profile.seconds if profile and seconds and profile.seconds else 1.0
+    findings = tuple(_finding(cost, scale, workshop, evidence) for cost in found[:TOP])
+    kind, text = _verdict(evidence, findings, bool(profile))
+    estimate = workshop.predicted if workshop else None
+    roof, shapes = ceilings(evidence), tuple[Advice, ...]()
+    device = evidence.hardware.device if evidence.hardware else evidence.machine.device
+    if evidence.config is not None and evidence.layout is not None and device != "CPU":
+        shapes = tuple(advise(evidence.config, evidence.layout, device))
+    return Diagnosis(
+        evidence,
+        kind,
+        text,
+        seconds,
+        findings,
+        tuple(roofline(profile.ranks, roof)) if profile else (),
+        roof,
+        memory(evidence, estimate.memory / GIB if estimate else None),
+        shapes,
+        estimate.seconds if estimate else None,
+        tuple(notes),
+    )
+
+
+def _verdict(evidence: Evidence, findings: tuple[Finding, ...], profiled: bool) -> tuple[str, str]:
+    if evidence.stalled:
+        return HANG, f"the run stalled: {evidence.stalled[0]}"
+    first = findings[0].cost if findings and (profiled or findings[0].cost.bounds) else None
+    if first is None:
+        return UNKNOWN, f"metrics alone do not show what bounds the run; go on with {SAY_MORE}"
+    return first.kind, f"{first.kind} bounds the run ({first.layer}): {first.title}, {percent(first.share)} of the step"
+
+
+def _finding(cost: rules.Cost, scale: float, workshop: Workshop | None, evidence: Evidence) -> Finding:
+    overrides = workshop.against(cost.kind, cost.detail) if workshop else []
+    return Finding(cost, scale * cost.without, tuple(overrides), _advice(cost, evidence))
+
+
+def _advice(cost: rules.Cost, evidence: Evidence) -> str:
+    """What to do that is no override."""
+    if cost.kind == "straggler" and cost.detail != "in turns":
+        return (
+            f"look at the clocks and other programs of {cost.detail}'s machine: python -m trainer.preflight "
+            f"check=node gpus={evidence.machine.node}"
+        )
+    if cost.kind == "data":
+        return "a data.cache on a local disk; a download in place of a stream"
+    if cost.kind == "host" and cost.detail == "synchronisation":
+        return "find what reads from the device in a step: .item(), print, callbacks and metrics of one's own"
+    return ""
+
+
+def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The content of diagnosis.json: plain values, times in seconds, shares of one, null for what is not known."""
+    evidence, profile = diagnosis.evidence, diagnosis.evidence.profile
+    return plain(
+        {
+            "format": FORMAT,
+            "run": str(evidence.folder),
+            "status": dict(evidence.status),
+            "verdict": {"kind": diagnosis.kind, "text": diagnosis.text},
+            "step": {
+                "seconds": diagnosis.seconds,
+                "predicted": diagnosis.predicted,
+                "profiled": profile.seconds if profile else None,
+                "steps": list(profile.steps) if profile else [],
+            },
+            "findings": [
+                {
+                    **{
+                        name: getattr(finding.cost, name)
+                        for name in ("kind", "detail", "layer", "title", "share", "bounds")
+                    },
+                    "evidence": list(finding.cost.evidence),
+                    "without": finding.seconds,
+                    "overrides": [dataclasses.asdict(override) for override in finding.overrides],
+                    "advice": finding.advice,
+                }
+                for finding in diagnosis.findings
+            ],
+            "accounts": [
+                {"rank": one.rank, "place": one.place, "seconds": one.seconds, "terms": one.terms, "hidden": one.hidden}
+                for one in (profile.ranks if profile else ())
+            ],
+            "roofline": {
+                "ceilings": diagnosis.roof and dataclasses.asdict(diagnosis.roof),
+                "points": [dataclasses.asdict(point) for point in diagnosis.points],
+            },
+            "memory": diagnosis.memory and dataclasses.asdict(diagnosis.memory),
+            "shapes": [dataclasses.asdict(one) for one in diagnosis.shapes],
+            "stalled": list(evidence.stalled),
+            "notes": list(diagnosis.notes),
+        }
+    )
+
+
+def plain(value: Any) -> Any:
+    """Values as JSON takes them: what is no finite number is null."""
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
