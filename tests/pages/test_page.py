@@ -126,6 +126,7 @@ def test_what_bounds_the_run_stands_first_and_details_last(rich):
 def test_accounts_that_nobody_has_diagnosed_are_diagnosed(tmp_path):
     folder = write_run(tmp_path / "run", 5)
     (folder / "diagnosis.json").unlink()
+    (folder / "config.yaml").write_text("precision: {compute: bf16}")
     page = page_of(folder)
     assert page.sections[0] == "bound" and " bounds the run (" in page.text
     assert page.data["runs"][0]["roofline"]["peak"] == 989.4e12, "of an H200"
