@@ -6,5 +6,10 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["trainer", "trainer.*"]), "trainer.configs", "trainer.launch"],
     package_dir={"trainer.configs": "configs", "trainer.launch": "launch"},
-    package_data={"trainer": ["py.typed"], "trainer.configs": ["**/*.yaml"], "trainer.launch": ["slurm/train.sbatch"]},
+    package_data={
+        "trainer": ["py.typed"],
+        "trainer.pages": ["templates/*"],
+        "trainer.configs": ["**/*.yaml"],
+        "trainer.launch": ["slurm/train.sbatch"],
+    },
 )

@@ -26,6 +26,7 @@ ROOMS = (
     "data",
     "checkpointing",
     "observe",
+    "pages",
     "parallel",
     "generate",
     "plots",
@@ -41,7 +42,7 @@ all."""
 ALONE = ("config", "kernels")
 """Rooms that import nothing else of the project."""
 
-PURE = ("config", "util", "planning", "diagnosis")
+PURE = ("config", "util", "planning", "diagnosis", "pages")
 """Rooms that need no process group, and no torch."""
 
 

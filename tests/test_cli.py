@@ -232,7 +232,7 @@ def test_crash_is_handed_to_torchrun(training, capsys, tmp_path, monkeypatch):
     assert "boom" in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
 
 
-def test_wheel_ships_the_configurations_and_the_script_for_slurm(tmp_path):
+def test_wheel_ships_the_configurations_the_templates_and_the_script_for_slurm(tmp_path):
     for name in ("pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("trainer", "configs", "launch"):
@@ -260,6 +260,8 @@ def test_wheel_ships_the_configurations_and_the_script_for_slurm(tmp_path):
     assert (site / "trainer/launch/slurm/train.sbatch").read_text() == SCRIPT.read_text(), "which sweeps submit"
     modules = {path.relative_to(site) for path in (site / "trainer").rglob("*.py")}
     assert modules == {path.relative_to(ROOT) for path in (ROOT / "trainer").rglob("*.py")}
+    templates = "trainer/pages/templates"
+    assert {path.name for path in (site / templates).iterdir()} == {path.name for path in (ROOT / templates).iterdir()}
     (tmp_path / "elsewhere").mkdir()
     done = python("-m", "trainer", "+config=debug", "--cfg", "job", cwd=tmp_path / "elsewhere", path=site)
     assert done.returncode == 0 and "name: debug" in done.stdout, done.stderr

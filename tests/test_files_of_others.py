@@ -22,6 +22,7 @@ SLOW = {
     "choice.yaml": 60,
     **{"diagnosed_config": 20, "diagnosed_starts": 40, "diagnosed_accounts": 100},
 }
+SLOW |= dict.fromkeys(("page_starts", "page_status", "page_diagnosis", "page_notices"), 60)
 """Kinds that a library takes long to read, and how many odd values are tried."""
 
 

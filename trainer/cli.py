@@ -28,7 +28,8 @@ USAGE = """\
 usage: trainer train [--gpus N | --processes N] +config=RECIPE [GROUP=OPTION ...] [SETTING=VALUE ...]
        trainer sweep ...                 each combination of values such as lr.peak=1e-3,3e-4 or parallel=glob(zero*)
                                          is a trial, a run with processes of its own; its settings: --help sweep
-       trainer estimate | tune | diagnose | plot | sample | export | merge | eval | parity | preflight ...
+       trainer estimate | probe | tune | diagnose | plot | report | watch | sample | export | merge | eval | parity |
+               preflight ...
        python -m trainer ...             the same without installation
        torchrun --nproc-per-node N -m trainer +config=RECIPE ...  a run whose processes torchrun starts
 

@@ -20,10 +20,12 @@ from trainer.util.exit_codes import refuse
 
 OTHERS = {
     "estimate": "trainer.estimate",
-    "diagnose": "trainer.diagnose",
     "probe": "trainer.probe",
     "tune": "trainer.tune",
+    "diagnose": "trainer.diagnose",
     "plot": "trainer.plot",
+    "report": "trainer.report",
+    "watch": "trainer.watch",
     "sample": "trainer.sample",
     "export": "trainer.export",
     "merge": "trainer.merge",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
@@ -13,17 +12,12 @@ from pathlib import Path
 from rich.console import Console
 
 from trainer.config import ConfigError
-from trainer.diagnosis import account, report
-from trainer.diagnosis.evidence import gather, machine_of
-from trainer.diagnosis.verdict import Diagnosis, diagnose, to_json
-from trainer.observe import metrics
-from trainer.observe.nvml import words
-from trainer.observe.sinks import METRICS_FILE, STATUS
+from trainer.diagnosis import report
+from trainer.diagnosis.verdict import to_json
+from trainer.observe.examine import examine
 from trainer.util.exit_codes import DONE, refuse
 from trainer.util.files import write_atomic
-from trainer.util.reading import Malformed, read_json
-
-DIAGNOSIS = "diagnosis.json"
+from trainer.util.run_folder import DIAGNOSIS
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -40,28 +34,6 @@ def command_line() -> argparse.ArgumentParser:
         "--hardware", metavar="NAME", default="", help="a file of configs/hardware, or its path (that of the device)"
     )
     return parser
-
-
-def examine(folder: Path, hardware: str = "") -> Diagnosis:
-    """The diagnosis of a run's folder. Raises `ConfigError` where it has neither metrics nor accounts, or damaged
-    ones."""
-    accounts, status = account.read(folder), {}
-    stalled: list[str] = []
-    with contextlib.suppress(OSError, Malformed):
-        status = read_json(folder / STATUS, {"status": str, "step": int, "steps": int}, "")
-    if (folder / "flight").is_dir():
-        from trainer.observe.stalls import last_stall  # needs torch
-
-        stalled = last_stall(folder, machine_of(folder, accounts).processes)
-    started = accounts or stalled or status
-    records = [] if started and not _logged(folder) else metrics.read(folder)
-    throttle = next((record["hardware/throttle"] for record in records[::-1] if record.get("hardware/throttle")), 0)
-    return diagnose(gather(folder, records, accounts, status, stalled, words(int(throttle)), hardware))
-
-
-def _logged(folder: Path) -> bool:
-    path = folder / METRICS_FILE
-    return path.is_file() and path.stat().st_size > 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,7 +25,7 @@ from support.registries import forgotten
 from test_architecture import ROOMS
 
 import trainer
-from trainer import cli, diagnose, estimate, evaluate, export, merge, plot, probe, sample, tune
+from trainer import cli, diagnose, estimate, evaluate, export, merge, plot, probe, report, sample, tune, watch
 from trainer import command as door
 from trainer.cluster.options import PreflightOptions
 from trainer.config import Config, ConfigError, options, typed
@@ -65,7 +65,7 @@ THEIRS = re.compile(r"^\| *`.*?`[^|]*\|", re.MULTILINE)
 
 PROGRAM = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?(?:python3?|torchrun|pytest)|bash|sbatch|(?:launch|bench)/\S+\.sh|"
-    + "|".join(["trainer (?:train|sweep|tune|diagnose|plot|sample|export|merge|eval|parity|preflight)", *NOT_RUN])
+    + "|".join([f"trainer (?:{'|'.join(['train', 'sweep', *door.OTHERS])})", *NOT_RUN])
     + r") \S"
 )
 """How inline code begins that is a command."""
@@ -231,10 +231,17 @@ def module(
         "trainer.sample": sample.SampleOptions,
         "trainer.export": export.ExportOptions,
         "trainer.merge": merge.MergeOptions,
+        "trainer.report": report.ReportOptions,
+        "trainer.watch": watch.WatchOptions,
         "trainer.evaluate": evaluate.EvalOptions,
         "trainer.preflight": PreflightOptions,
     }
-    plain = {"trainer.merge": merge.WORDS, "trainer.evaluate": evaluate.WORDS}.get(name, ())
+    plain = {
+        "trainer.merge": merge.WORDS,
+        "trainer.evaluate": evaluate.WORDS,
+        "trainer.report": report.WORDS,
+        "trainer.watch": watch.WORDS,
+    }.get(name, ())
     if not words and name != "trainer":
         assert importlib.util.find_spec(name), f"there is no module {name}"
     elif name == "trainer" and output is not None:

@@ -20,6 +20,7 @@ from support import traces
 from support.accounts import Case
 from support.accounts import accounts as accounts_of
 from support.corpora import PLAIN
+from support.runs import DIAGNOSIS, start, write_metrics
 
 import trainer
 from trainer.cluster import job
@@ -43,6 +44,7 @@ from trainer.hf.config import config_from_spec
 from trainer.observe import metrics
 from trainer.observe.sinks import kept_id
 from trainer.observe.watchdog import Heartbeat, RankReport, describe, heartbeat, read_report
+from trainer.pages.page import content_of, data_of, open_runs
 from trainer.planning.cost.parameters import declarations
 from trainer.planning.resolve import resolve
 from trainer.planning.schedules import ir
@@ -336,6 +338,31 @@ def evaluations(folder: Path) -> File:
     return written(folder / "results.json", json.dumps(known)), lambda: known_results(folder)
 
 
+def page_of(folder: Path) -> str:
+    """The page of a run that has nothing else: it names what is damaged, and shows the rest."""
+    write_metrics(folder, 1)
+    runs = open_runs([folder])
+    return content_of(runs, data_of(runs))
+
+
+def page_starts(folder: Path) -> File:
+    line = start(40) | {"table": {"model": [["name", "tiny"]]}, "settings": {"lr": {"peak": 0.1}}}
+    return written(folder / "starts.jsonl", json.dumps(line) + "\n"), lambda: page_of(folder)
+
+
+def page_status(folder: Path) -> File:
+    told = {"status": "failed", "step": 1, "steps": 2, "reason": "no"}
+    return written(folder / "status.json", json.dumps(told)), lambda: page_of(folder)
+
+
+def page_diagnosis(folder: Path) -> File:
+    return written(folder / "diagnosis.json", json.dumps(DIAGNOSIS)), lambda: page_of(folder)
+
+
+def page_notices(folder: Path) -> File:
+    return written(folder / "console.log", "2026-11-22 10:00:21  saved\n" * 3), lambda: page_of(folder)
+
+
 def recipe(folder: Path) -> File:
     text = json.dumps({"run": {"name": "mine", "steps": 5}, "data": {"sources": {"a": {"kind": "text", "weight": 1}}}})
     source = UserFiles("user", f"user://{folder}")
@@ -393,6 +420,10 @@ KINDS: dict[str, Callable[[Path], File]] = {
         slurm_end,
         wandb_id,
         evaluations,
+        page_starts,
+        page_status,
+        page_diagnosis,
+        page_notices,
         recipe,
     )
 }

@@ -199,6 +199,34 @@ def test_every_start_is_noted_and_what_changed_is_named(used, settings, capsys):
     assert log.count("FLOPs per token") == 2 and "step 4/4" in log and "step 6/6" in log and "lr.peak 0.0003" in log
     times = [json.loads(text)["time"] for text in (used / "metrics.jsonl").read_text().splitlines()]
     assert times == sorted(times) and times[0] > 1.7e9
+    assert second["table"]["batch"][0] == ["sequence", "16 tokens"]
+    page = (used / "report.html").read_text()
+    assert "lr.peak 0.0003 → 0.005" in page and "step 6 of 6" in page and 'class="status done"' in page
+
+
+def test_a_page_that_cannot_be_written_fails_no_run(settings, tmp_path, capsys):
+    folder = tmp_path / "a run"
+    (folder / "report.html").mkdir(parents=True)
+    assert trainer.run(settings(folder, **{"run.steps": 2, "checkpoint": "never"})).code == 0
+    told = capsys.readouterr().err
+    assert (
+        f"{folder}/report.html was not written" in told and f"python -m trainer.report '{folder}' tries again" in told
+    )
+    assert json.loads((folder / "status.json").read_text())["status"] == "done"
+    (folder / "report.html").rmdir()
+    without = settings(folder, **{"run.steps": 2, "checkpoint": "never", "logging.report": False})
+    assert trainer.run(without).code == 0 and not (folder / "report.html").exists()
+
+
+def test_a_run_that_fails_has_its_page(settings, tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("<the reason>")
+
+    monkeypatch.setattr(trainer.training.trainer, "train_step", fail)
+    with pytest.raises(RuntimeError, match="the reason"):
+        trainer.run(settings(tmp_path / "run"))
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "RuntimeError: &lt;the reason&gt;" in page and 'class="status failed"' in page
 
 
 # Before anything exists

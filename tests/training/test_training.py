@@ -182,6 +182,7 @@ def test_the_run_folder_keeps_the_contract(undisturbed):
         "console.log",
         "status.json",
         "checkpoints",
+        "report.html",
         "tokenizer",
     }
     assert len(losses(folder)) == 30 and "step 30/30" in output and f"everything is in {folder}" in output

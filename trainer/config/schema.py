@@ -540,6 +540,7 @@ class LoggingConfig:
     )
     trace: list[int] = option([], "steps that are profiled too, and whose traces stay in traces/", range="[1, inf)")
     types: bool = option(False, "print the parameter-type map at start")
+    report: bool = option(True, "write report.html, a page about the run, when it ends")
     hardware: float = option(
         1.0,
         "time between two readings of the counters of devices and machines (metrics hardware/*); 0 reads none",

@@ -34,11 +34,11 @@ from trainer.util.exit_codes import DONE, STOPPED
 from trainer.util.extras import needs
 from trainer.util.files import write_atomic
 from trainer.util.reading import read_bytes
+from trainer.util.run_folder import LOG, METRICS_FILE, REPLACED, STATUS
 from trainer.util.tables import count, duration, percent, size
 
 MetricsLine = dict[str, Any]
 Notify = Callable[[str], None]
-METRICS_FILE, REPLACED, STATUS, LOG = "metrics.jsonl", "metrics-replaced.jsonl", "status.json", "console.log"
 
 
 class SinkPlace(NamedTuple):

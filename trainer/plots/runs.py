@@ -24,6 +24,7 @@ from trainer.observe import metrics
 from trainer.planning.schedules.timeline import read_timeline
 from trainer.plots.files import save, trace
 from trainer.plots.schedule import draw_schedule
+from trainer.util.run_folder import labels, of_sweeps
 from trainer.util.tables import count
 
 # The palette of Okabe and Ito, distinct under every common colour blindness, without its yellow. More runs differ in
@@ -76,16 +77,6 @@ def smooth(values: numpy.ndarray, window: int) -> numpy.ndarray:
     reach = numpy.minimum(index, (window - 1) // 2)
     first, last = index - reach, numpy.minimum(index + reach + 1, len(values))
     return numpy.where(known, (sums[last] - sums[first]) / numpy.maximum(counts[last] - counts[first], 1), numpy.nan)
-
-
-def labels(folders: Sequence[Path]) -> list[str]:
-    """A short name for each run: the fewest trailing parts of the paths that make all names different."""
-    parts = [(folder.parent if folder.is_file() else folder).resolve().parts for folder in folders]
-    for length in range(1, max(map(len, parts))):
-        names = ["/".join(path[-length:]) for path in parts]
-        if len(set(names)) == len(set(parts)):
-            break
-    return names
 
 
 def draw_metrics(runs: dict[str, Sequence[dict[str, Any]]], x: str = "step", window: int = 1) -> Figure:
@@ -196,13 +187,6 @@ def _spread(axes: Axes) -> float:
     values = numpy.concatenate([numpy.asarray(line.get_ydata(), float) for line in axes.lines] or [numpy.ones(1)])
     values = values[numpy.isfinite(values) & (values > 0)]
     return float(values.max() / values.min()) if len(values) else 1.0
-
-
-def of_sweeps(folders: Sequence[Path]) -> list[Path]:
-    """The folders, with the trials that have trained in place of a sweep's."""
-    sweeps = [folder for folder in folders if (folder / "results.jsonl").exists()]
-    trials = {folder: [path.parent for path in sorted(folder.glob("*/metrics.jsonl"))] for folder in sweeps}
-    return [run for folder in folders for run in trials.get(folder) or [folder]]
 
 
 def read_runs(folders: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:

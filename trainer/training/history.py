@@ -25,14 +25,16 @@ from trainer.diagnosis.account import ACCOUNTS
 from trainer.distributed.world import World
 from trainer.observe.report import device_name
 from trainer.observe.samples import SAMPLES
-from trainer.observe.sinks import LOG, METRICS_FILE, REPLACED, STATUS, write_status
+from trainer.observe.sinks import reason_of, write_status
+from trainer.pages.page import write_page
 from trainer.util.extras import DISTRIBUTION
 from trainer.util.reading import Malformed, mismatch, parse_json, read_bytes, read_json, read_yaml
+from trainer.util.run_folder import DIAGNOSIS, EARLIER, LOG, METRICS_FILE, REPLACED, REPORT, SETTINGS, STARTS, STATUS
+from trainer.util.tables import Rows
 
-STARTS, SETTINGS, EARLIER = "starts.jsonl", "config.yaml", "earlier"
 RECORD = (METRICS_FILE, REPLACED, SAMPLES, STATUS, SETTINGS, STARTS, LOG, ACCOUNTS, "tokenizer", "schedule")
 """What a run leaves beside its checkpoints, without which nobody knows what they are."""
-TRACES = ("checkpoints", *RECORD, "traces", "tensorboard", "wandb", "wandb-id")
+TRACES = ("checkpoints", *RECORD, DIAGNOSIS, REPORT, "traces", "tensorboard", "wandb", "wandb-id")
 """All that a run writes itself. What a launcher writes (slurm, torchrun, flight) tells of every start, and stays."""
 START = {"step": int, "processes": int, "settings": dict}
 """What a line of starts.jsonl has to have to be compared with."""
@@ -79,12 +81,17 @@ def copy(old: Path, new: Path) -> None:
 
 
 def note_start(
-    config: Config, step: int, resumed: Path | None, aside: Path | None, places: list[tuple[str, str]]
+    config: Config,
+    step: int,
+    resumed: Path | None,
+    aside: Path | None,
+    places: list[tuple[str, str]],
+    table: dict[str, Rows],
 ) -> dict[str, list[Any]]:
     """Appends to starts.jsonl what is about to train, and writes its settings to config.yaml.
 
-    step: after which it begins. places: `place` of every rank. Returns the settings that differ from those under which
-    the checkpoint `resumed` was written, as {name: [old, new]}.
+    step: after which it begins. places: `place` of every rank. table: what the start prints. Returns the settings that
+    differ from those under which the checkpoint `resumed` was written, as {name: [old, new]}.
     """
     folder, settings = Path(config.run.dir), json.loads(json.dumps(typed.plain(config)))
     now = {"processes": len(places), "settings": settings}
@@ -101,6 +108,7 @@ def note_start(
         "hosts": Counter(host for host, _ in places),
         "devices": Counter(device for _, device in places),
         "changed": changed,
+        "table": {title: [(label, str(value)) for label, value in rows] for title, rows in table.items()},
         **now,
     }
     with open(folder / STARTS, "a", encoding="utf-8") as file:
@@ -168,6 +176,15 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
+
+
+def write_report(folder: Path) -> None:
+    """Writes report.html. The run is over, and whatever is wrong with the page leaves it as it is."""
+    try:
+        write_page([folder], folder / REPORT)
+    except Exception as error:
+        retry = f"python -m trainer.report {shlex.quote(str(folder))} tries again"
+        print(f"{folder / REPORT} was not written: {reason_of(error)}; {retry}", file=sys.stderr, flush=True)
 
 
 def settle_status(folder: Path, step: int, steps: int) -> None:

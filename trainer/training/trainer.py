@@ -21,7 +21,7 @@ from trainer.diagnosis import traces
 from trainer.distributed.world import World
 from trainer.model.initial import Weights, name_seed
 from trainer.observe.report import start_report
-from trainer.observe.sinks import LOG, reason_of
+from trainer.observe.sinks import reason_of
 from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE, STEP, Watchdog
 from trainer.planning.fit import kept
 from trainer.planning.plan import node_size
@@ -38,6 +38,7 @@ from trainer.training.session import Clock, memory_of, stop_signals
 from trainer.training.state import TrainState
 from trainer.training.step import Ask, evaluate, train_step
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
+from trainer.util.run_folder import LOG
 from trainer.util.tables import size
 
 
@@ -124,6 +125,8 @@ class Trainer:
             self.profiling.close()
             self.loader.close()
             self.ledger.close(status, reason)
+            if self.config.logging.report and self.world.rank == 0:
+                history.write_report(self.folder)
         return code
 
     def one_step(self) -> None:
@@ -293,7 +296,7 @@ class Trainer:
     def _open_folder(self, places: list[tuple[str, str]]) -> list[str]:
         folder, resumed, step = self.folder, self.start.path, self.start.step
         aside = history.set_aside(folder, resumed, step)
-        changed = history.note_start(self.config, step, resumed, aside, places)
+        changed = history.note_start(self.config, step, resumed, aside, places, self.opening.sections)
         self.corpus.tokenizer.save(folder / "tokenizer")
         with open(folder / LOG, "a", encoding="utf-8") as log:
             self.opening.print(Console(file=log))

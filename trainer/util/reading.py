@@ -31,13 +31,15 @@ class Malformed(ConfigError):
     """A file does not hold what its kind holds."""
 
 
-def read_bytes(path: str | os.PathLike, limit: int = LIMIT) -> bytes:
-    """The content of a regular file. Raises `OSError`, and `Malformed` where it is no file or longer than `limit`.
+def read_bytes(path: str | os.PathLike, limit: int = LIMIT, start: int = 0) -> bytes:
+    """The content of a regular file from byte `start` on. Raises `OSError`, and `Malformed` where it is no file or that
+    is longer than `limit`.
 
     A pipe or a device is refused before it is opened: reading it might never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise Malformed(f"{path} is not a regular file; put a file there, or name another one")
     with open(path, "rb") as file:
+        file.seek(start)
         content = file.read(limit + 1)
     if len(content) > limit:
         raise Malformed(f"{path} has more than {limit} bytes, the most of a file of its kind; look at what it holds")

@@ -1,0 +1,324 @@
+"""The page of runs: its numbers are those of the files, what a run does not have is not there, and texts stay texts."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.runs import DIAGNOSIS, account, start, step_line, write_metrics, write_run
+
+from trainer import report
+from trainer.config import ConfigError
+from trainer.observe import metrics
+from trainer.pages.curves import Curves, Points, few
+from trainer.pages.page import SCRIPTS, open_runs, own, render
+from trainer.pages.panels import NOT_DRAWN, panels
+from trainer.util import reading
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"{{ 7 * 7 }}"
+
+
+class Page(HTMLParser):
+    """What a browser finds: elements, the text outside of scripts and styles, the data, and the sections."""
+
+    VOID = {"meta", "link", "input", "img", "br", "hr"}
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.source, self.tags, self.texts, self.scripts, self.open = text, [], [], [], []
+        self.feed(text)
+        self.text = " ".join(" ".join(self.texts).split())
+        self.data = json.loads(next(content for kind, content in self.scripts if kind == "application/json"))
+        self.sections = [given["id"] for tag, given in self.tags if tag == "section"]
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "script":
+            self.scripts.append((dict(attributes).get("type"), ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert tag in self.VOID or self.open.pop() == tag, tag
+
+    def handle_data(self, text: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + text)
+        elif self.open and self.open[-1] != "style":
+            self.texts.append(text)
+
+    def values(self, name: str, run: int = 0) -> dict[float, float | None]:
+        """By step, the values of a curve."""
+        given = self.data["runs"][run]
+        (series,) = (one for one in given["series"] if one["name"] == name)
+        return {given["x"]["step"][at]: value for at, value in zip(series["i"], series["v"], strict=True)}
+
+
+def page_of(*folders: Path) -> Page:
+    return Page(render(open_runs(folders)))
+
+
+@pytest.fixture(scope="module")
+def rich(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "tiny", 60)
+
+
+def test_numbers_are_those_of_the_files(rich):
+    page, lines = page_of(rich), metrics.read(rich)
+    for name in (
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens_per_second",
+        "step_seconds_p50",
+        "memory_gib",
+        "bubble",
+        "eval_loss",
+    ):
+        logged = {line["step"]: line[name] for line in lines if name in line}
+        found = page.values(name)
+        assert {step: value for step, value in found.items() if value is not None} == {
+            step: value for step, value in logged.items() if value is not None
+        }
+    x = page.data["runs"][0]["x"]
+    kinds = {line["step"]: (line["tokens"], (line["time"] - lines[0]["time"]) / 3600) for line in lines}
+    assert {step: (tokens, hours) for step, tokens, hours in zip(x["step"], x["tokens"], x["hours"])} == kinds
+    last = [line for line in lines if "loss" in line][-1]
+    held = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert f"loss {last['loss']:.4f}" in page.text and f"{held[-1]:.4f} best {min(held):.4f}" in page.text
+    assert "MFU 31.0%" in page.text and "41.5 GiB" in page.text and "step 60 of 60" in page.text
+    timelines = page.data["runs"][0]["timelines"]
+    for timeline in timelines:
+        file = json.loads((rich / "schedule" / f"{timeline['name']}.json").read_text())
+        assert timeline["makespan"] == file["makespan"] and timeline["bubble"] == file["bubble"]
+        drawn = [[(f"{one[5]}{one[0]}{one[2]}", one[3], one[4]) for one in rank] for rank in timeline["ranks"]]
+        assert drawn == [[(one["action"], one["start"], one["end"]) for one in rank] for rank in file["ranks"]]
+    shares = account(0).terms["products"] / account(0).seconds
+    assert f"products {shares:.1%}" in page.text and "communication, data: waiting 3.0%" in page.text
+    kernels = {one["name"]: one for one in page.data["runs"][0]["roofline"]["kernels"]}
+    gemm = account(0).kernels[0]
+    assert kernels[gemm.name]["rate"] == gemm.flops / gemm.seconds
+    assert kernels[gemm.name]["intensity"] == gemm.flops / gemm.bytes
+    assert page.data["runs"][0]["roofline"]["peak"] == 989.4e12
+
+
+def test_what_bounds_the_run_stands_first_and_details_last(rich):
+    page = page_of(rich)
+    assert page.sections == ["bound", "account", "curves", "schedule", "kernels", "memory", "plan", "starts"]
+    assert DIAGNOSIS["verdict"]["text"] in page.text
+    for finding in DIAGNOSIS["findings"]:
+        assert finding["title"] in page.text and finding["overrides"][0]["text"] in page.text
+    assert "440 ms a step without it, 12.0% less" in page.text
+    assert "lr.peak 0.001 → 0.002" in page.text and "2 logged steps were trained again" in page.text
+    assert "step 41: no update, the gradient of model.head.weight" in page.text and "step  1/60" not in page.source
+
+
+def test_accounts_that_nobody_has_diagnosed_are_diagnosed(tmp_path):
+    folder = write_run(tmp_path / "run", 5)
+    (folder / "diagnosis.json").unlink()
+    (folder / "config.yaml").write_text("precision: {compute: bf16}")
+    page = page_of(folder)
+    assert page.sections[0] == "bound" and " bounds the run (" in page.text
+    assert page.data["runs"][0]["roofline"]["peak"] == 989.4e12, "of an H200"
+    (folder / "diagnosis.json").write_text(json.dumps(DIAGNOSIS))
+    os.utime(folder / "diagnosis.json", (1, 1))
+    assert DIAGNOSIS["verdict"]["text"] not in page_of(folder).text, "which is older than the accounts"
+
+
+def test_what_a_run_does_not_have_is_not_on_its_page(tmp_path):
+    write_metrics(tmp_path / "bare", 3)
+    page = page_of(tmp_path / "bare")
+    assert page.sections == ["curves"]
+    shown = [name for panel in page.data["panels"] for name in panel["names"]]
+    assert "straggler" not in shown and "skipped" not in shown, "only nulls, and always zero"
+    (tmp_path / "failed").mkdir()
+    (tmp_path / "failed" / "status.json").write_text('{"status": "failed", "step": 0, "steps": 9, "reason": "OOM: no"}')
+    page = page_of(tmp_path / "failed")
+    assert page.sections == [] and "OOM: no" in page.text and "step 0 of 9" in page.text
+
+
+def test_texts_of_a_run_are_never_code(tmp_path):
+    folder = write_run(tmp_path / "run", 5, **{f"user/{HOSTILE}": 1.5, "__proto__": 2.0, "hardware/constructor": 3.0})
+    first = start(name=HOSTILE) | {"command": HOSTILE, "hosts": {HOSTILE: 1}, "versions": {HOSTILE: HOSTILE}}
+    first |= {
+        "table": {HOSTILE: [[HOSTILE, HOSTILE]], "memory": [[HOSTILE, HOSTILE]]},
+        "changed": {HOSTILE: [HOSTILE, 1]},
+    }
+    first["settings"] |= {HOSTILE: {HOSTILE: HOSTILE}}
+    (folder / "starts.jsonl").write_text(json.dumps(first) + "\n")
+    (folder / "status.json").write_text(json.dumps({"status": HOSTILE, "step": 1, "steps": 2, "reason": HOSTILE}))
+    (folder / "console.log").write_text(f"2026-11-22 10:00:21  {HOSTILE}\n")
+    kernel = json.loads(account(0).dumps())
+    kernel["kernels"][0]["name"] = kernel["device"] = HOSTILE
+    kernel["kernels"][0]["kind"], kernel["place"] = '"><script>alert(3)</script>', {HOSTILE: 1}
+    (folder / "accounts.jsonl").write_text(json.dumps(kernel) + "\n")
+    told = json.loads(json.dumps(DIAGNOSIS).replace("communication bounds", json.dumps(HOSTILE)[1:-1]))
+    told["findings"][0] |= {"title": HOSTILE, "evidence": [HOSTILE], "advice": HOSTILE, "layer": HOSTILE}
+    (folder / "diagnosis.json").write_text(json.dumps(told))
+    (folder / "earlier" / "1").mkdir(parents=True)
+    for page in (page_of(folder), page_of(folder, write_run(tmp_path / "<b>&amp;", 5))):
+        assert [kind for kind, _ in page.scripts] == ["application/json", None]
+        assert page.scripts[1][1] == own(*SCRIPTS), "the page's own script, and no other"
+        assert not [tag for tag, _ in page.tags if tag in ("img", "iframe", "object", "base", "form")]
+        assert not [name for _, given in page.tags for name in given if name.startswith("on")]
+        assert not [given for _, given in page.tags if "src" in given or "http" in (given.get("href") or "")]
+        names = {one["name"] for one in page.data["runs"][0]["series"]}
+        assert {f"user/{HOSTILE}", "__proto__", "hardware/constructor"} <= names, "as text they are there"
+        assert page.text.count("{{ 7 * 7 }}") >= 10 and "49" not in re.findall(r"\d+", page.text)
+
+
+def test_the_policy_lets_the_pages_own_script_run_and_nothing_else(rich):
+    page = page_of(rich)
+    (policy,) = (given["content"] for tag, given in page.tags if given.get("http-equiv") == "Content-Security-Policy")
+    digest = base64.b64encode(hashlib.sha256(page.scripts[1][1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in policy and policy.startswith("default-src 'none'")
+    assert "connect-src" not in policy and "http:" not in policy and "https:" not in policy
+    written = "".join(path.read_text() for path in (Path(report.__file__).parent / "pages/templates").glob("*"))
+    assert not re.search(
+        r"(?:src|href)=\"?(?:https?:)?//|@import|url\((?!#)", written.replace("http://www.w3.org/2000/svg", "")
+    )
+
+
+def test_runs_are_compared(tmp_path):
+    slow, fast = write_run(tmp_path / "slow", 40), write_run(tmp_path / "fast", 30, speed=2.0)
+    page = page_of(slow, fast)
+    assert page.sections[:4] == ["differ", "bound", "account", "curves"]
+    assert [run["label"] for run in page.data["runs"]] == ["slow", "fast"]
+    for place, folder in enumerate((slow, fast)):
+        assert page.values("loss", place) == {
+            line["step"]: line["loss"] for line in metrics.read(folder) if "loss" in line
+        }
+    differ = page.source[page.source.index('id="differ"') : page.source.index('id="bound"')]
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", differ)
+    assert cells == ["lr.peak", "0.002", "0.001"], "names and folders of runs differ anyway"
+    best = re.findall(r'<td class="number good">([^<]*)</td>', page.source)
+    assert (
+        f"{json.loads((slow / 'metrics.jsonl').read_text().splitlines()[-2])['loss']:.4f}" in best and "250 ms" in best
+    )
+    lengths = [float(width) for width in re.findall(r'class="bar"[^>]*style="width: ([\d.]+)%"', page.source)]
+    assert lengths == [100.0, 50.0], "bars are as long as the steps"
+
+
+@given(st.lists(st.none() | st.floats(-1e9, 1e9), min_size=1, max_size=400), st.integers(8, 60))
+def test_fewer_points_keep_the_extremes_and_invent_none(values, most):
+    points = Points()
+    for line, value in enumerate(values):
+        points.add(line, value)
+    lines, drawn = few(points, most)
+    assert len(lines) <= max(most, 2) and list(lines) == sorted(set(lines.tolist()))
+    known = {line: value for line, value in enumerate(values) if value is not None}
+    found = {line: value for line, value in zip(lines.tolist(), drawn.tolist()) if math.isfinite(value)}
+    assert found.items() <= known.items()
+    if known:
+        assert {min(known.values()), max(known.values())} <= set(found.values())
+
+
+def test_a_run_is_followed_line_by_line(tmp_path):
+    folder = tmp_path / "run"
+    write_metrics(folder, 2)
+    curves, path = Curves(folder), folder / "metrics.jsonl"
+    assert curves.read() and not curves.read() and len(curves) == 2
+    text = json.dumps(step_line(3, loss=1.25)) + "\n"
+    with open(path, "a") as file:
+        file.write(text[:40])
+        file.flush()
+        assert not curves.read() and curves.last("step") == 2, "half a line waits"
+        file.write(text[40:] + "no line of metrics\n")
+    assert curves.read() and curves.last("loss") == 1.25 and curves.damaged == 1
+    path.rename(folder / "old.jsonl")
+    write_metrics(folder, 1)
+    assert curves.read() and len(curves) == 1 and not curves.damaged, "a resumed run has written another file"
+
+
+def test_many_metrics_are_drawn_each_in_its_place():
+    names = [
+        "step",
+        "loss",
+        "eval_loss",
+        "loss/web",
+        "eval_loss/code",
+        "targets/web",
+        "user/norm",
+        "hardware/power",
+        "new",
+    ]
+    found = {panel.names: panel.group for panel in panels(names)}
+    assert found == {
+        ("loss", "eval_loss"): "",
+        ("loss/web",): "",
+        ("eval_loss/code",): "",
+        ("user/norm",): "registered metrics",
+        ("hardware/power",): "hardware",
+        ("new",): "others",
+    }
+    drawn = {name for panel in panels(metrics.METRICS) for name in panel.names}
+    assert drawn == set(metrics.METRICS) - NOT_DRAWN - {"targets/NAME"}
+
+
+def test_a_page_of_a_long_run_stays_small(tmp_path, monkeypatch):
+    run = SimpleNamespace(folder=tmp_path / "run")
+    write_metrics(run.folder, 1)
+    line = json.dumps(step_line(2))
+    with open(run.folder / "metrics.jsonl", "a") as file:
+        file.writelines(line.replace('"step": 2,', f'"step": {step},') + "\n" for step in range(2, 4000))
+    page = page_of(run.folder)
+    assert len(page.source) < 1_000_000 and page.text.count("step 3999")
+    assert max(len(one["v"]) for one in page.data["runs"][0]["series"]) <= 1500
+
+
+# The command
+
+
+def test_the_command_writes_one_file(tmp_path, capsys, monkeypatch):
+    slow, fast = write_run(tmp_path / "a" / "slow", 4), write_run(tmp_path / "a" / "fast", 4)
+    assert report.main([str(slow)]) == 0 and capsys.readouterr().out.strip() == str(slow / "report.html")
+    monkeypatch.chdir(tmp_path)
+    assert report.main([str(slow), str(fast)]) == 0 and "2 runs compared" in (tmp_path / "report.html").read_text()
+    (tmp_path / "a" / "results.jsonl").write_text("")
+    assert report.main([str(tmp_path / "a"), "out=sweep.html"]) == 0
+    assert [run["label"] for run in Page(Path("sweep.html").read_text()).data["runs"]] == ["fast", "slow"]
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ([], "runs=... is needed"),
+        (["nowhere"], "nowhere: no run has written there (no starts.jsonl); give a run folder like runs/NAME"),
+        (["run", "out=no/such/report.html"], "no/such/report.html: cannot write"),
+        (["run", "output=a.html"], "'output=a.html' is not an option of the form key=value; did you mean 'out'"),
+    ],
+)
+def test_what_cannot_be_shown_is_said_once(tmp_path, capsys, monkeypatch, words, told):
+    monkeypatch.chdir(tmp_path)
+    write_metrics(tmp_path / "run", 1)
+    assert report.main(words) == 2
+    shown = capsys.readouterr()
+    assert not shown.out and told in shown.err and shown.err.count("trainer.report:") == 1
+
+
+def test_damage_is_named_and_left_out(rich, tmp_path):
+    folder = write_run(tmp_path / "run", 4)
+    for name in ("status.json", "diagnosis.json", "accounts.jsonl", "schedule/measured.json"):
+        (folder / name).write_text("{\n")
+    page = page_of(folder)
+    assert page.sections == ["curves", "schedule", "memory", "plan", "starts"]
+    assert [timeline["name"] for timeline in page.data["runs"][0]["timelines"]] == ["planned"]
+    for name in ("status.json", "diagnosis.json", "accounts.jsonl", "measured.json"):
+        assert name in page.text[page.text.index("command and versions") :]
+
+
+def test_only_what_was_added_is_read(tmp_path):
+    (tmp_path / "file").write_bytes(b"0123456789")
+    assert reading.read_bytes(tmp_path / "file", 4, start=6) == b"6789"
+    with pytest.raises(ConfigError, match="more than 3 bytes"):
+        reading.read_bytes(tmp_path / "file", 3, start=6)

@@ -1,0 +1,76 @@
+"""The numbers that a run is known by, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from trainer.observe.metrics import METRICS
+from trainer.pages.folder import Run
+from trainer.util.tables import count, duration, percent, size
+
+NONE = "–"
+GIB = 2**30
+
+
+class Number(NamedTuple):
+    """One number of a run for people. value: what it says, None where it is not known; least: whether small is good,
+    None where neither is."""
+
+    name: str
+    value: float | None
+    text: str
+    note: str = ""
+    meaning: str = ""
+    least: bool | None = None
+
+
+def numbers(run: Run) -> list[Number]:
+    """The numbers that a run is known by, the same ones for every run."""
+    last, best = run.curves.last, run.curves.best
+    speed, peak, waited, took = (
+        last("tokens_per_second"),
+        best("memory_gib", False),
+        last("data_seconds"),
+        last("step_seconds"),
+    )
+    waiting = waited / took if waited is not None and took else None
+    typical, held = last("step_seconds_p50") or took, best("eval_loss", True)
+    eta = last("eta_seconds") if run.status.get("status") == "running" else None
+    processes = run.start.get("processes")
+    return [
+        _number("loss", last("loss"), exact, "", METRICS["loss"], True),
+        _number("evaluation loss", last("eval_loss"), exact, f"best {exact(held)}", METRICS["eval_loss"], True),
+        _number("tokens/s", speed, count, f"{count(speed / processes)} a process" if speed and processes else "",
+                METRICS["tokens_per_second"], False),
+        _number("step time", typical, duration, f"95% within {duration(last('step_seconds_p95'))}",
+                METRICS["step_seconds_p50"], True),
+        _number("MFU", last("mfu"), percent, f"{percent(last('mfu_full'))} with full attention", METRICS["mfu"], False),
+        _number("peak memory", peak and peak * GIB, size, "of the fullest rank", METRICS["memory_gib"], True),
+        _number("bubble", last("bubble"), percent, "of the step", METRICS["bubble"], True),
+        _number("waiting for data", waiting, percent, "of the step", METRICS["data_seconds"], True),
+        _number("tokens", last("tokens"), count, "", METRICS["tokens"]),
+        _number("time", run.curves.seconds, duration, f"{duration(eta)} to go" if eta else "first line to last",
+                "between the first line of metrics and the last, pauses included"),
+    ]  # fmt: skip
+
+
+def _number(
+    name: str, value: float | None, form: Callable[[float], str], note: str, meaning: str, least: bool | None = None
+) -> Number:
+    return Number(name, value, NONE if value is None else form(value), note, meaning, least)
+
+
+def exact(value: float | None) -> str:
+    return NONE if value is None else f"{value:.4f}"
+
+
+def best_of(rows: Sequence[Sequence[Number]]) -> dict[str, set[str]]:
+    """By name, the texts of the best numbers of several runs; empty where no run is better than another."""
+    found: dict[str, set[str]] = {}
+    for column in zip(*rows):
+        known = [number for number in column if number.value is not None and number.least is not None]
+        texts = {number.text for number in known}
+        order = sorted(known, key=lambda number: number.value * (1 if number.least else -1))
+        found[column[0].name] = {order[0].text} if len(texts) > 1 else set()
+    return found

@@ -1,0 +1,201 @@
+"""The page of one or several runs: one HTML file with all that it needs in it.
+
+What a run wrote is data of perhaps a stranger. The templates escape it, the script makes text nodes of it, and the
+page's policy lets the browser run the page's own script alone, by its hash, and ask nobody for anything."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+
+from trainer.config import ConfigError
+from trainer.pages import numbers, settings, steps
+from trainer.pages.folder import Run
+from trainer.pages.panels import NOT_DRAWN, OF_ONE_VALUE, panels
+from trainer.pages.verdict import verdict
+from trainer.util import tables
+from trainer.util.files import write_atomic
+from trainer.util.run_folder import STARTS, labels
+
+TEMPLATES = Path(__file__).parent / "templates"
+SCRIPTS = ("base.js", "curves.js", "timeline.js", "roofline.js", "page.js")
+POINTS, FEWEST = 1500, 300
+"""The most points of a curve in a page of one run, and in one of many."""
+
+
+class Section(NamedTuple):
+    id: str
+    title: str
+    present: bool
+
+
+@cache
+def environment() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    made.filters |= {"count": tables.count, "duration": tables.duration, "percent": tables.percent}
+    return made
+
+
+@cache
+def own(*names: str) -> str:
+    """Style and script of the page: with the sections made before, the only texts that are not escaped."""
+    return "\n".join((TEMPLATES / name).read_text() for name in names)
+
+
+@cache
+def policy(live: bool) -> str:
+    """What the page may do, as a Content-Security-Policy: run its script, use its style."""
+    digest = base64.b64encode(hashlib.sha256(own(*SCRIPTS).encode()).digest()).decode()
+    rules = ("default-src 'none'", f"script-src 'sha256-{digest}'", "style-src 'unsafe-inline'", "img-src data:")
+    return "; ".join((*rules, "base-uri 'none'", "form-action 'none'", *["connect-src 'self'"] * live))
+
+
+def title_of(runs: Sequence[Run]) -> str:
+    return runs[0].label if len(runs) == 1 else f"{len(runs)} runs compared"
+
+
+def drawn_panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The panels of curves; a metric that never changes is left out where that says nothing."""
+    names = dict.fromkeys(name for run in runs for name in run.curves.names)
+    still = {
+        name
+        for name in OF_ONE_VALUE
+        if len({value for run in runs for value in (run.curves.best(name, True), run.curves.best(name, False))}) <= 1
+    }
+    found = panels(name for name in names if name not in still)
+    return [{"place": place, **dataclasses.asdict(panel)} for place, panel in enumerate(found)]
+
+
+def data_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """What the script draws: curves, timelines and rooflines of every run."""
+    most, found = max(FEWEST, POINTS // len(runs)), [steps.kernels_of(run, place) for place, run in enumerate(runs)]
+    return {
+        "panels": drawn_panels(runs),
+        "runs": [
+            {
+                "label": run.label,
+                **run.curves.drawn(most, NOT_DRAWN),
+                "timelines": run.timelines,
+                "roofline": kernels and kernels["roofline"],
+            }
+            for run, kernels in zip(runs, found)
+        ],
+    }
+
+
+def content_of(runs: Sequence[Run], data: dict[str, Any]) -> str:
+    """The page's sections as HTML. data: what the script will draw, with a place for each plot."""
+    shown = [
+        {
+            "label": run.label,
+            "folder": str(run.folder),
+            "status": run.status,
+            "steps": run.steps,
+            "about": settings.about(run),
+            "numbers": numbers.numbers(run),
+            "tables": {title: rows for title, rows in run.start.get("table", {}).items() if title != "memory"},
+            "memory": run.start.get("table", {}).get("memory", []),
+            "settings": settings.everything(run),
+            "changed": settings.changed(run),
+            "starts": settings.starts(run),
+            "command": settings.shown(run.start.get("command", "")),
+            "versions": [
+                (name, settings.shown(one)) for name, one in settings.mapping(run.start.get("versions")).items()
+            ],
+            "replaced": run.replaced,
+            "earlier": run.earlier,
+            "notices": run.notices,
+            "timelines": run.timelines,
+            "problems": run.problems,
+        }
+        for run in runs
+    ]
+    verdicts = [
+        {"label": run.label, "place": place, **verdict(run.diagnosis)}
+        for place, run in enumerate(runs)
+        if run.diagnosis
+    ]
+    account = steps.account_of(runs[0]) if len(runs) == 1 else None
+    accounts = steps.accounts_compared(runs) if len(runs) > 1 else None
+    kernels = [found for place, run in enumerate(runs) if (found := steps.kernels_of(run, place))]
+    differing = settings.differing(runs) if len(runs) > 1 else []
+    columns = [run["numbers"] for run in shown]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for panel in data["panels"]:
+        groups.setdefault(panel["group"], []).append(panel)
+    sections = [
+        Section("differ", "Settings that differ", bool(differing)),
+        Section("bound", "What bounds the run" if len(runs) == 1 else "What bounds the runs", bool(verdicts)),
+        Section("account", "Where the step goes", bool(account or accounts)),
+        Section("curves", "Curves", bool(groups)),
+        Section("schedule", "Pipeline schedule", any(run["timelines"] for run in shown)),
+        Section("kernels", "Kernels", bool(kernels)),
+        Section("memory", "Memory", any(run["memory"] for run in shown)),
+        Section("plan", "Plan and settings", any(run["tables"] or run["settings"] for run in shown)),
+        Section("starts", "Starts, faults, notices", any(run["starts"] or run["notices"] for run in shown)),
+    ]
+    return environment().get_template("content.html").render(
+        runs=shown,
+        title=title_of(runs),
+        sections=[section for section in sections if section.present],
+        verdicts=verdicts,
+        account=account,
+        accounts=accounts,
+        kernels=kernels,
+        differing=differing,
+        groups=groups,
+        compared=[column[0].name for column in zip(*columns) if any(one.value is not None for one in column)],
+        best=numbers.best_of(columns),
+        now=time.strftime("%Y-%m-%d %H:%M:%S"),
+    )  # fmt: skip
+
+
+def render(runs: Sequence[Run], version: str | None = None, seconds: float = 0.0) -> str:
+    """The whole page. version: of one that is served while its runs go on, and asks for what is new every `seconds`."""
+    data = data_of(runs)
+    return environment().get_template("page.html").render(
+        title=title_of(runs),
+        policy=policy(version is not None),
+        style=own("style.css"),
+        script=own(*SCRIPTS),
+        content=content_of(runs, data),
+        data=data,
+        version=version,
+        seconds=seconds,
+    )  # fmt: skip
+
+
+def open_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs of these folders, read. Raises `ConfigError` for a folder that is not one of a run."""
+    runs = [Run(label, folder) for label, folder in zip(labels(folders), folders)]
+    for run in runs:
+        run.read()
+    if wrong := [run for run in runs if not run.exists]:
+        raise ConfigError(
+            [f"{run.folder}: no run has written there (no {STARTS}); give a run folder like runs/NAME" for run in wrong]
+        )
+    return runs
+
+
+def write_page(folders: Sequence[Path], out: Path) -> None:
+    """Writes the page of these runs to a file. Raises `ConfigError`, also where the file cannot be written."""
+    page = render(open_runs(folders))
+    try:
+        write_atomic(out, page)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot write ({error.strerror}); give another out=FILE") from None

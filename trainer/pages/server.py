@@ -1,0 +1,105 @@
+"""Serves the page of runs while they go on: the page and what is new of it, to this machine, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from trainer.config import ConfigError
+from trainer.pages.folder import Run
+from trainer.pages.page import content_of, data_of, policy, render, title_of
+from trainer.util.run_folder import labels
+
+HOST = "127.0.0.1"
+NAMES = ("localhost", "127.0.0.1", "[::1]")
+"""What a browser on this machine may call it. A page of a stranger that has its own name lead here is turned away."""
+
+
+class PageServer(ThreadingHTTPServer):
+    """Answers `/`, the page, and `/live?version=N`, which is empty as long as nothing has changed since version N."""
+
+    daemon_threads = True
+
+    def __init__(self, folders: Sequence[Path], port: int, seconds: float):
+        self.runs = [Run(label, folder) for label, folder in zip(labels(folders), folders)]
+        self.version, self.seconds, self.lock = 0, seconds, threading.Lock()
+        super().__init__((HOST, port), Handler)
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.server_port}"
+
+    def look(self) -> None:
+        """Reads what the runs have written since the last look; a change makes a new version."""
+        self.version += any([run.read() for run in self.runs])
+
+    def page(self) -> str:
+        with self.lock:
+            self.look()
+            return render(self.runs, str(self.version), self.seconds)
+
+    def live(self, version: str) -> str | None:
+        """What is new as JSON; None where nothing is."""
+        with self.lock:
+            self.look()
+            if version == str(self.version):
+                return None
+            data = data_of(self.runs)
+            fresh = {"version": self.version, "title": title_of(self.runs), "content": content_of(self.runs, data)}
+            return json.dumps(fresh | {"data": data}, allow_nan=False)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request. There are no files to ask for: a path is one of two, or unknown."""
+
+    server: PageServer
+    server_version, sys_version = "trainer", ""
+
+    def do_GET(self) -> None:
+        asked = urlsplit(self.path)
+        if self.headers.get("Host", "").rpartition(":")[0] not in NAMES and self.headers.get("Host") not in NAMES:
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", "this page is for this machine, by the name localhost\n")
+        elif asked.path == "/":
+            self._answer(HTTPStatus.OK, "text/html", self.server.page())
+        elif asked.path == "/live":
+            fresh = self.server.live(parse_qs(asked.query).get("version", [""])[0])
+            status = HTTPStatus.NO_CONTENT if fresh is None else HTTPStatus.OK
+            self._answer(status, "application/json", fresh or "")
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is only the page, at /\n")
+
+    do_HEAD = do_GET
+
+    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+        content = text.encode()
+        self.send_response(status)
+        for name, value in {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(content)),
+            "Content-Security-Policy": f"{policy(live=True)}; frame-ancestors 'none'",
+            "X-Content-Type-Options": "nosniff",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-store",
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, *arguments: object) -> None:
+        """Requests are not worth a line each."""
+
+
+def serve(folders: Sequence[Path], port: int, seconds: float) -> PageServer:
+    """A server that is ready for `serve_forever`; open pages ask every `seconds`. Raises `ConfigError` for a port that
+    cannot be had."""
+    try:
+        return PageServer(folders, port, seconds)
+    except OSError as error:
+        raise ConfigError(f"port={port} cannot be used ({error.strerror}); give another one, or 0") from None

@@ -1,0 +1,108 @@
+"""What a run was asked to do, and its starts, for the templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from trainer.config import typed
+from trainer.pages.folder import Run
+from trainer.pages.numbers import NONE
+from trainer.util.reading import printable
+
+LETTERS = 600
+"""The most of a value that is shown."""
+NAMES = ("run.name", "run.dir")
+"""Settings in which runs differ anyway."""
+
+
+@cache
+def defaults() -> dict[str, Any]:
+    """Every setting of the schema with its default, as JSON has it; those of entries by the word for their name."""
+    entries = [setting for path in typed.ENTRIES for setting in typed.entry_settings(path)]
+    return {setting.path: json.loads(json.dumps(setting.default)) for setting in (*typed.settings(), *entries)}
+
+
+def default_of(name: str) -> Any:
+    """The default of a setting, also of one of an entry such as `data.sources.mine.weight`; the setting's name itself
+    where it has none, which no setting is worth."""
+    for path, (word, _) in typed.ENTRIES.items():
+        if name.startswith(f"{path}."):
+            name = ".".join([path, word, *name.removeprefix(f"{path}.").split(".")[1:]])
+    return defaults().get(name, name)
+
+
+def shown(value: Any) -> str:
+    """A setting for people, on one line."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return printable(text if len(text) <= LETTERS else f"{text[:LETTERS]}...")
+
+
+def everything(run: Run) -> list[tuple[str, str]]:
+    """All settings of a run."""
+    return [(printable(name), shown(value)) for name, value in run.settings.items()]
+
+
+def changed(run: Run) -> list[tuple[str, str]]:
+    """The settings of a run that are not the default, but for its name and folder."""
+    return [
+        (printable(name), shown(value))
+        for name, value in run.settings.items()
+        if name not in (*NAMES, "processes") and default_of(name) != value
+    ]
+
+
+def differing(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """The settings in which runs differ, with the value of each; names and folders differ anyway."""
+    everyone = [run.settings for run in runs]
+    names = dict.fromkeys(name for settings in everyone for name in settings if name not in NAMES)
+    rows = ((name, [settings.get(name) for settings in everyone]) for name in names)
+    return [
+        (printable(name), [shown(value) if value is not None else NONE for value in values])
+        for name, values in rows
+        if any(value != values[0] for value in values)
+    ]
+
+
+def starts(run: Run) -> list[dict[str, Any]]:
+    """The starts of a run, for the template."""
+    return [
+        {
+            **{name: shown(start[name]) for name in ("time", "step")},
+            **{name: shown(start.get(name) or "") for name in ("resumed", "set_aside", "job")},
+            "places": "; ".join(dict.fromkeys(map(counted, (start.get("hosts"), start.get("devices"))))),
+            "code": commit(start.get("code")),
+            "changes": [
+                (printable(name), *map(shown, pair))
+                for name, pair in mapping(start.get("changed")).items()
+                if isinstance(pair, list) and len(pair) == 2
+            ],
+        }
+        for start in run.starts
+    ]
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A value that should be a mapping; empty where it is something else."""
+    return value if isinstance(value, dict) else {}
+
+
+def counted(value: Any) -> str:
+    """How often each name occurs: `8 x NVIDIA H200`."""
+    return ", ".join(f"{shown(number)} x {shown(name)}" for name, number in mapping(value).items())
+
+
+def commit(code: Any) -> str:
+    """The version of the code, short."""
+    known = mapping(code)
+    return f"{shown(known.get('commit', ''))[:10]}{' + changes' if known.get('dirty') else ''}"
+
+
+def about(run: Run) -> str:
+    """A line under a run's name: model, plan and devices, as it said at its start."""
+    table = run.start.get("table", {})
+    model, plan = dict(table.get("model", [])), dict(table.get("plan", []))
+    parameters = f"{model['parameters']} parameters" if "parameters" in model else None
+    return " · ".join(filter(None, [model.get("name"), parameters, plan.get("processes"), plan.get("plan")]))

@@ -1,0 +1,47 @@
+"""The page of runs while they go on, on this machine alone: `trainer watch RUN [RUN...] [port=8765]`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config import ConfigError
+from trainer.config.fields import option
+from trainer.config.options import run_command
+from trainer.pages.server import serve
+
+WORDS = ("runs",)
+"""Options that need no key."""
+
+
+@dataclass
+class WatchOptions:
+    runs: list[str] = option(None, "run folders, which may still be empty; several are compared")
+    port: int = option(8765, "of localhost, where the page is served; 0: any that is free")
+    every: float = option(3.0, "seconds after which an open page asks for what is new")
+
+
+def run(options: WatchOptions) -> None:
+    problems = [] if 0 <= options.port < 1 << 16 else [f"port={options.port} is no port; legal: 0 to 65535"]
+    problems += [] if 0.1 <= options.every <= 3600 else [f"every={options.every:g} must be 0.1 to 3600 seconds"]
+    folders = [Path(folder) for folder in options.runs]
+    problems += [
+        f"{folder} is no folder; give a run folder like runs/NAME" for folder in folders if not folder.is_dir()
+    ]
+    if problems:
+        raise ConfigError(problems)
+    with serve(folders, options.port, options.every) as server, contextlib.suppress(KeyboardInterrupt):
+        print(f"http://{server.address} shows {', '.join(options.runs)}; Ctrl-C ends", flush=True)
+        server.serve_forever()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit code is 0, or 2 after one message about what cannot be served."""
+    return run_command(WatchOptions, run, "trainer.watch", arguments, WORDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
