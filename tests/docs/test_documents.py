@@ -497,7 +497,7 @@ def test_links(path: Path):
         assert not anchor or anchor in map(slug, headings), f"{path.name}: {target}: there is no such heading"
 
 
-WRITTEN = {"launch/slurm/site.sh", "flight/", "traces/", "tokenizer/", "schedule/", "exports/"}
+WRITTEN = {"launch/slurm/site.sh", "flight/", "traces/", "tokenizer/", "schedule/", "exports/", "earlier/"}
 """Files and folders that users or runs write: in no checkout."""
 
 
@@ -520,7 +520,7 @@ def known() -> tuple[set[str], set[str], dict[str, set[str]]]:
     tails = {setting.path.split(".", place)[-1] for setting in settings for place in range(setting.path.count(".") + 1)}
     commands = (sample.SampleOptions, export.ExportOptions, merge.MergeOptions, evaluate.EvalOptions)
     small = (*commands, PreflightOptions, estimate.EstimateOptions, tune.TuneOptions)
-    own = {name for schema in small for name in vars(schema())} | {"plans", "steps", "json", "only"}
+    own = {name for schema in small for name in vars(schema())} | {"plans", "steps", "json", "only", "port"}
     groups = {
         folder.name: {file.stem for file in folder.glob("*.yaml")} for folder in CONFIGS.iterdir() if folder.is_dir()
     }
@@ -564,7 +564,7 @@ def test_drawing_of_the_floors():
     rooms = [name for line in reversed(drawing.splitlines()) for name in re.findall(r"(\w+)/", line)]
     assert rooms == list(ROOMS)
     commands = {path.stem for path in (ROOT / "trainer").glob("*.py")} - {"__init__"}
-    assert commands == set(drawing.splitlines()[0].split()[1:])
+    assert commands == set(drawing.partition("---")[0].split()[1:])
 
 
 def test_readme_is_short():
