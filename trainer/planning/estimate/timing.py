@@ -134,10 +134,10 @@ class _Timer:
         costs = estimated_costs(self.config, spec, plan, batch, self.element)
         works = model_work(spec, batch.sequence_length, plan.tp, self.element)
         left = left_by_recompute(works, self.config.activation)
-        known: dict[tuple[int, float], Unit] = {}
+        known: dict[tuple[int, int], Unit] = {}
         layers = []
         for work, remaining, layer in zip(works, left, layer_specs(spec)):
-            key = id(work), remaining.saved
+            key = id(work), id(remaining)  # of layers that are equal, and keep the same
             if key not in known:
                 known[key] = self._layer(work, remaining, layer.attention)
             layers.append(known[key])
