@@ -250,6 +250,7 @@ COMPILED = [
     for layout in (
         {"compile": "graphs", "cp": 2, "stage": 3, "recompute": "tiles", "loss": "tile"},
         {"compile": "graphs", "tp": 2, "recompute": "selective", "attention": "documents"},
+        {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "layers"},
         {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "budget", "offload": True},
         {"compile": "kernels", "pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
     )
@@ -319,6 +320,7 @@ def cases(processes: int, compiled: bool) -> list[Case]:
             for recompute in FACTORS["recompute"]
             if recompute != "tiles"
         ]
+        chosen += [case | {"recompute": "layers", "bits": True} for case in RECOMPUTED[1:4]]
         chosen += COMPILED if compiled else []
     if processes == 4:
         chosen.append(PLAIN | {"dp": 2, "tp": 2, "stage": 1, "precision": "fp16", "overflow": True})

@@ -14,7 +14,7 @@ from trainer.config import registry
 from trainer.config.model import LayerSpec, ModelSpec
 from trainer.planning.cost.flops import attention_flops, product_flops, seen_keys
 from trainer.planning.cost.parameters import by_value, head, layer_specs, layer_table
-from trainer.planning.cost.saved import ALL, Entry, saved_in
+from trainer.planning.cost.saved import ALL, Entry, by_layer, saved_in
 from trainer.planning.cost.stages import LayerCosts
 
 if TYPE_CHECKING:
@@ -246,12 +246,13 @@ class Remaining(NamedTuple):
 def left_by_recompute(layers: Sequence[LayerWork], config: ActivationConfig | None) -> list[Remaining]:
     """What a recompute policy leaves of each layer of a model."""
     known: dict[tuple[int, object], Remaining] = {}
-    left = []
+    left, varied = [], config is not None and by_layer(config.save)
     for index, layer in enumerate(layers):
         # Equal layers share one `LayerWork`; patterns on modules may name single layers, and so may what is saved.
         rule: object = None
         if config is not None:
-            rule = index if config.modules else (index % config.every, saved_in(config.save, index))
+            entries = saved_in(config.save, index) if varied else ()
+            rule = index if config.modules else (index % config.every, entries)
         key = id(layer), rule
         if key not in known:
             known[key] = recomputed(layer, index, config)

@@ -99,11 +99,6 @@ def peaks(config: Config, layout: Layout, lowered: bool = True, once: bool = Fal
     return [_Replay(model, rank, programs[rank]).peak() for rank in range(schedule.ranks)]
 
 
-def held_by_layers(config: Config, layout: Layout) -> tuple[float, ...]:
-    """Bytes that each layer holds of a micro-batch, from its forward pass to its backward pass."""
-    return _Model(config, layout, once=False, feedback=0).activation[1:-1]
-
-
 def replays(plan: Plan) -> bool:
     """Whether `peaks` counts what the plan's engine holds: DeepSpeed reduces in buffers of its own."""
     return plan.engine == "torch"

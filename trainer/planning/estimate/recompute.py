@@ -18,15 +18,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import combinations
-from operator import attrgetter
-from typing import NamedTuple
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.planning.cost.layers import LayerWork, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES
 from trainer.planning.cost.saved import ALL, entries_of
-from trainer.planning.estimate.memory import held_by_layers, peaks
+from trainer.planning.estimate.memory import FRAGMENTS, peaks
 from trainer.planning.estimate.pace import Pace
 from trainer.planning.estimate.seconds import step_terms
 from trainer.planning.estimate.timing import time_units
@@ -40,8 +40,8 @@ Kept = tuple[str, ...]
 EQUAL = 2e-3
 """Of the seconds of a rank's layers: a choice that saves less is worth neither memory nor another graph to compile."""
 
-POINTS = 2048
-"""Choices of a rank that are looked at, evenly over its bytes where there are more."""
+POINTS = 256
+"""Choices of some layers that are combined with those of others, evenly over all where there are more."""
 
 ROUNDS = 4
 """How often layers are dealt to stages anew after a choice."""
@@ -75,7 +75,7 @@ class Decided(NamedTuple):
 
 
 def decide(config: Config, layout: Layout, hardware: HardwareConfig, limit: float, once: bool) -> Decided:
-    """The fastest choice whose predicted peak is at most `limit` bytes, or else the one with the smallest peak.
+    """The fastest choice whose predicted peak is at most `limit` bytes, or else the one that recomputes all.
 
     once: whether gradients are reduced once a step whatever the ZeRO stage."""
     found: list[Decided] = []
@@ -85,10 +85,11 @@ def decide(config: Config, layout: Layout, hardware: HardwareConfig, limit: floa
         if found[-1].layout.pipeline == layout.pipeline:
             break
         layout = found[-1].layout  # the choice has moved layers to other stages
+    nothing = decided(uniform(config, ()), layout, hardware, once)
+    found.append(nothing)
     if layout.plan.pp > 1:  # where the slowest stage counts, not the sum of all
-        found += [decided(uniform(config, kept), layout, hardware, once) for kept in ((), (ALL,))]
-    fitting = [one for one in found if one.peak <= limit]
-    return min(fitting, key=lambda one: one.seconds) if fitting else min(found, key=lambda one: one.peak)
+        found.append(decided(uniform(config, (ALL,)), layout, hardware, once))
+    return min((one for one in found if one.peak <= limit), key=lambda one: one.seconds, default=nothing)
 
 
 def decided(config: Config, layout: Layout, hardware: HardwareConfig, once: bool) -> Decided:
@@ -143,14 +144,15 @@ class _Table:
     def of(self, kept: Kept) -> tuple[list[float], tuple[float, ...]]:
         """Seconds of a step and bytes of a micro-batch, of each layer where all keep the same."""
         if kept not in self.known:
-            config, microbatches = uniform(self.config, kept), self.layout.pipeline.schedule.microbatches
+            timing = time_units(uniform(self.config, kept), self.layout, self.hardware)
+            microbatches = self.layout.pipeline.schedule.microbatches
             seconds = [
                 microbatches * sum(sum(terms.values()) for terms in (unit.forward, unit.input, unit.weight))
                 + unit.gather
                 + unit.reduce
-                for unit in time_units(config, self.layout, self.hardware).units[1:-1]
+                for unit in timing.units[1:-1]
             ]
-            self.known[kept] = seconds, held_by_layers(config, self.layout)
+            self.known[kept] = seconds, timing.costs.activation[1:-1]
         return self.known[kept]
 
     def ladder(self, work: LayerWork, layer: int) -> Iterator[Kept]:
@@ -160,7 +162,7 @@ class _Table:
             faster, larger = self.of((name,))
             if name in work.needed and faster[layer] < seconds[layer] and larger[layer] > sizes[layer]:
                 gains[name] = (seconds[layer] - faster[layer]) / (larger[layer] - sizes[layer])
-        order = sorted(gains, key=lambda name: -float(f"{gains[name]:.2e}"))
+        order = sorted(gains, key=lambda name: -float(f"{gains[name]:.2e}"))  # of equal ones the first
         rungs = [tuple(order[:count]) for count in range(len(order) + 1)]
         fastest = float("inf")
         for kept in sorted([*rungs, (ALL,)], key=lambda kept: self.of(kept)[1][layer]):
@@ -168,20 +170,24 @@ class _Table:
                 fastest = self.of(kept)[0][layer]
                 yield kept
 
-    def groups(self, layers: range, flight: float) -> Iterator[list[Point]]:
+    def groups(self, layers: range, flight: int) -> Iterator[list[Point]]:
         """The choices of the layers of a stage, of which `flight` micro-batches are held, for each kind of layer."""
         for kind, members in self.kinds.items():
             if mine := tuple(layer for layer in members if layer in layers):
                 rungs = self.ladders[kind]
                 shares = [Share(mine, *both, count) for both in combinations(rungs, 2) for count in range(len(mine))]
-                yield [self.point(share, flight) for share in (*shares, Share(mine, rungs[-1], rungs[-1], 0))]
+                shares.append(Share(mine, rungs[-1], rungs[-1], 0))
+                yield [self.point(share, flight, layers.stop - 1 in mine) for share in shares]
 
-    def point(self, share: Share, flight: float) -> Point:
+    def point(self, share: Share, flight: int, last: bool) -> Point:
+        """last: whether the stage's last layer is among them. At the fullest moment, when its backward pass begins, all
+        of it is there, whether it was kept or is computed again."""
         layers, less, more, count = share
         counts, some = (len(layers) - count, count), [self.of(kept) for kept in (less, more)]
         seconds = sum(number * seconds[layers[0]] for number, (seconds, _) in zip(counts, some))
         size = sum(number * sizes[layers[0]] for number, (_, sizes) in zip(counts, some))
-        return Point(flight * size, seconds, (share,))
+        latest = some[count > 0][1][layers[-1]] * last
+        return Point((1 + FRAGMENTS) * flight * size - latest, seconds, (share,))
 
     def settings(self, points: Iterable[Point]) -> Config:
         """The configuration of one choice of each rank."""
@@ -197,21 +203,25 @@ def front(groups: Iterable[Iterable[list[Point]]]) -> list[Point]:
     smallest to the fastest."""
 
     def joined(one: list[Point], other: list[Point]) -> list[Point]:
-        pairs = (Point(a.size + b.size, a.seconds + b.seconds, a.shares + b.shares) for a in one for b in other)
-        return best(pairs)
+        pairs = [(a.size + b.size, a.seconds + b.seconds, (a, b)) for a in few(one) for b in few(other)]
+        return [Point(size, seconds, a.shares + b.shares) for size, seconds, (a, b) in best(pairs)]
 
     return reduce(joined, (best(group) for stage in groups for group in stage))
 
 
-def best(points: Iterable[Point]) -> list[Point]:
-    """Those of which no other is both smaller and faster, by size."""
-    found: list[Point] = []
-    for point in sorted(points, key=lambda point: point[:2]):
-        if not found or point.seconds < found[-1].seconds:
+def best(points: Iterable[Any]) -> list[Any]:
+    """Those of which no other is both smaller and faster, by size. points: tuples that begin with both."""
+    found: list[Any] = []
+    for point in sorted(points, key=itemgetter(0, 1)):
+        if not found or point[1] < found[-1][1]:
             found.append(point)
-    if len(found) <= POINTS:
-        return found
-    return [found[place * (len(found) - 1) // (POINTS - 1)] for place in range(POINTS)]
+    return found
+
+
+def few(points: list[Point]) -> list[Point]:
+    """At most `POINTS` of them."""
+    last = len(points) - 1
+    return points if last < POINTS else [points[place * last // (POINTS - 1)] for place in range(POINTS)]
 
 
 def simplest(points: list[Point]) -> Point:
