@@ -249,8 +249,7 @@ COMPILED = [
     PLAIN | layout
     for layout in (
         {"compile": "graphs", "cp": 2, "stage": 3, "recompute": "tiles", "loss": "tile"},
-        {"compile": "graphs", "tp": 2, "recompute": "selective", "attention": "documents"},
-        {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "layers"},
+        {"compile": "graphs", "tp": 2, "recompute": "layers", "attention": "documents"},
         {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "budget", "offload": True},
         {"compile": "kernels", "pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
     )

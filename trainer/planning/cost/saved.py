@@ -65,7 +65,7 @@ def problems(save: Sequence[str], depth: int | None = None) -> Iterator[str]:
 def saved_in(save: Sequence[str], layer: int) -> tuple[Entry, ...]:
     """The entries that hold for a layer, as entries for every layer: equal where two layers keep the same."""
     entries = (parse(entry) for entry in save)
-    return tuple(entry._replace(layers=None) for entry in entries if entry.layers is None or layer in entry.layers)
+    return tuple(Entry(name, every, None) for name, every, layers in entries if layers is None or layer in layers)
 
 
 def by_layer(save: Sequence[str]) -> bool:

@@ -48,12 +48,12 @@ ROUNDS = 4
 
 
 class Share(NamedTuple):
-    """What equal layers of a stage keep: the last `count` of them `more`, the others `less`."""
+    """What equal layers of a stage keep: the last `late` of them `more`, the others `less`."""
 
     layers: tuple[int, ...]
     less: Kept
     more: Kept
-    count: int
+    late: int
 
 
 class Point(NamedTuple):
@@ -175,25 +175,25 @@ class _Table:
         for kind, members in self.kinds.items():
             if mine := tuple(layer for layer in members if layer in layers):
                 rungs = self.ladders[kind]
-                shares = [Share(mine, *both, count) for both in combinations(rungs, 2) for count in range(len(mine))]
+                shares = [Share(mine, *both, late) for both in combinations(rungs, 2) for late in range(len(mine))]
                 shares.append(Share(mine, rungs[-1], rungs[-1], 0))
                 yield [self.point(share, flight, layers.stop - 1 in mine) for share in shares]
 
     def point(self, share: Share, flight: int, last: bool) -> Point:
         """last: whether the stage's last layer is among them. At the fullest moment, when its backward pass begins, all
         of it is there, whether it was kept or is computed again."""
-        layers, less, more, count = share
-        counts, some = (len(layers) - count, count), [self.of(kept) for kept in (less, more)]
+        layers, less, more, late = share
+        counts, some = (len(layers) - late, late), [self.of(kept) for kept in (less, more)]
         seconds = sum(number * seconds[layers[0]] for number, (seconds, _) in zip(counts, some))
         size = sum(number * sizes[layers[0]] for number, (_, sizes) in zip(counts, some))
-        latest = some[count > 0][1][layers[-1]] * last
+        latest = some[late > 0][1][layers[-1]] * last
         return Point((1 + FRAGMENTS) * flight * size - latest, seconds, (share,))
 
     def settings(self, points: Iterable[Point]) -> Config:
         """The configuration of one choice of each rank."""
         kept: dict[int, Kept] = {}
-        for layers, less, more, count in (share for point in points for share in point.shares):
-            first = len(layers) - count
+        for layers, less, more, late in (share for point in points for share in point.shares):
+            first = len(layers) - late
             kept |= dict.fromkeys(layers[:first], less) | dict.fromkeys(layers[first:], more)
         return with_kept(self.config, [kept[layer] for layer in range(len(self.works))], self.order)
 
@@ -228,7 +228,7 @@ def simplest(points: list[Point]) -> Point:
     """Of those that take as long as the last, but for `EQUAL`, the one with fewest kinds of layers, then fewest bytes.
     points: as `front` has them."""
     equal = [point for point in points if point.seconds <= (1 + EQUAL) * points[-1].seconds]
-    return min(equal, key=lambda point: (sum(1 + bool(share.count) for share in point.shares), point.size))
+    return min(equal, key=lambda point: (sum(1 + bool(share.late) for share in point.shares), point.size))
 
 
 def in_flight(layout: Layout) -> dict[int, int]:
@@ -265,8 +265,13 @@ def with_kept(config: Config, kept: Sequence[Kept], order: Sequence[str]) -> Con
     return _with(config, mode="selective", save=entries_of(kept, order))
 
 
-def _with(config: Config, **changes: object) -> Config:
-    """The configuration with another section `activation`, in which nothing is left to choose."""
+def with_section(config: Config, section: str, **values: Any) -> Config:
+    """The configuration with other values in one section."""
     changed = copy.copy(config)
-    changed.activation = replace(config.activation, **changes, memory=None, hardware=None)
+    setattr(changed, section, replace(getattr(config, section), **values))
     return changed
+
+
+def _with(config: Config, **values: Any) -> Config:
+    """The configuration with nothing left to choose in its section `activation`."""
+    return with_section(config, "activation", **values, memory=None, hardware=None)

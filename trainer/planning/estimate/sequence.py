@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from trainer.config import ActivationConfig, Config
 from trainer.config.hardware import HardwareConfig
 from trainer.planning.estimate.memory import Peak, peaks, replays
-from trainer.planning.estimate.recompute import Decided, decide
+from trainer.planning.estimate.recompute import Decided, decide, with_section
 from trainer.planning.gradient_comm import reduces_once
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.resolve import Layout
@@ -97,22 +97,16 @@ def choices(config: Config, tokens: float) -> Iterator[Config]:
     yield chosen
     activation = config.activation
     if config.loss.tile is None and tokens > TILE:
-        chosen = _with(chosen, "loss", tile=TILE)
+        chosen = with_section(chosen, "loss", tile=TILE)
         yield chosen
     more: list[dict[str, object]] = []
     if activation.tile is None and tokens > TILE and activation.mode != "budget" and not activation.modules:
         more.append({"tile": TILE})
     if activation.offload is None and activation.mode in ("full", "selective", "auto") and not activation.modules:
         more.append({"offload": True})
-    yield from (_with(chosen, "activation", **values) for values in more)
+    yield from (with_section(chosen, "activation", **values) for values in more)
     if len(more) > 1:
-        yield _with(chosen, "activation", **{name: value for values in more for name, value in values.items()})
-
-
-def _with(config: Config, section: str, **values: object) -> Config:
-    changed = copy.copy(config)
-    setattr(changed, section, replace(getattr(config, section), **values))
-    return changed
+        yield with_section(chosen, "activation", **{name: value for values in more for name, value in values.items()})
 
 
 def _layout(config: Config, layout: Layout) -> Layout:
