@@ -241,7 +241,7 @@ def test_entries_name_what_each_layer_keeps(kept):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"activation__mode": "auto", "activation__save": ["matmul"]}, "activation.save=['matmul']"),
+        ({"activation__mode": "auto", "activation__save": ["matmul"]}, "activation.save=[matmul]"),
         ({"activation__mode": "auto", "activation__modules": ["*.attention"]}, "activation.modules="),
         ({"activation__mode": "auto", "activation__every": 2}, "activation.every=2"),
         ({"activation__mode": "auto", "parallel__zero__engine": "deepspeed"}, "activation.mode=auto: the memory of"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from support.estimates import h200, shipped
 from support.estimates import settings as configured
@@ -89,3 +90,24 @@ def test_the_rank_with_least_free_memory_decides_for_all():
     kept = [undecided.settle(free)[0].activation.save for free in ((), (139 * GIB,) * 2, (139 * GIB, 110 * GIB))]
     assert kept[0] == kept[1] == ["attention", "attention.*", "feed_forward.gate", "feed_forward.up"]
     assert kept[2] != kept[1] and kept[2] == undecided.settle([110 * GIB] * 2)[0].activation.save
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_cuda_no_more_is_reserved_than_may_be(tmp_path, cache):
+    """Between what the uniform modes take, and the allocator tries once."""
+    big = {"model.width": 1024, "model.depth": 8, "model.attention.heads": 16, "model.attention.kv_heads": 16}
+    big |= {"model.attention.head_dim": 64, "model.feed_forward.width": 4096, "batch.sequence_length": 2048}
+    big |= {"run.device": "cuda", "precision": "bf16", "batch.micro_size": 8, "loss.tile": 0, "activation.tile": 0}
+    plain = composed(tmp_path / "plain", cache, **big)
+    least, most = peak(plain, "full"), peak(plain, "none")
+    for share in (0.3, 0.7):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before, limit = torch.cuda.memory_reserved(), least + share * (most - least)
+        tries = torch.cuda.memory_stats()["num_alloc_retries"]
+        auto = {"activation": "auto", "activation.memory": limit}
+        assert trainer.run(composed(tmp_path / f"{share}", cache, **big, **auto)).code == 0
+        written = yaml.safe_load((tmp_path / f"{share}" / "config.yaml").read_text())["activation"]
+        assert written["mode"] == "selective"
+        assert torch.cuda.max_memory_reserved() - before <= 1.05 * limit * GIB
+        assert torch.cuda.memory_stats()["num_alloc_retries"] == tries

@@ -41,6 +41,8 @@ ALIASES = {
 def apply_recompute(model: Stage, config: ActivationConfig, backend: type[TensorGroup] = TensorGroup) -> None:
     """Sets the recompute of every layer of a model or of a stage of it; settings are taken as checked. backend: what
     tensor-parallel ranks communicate by, whose reductions selective recompute keeps too."""
+    if config.mode == "auto":
+        raise ValueError("activation.mode=auto has not been decided")
     functorch.activation_memory_budget = config.budget if config.mode == "budget" else 1.0
     for layer in model.layers.values():
         layer.tile = config.tile or 0

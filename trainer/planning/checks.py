@@ -177,8 +177,9 @@ def _recompute(config: Config) -> Iterator[str]:
         for name in ("save", "modules", "every"):
             if (value := getattr(activation, name)) != getattr(unset, name):
                 yield (
-                    f"activation.{name}={value}: activation.mode=auto chooses by itself what is recomputed; leave it "
-                    "out, or set activation.mode=selective"
+                    f"activation.{name}={shown(value)}: activation.mode=auto chooses by itself what is recomputed; "
+                    f"leave it out (set activation.{name}={shown(getattr(unset, name))} where a recipe has it), or set "
+                    "activation.mode=selective"
                 )
     elif activation.hardware is not None:
         yield (
@@ -191,6 +192,11 @@ def _recompute(config: Config) -> Iterator[str]:
             f"activation.memory={activation.memory:g} leaves nothing to decide: activation.mode, activation.tile, "
             "activation.offload and loss.tile are all given; leave it out, or set activation=auto"
         )
+
+
+def shown(value: object) -> str:
+    """As on a command line."""
+    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
 
 
 def _long_sequences(config: Config) -> Iterator[str]:
