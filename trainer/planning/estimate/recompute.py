@@ -183,10 +183,12 @@ class _Table:
         """last: whether the stage's last layer is among them. At the fullest moment, when its backward pass begins, all
         of it is there, whether it was kept or is computed again."""
         layers, less, more, late = share
-        counts, some = (len(layers) - late, late), [self.of(kept) for kept in (less, more)]
-        seconds = sum(number * seconds[layers[0]] for number, (seconds, _) in zip(counts, some))
-        size = sum(number * sizes[layers[0]] for number, (_, sizes) in zip(counts, some))
-        latest = some[late > 0][1][layers[-1]] * last
+        first, (some, others) = len(layers) - late, (self.of(less), self.of(more))
+        seconds, size = (
+            sum(one[layer] for layer in layers[:first]) + sum(other[layer] for layer in layers[first:])
+            for one, other in zip(some, others)
+        )
+        latest = (others if late else some)[1][layers[-1]] * last
         return Point((1 + FRAGMENTS) * flight * size - latest, seconds, (share,))
 
     def settings(self, points: Iterable[Point]) -> Config:
