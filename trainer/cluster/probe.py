@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from trainer.cluster.device import DeviceProbe
 from trainer.cluster.links import LinkProbe, axes
-from trainer.config import Config
+from trainer.config import Config, Float8Config
 from trainer.config.hardware import HardwareConfig
 from trainer.distributed.world import World, join, local_device
 from trainer.observe.report import device_name
@@ -38,6 +39,8 @@ def probe(
     `ConfigError` before it measures."""
     device = local_device(config.run)
     check_compiler(config, device)
+    # What fp8 reaches is not measured.
+    config = replace(config, precision=replace(config.precision, float8=Float8Config()))
     known = known or load_hardware(shipped_for(device_name(device)))
     joined = dist.is_initialized()
     world = join(layout.plan.mesh, device, 600.0, layout.plan.cp)

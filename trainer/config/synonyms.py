@@ -51,6 +51,7 @@ _NAMES = {
     "precision.reduce": "communication_data_type grad_reduce_in_bf16 mixed_precision_reduce",
     "precision.loss_scale": "initial_loss_scale",
     "precision.growth_interval": "loss_scale_window",
+    "precision.float8.recipe": "fp8 float8 fp8_recipe float8_recipe_name fp8_format",
     "compile": "torch_compile",
     "checkpoint.every": "save_steps save_interval save_every save_freq checkpoint_interval",
     "checkpoint.keep_every": "save_retain_interval",

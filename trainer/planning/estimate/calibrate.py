@@ -141,7 +141,7 @@ def calibrate(measured: Measurements, config: Config, base: HardwareConfig) -> C
     found.kernel, found.launch = measured.kernel * 1e6, measured.launch * 1e6
     found.achieved.hidden = base.achieved.hidden if measured.hidden is None else measured.hidden
     errors = _fit_device(found, measured, config, published)
-    kept = ["bandwidth"] * published + ["achieved.hidden"] * (measured.hidden is None)
+    kept = ["bandwidth"] * published + ["achieved.float8"] + ["achieved.hidden"] * (measured.hidden is None)
     for place, link in (("node", found.node), ("network", found.network)):
         if sent := [one for one in measured.sent if one.place == place]:
             errors += _fill_link(link, sent, published)
