@@ -85,7 +85,6 @@ ABSENT = {
     **dict.fromkeys(("early_stopping", "patience"), "a callback can end a run: docs/extending.md has one"),
     "rampup_batch_size": "the global batch is the same in every step",
     "label_smoothing_factor": "there is no label smoothing",
-    "fp8": "nothing computes in fp8; parallel.grad_comm can send gradients in it",
 }
 """Name elsewhere -> what is true here, where there is no such setting."""
 

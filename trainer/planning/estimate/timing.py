@@ -189,8 +189,10 @@ class _Timer:
         tokens, pace = self.tokens, self.pace
 
         def products_of(narrow: frozenset[str]) -> dict[str, float]:
-            shapes = work.shapes.items()
-            return {name: self._product(tokens * work.flops[name], *shape, name in narrow) for name, shape in shapes}
+            return {
+                name: self._product(tokens * work.flops[name], rows, columns, name in narrow)
+                for name, (rows, columns) in work.shapes.items()
+            }
 
         products = products_of(float8)
         wide = self.config.precision.float8.recipe == "rowwise_with_gw_hp"
