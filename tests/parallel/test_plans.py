@@ -80,7 +80,7 @@ def test_first_gradients_in_fp8_are_those_of_one_process_in_fp8(world, measured)
     assert len(results) >= {2: 4, 4: 2}[world]
     for result in results:
         loss, norm, gradient, where = result["errors"]["steps"][0]
-        assert loss < 1e-6 and norm < 2e-4 and gradient < 3e-2, (result["plan"], where)
+        assert loss < 1e-6 and norm < 5e-4 and gradient < 5e-2, (result["plan"], where)
 
 
 def test_muon_updates_whole_matrices_bit_by_bit(measured):

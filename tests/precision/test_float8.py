@@ -209,6 +209,18 @@ def test_predicted_steps_are_faster():
         estimated(config, 8, load_hardware("a100"))
 
 
+def test_layers_that_share_an_input_may_differ():
+    batch = random_batch(0, 2, 16, SPEC.vocab_size, False)
+    losses = []
+    for linears in ([], ["*.attention.q"], ["*.attention.[qkv]"]):
+        model = model_of(Float8Config("rowwise", linears, 0))
+        objective, _ = model(batch.tokens, batch.targets)
+        objective.backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+        losses.append(objective.item())
+    assert len(set(losses)) == 3 and losses == pytest.approx([losses[0]] * 3, rel=1e-2)
+
+
 FP8 = ["precision=fp8", "model=llama3_8b"]
 REFUSED = [
     (["precision.compute=fp16"], ["precision.compute=fp16", "precision.compute=bf16"]),

@@ -50,14 +50,13 @@ def quantise(x: Tensor, summed: int, dtype: torch.dtype, rowwise: bool) -> tuple
     x: [rows, n], or [n, rows] with summed=0. Returns [rows, n], row-major, and in fp32 [rows, 1], or a scalar for all
     rows."""
     largest = x.abs().amax(summed, keepdim=True) if rowwise else x.abs().amax()
-    scale = torch.finfo(dtype).max / largest.float().clamp(min=SMALLEST)
+    # In fp64, since compiled divisions in fp32 round otherwise than eager ones.
+    scale = (torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float()
     if rowwise:
         scale = (scale.view(torch.int32) & EXPONENT).view(torch.float32)
-    if (
-        summed == 0
-    ):  # before the cast: the compiler would keep fp8 copies of all weights for backward, not make them anew
+    if summed == 0:
         x, scale = x.t(), scale.t()
-    return (x.float() * scale).to(dtype).contiguous(), scale.reciprocal()
+    return (x.float() * scale).to(dtype).contiguous(), scale.double().reciprocal().float()
 
 
 def emulated(left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
