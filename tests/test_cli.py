@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import trainer
+import trainer.training
 from trainer import cli, command, torchrun
 from trainer.config import ConfigError, SourceConfig
 from trainer.sweep.slurm import SCRIPT

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from trainer.config import ConfigError
 
 ALL = "all"
-MATMULS = ("matmul", "aten.mm", "aten.addmm", "aten.bmm")
+MATMULS = ("matmul", "aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm")
 """Names that mean every product of a layer."""
 
 FORM = re.compile(r"(?P<name>[^/@\s]+)(/(?P<every>[1-9]\d*))?(@(?P<first>\d+)(-(?P<last>\d+)(/(?P<step>[1-9]\d*))?)?)?")

@@ -138,7 +138,8 @@ class _Table:
             self.kinds[id(work)].append(layer)
         self.order = [*dict.fromkeys(name for work in self.works for name in ("attention", *work.flops)), ALL]
         self.ladders = {
-            kind: list(self.ladder(self.works[layers[0]], layers[0])) for kind, layers in self.kinds.items()
+            kind: list(self.ladder(self.works[layers[0]], layers[len(layers) // 2]))
+            for kind, layers in self.kinds.items()
         }
 
     def of(self, kept: Kept) -> tuple[list[float], tuple[float, ...]]:
