@@ -30,9 +30,13 @@ class Entry(NamedTuple):
 
     def products(self, names: Sequence[str]) -> list[str]:
         """Of a layer's products, in the order in which they run, those that are kept."""
-        if self.name in MATMULS:
-            return list(names[self.every - 1 :: self.every])
-        return [name for name in names if fnmatchcase(name, self.name)][self.every - 1 :: self.every]
+        return matched(self.name, tuple(names))[self.every - 1 :: self.every]
+
+
+@lru_cache(4096)
+def matched(name: str, products: tuple[str, ...]) -> list[str]:
+    """The products of a layer that a name means."""
+    return [product for product in products if name in MATMULS or fnmatchcase(product, name)]
 
 
 @lru_cache(4096)

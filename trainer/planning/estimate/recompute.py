@@ -40,10 +40,10 @@ Kept = tuple[str, ...]
 EQUAL = 2e-3
 """Of the seconds of a rank's layers: a choice that saves less is worth neither memory nor another graph to compile."""
 
-POINTS = 256
+POINTS = 64
 """Choices of some layers that are combined with those of others, evenly over all where there are more."""
 
-ROUNDS = 4
+ROUNDS = 3
 """How often layers are dealt to stages anew after a choice."""
 
 
@@ -78,18 +78,20 @@ def decide(config: Config, layout: Layout, hardware: HardwareConfig, limit: floa
     """The fastest choice whose predicted peak is at most `limit` bytes, or else the one that recomputes all.
 
     once: whether gradients are reduced once a step whatever the ZeRO stage."""
-    found: list[Decided] = []
+    everything = decided(uniform(config, (ALL,)), layout, hardware, once)
+    if everything.peak <= limit:
+        return everything
+    nothing = decided(uniform(config, ()), layout, hardware, once)
+    if nothing.peak > limit:
+        return nothing
+    found = [nothing]
     for _ in range(ROUNDS if layout.plan.pp > 1 else 1):
         chosen = choose(config, layout, hardware, limit, once)
         found.append(decided(chosen, layout, hardware, once))
         if found[-1].layout.pipeline == layout.pipeline:
             break
         layout = found[-1].layout  # the choice has moved layers to other stages
-    nothing = decided(uniform(config, ()), layout, hardware, once)
-    found.append(nothing)
-    if layout.plan.pp > 1:  # where the slowest stage counts, not the sum of all
-        found.append(decided(uniform(config, (ALL,)), layout, hardware, once))
-    return min((one for one in found if one.peak <= limit), key=lambda one: one.seconds, default=nothing)
+    return min((one for one in found if one.peak <= limit), key=lambda one: one.seconds)
 
 
 def decided(config: Config, layout: Layout, hardware: HardwareConfig, once: bool) -> Decided:
