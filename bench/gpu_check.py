@@ -63,6 +63,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         "tests/observe/test_observe.py",
         "tests/observe/test_hardware_samples.py",
         "tests/data/test_batches.py",
+        "tests/training/test_room.py",
         "tests/training/test_step.py",
         "tests/model/test_tiles.py",
         "-k",
@@ -70,6 +71,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         "-p",
         "no:cacheprovider",
     ]
+    mixed = "activation.save=[attention,attention.*@2-3,all@4-5]"
     small_gemma = [
         *(
             "model=gemma2_2b",
@@ -96,6 +98,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         run("demo"),
         *(run(name, f"parallel={name}") for name in ("pp2_zbv", "pp2_auto") if gpus % 2 == 0),
         run("compiled", "compile=true", "precision=bf16", "activation=selective"),
+        run("recompute", "compile=true", "precision=bf16", "activation=selective", mixed),
         run("fp8", "compile=true", "precision=fp8", "precision.float8.ends=0", "activation=selective"),
         *(
             run(f"fp8_{name}", f"parallel={name}", "precision=fp8", "precision.float8.ends=0", "compile=true")

@@ -33,8 +33,11 @@ from trainer.planning.batch import BatchPlan
 from trainer.planning.cost import flops as cost
 from trainer.planning.cost.devices import peak_flops
 from trainer.planning.pipeline import Pipeline, resolve_pipeline
-from trainer.planning.plan import resolve_plan
+from trainer.planning.plan import node_size, resolve_plan
+from trainer.planning.resolve import Layout
 from trainer.training.auto_schedule import Auto
+from trainer.training.room import Undecided, free_memory
+from trainer.training.session import memory_of
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 
@@ -81,6 +84,12 @@ def main() -> None:
     pipeline = resolve_pipeline(config, spec, plan, batch)
     torch.set_float32_matmul_precision(config.precision.matmul)
     world, started = join(plan.mesh, device, cp=plan.cp), time.perf_counter()
+    undecided = Undecided.of(
+        config, Layout(spec, plan, batch, pipeline), memory_of(device), node_size(world_size), device
+    )
+    free = world.gather(free_memory(device))
+    config, layout = undecided.settle(free)
+    chosen, pipeline = undecided.explain(config, layout, free), layout.pipeline
     state = TrainState.build(config, spec, plan, pipeline, world)
     built = time.perf_counter() - started
     config.batch.micro_size, config.batch.accumulation = micro, accumulation  # given: auto keeps them
@@ -127,6 +136,7 @@ def main() -> None:
         "parameters": cost.parameter_counts(spec)["total"],
         "host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
         "built": round(built, 1),
+        "chosen": chosen,
         "settings": changes,
     }
     if plan.pp > 1:
@@ -155,6 +165,7 @@ def main() -> None:
             "mfu_full": round(full * speed / peak, 4),
             "peak_gib": round(memory[0].item(), 2),
             "reserved_gib": round(memory[1].item(), 2),
+            "retries": torch.cuda.memory_stats()["num_alloc_retries"],
             "shares": shares,
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,

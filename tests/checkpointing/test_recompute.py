@@ -31,7 +31,7 @@ class Operations(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def backward(compile: bool = False, depth: int = 3, **settings):
+def backward(compile: str = "", depth: int = 3, **settings):
     """Gradients of a tiny model, and the operators that its backward pass ran."""
     spec = tiny_spec(depth=depth)
     spec.attention.bias = False
@@ -40,7 +40,7 @@ def backward(compile: bool = False, depth: int = 3, **settings):
     apply_recompute(model, ActivationConfig(**settings))
     if compile:
         for layer in model.layers.values():
-            layer.run = torch.compile(layer.run, dynamic=False)
+            layer.run = torch.compile(layer.run, dynamic=False, backend=compile)
     batch = random_batch(0, 2, 16, spec.vocab_size, False)
     objective, _ = model(batch.tokens, batch.targets)
     operations = Operations()
@@ -62,6 +62,9 @@ LAYERS, MATMULS = 3, 7  # a layer has q, k, v, o, gate, up, down
         (dict(mode="selective", save=["attention"]), 0, LAYERS * (MATMULS - 1)),
         (dict(mode="selective", save=["attention", "matmul/2"]), 0, LAYERS * 3),
         (dict(mode="selective", save=["aten.mm"], every=3), 1, 0),
+        (dict(mode="selective", save=["attention.*", "feed_forward.up"]), LAYERS, LAYERS),
+        (dict(mode="selective", save=["attention@0-2/2", "matmul@1", "all@2"]), 1, MATMULS - 1),
+        (dict(mode="selective", save=[]), LAYERS, LAYERS * (MATMULS - 1)),
         (dict(mode="selective", modules=["*.feed_forward"]), 0, LAYERS * 2),
         (dict(mode="selective", modules=["layers.0.attention", "layers.2.attention"]), 2, 2 * 3),
     ],
@@ -80,19 +83,27 @@ def test_recomputed_operations(settings, attention, matmuls):
 def test_compiled_budget_and_recompute_keep_gradients():
     reference, _ = backward(mode="none")
     for settings in (dict(mode="none"), dict(mode="full"), dict(mode="selective"), dict(mode="budget", budget=0.3)):
-        gradients, _ = backward(compile=True, **settings)
+        gradients, _ = backward(compile="inductor", **settings)
         for name in reference:
             torch.testing.assert_close(gradients[name], reference[name], rtol=1e-4, atol=1e-5)
 
 
-@needs_compiler
 @pytest.mark.parametrize(
-    "settings", [dict(mode="none"), dict(mode="full"), dict(mode="selective", modules=["*.feed_forward"])]
+    "settings",
+    [
+        dict(mode="none"),
+        dict(mode="full"),
+        dict(mode="selective", modules=["*.feed_forward"]),
+        dict(mode="selective", save=["attention", "attention.*@5-9", "feed_forward.up@5-9"]),
+    ],
 )
 def test_layers_of_one_kind_share_one_compiled_graph(settings):
     torch._dynamo.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    backward(compile=True, depth=10, **settings)
+    reference, _ = backward(mode="none", depth=10)
+    gradients, _ = backward(compile="aot_eager", depth=10, **settings)
+    for name in reference:
+        torch.testing.assert_close(gradients[name], reference[name], rtol=1e-4, atol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 2
 
 
@@ -102,6 +113,8 @@ def test_layers_of_one_kind_share_one_compiled_graph(settings):
         (dict(save=["atention"]), "activation.save: 'atention'"),
         (dict(save=["matmul/x"]), "'matmul/x' names no operation"),
         (dict(save=["aten.nothing"]), "aten.nothing"),
+        (dict(save=["attention.z"]), "'attention.z' names no operation"),
+        (dict(save=["matmul@0-9"]), "'matmul@0-9' names layers that are not there"),
         (dict(modules=["*.feedforward"]), "activation.modules=['*.feedforward']"),
     ],
 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+from math import inf
 
 import pytest
 import torch
-from support.estimates import shipped
+from support.estimates import h200, settings, shipped
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.checkpointing.activation import apply_recompute
@@ -16,12 +17,16 @@ from trainer.config.model import ModelSpec, NormSpec, RopeSpec
 from trainer.model.initial import initialize
 from trainer.model.transformer import Transformer
 from trainer.planning.cost.layers import layer_costs, left_by_recompute, model_work
+from trainer.planning.cost.saved import saved_in
+from trainer.planning.estimate.recompute import Decided, decide, decided
+from trainer.planning.resolve import resolve
 
 LENGTH, SEQUENCES, WIDTH = 32, 2, 64
 POLICIES = {
     "none": {},
     "full": {"mode": "full"},
     "attention and every second product": {"mode": "selective"},
+    "products by name": {"mode": "selective", "save": ["attention", "attention.*", "feed_forward.up"]},
     "feed-forward": {"mode": "selective", "modules": ["*.feed_forward"]},
     "feed-forward in tiles": {"tile": 16},
     "attention and every second product, in tiles": {"mode": "selective", "tile": 16},
@@ -45,12 +50,15 @@ def layer_of(name: str) -> ModelSpec:
 
 
 def held(model: Transformer) -> int:
-    """Bytes that a layer's forward pass has allocated and not freed. Its output stands for its input, of that size."""
+    """Bytes that the layers' forward pass has allocated and not freed. Its output stands for its input, of that
+    size."""
     x = torch.randn(SEQUENCES * LENGTH, WIDTH, requires_grad=True)
     gc.disable()  # what others left behind is freed before or after, not meanwhile
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            kept = model.layers["0"](x, (SEQUENCES, LENGTH), None, None)
+            kept = x
+            for layer in model.layers.values():
+                kept = layer(kept, (SEQUENCES, LENGTH), None, None)
     finally:
         gc.enable()
     assert kept.shape == x.shape
@@ -76,3 +84,30 @@ def test_layers_of_shipped_models_hold_what_is_planned(name):
             planned += tokens * 4 * WIDTH  # the output stands for no input here
         found[label] = planned / held(model)
     assert found == pytest.approx(dict.fromkeys(POLICIES, 1.0), abs=0.05)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.8])
+def test_what_auto_keeps_of_each_layer_is_what_is_planned(share):
+    """Of a limit between the predicted peaks of two uniform choices."""
+    spec = layer_of("llama3_8b")
+    spec.depth = 6
+
+    def choice(mode: str, limit: float = inf) -> Decided:
+        batch = {"batch__sequence_length": LENGTH, "batch__micro_size": SEQUENCES, "activation__tile": 0}
+        config = settings(spec, precision__compute="fp32", activation__mode=mode, **batch)
+        layout = resolve(config, 1, spec, 1)
+        return (
+            decide(config, layout, h200(), limit, once=False)
+            if mode == "auto"
+            else decided(config, layout, h200(), False)
+        )
+
+    least, most = choice("full").peak, choice("none").peak
+    chosen = choice("auto", least + share * (most - least)).config
+    costs = layer_costs(spec, LENGTH, SEQUENCES, 1, 1.0, recompute=chosen.activation, element_bytes=4)
+    model = Transformer(spec)
+    initialize(model, spec, 0, torch.device("cpu"))
+    apply_recompute(model, chosen.activation)
+    assert sum(costs.activation[1:-1]) / held(model) == pytest.approx(1.0, abs=0.05)
+    kinds = {saved_in(chosen.activation.save, layer) for layer in range(spec.depth)}
+    assert (chosen.activation.mode, len(kinds)) == (("full", 1) if share == 0 else ("selective", 2))

@@ -18,7 +18,8 @@ from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, Norm
 from trainer.planning.batch import resolve_batch
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.pace import Pace
-from trainer.planning.estimate.step import Estimate, estimate, step_terms
+from trainer.planning.estimate.seconds import step_terms
+from trainer.planning.estimate.step import Estimate, estimate
 from trainer.planning.estimate.timing import time_units
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import lay

@@ -333,6 +333,7 @@ def cases(processes: int, compiled: bool) -> list[Case]:
             for place, recompute in enumerate(("none", "full", "every2", "selective", "modules"))
             if recompute == "none" or (place + number) % 4 < 2
         ]
+        chosen += [case | {"recompute": "layers", "bits": True} for case in RECOMPUTED[1:4]]
         chosen += COMPILED if compiled else []
     if processes == 4:
         chosen.append(PLAIN | {"dp": 2, "tp": 2, "stage": 1, "precision": "fp16", "overflow": True})

@@ -76,6 +76,7 @@ RECOMPUTE = {
     "modules": {"mode": "selective", "modules": ["*.feed_forward"]},
     "budget": {"mode": "budget"},
     "tiles": {"mode": "selective", "tile": 7, "offload": True},
+    "layers": {"mode": "selective", "save": ["attention@1-2", "attention.*@1", "feed_forward.up@1-2", "all@0"]},
 }
 
 

@@ -6,6 +6,7 @@ with compilation (the compiler sees the marks and plans the recompute) and with 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
@@ -18,7 +19,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from trainer.checkpointing.host import HostStore
 from trainer.config import ActivationConfig, ConfigError
 from trainer.distributed.collectives import TensorGroup
+from trainer.model.axes import parameter_infos
 from trainer.model.stage import Stage
+from trainer.planning.cost.saved import ALL, MATMULS, Entry, problems, saved_in
 
 # No layer draws random numbers, so there is no generator state to keep for the second forward.
 recompute_all = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -38,26 +41,47 @@ ALIASES = {
 def apply_recompute(model: Stage, config: ActivationConfig, backend: type[TensorGroup] = TensorGroup) -> None:
     """Sets the recompute of every layer of a model or of a stage of it; settings are taken as checked. backend: what
     tensor-parallel ranks communicate by, whose reductions selective recompute keeps too."""
+    if config.mode == "auto":
+        raise ValueError("activation.mode=auto has not been decided")
     functorch.activation_memory_budget = config.budget if config.mode == "budget" else 1.0
     for layer in model.layers.values():
         layer.tile = config.tile or 0
     if config.mode in ("none", "budget"):
         return
-    layers = [layer for index, layer in model.layers.items() if int(index) % config.every == 0]
+    layers = {int(index): layer for index, layer in model.layers.items() if int(index) % config.every == 0}
     if config.mode == "selective" and config.modules:
-        for name, module in submodules(model, layers).items():
+        for name, module in submodules(model, list(layers.values())).items():
             if any(fnmatchcase(name, pattern) for pattern in config.modules):
                 module.__class__ = recomputed(type(module))
         return
-    policy = recompute_all
-    if config.mode == "selective":
-        operations = saved_operations(config.save) | {operator: ("reduction", 1) for operator in backend.reductions}
-        policy = partial(recompute_all, context_fn=partial(selective_contexts, operations))
+    policies: dict[
+        tuple, partial
+    ] = {}  # one object for all layers that keep the same: the compiler makes a graph of each
     store = HostStore() if config.offload else None
-    for number, layer in enumerate(layers):
-        layer.recompute = policy
+    for index, layer in layers.items():
+        entries = saved_in(config.save, index) if config.mode == "selective" else ()
+        if any(entry.name == ALL for entry in entries):
+            continue
+        names = products(layer)
+        if (entries, names) not in policies:
+            policies[entries, names] = policy_of(entries, names, backend)
+        layer.recompute = policies[entries, names]
         if store is not None:
-            layer.keep = partial(store.keep, number)
+            layer.keep = partial(store.keep, index)
+
+
+def policy_of(entries: Sequence[Entry], names: Sequence[str], backend: type[TensorGroup]) -> partial:
+    """How a layer with the products `names` is run, so that backward finds saved what entries of `activation.save`
+    keep."""
+    if not entries:
+        return recompute_all
+    rules: Rules = {}
+    for number, (operators, every, places) in enumerate(
+        [*(rule_of(entry, names) for entry in entries), reduced(backend)]
+    ):
+        for operator in operators:
+            rules[operator] = (*rules.get(operator, ()), (number, every, places))
+    return partial(recompute_all, context_fn=partial(selective_contexts, rules))
 
 
 def check_recompute(model: Stage, config: ActivationConfig) -> None:
@@ -70,7 +94,12 @@ def check_recompute(model: Stage, config: ActivationConfig) -> None:
     if config.mode != "selective":
         return
     if not config.modules:
-        saved_operations(config.save)
+        if found := list(problems(config.save, model.depth)):
+            raise ConfigError(found)
+        for index, layer in model.layers.items():
+            for entry in saved_in(config.save, int(index)):
+                if entry.name != ALL:
+                    rule_of(entry, products(layer))
         return
     inside = submodules(model, list(model.layers.values()))
     unmatched = [p for p in config.modules if not any(fnmatchcase(name, p) for name in inside)]
@@ -91,7 +120,10 @@ def recomputes_attention(model: Stage, config: ActivationConfig) -> bool:
     if config.mode == "selective" and config.modules:
         inside = submodules(model, list(model.layers.values()))
         return any(name.endswith(".attention") and fnmatchcase(name, p) for name in inside for p in config.modules)
-    return config.mode == "full" or config.mode == "selective" and "attention" not in config.save
+    if config.mode == "selective":
+        kept = [{entry.name for entry in saved_in(config.save, int(index))} for index in model.layers]
+        return any(not names & {"attention", ALL} for names in kept)
+    return config.mode == "full"
 
 
 def submodules(model: Stage, layers: list[nn.Module]) -> dict[str, nn.Module]:
@@ -114,19 +146,39 @@ def recomputed(kind: type[nn.Module]) -> type[nn.Module]:
     return Recomputed
 
 
-def saved_operations(names: list[str]) -> dict[Any, tuple[str, int]]:
-    """Operator -> (the name it is counted under, n: every n-th call is saved), from names such as 'matmul/2'."""
-    operations: dict[Any, tuple[str, int]] = {}
-    for entry in names:
-        name, _, every = entry.partition("/")
-        found = [operator for target in ALIASES.get(name, (name,)) for operator in find_operators(target)]
-        if not found or (every and not every.isdigit()) or every == "0":
-            raise ConfigError(
-                f"activation.save: '{entry}' names no operation; legal: {', '.join(ALIASES)}, or a torch operator "
-                "such as 'aten.mm', each also as NAME/2 for every second call"
-            )
-        operations.update({operator: (name, int(every or 1)) for operator in found})
-    return operations
+def products(layer: nn.Module) -> tuple[str, ...]:
+    """The products of a layer by name, in the order in which they run, as `LayerWork.flops` has them."""
+    infos = parameter_infos(layer)
+    return tuple(name.removesuffix(".weight") for name, info in infos.items() if info.role == "matrix")
+
+
+Rules = dict[Any, tuple[tuple[int, int, tuple[int, ...]], ...]]
+"""Operator -> the rules that it falls under: number, n (every n-th call of the rule's operators is saved), and places
+(the calls that are saved, from 1; empty: every n-th). Plain values, which the compiler takes for constants."""
+
+
+def rule_of(entry: Entry, names: Sequence[str]) -> tuple[list[Any], int, tuple[int, ...]]:
+    """Operators, n and places of an entry of `activation.save`, in a layer with the products `names`. Raises
+    `ConfigError`."""
+    if entry.name not in MATMULS and (named := entry.products(names)):
+        return operators_of("matmul"), 1, tuple(names.index(name) + 1 for name in named)
+    if operators := operators_of(entry.name):
+        return operators, entry.every, ()
+    raise ConfigError(
+        f"activation.save: '{entry.name}' names no operation; legal: {', '.join(ALIASES)}, {ALL}, products such as "
+        f"{', '.join(names[:1])}, or a torch operator such as 'aten.mm', each also as NAME/2 for every second call, "
+        "and as NAME@4-31 for some layers"
+    )
+
+
+def reduced(backend: type[TensorGroup]) -> tuple[list[Any], int, tuple[int, ...]]:
+    """The same of sums over ranks."""
+    return list(backend.reductions), 1, ()
+
+
+def operators_of(name: str) -> list[Any]:
+    """The torch operators that a name stands for."""
+    return [operator for target in ALIASES.get(name, (name,)) for operator in find_operators(target)]
 
 
 def find_operators(name: str) -> list[Any]:
@@ -142,18 +194,18 @@ def find_operators(name: str) -> list[Any]:
     return [] if target is torch.ops or isinstance(target, type(torch.ops.aten)) else [target]
 
 
-def selective_contexts(operations: dict[Any, tuple[str, int]]) -> Any:
+def selective_contexts(rules: Rules) -> Any:
     """Contexts of one forward and its recomputation; calls are counted in each, so that both decide alike."""
     calls: Counter = Counter()
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        if operator not in operations:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        name, every = operations[operator]
-        key = (context.is_recompute, name)
-        calls[key] += 1
+        saved = False
+        for number, every, places in rules.get(operator, ()):
+            calls[context.is_recompute, number] += 1
+            call = calls[context.is_recompute, number]
+            saved |= call in places if places else call % every == 0
         # Of every n calls the last is saved: with matmul/2 a gated layer keeps k, o and up, and recomputes q, v and
         # gate.
-        return CheckpointPolicy.MUST_SAVE if calls[key] % every == 0 else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

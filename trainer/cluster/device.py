@@ -33,7 +33,7 @@ from trainer.planning.cost.memory import ELEMENT_BYTES
 from trainer.planning.cost.parameters import head, layer_specs
 from trainer.planning.estimate.calibrate import Pass, Product, Work, cut
 from trainer.planning.estimate.memory import peaks
-from trainer.planning.estimate.step import update_bytes
+from trainer.planning.estimate.seconds import update_bytes
 from trainer.planning.resolve import Layout
 from trainer.precision.dtypes import DTYPES
 from trainer.precision.float8 import E4M3, quantise, scaled_product

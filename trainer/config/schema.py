@@ -343,14 +343,15 @@ class ActivationConfig:
     mode: str = option(
         "none",
         "none saves all; full recomputes whole blocks; selective recomputes all but `save` (or only `modules`); "
-        "budget lets the compiler choose",
-        ("none", "full", "selective", "budget"),
+        "budget lets the compiler choose; auto chooses `save` by predicted seconds and memory",
+        ("none", "full", "selective", "budget", "auto"),
     )
     every: int = option(1, "full, selective: recompute every k-th block only", unit="blocks", range="[1, inf)")
     save: list[str] = option(
         ["attention", "matmul/2"],
-        "selective: operations whose outputs are kept; 'attention', 'matmul', any aten name such as 'aten.mm'; NAME/2 "
-        "keeps every second call",
+        "selective: operations whose outputs are kept; 'attention', 'matmul', products such as 'attention.q' and "
+        "'feed_forward.*', any aten name such as 'aten.mm', or 'all'; NAME/2 keeps every second call, NAME@4-31 those "
+        "of these layers, NAME@1-31/2 of every second of them",
     )
     modules: list[str] = option(
         [],
@@ -369,8 +370,20 @@ class ActivationConfig:
     )
     offload: bool | None = option(
         None,
-        "full, and selective without modules: the inputs of recomputed layers wait in host memory, copied behind "
+        "full, auto, and selective without modules: the inputs of recomputed layers wait in host memory, copied behind "
         "computation; auto: where the predicted memory needs it",
+    )
+    memory: float | None = option(
+        None,
+        "what a rank's predicted peak may take, where auto decides mode, tile or offload; null: 92% of what is free on "
+        "a GPU at the start, of a machine's memory on CPUs",
+        unit="GiB",
+        range="(0, inf)",
+    )
+    hardware: str | None = option(
+        None,
+        "mode=auto: how fast operations are, a file of configs/hardware or the path of one that `trainer.probe` wrote; "
+        "null: that of the device",
     )
 
 

@@ -12,8 +12,9 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from trainer.config import Config, ConfigError, typed
+from trainer.config import ActivationConfig, Config, ConfigError, typed
 from trainer.diagnosis.evidence import Evidence
+from trainer.planning.estimate.sequence import GIB, Room, settle
 from trainer.planning.estimate.step import Estimate, estimate_within
 from trainer.planning.plan import resolve_plan
 from trainer.planning.resolve import Layout, check, resolve
@@ -95,6 +96,9 @@ class Workshop:
     def _estimate(self, config: Config, layout: Layout) -> Estimate | None:
         assert self.hardware is not None
         try:
+            if config.activation.mode == "auto":
+                room = Room(self.hardware.memory * GIB, inf)
+                config, layout = settle(config, layout, room, self.machine.node, self.hardware)
             return estimate_within(inf, config, layout, self.hardware, lowered=False)
         except (ConfigError, ValueError, ArithmeticError):
             return None
@@ -133,7 +137,7 @@ def put(config: Config, name: str, value: Any) -> None:
 def foreseen(setting: tuple[str, Any]) -> bool:
     """Whether the estimator knows what a setting does; what `auto` will choose it does not."""
     name, value = setting
-    return not name.startswith(UNFORESEEN) and value != "auto"
+    return not name.startswith(UNFORESEEN) and (value != "auto" or name == "activation.mode")
 
 
 def words(setting: tuple[str, Any]) -> str:
@@ -217,8 +221,7 @@ def _compute(config: Config, layout: Layout, part: str) -> Iterator[Changes]:
 
 
 def _memory_capacity(config: Config, layout: Layout, part: str) -> Iterator[Changes]:
-    if part == "recompute":
-        yield from _lighter(config)
+    yield from _lighter(config) if part == "recompute" else _chosen(config)
     yield from ({"batch.micro_size": size} for size in _below(layout.batch.micro_size))
     modes = ["none", "selective", "full"]
     if config.activation.mode in modes:
@@ -274,6 +277,14 @@ def _larger(layout: Layout) -> Iterator[Changes]:
 
 def _lighter(config: Config) -> Iterator[Changes]:
     """Less recompute."""
+    yield from _chosen(config)
     modes = ["none", "selective", "full"]
     if config.activation.mode in modes:
         yield from ({"activation.mode": mode} for mode in modes[: modes.index(config.activation.mode)])
+
+
+def _chosen(config: Config) -> Iterator[Changes]:
+    """Recompute as the memory needs it."""
+    if config.parallel.zero.engine == "torch":
+        unset = {f"activation.{name}": getattr(ActivationConfig(), name) for name in ("save", "modules", "every")}
+        yield {"activation.mode": "auto"} | unset

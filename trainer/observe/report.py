@@ -21,7 +21,7 @@ from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.memory import ELEMENT_BYTES, StateBytes
 from trainer.planning.cost.parameters import declarations, layer_specs
 from trainer.planning.estimate.memory import peaks, replays
-from trainer.planning.estimate.sequence import measures
+from trainer.planning.estimate.sequence import measures, recompute
 from trainer.planning.fit import Memory
 from trainer.planning.float8 import numeric_types
 from trainer.planning.gradient_comm import describe, reduces_once
@@ -88,9 +88,6 @@ def start_report(
     counts, (labels, values) = cost.parameter_counts(spec), zip(*states.rows())
     node = node_size(world.size)
     gradients = describe(config.parallel.grad_comm, plan, node)
-    activation = config.activation.mode + (
-        f", every {config.activation.every} blocks" if config.activation.every > 1 else ""
-    )
     peak: list[tuple[str, str]] = []
     moment = None
     if replays(plan):
@@ -112,7 +109,7 @@ def start_report(
                 *([("pipeline", pipeline.describe())] if plan.pp > 1 else []),
                 ("precision", numeric_types(config.precision)),
                 *([("gradients", gradients)] if gradients else []),
-                ("recompute", activation),
+                ("recompute", recompute(config.activation)),
                 *([("long sequences", long)] if (long := measures(config, moment)) else []),
                 ("compile", "each block" if config.compile else "off"),
             ],

@@ -100,6 +100,7 @@ def causes(recent: Mapping[str, Any], past: Mapping[str, Any]) -> Iterator[str]:
         yield f"hardware: clocks are held down by {reasons}"
     if (retries := both("hardware/alloc_retries")) and retries[0] > retries[1]:
         yield (
-            "memory: a GPU's allocator runs out of memory and gives its cache back; set another "
-            "batch.micro_size or activation, or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            "memory: a GPU's allocator runs out of memory and gives its cache back; set activation=auto (with a "
+            "smaller activation.memory where it is set), another batch.micro_size, or "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         )

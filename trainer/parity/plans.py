@@ -65,6 +65,11 @@ def make_case(
             )
         if any(hop.codec == "auto" for hop in asked(config.parallel.grad_comm).values()):
             raise ConfigError("parallel.grad_comm: codec=auto is chosen while a run trains; name a codec, such as int8")
+        if config.activation.mode == "auto":
+            raise ConfigError(
+                "activation.mode=auto is chosen by a run's free memory; set activation.mode and activation.save as "
+                "config.yaml of the run's folder has them"
+            )
         fit_batch(config, resolve_plan(config.parallel, processes, spec, node_size(processes)), global_size, named)
         problems = check(config, processes)
         if problems:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from trainer.config import Config, CorpusConfig, GenerateConfig, SourceConfig
+from trainer.config import ActivationConfig, Config, CorpusConfig, GenerateConfig, SourceConfig
 from trainer.config.registry import ATTENTION, FEED_FORWARD, OPTIMIZERS, SCHEDULES, SOURCES, Registry
 from trainer.config.typed import join, out_of_range
+from trainer.planning.cost import saved
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.cost.updates import Updates
 from trainer.planning.deepspeed import check_settings
@@ -99,6 +100,7 @@ def _contradictions(config: Config) -> Iterator[str]:
             "activation.mode=budget lets the compiler choose and needs compile=true; without it use "
             "activation=selective"
         )
+    yield from _recompute(config)
     yield from _long_sequences(config)
     yield from _evaluations(config)
     yield from _conversations(config, corpora)
@@ -171,6 +173,37 @@ def _conversations(config: Config, corpora: dict[str, CorpusConfig]) -> Iterator
         yield f"data.chat_template={data.chat_template} is for conversations, and no corpus has kind=chat; leave it out"
 
 
+def _recompute(config: Config) -> Iterator[str]:
+    """What `activation.save` cannot mean, and settings that the mode has no use for."""
+    activation, unset = config.activation, ActivationConfig()
+    if activation.mode == "selective" and not activation.modules:
+        yield from saved.problems(activation.save, None if config.model.from_hf else config.model.depth)
+    if activation.mode == "auto":
+        for name in ("save", "modules", "every"):
+            if (value := getattr(activation, name)) != getattr(unset, name):
+                yield (
+                    f"activation.{name}={shown(value)}: activation.mode=auto chooses by itself what is recomputed; "
+                    f"leave it out (set activation.{name}={shown(getattr(unset, name))} where a recipe has it), or set "
+                    "activation.mode=selective"
+                )
+    elif activation.hardware is not None:
+        yield (
+            f"activation.hardware={activation.hardware} is read by activation.mode=auto alone; leave it out, or set "
+            "activation=auto"
+        )
+    decided = activation.mode != "auto" and None not in (activation.tile, activation.offload, config.loss.tile)
+    if activation.memory is not None and decided:
+        yield (
+            f"activation.memory={activation.memory:g} leaves nothing to decide: activation.mode, activation.tile, "
+            "activation.offload and loss.tile are all given; leave it out, or set activation=auto"
+        )
+
+
+def shown(value: object) -> str:
+    """As on a command line."""
+    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
+
+
 def _long_sequences(config: Config) -> Iterator[str]:
     """What tiles and host memory cannot go with."""
     activation = config.activation
@@ -179,7 +212,7 @@ def _long_sequences(config: Config) -> Iterator[str]:
             f"activation.tile={activation.tile} recomputes feed-forward blocks, and activation.mode=budget lets the "
             "compiler choose; set activation.tile=0, or activation=selective"
         )
-    if activation.offload and (activation.mode not in ("full", "selective") or activation.modules):
+    if activation.offload and (activation.mode not in ("full", "selective", "auto") or activation.modules):
         yield (
             "activation.offload=true keeps inputs of recomputed layers, and there are none with activation.mode="
             f"{activation.mode}{' and activation.modules' * bool(activation.modules)}; set activation=full, or "

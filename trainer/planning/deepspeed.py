@@ -268,6 +268,11 @@ def check_settings(config: Config) -> Iterator[str]:
             f"activation.tile={config.activation.tile}: DeepSpeed's stage 3 gathers parameters for each module's pass, "
             f"and tiles have passes of their own; set activation.tile=0, parallel.zero.stage=1 or 2, or {TORCH}"
         )
+    if config.activation.mode == "auto":
+        yield (
+            "activation.mode=auto: the memory of DeepSpeed's engine is not predicted; set activation=selective or "
+            f"activation=full, or {TORCH}"
+        )
     if config.parallel.pipeline.schedule == "auto" and config.parallel.pp > 1:
         yield (
             "parallel.pipeline.schedule=auto may cut the model anew, which DeepSpeed cannot; name a schedule (a run "

@@ -6,7 +6,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from trainer.config import Config
+from trainer.config import ActivationConfig, Config
 from trainer.planning.deepspeed import check_parallel, check_settings
 from trainer.planning.estimate.sequence import TILE, choices
 
@@ -20,6 +20,8 @@ def advice(config: Config) -> str:
     mode, zero = config.activation.mode, config.parallel.zero
     stages = [stage for stage in range(zero.stage + 1, 4) if _takes(config, stage=stage)]
     ways = [
+        *(["activation=auto (recomputes what the memory needs)"] if mode != "auto" and _takes_auto(config) else []),
+        *(["activation.memory below the peak that was predicted"] if mode == "auto" else []),
         *(["activation=selective (keeps attention and every second product)"] if mode == "none" else []),
         *(["activation=full"] if mode != "full" else []),
         *_for_long_sequences(config),
@@ -75,3 +77,10 @@ def _takes(config: Config, **changes: Any) -> bool:
         {*check_parallel(some.parallel, some.parallel.shard, 1), *check_settings(some)} for some in (config, changed)
     )
     return after <= before
+
+
+def _takes_auto(config: Config) -> bool:
+    """Whether `activation=auto` may choose less than the run has. It replaces what is said of operations and layers."""
+    changed = copy.copy(config)
+    changed.activation = ActivationConfig(mode="auto")
+    return config.activation.mode != "full" and {*check_settings(changed)} <= {*check_settings(config)}

@@ -26,7 +26,6 @@ from trainer.observe.sinks import reason_of, write_status
 from trainer.parallel.engine import check_engine
 from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.planning.batch import BatchPlan, training_steps
-from trainer.planning.estimate.sequence import SHARE, Room, settle
 from trainer.planning.fit import check_fit
 from trainer.planning.plan import node_size
 from trainer.planning.resolve import check, resolve
@@ -34,6 +33,7 @@ from trainer.training.auto_schedule import saved_choice
 from trainer.training.history import settle_status, way_on
 from trainer.training.ledger import NonFinite
 from trainer.training.out_of_memory import advice
+from trainer.training.room import Undecided, free_memory
 from trainer.training.saving import Start
 from trainer.training.session import (
     Clock,
@@ -72,7 +72,9 @@ def run(config: Config) -> Result:
     spec, weights = starting_point(config)
     layout, device = resolve(config, world_size, spec), local_device(config.run)
     memory, node = memory_of(device), node_size(world_size)
-    config, layout = settle(config, layout, Room(memory.device, SHARE * memory.host / node), node)
+    undecided = Undecided.of(config, layout, memory, node, device)
+    config, layout = undecided.settle()
+    undecided.explain(config, layout)
     layout = saved_choice(folder, config, layout) or layout
     config = lasting(config, layout.batch)
     check_compiler(config, device)
@@ -91,9 +93,13 @@ def run(config: Config) -> Result:
         claimed(folder, world),
         watching(config, world) as watchdog,
     ):
+        free = world.gather(free_memory(device))
+        config, layout = undecided.settle(free)
+        chosen = undecided.explain(config, layout, free)
+        layout = saved_choice(folder, config, layout) or layout
         compare_ranks(config, layout, corpus, world)
         start = Start.find(config, layout, corpus.fingerprint, world)
-        config = lasting(config, layout.batch, start)
+        config, start = lasting(config, layout.batch, start), replace(start, notes=[*start.notes, *chosen])
         watchdog.total = config.run.steps
         if start.step >= config.run.steps:
             say_done(config, start, world)
@@ -121,7 +127,7 @@ def say_done(config: Config, start: Start, world: World) -> None:
         asked = f"run.steps={config.run.steps}" if config.run.tokens is None else f"run.tokens={config.run.tokens}"
         done = f"{start.path} has {start.step} steps, and {asked} asks for no more"
         raised = asked.partition("=")[0]
-        print(*start.warnings, f"{done}: raise {raised} to train on, or set another run.name", sep="\n", flush=True)
+        print(*start.notes, f"{done}: raise {raised} to train on, or set another run.name", sep="\n", flush=True)
 
 
 def lasting(config: Config, batch: BatchPlan, start: Start | None = None) -> Config:

@@ -39,15 +39,15 @@ class Start:
     """Where a run begins, the same on all ranks.
 
     path: the checkpoint that it goes on from, None at its first step; manifest: of that. launchers: who started the
-    run, and data: what its position in the data depends on, for the checkpoints that it writes. warnings: about
-    checkpoints that were passed over.
+    run, and data: what its position in the data depends on, for the checkpoints that it writes. notes: what is to be
+    said of it, such as checkpoints that were passed over.
     """
 
     path: Path | None
     manifest: dict[str, Any]
     launchers: list[str]
     data: dict[str, Any]
-    warnings: list[str]
+    notes: list[str]
 
     @property
     def step(self) -> int:
@@ -75,14 +75,14 @@ class Start:
         """Fills a new `state` from the checkpoint, if there is one. Returns how far the run has come, and what is to be
         said. All ranks call it together."""
         if self.path is None:
-            return Progress(), self.warnings
+            return Progress(), self.notes
         manifest = self.manifest
         scaler = saved_scale(manifest)
         averaged = any(name.startswith(PREFIX) for name in manifest["tensors"])
         restore(state, self.path, manifest["step"], scaler, averaged)
         kept = resume_error_feedback(state, self.path, manifest)
         samples = manifest["samples"] if state.config.checkpoint.data == "continue" else 0
-        messages = [*self.warnings, *([] if kept else [DROPPED]), f"resumed from {self.path} at step {state.step}"]
+        messages = [*self.notes, *([] if kept else [DROPPED]), f"resumed from {self.path} at step {state.step}"]
         decay = state.config.optimizer.ema.decay
         if decay and not averaged:
             messages.append(f"the checkpoint has no average of the weights: it begins with those of step {state.step}")

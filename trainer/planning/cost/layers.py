@@ -14,6 +14,7 @@ from trainer.config import registry
 from trainer.config.model import LayerSpec, ModelSpec
 from trainer.planning.cost.flops import attention_flops, product_flops, seen_keys
 from trainer.planning.cost.parameters import by_value, head, layer_specs, layer_table
+from trainer.planning.cost.saved import ALL, Entry, by_layer, saved_in
 from trainer.planning.cost.stages import LayerCosts
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 # Flash attention's backward pass recomputes the scores: five matrix products where the forward pass has two.
 ATTENTION_BACKWARD = 2.5
-MATMULS = ("matmul", "aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm")
 
 
 def layer_costs(
@@ -245,11 +245,15 @@ class Remaining(NamedTuple):
 
 def left_by_recompute(layers: Sequence[LayerWork], config: ActivationConfig | None) -> list[Remaining]:
     """What a recompute policy leaves of each layer of a model."""
-    known: dict[tuple[int, int], Remaining] = {}
-    left = []
+    known: dict[tuple[int, object], Remaining] = {}
+    left, varied = [], config is not None and by_layer(config.save)
     for index, layer in enumerate(layers):
-        # Equal layers share one `LayerWork`; patterns on modules may name single layers.
-        key = id(layer), 0 if config is None else index if config.modules else index % config.every
+        # Equal layers share one `LayerWork`; patterns on modules may name single layers, and so may what is saved.
+        rule: object = None
+        if config is not None:
+            entries = saved_in(config.save, index) if varied else ()
+            rule = index if config.modules else (index % config.every, entries)
+        key = id(layer), rule
         if key not in known:
             known[key] = recomputed(layer, index, config)
         left.append(known[key])
@@ -262,14 +266,16 @@ def recomputed(layer: LayerWork, index: int, config: ActivationConfig | None) ->
         return Remaining(layer.saved, {})
     tiled = list(filter(fed, layer.flops)) if config.tile else []  # what tiles repeat, the last product too
     whole, host = layer.saved - layer.feed * bool(tiled), 0.0
-    if config.mode == "none" or (config.mode != "budget" and index % config.every):
+    entries = saved_in(config.save, index) if config.mode == "selective" and not config.modules else ()
+    spared = config.mode != "budget" and index % config.every or any(entry.name == ALL for entry in entries)
+    if config.mode in ("none", "auto") or spared:  # auto: before it is decided
         return Remaining(whole, dict.fromkeys(tiled, 1.0))
     if config.mode == "selective" and config.modules:
         again = [name for name in layer.flops if matches(index, name, config.modules)]
         # A block's input is a norm's output, which is kept. What a single projection returns is its consumer's to keep.
         saved = whole - sum(size for block, size in layer.blocks.items() if matches(index, block, config.modules))
     else:
-        kept = [name for name in layer.flops if config.mode == "selective" and selected(layer, name, config.save)]
+        kept = [name for name in layer.flops if selected(layer, name, entries)]
         inputs = layer.input + layer.between * bool(tiled)
         saved = inputs + sum(layer.outputs[name] for name in kept if name not in tiled)
         again = [name for name in layer.flops if name not in kept]
@@ -287,17 +293,13 @@ def fed(name: str) -> bool:
     return name.startswith("feed_forward.")
 
 
-def selected(layer: LayerWork, name: str, entries: list[str]) -> bool:
-    """Whether `activation.save` keeps an operation; of every n calls the last is kept."""
-    for entry in entries:
-        target, _, every = entry.partition("/")
-        if name == "attention":
-            call, kind = 1, target == "attention" or "attention" in target.rpartition(".")[2]
-        else:
-            call, kind = list(layer.flops).index(name) + 1, target in MATMULS
-        if kind and call % int(every or 1) == 0:
-            return True
-    return False
+def selected(layer: LayerWork, name: str, entries: Sequence[Entry]) -> bool:
+    """Whether entries of `activation.save` keep an operation."""
+    if name == "attention":
+        return any("attention" in entry.name.rpartition(".")[2] and entry.every == 1 for entry in entries)
+    return any(
+        name in entry.products([product for product in layer.flops if product != "attention"]) for entry in entries
+    )
 
 
 def matches(index: int, name: str, patterns: list[str]) -> bool:

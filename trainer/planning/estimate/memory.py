@@ -120,8 +120,11 @@ class _Model:
         self.tokens = batch.sequence_length * batch.micro_size // plan.cp
         self.stream = self.element * self.tokens * spec.width / plan.tp
         costs = estimated_costs(config, spec, plan, batch, self.element)
-        self.activation, self.kept = costs.activation, costs.kept
+        self.activation = costs.activation
         works = model_work(spec, batch.sequence_length, plan.tp, self.element)
+        tiled = bool(config.activation.tile)
+        # What a layer holds from I to W.
+        self.deferred = [self.tokens * (work.deferred - work.feed_deferred * tiled) for work in works]
         left, keys = left_by_recompute(works, config.activation), self.gathered_keys()
         if config.compile:  # which keeps gathered keys instead of the rank's own, where nothing is recomputed
             more = [
@@ -229,9 +232,9 @@ class _Replay:
                 case "F":
                     self.forward(action.stage)
                 case "B":
-                    self.backward(action.stage, 1.0, True)
+                    self.backward(action.stage, whole=True)
                 case "I":
-                    self.backward(action.stage, 1.0 - self.model.kept, False)
+                    self.backward(action.stage, whole=False)
                 case "W":
                     self.weights(action.stage)
                 case "UNSHARD":
@@ -297,8 +300,8 @@ class _Replay:
         if self.exchanges(stage, stage + 1):
             self.hold("communication buffers", model.stream)
 
-    def backward(self, stage: int, share: float, whole: bool) -> None:
-        """B, or I, which frees a share of what is held. The head's part of it is never put off."""
+    def backward(self, stage: int, whole: bool) -> None:
+        """B, or I, which leaves what W needs. Of embedding and head no part is put off."""
         model, layers, units = self.model, self.stages[stage], self.units[stage]
         outer = 0.0
         if layers.stop == self.depth:
@@ -314,14 +317,14 @@ class _Replay:
             if not steady or place == len(layers) - 1:
                 gradients = (outer + model.element * size) * whole
                 self.look(f"layer {layer}", model.working[layer], gradients, buffer * size, self.ahead)
-            self.hold("activations", -share * model.activation[layer + 1])
+            self.hold("activations", (0.0 if whole else model.deferred[layer]) - model.activation[layer + 1])
             self.host -= model.host[layer]
             if whole:
                 self.gradients(stage, mode, size)
                 if last and model.plan.stage != 3:
                     self.drop(stage, model.element * size)
         if layers.start == 0:
-            self.hold("activations", -share * model.activation[0])
+            self.hold("activations", -model.activation[0])
         if whole:
             freed = model.element * units[0] * (last or model.plan.stage == 3)  # before the reduction
             self.look("embedding, norm and head", 0.0, model.element * units[0], buffer * units[0], -freed)
@@ -337,9 +340,7 @@ class _Replay:
         mode = self.reduction(stage)
         self.look("weight gradients", gradients=model.element * max(units))
         for layer in layers:
-            self.hold("activations", -model.kept * model.activation[layer + 1])
-        if layers.start == 0:
-            self.hold("activations", -model.kept * model.activation[0])
+            self.hold("activations", -model.deferred[layer])
         if mode != "sum":  # outside of backward all of a stage is accumulated before it is reduced
             accumulated = 0.0 if mode == "last" else MASTER_BYTES * sum(units)
             self.look("reduction", gradients=accumulated, buffers=MASTER_BYTES * max(units))

@@ -25,8 +25,10 @@ from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
 from trainer.planning.cost.updates import Updates
 from trainer.planning.deepspeed import check_settings
 from trainer.planning.estimate.pace import Pace
-from trainer.planning.estimate.sequence import TILE, choices
-from trainer.planning.estimate.step import GIB, Estimate, estimate_within, update_bytes
+from trainer.planning.estimate.recompute import uniform
+from trainer.planning.estimate.seconds import update_bytes
+from trainer.planning.estimate.sequence import TILE, Room, choices, settle
+from trainer.planning.estimate.step import GIB, Estimate, estimate_within
 from trainer.planning.estimate.timing import Timing, time_units
 from trainer.planning.float8 import check_float8
 from trainer.planning.pipeline import Pipeline, check_pipeline, estimated_costs, resolve_split
@@ -111,8 +113,7 @@ def rank_plans(
     best: list[Estimate] = []
     while queue and (len(best) < most or queue[0][0] < best[-1].seconds):
         candidate, limit = heapq.heappop(queue)[-1], best[-1].seconds if len(best) == most else inf
-        layout = search.layout(candidate)
-        found = estimate_within(limit, candidate.config, layout, hardware, lowered=False)
+        found = search.estimate(limit, candidate)
         if found is not None and found.fits != "no":
             best = sorted([*best, found], key=lambda one: one.seconds)[:most]
     if not best:
@@ -143,12 +144,13 @@ class _Search:
                 accumulation = self.global_size // plan.dp // micro
                 if accumulation > MOST_MICRO_BATCHES or accumulation < plan.pp:
                     continue
-                for mode in RECOMPUTE:
+                auto = self.base.activation.mode == "auto"
+                for mode in ("auto",) if auto else RECOMPUTE:
                     config = self.config(parallel, micro, accumulation, mode)
                     if not self.keeps(config, DEGREES):
                         continue
                     tokens = config.batch.sequence_length * micro / plan.token_ranks
-                    for chosen in choices(config, tokens) if tokens > TILE else (config,):
+                    for chosen in choices(config, tokens) if tokens > TILE and not auto else (config,):
                         if {*check_settings(chosen)} <= {*check_settings(config)}:
                             yield from self.with_schedules(chosen, plan, micro, accumulation)
 
@@ -181,9 +183,12 @@ class _Search:
         sharded = parameter_counts(self.spec)["total"] / (plan.tp * plan.pp * plan.shard)
         bound = accumulation * sum(timing.terms.values()) / plan.pp
         bound += update_bytes(config) * sharded / self.pace.optimizer
+        least = timing
+        if config.activation.mode == "auto":  # timed as if nothing were recomputed, it may recompute all
+            least = self.timing(uniform(config, ()), plan, batch)
         for chosen in schedules:
             schedule = chosen.parallel.pipeline.schedule
-            if self.rough_memory(plan, batch, timing, schedule) <= self.hardware.memory * GIB:
+            if self.rough_memory(plan, batch, least, schedule) <= self.hardware.memory * GIB:
                 yield Candidate(bound, chosen, plan, batch)
 
     def keeps(self, config: Config, names: Collection[str]) -> bool:
@@ -238,6 +243,15 @@ class _Search:
         """The timing of units depends on no schedule and on no split."""
         unused = Pipeline(Schedule("", ((),), (0,), batch.accumulation), (range(self.spec.depth),))
         return time_units(config, Layout(self.spec, plan, batch, unused, self.context(config, plan)), self.hardware)
+
+    def estimate(self, seconds: float, candidate: Candidate) -> Estimate | None:
+        """The estimate of a candidate that takes no longer than `seconds`, or None."""
+        config, layout = candidate.config, self.layout(candidate)
+        found = estimate_within(seconds, config, layout, self.hardware, lowered=False)
+        if found is None or config.activation.mode != "auto":
+            return found
+        room = Room(self.hardware.memory * GIB, inf)
+        return estimate_within(seconds, *settle(config, layout, room, self.node, self.hardware), self.hardware, False)
 
     def layout(self, candidate: Candidate) -> Layout:
         """The layout that `resolve` gives; splits and schedules that other candidates have too are made once."""

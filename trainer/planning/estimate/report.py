@@ -12,7 +12,7 @@ from trainer.config import Config
 from trainer.config.typed import flat
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.estimate.plans import Ranking
-from trainer.planning.estimate.sequence import measures
+from trainer.planning.estimate.sequence import measures, recompute
 from trainer.planning.estimate.step import GIB, Estimate
 from trainer.planning.float8 import numeric_types
 from trainer.util import tables
@@ -39,7 +39,7 @@ def _plan(found: Estimate) -> list[tuple[str, Any]]:
         *([("pipeline", layout.pipeline.describe())] if plan.pp > 1 else []),
         ("batch", f"{batch.global_size} sequences of {batch.sequence_length} tokens: {arithmetic}"),
         ("precision", numeric_types(config.precision) + (", compiled" if config.compile else ", eager")),
-        ("recompute", config.activation.mode),
+        ("recompute", recompute(config.activation)),
         *([("long sequences", long)] if (long := measures(config)) else []),
     ]
 
@@ -160,6 +160,7 @@ def to_json(found: Estimate) -> dict[str, Any]:
         "micro_size": found.layout.batch.micro_size,
         "accumulation": found.layout.batch.accumulation,
         "recompute": found.config.activation.mode,
+        "save": found.config.activation.save if found.config.activation.mode == "selective" else [],
         "seconds": found.seconds,
         "band": found.hardware.band,
         "terms": found.terms,

@@ -7,14 +7,18 @@ recomputed layers in host memory (copies, and that memory), both."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trainer.config import Config
+from trainer.config import ActivationConfig, Config
+from trainer.config.hardware import HardwareConfig
 from trainer.planning.estimate.memory import Peak, peaks, replays
+from trainer.planning.estimate.recompute import Decided, decide, with_section
 from trainer.planning.gradient_comm import reduces_once
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.resolve import Layout
+
+GIB = 2**30
 
 TILE = 8192
 """Tokens: enough for products at full speed, and for adding up a gradient in fp32 to be some percent of them."""
@@ -31,23 +35,55 @@ class Room:
     host: float
 
 
-def settle(config: Config, layout: Layout, room: Room, node: int) -> tuple[Config, Layout]:
-    """The configuration with `auto` of `loss.tile`, `activation.tile` and `activation.offload` decided, and its layout:
-    the first choice whose predicted peak fits, or else the one with the smallest. node: processes of a machine."""
+def settle(
+    config: Config, layout: Layout, room: Room, node: int, hardware: HardwareConfig | None = None
+) -> tuple[Config, Layout]:
+    """The configuration with `auto` of `activation.mode`, `loss.tile`, `activation.tile` and `activation.offload`
+    decided, and its layout: the first choice whose predicted peak fits, or else the one with the smallest.
+
+    node: processes of a machine. hardware: how fast they are, which `activation.mode=auto` needs to know: of its
+    choices the fastest that fits is taken, and inputs wait in host memory only if none fits otherwise."""
     tokens = layout.batch.sequence_length * layout.batch.micro_size / layout.plan.token_ranks
-    layouts = [(choice, _layout(choice, layout)) for choice in choices(config, tokens)]
-    if room.device is None or not replays(layout.plan) or len(layouts) == 1:
-        return layouts[0]
+    limit = limit_of(config, room)
+    automatic = config.activation.mode == "auto"
+    ways = list(choices(config, tokens))
+    if not replays(layout.plan) or (limit is None or len(ways) == 1) and not automatic:
+        return ways[0], _layout(ways[0], layout)
     once = reduces_once(config.parallel.grad_comm, layout.plan, node)
+    if automatic:
+        assert hardware is not None
+        return _fastest(ways if limit is not None else ways[:1], layout, hardware, limit or room.host, room.host, once)
+    assert limit is not None
     found: list[tuple[float, tuple[Config, Layout]]] = []
-    for choice in layouts:
+    for way in ways:
+        choice = way, _layout(way, layout)
         ranks = peaks(*choice, lowered=False, once=once)
         if found and max(peak.host for peak in ranks) > room.host:
             continue
         found.append((max(peak.reserved for peak in ranks), choice))
-        if found[-1][0] <= SHARE * room.device:
+        if found[-1][0] <= limit:
             return choice
     return min(found, key=lambda one: one[0])[1]
+
+
+def limit_of(config: Config, room: Room) -> float | None:
+    """Bytes that a predicted peak may take; None where nothing is known of them."""
+    if config.activation.memory is not None:
+        return config.activation.memory * GIB
+    return None if room.device is None else SHARE * room.device
+
+
+def _fastest(
+    ways: Sequence[Config], layout: Layout, hardware: HardwareConfig, limit: float, host: float, once: bool
+) -> tuple[Config, Layout]:
+    """Of choices of tiles and host memory the one with which recompute takes least time."""
+    found: list[Decided] = []
+    for offload in (False, True):
+        some = [way for way in ways if bool(way.activation.offload) == offload]
+        found += [decide(way, _layout(way, layout), hardware, limit, once) for way in some]
+        if fitting := [one for one in found if one.peak <= limit and one.host <= host]:
+            return min(fitting, key=lambda one: one.seconds)[:2]
+    return min(found, key=lambda one: (one.host > host, one.peak))[:2]
 
 
 def choices(config: Config, tokens: float) -> Iterator[Config]:
@@ -56,31 +92,33 @@ def choices(config: Config, tokens: float) -> Iterator[Config]:
     chosen = copy.copy(config)
     chosen.loss = replace(config.loss, tile=config.loss.tile or 0)
     chosen.activation = replace(
-        config.activation, tile=config.activation.tile or 0, offload=bool(config.activation.offload)
+        config.activation, tile=config.activation.tile or 0, offload=bool(config.activation.offload), memory=None
     )
     yield chosen
     activation = config.activation
     if config.loss.tile is None and tokens > TILE:
-        chosen = _with(chosen, "loss", tile=TILE)
+        chosen = with_section(chosen, "loss", tile=TILE)
         yield chosen
     more: list[dict[str, object]] = []
     if activation.tile is None and tokens > TILE and activation.mode != "budget" and not activation.modules:
         more.append({"tile": TILE})
-    if activation.offload is None and activation.mode in ("full", "selective") and not activation.modules:
+    if activation.offload is None and activation.mode in ("full", "selective", "auto") and not activation.modules:
         more.append({"offload": True})
-    yield from (_with(chosen, "activation", **values) for values in more)
+    yield from (with_section(chosen, "activation", **values) for values in more)
     if len(more) > 1:
-        yield _with(chosen, "activation", **{name: value for values in more for name, value in values.items()})
-
-
-def _with(config: Config, section: str, **values: object) -> Config:
-    changed = copy.copy(config)
-    setattr(changed, section, replace(getattr(config, section), **values))
-    return changed
+        yield with_section(chosen, "activation", **{name: value for values in more for name, value in values.items()})
 
 
 def _layout(config: Config, layout: Layout) -> Layout:
     return replace(layout, pipeline=resolve_pipeline(config, layout.spec, layout.plan, layout.batch))
+
+
+def recompute(activation: ActivationConfig) -> str:
+    """What is recomputed, in words."""
+    if activation.mode == "selective" and not activation.modules:
+        kept = ", ".join(activation.save)
+        return f"selective, which keeps {kept}" + f", every {activation.every} blocks" * (activation.every > 1)
+    return activation.mode + f", every {activation.every} blocks" * (activation.every > 1)
 
 
 def measures(config: Config, fullest: Peak | None = None) -> str:

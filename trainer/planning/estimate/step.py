@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
-from trainer.planning.cost.flops import flops_per_token, muon_flops
-from trainer.planning.cost.memory import MASTER_BYTES, held_parameters
-from trainer.planning.cost.updates import Updates, moments
+from trainer.planning.cost.flops import flops_per_token
 from trainer.planning.estimate.memory import Peak, peaks
 from trainer.planning.estimate.pace import Pace
-from trainer.planning.estimate.sequence import Room, settle
-from trainer.planning.estimate.timing import TERMS, Timing, time_units
+from trainer.planning.estimate.seconds import communication, step_terms
+from trainer.planning.estimate.sequence import GIB, Room, settle
+from trainer.planning.estimate.timing import time_units
 from trainer.planning.gradient_comm import reduces_once
 from trainer.planning.resolve import Layout
-from trainer.planning.schedules.simulate import Simulation, simulate
-
-GIB = 2**30
+from trainer.planning.schedules.simulate import Simulation
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ def estimate(config: Config, layout: Layout, hardware: HardwareConfig) -> Estima
     """The step of a layout on a kind of machine, with what `auto` takes there for long sequences. Raises `ConfigError`
     for a device whose peak is not known."""
     node = min(layout.plan.world, hardware.devices)
-    config, layout = settle(config, layout, Room(hardware.memory * GIB, inf), node)
+    config, layout = settle(config, layout, Room(hardware.memory * GIB, inf), node, hardware)
     found = estimate_within(inf, config, layout, hardware)
     assert found is not None  # every time is less than infinite
     return found
@@ -95,59 +92,3 @@ def estimate_within(
     once = reduces_once(config.parallel.grad_comm, layout.plan, min(layout.plan.world, hardware.devices))
     ranks, moved = tuple(peaks(config, layout, lowered, once)), communication(layout, timing)
     return Estimate(config, layout, hardware, terms, moved, simulation, ranks, pace.peak)
-
-
-def step_terms(config: Config, layout: Layout, timing: Timing, pace: Pace) -> tuple[Simulation, dict[str, float]]:
-    """The simulated step, and its seconds by term as the mean over pipeline ranks."""
-    pipeline, plan = layout.pipeline, layout.plan
-    costs = timing.costs.stage(pipeline.split)
-    simulation = simulate(pipeline.schedule, costs)
-    plain = simulation
-    if any(costs.unshard) or any(costs.reduce):
-        plain = simulate(pipeline.schedule, replace(costs, unshard=(), reduce=()))
-    microbatches = pipeline.schedule.microbatches
-    terms = {name: microbatches * timing.terms.get(name, 0.0) / plan.pp for name in TERMS}
-    bubble = plain.makespan - sum(terms.values())
-    longer = simulation.makespan - plain.makespan
-    copies = min(longer, sum(unit.copies for unit in timing.units) / plan.pp)
-    terms["sharding copies"] += copies
-    terms["sharding collectives"] += longer - copies
-    terms["bubble"] = max(0.0, bubble)
-    terms["optimizer"] = update_bytes(config) * held_by_fullest(layout) / pace.optimizer
-    terms["optimizer"] += orthogonalised_by_fullest(config, layout) / pace.products
-    return simulation, terms
-
-
-def update_bytes(config: Config) -> int:
-    """Bytes that the update of one parameter moves: the gradient's norm; then gradient, master and moments read, master
-    and moments written; then master and average read, and the average written."""
-    averaged = 3 if config.optimizer.ema.decay else 0
-    return MASTER_BYTES * (1 + 3 + 2 * len(moments(config.optimizer.name)) + averaged)
-
-
-def orthogonalised_by_fullest(config: Config, layout: Layout) -> float:
-    """FLOPs of Muon on a rank of the pipeline rank with most of them, whose ranks share its matrices out."""
-    plan, pipeline = layout.plan, layout.pipeline
-    layers = muon_flops(layout.spec, Updates.of(config))
-    ranks = [pipeline.stages(rank).values() for rank in range(plan.pp)]
-    most = max(sum(sum(layers[part.start : part.stop]) for part in stages) for stages in ranks)
-    return most / (plan.world // plan.pp)
-
-
-def held_by_fullest(layout: Layout) -> float:
-    """Parameters that the rank with most of them updates."""
-    plan, pipeline = layout.plan, layout.pipeline
-    held = held_parameters(layout.spec, plan.tp)
-    ranks = [pipeline.stages(rank).values() for rank in range(plan.pp)]
-    most = max(sum(sum(held.units(layers)) for layers in stages) for stages in ranks)
-    return most / (plan.shard if plan.stage else 1)
-
-
-def communication(layout: Layout, timing: Timing) -> dict[str, float]:
-    """Seconds of all communication of a step by axis, as the mean over pipeline ranks."""
-    microbatches, plan = layout.pipeline.schedule.microbatches, layout.plan
-    total = {axis: seconds / plan.pp for axis, seconds in timing.collectives(microbatches).items()}
-    placement = layout.pipeline.schedule.placement
-    hops = sum(one != other for one, other in zip(placement, placement[1:]))
-    total["pipeline"] = 2 * hops * microbatches * timing.costs.transfer / plan.pp
-    return {axis: seconds for axis, seconds in total.items() if seconds}

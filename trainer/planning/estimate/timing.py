@@ -135,11 +135,11 @@ class _Timer:
         costs = estimated_costs(self.config, spec, plan, batch, self.element)
         works = model_work(spec, batch.sequence_length, plan.tp, self.element)
         left = left_by_recompute(works, self.config.activation)
-        known: dict[tuple[int, float, frozenset[str]], Unit] = {}
+        known: dict[tuple[int, int, frozenset[str]], Unit] = {}
         layers, float8 = [], float8_linears(self.config.precision.float8, spec)
         for index, (work, remaining, layer) in enumerate(zip(works, left, layer_specs(spec))):
             narrow = frozenset(name for name in work.shapes if f"layers.{index}.{name}" in float8)
-            key = id(work), remaining.saved, narrow
+            key = id(work), id(remaining), narrow  # of layers that are equal, and keep the same
             if key not in known:
                 known[key] = self._layer(work, remaining, layer.attention, narrow)
             layers.append(known[key])

@@ -1,0 +1,113 @@
+"""What a run decides by its memory: activation=auto from the command to the folder, and from GPUs that have less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from support.estimates import h200, shipped
+from support.estimates import settings as configured
+
+import trainer
+from trainer.config import Config, ConfigError
+from trainer.config.model import ModelSpec
+from trainer.observe import metrics
+from trainer.planning.estimate.recompute import decided, with_section
+from trainer.planning.fit import Memory
+from trainer.planning.resolve import resolve
+from trainer.training.room import Undecided
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def composed(folder: Path, cache: Path, **overrides: object) -> Config:
+    values = {
+        "model": "tiny",
+        "model.width": 64,
+        "model.depth": 4,
+        "data.tokenizer": "bytes",
+        "data.cache": cache,
+        "data.sources.stdlib.limit": 20,
+        "batch.sequence_length": 64,
+        "batch.global_size": 8,
+        "run.dir": folder,
+        "run.steps": 2,
+        "run.device": "cpu",
+        "lr.warmup": 1,
+        "logging.console": "plain",
+        **overrides,
+    }
+    return trainer.compose([f"{name}={value}" for name, value in values.items()])
+
+
+def peak(config: Config, mode: str) -> float:
+    """Predicted of a uniform mode, in GiB."""
+    config = with_section(config, "activation", mode=mode, tile=0, offload=False)
+    spec = ModelSpec.from_dict(config.model.to_dict())
+    return decided(config, resolve(config, 1, spec), h200(), False).peak / GIB
+
+
+def test_a_run_chooses_says_so_and_chooses_again(tmp_path, cache, capsys):
+    """And whatever it chooses, it trains to the same bits."""
+    plain = composed(tmp_path / "plain", cache)
+    least, most = peak(plain, "full"), peak(plain, "none")
+    half = {"activation": "auto", "activation.memory": (least + most) / 2}
+    assert trainer.run(composed(tmp_path / "auto", cache, **half)).code == 0
+    said = capsys.readouterr().out
+    assert "activation=auto chose selective, which keeps attention" in said and "that it may take" in said
+    written = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())["activation"]
+    assert written["mode"] == "selective" and any("@" in entry for entry in written["save"])
+    assert trainer.compose([f"activation.save=[{','.join(written['save'])}]", "activation.mode=selective"])
+    assert trainer.run(plain).code == 0
+    losses = [[line["loss"] for line in metrics.read(tmp_path / name) if "loss" in line] for name in ("auto", "plain")]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+    more = {"activation": "auto", "activation.memory": 2 * most, "run.steps": 3}
+    assert trainer.run(composed(tmp_path / "auto", cache, **more)).code == 0
+    assert "activation=auto chose none" in capsys.readouterr().out
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_made(tmp_path, cache):
+    small = {"activation": "auto", "activation.memory": 1e-4}
+    with pytest.raises(ConfigError, match=r"nothing fits: .* \(full\), and activation.memory=0.0001; set .*run.force"):
+        trainer.run(composed(tmp_path / "run", cache, **small))
+    with pytest.raises(ConfigError, match="activation.hardware=nowhere: there is no such file"):
+        trainer.run(composed(tmp_path / "run", cache, **{"activation": "auto", "activation.hardware": "nowhere"}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_rank_with_least_free_memory_decides_for_all():
+    spec = shipped("llama3_8b")
+    plan = {"batch__sequence_length": 8192, "batch__micro_size": 2, "parallel__zero__stage": 3, "compile": True}
+    config = configured(spec, **plan, activation__mode="auto")
+    undecided = Undecided(config, resolve(config, 2, spec, 2), Memory(140 * GIB, 1000 * GIB), 2, h200())
+    kept = [undecided.settle(free)[0].activation.save for free in ((), (139 * GIB,) * 2, (139 * GIB, 110 * GIB))]
+    assert kept[0] == kept[1] == ["attention", "attention.*", "feed_forward.gate", "feed_forward.up"]
+    assert kept[2] != kept[1] and kept[2] == undecided.settle([110 * GIB] * 2)[0].activation.save
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_cuda_no_more_is_reserved_than_may_be(tmp_path, cache):
+    """Between what the uniform modes take, and the allocator tries once."""
+    big = {"model.width": 1024, "model.depth": 8, "model.attention.heads": 16, "model.attention.kv_heads": 16}
+    big |= {"model.attention.head_dim": 64, "model.feed_forward.width": 4096, "batch.sequence_length": 2048}
+    big |= {"run.device": "cuda", "precision": "bf16", "batch.micro_size": 8, "loss.tile": 0, "activation.tile": 0}
+    plain = composed(tmp_path / "plain", cache, **big)
+    least, most = peak(plain, "full"), peak(plain, "none")
+    for share in (0.3, 0.7):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before, limit = torch.cuda.memory_reserved(), least + share * (most - least)
+        tries = torch.cuda.memory_stats()["num_alloc_retries"]
+        auto = {"activation": "auto", "activation.memory": limit}
+        assert trainer.run(composed(tmp_path / f"{share}", cache, **big, **auto)).code == 0
+        written = yaml.safe_load((tmp_path / f"{share}" / "config.yaml").read_text())["activation"]
+        assert written["mode"] == "selective"
+        assert torch.cuda.max_memory_reserved() - before <= 1.05 * limit * GIB
+        assert torch.cuda.memory_stats()["num_alloc_retries"] == tries

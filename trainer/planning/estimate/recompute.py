@@ -1,0 +1,280 @@
+"""`activation.mode=auto`: which operations each layer keeps for its backward pass.
+
+What an operation's result costs to keep are bytes, and what it saves are seconds of the backward pass; both are those
+of the estimate. A layer keeps nothing, or its operations in the order of seconds for a byte, or all (and is not
+recomputed at all). Of the equal layers of a pipeline stage some do one, and the rest another: two kinds of layers at
+most, so that the compiler has few graphs to make. Among these a rank takes the fastest whose replayed peak fits; of
+those that take as long but for two thousandths, the one with fewest kinds of layers, and of these the smallest.
+
+Ranks of a pipeline are chosen for apart, since their memories are: early ones hold more micro-batches, and keep less of
+each. Within a stage the last layers keep most, whose backward pass is first, before gradients take the memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import reduce
+from itertools import combinations
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
+
+from trainer.config import Config
+from trainer.config.hardware import HardwareConfig
+from trainer.planning.cost.layers import LayerWork, model_work
+from trainer.planning.cost.memory import ELEMENT_BYTES
+from trainer.planning.cost.saved import ALL, entries_of
+from trainer.planning.estimate.memory import FRAGMENTS, peaks
+from trainer.planning.estimate.pace import Pace
+from trainer.planning.estimate.seconds import step_terms
+from trainer.planning.estimate.timing import time_units
+from trainer.planning.pipeline import resolve_pipeline
+from trainer.planning.resolve import Layout
+from trainer.planning.schedules.ir import split_overlaps
+
+Kept = tuple[str, ...]
+"""Operations whose results a layer keeps; `(ALL,)`: of which nothing is recomputed."""
+
+EQUAL = 2e-3
+"""Of the seconds of a rank's layers: a choice that saves less is worth neither memory nor another graph to compile."""
+
+POINTS = 256
+"""Choices of some layers that are combined with those of others, evenly over all where there are more."""
+
+ROUNDS = 4
+"""How often layers are dealt to stages anew after a choice."""
+
+
+class Share(NamedTuple):
+    """What equal layers of a stage keep: the last `late` of them `more`, the others `less`."""
+
+    layers: tuple[int, ...]
+    less: Kept
+    more: Kept
+    late: int
+
+
+class Point(NamedTuple):
+    """A choice for some layers: bytes that they hold at the fullest moment, and seconds of a step."""
+
+    size: float
+    seconds: float
+    shares: tuple[Share, ...]
+
+
+class Decided(NamedTuple):
+    """seconds: of a step. peak, host: bytes of the fullest rank, on the device and in host memory."""
+
+    config: Config
+    layout: Layout
+    seconds: float
+    peak: float
+    host: float
+
+
+def decide(config: Config, layout: Layout, hardware: HardwareConfig, limit: float, once: bool) -> Decided:
+    """The fastest choice whose predicted peak is at most `limit` bytes, or else the one that recomputes all.
+
+    once: whether gradients are reduced once a step whatever the ZeRO stage."""
+    found: list[Decided] = []
+    for _ in range(ROUNDS if layout.plan.pp > 1 else 1):
+        chosen = choose(config, layout, hardware, limit, once)
+        found.append(decided(chosen, layout, hardware, once))
+        if found[-1].layout.pipeline == layout.pipeline:
+            break
+        layout = found[-1].layout  # the choice has moved layers to other stages
+    nothing = decided(uniform(config, ()), layout, hardware, once)
+    found.append(nothing)
+    if layout.plan.pp > 1:  # where the slowest stage counts, not the sum of all
+        found.append(decided(uniform(config, (ALL,)), layout, hardware, once))
+    return min((one for one in found if one.peak <= limit), key=lambda one: one.seconds, default=nothing)
+
+
+def decided(config: Config, layout: Layout, hardware: HardwareConfig, once: bool) -> Decided:
+    """A choice with its own layout, since pipelines deal out layers by what they cost."""
+    if layout.plan.pp > 1:
+        layout = replace(layout, pipeline=resolve_pipeline(config, layout.spec, layout.plan, layout.batch))
+    timing, pace = time_units(config, layout, hardware), Pace.of(hardware, config.precision)
+    seconds = sum(step_terms(config, layout, timing, pace)[1].values())
+    ranks = peaks(config, layout, lowered=False, once=once)
+    return Decided(config, layout, seconds, *(max(map(attrgetter(name), ranks)) for name in ("reserved", "host")))
+
+
+def choose(config: Config, layout: Layout, hardware: HardwareConfig, limit: float, once: bool) -> Config:
+    """The settings of the choice that is fastest for the stages of a layout, or of the one that keeps nothing."""
+    table = _Table(config, layout, hardware)
+    flights, pipeline = in_flight(layout), layout.pipeline
+    fronts = [
+        front(table.groups(layers, flights[stage]) for stage, layers in pipeline.stages(rank).items())
+        for rank in range(layout.plan.pp)
+    ]
+    low, high = [0] * len(fronts), [len(points) - 1 for points in fronts]
+    while low != high:
+        middle = [(below + above + 1) // 2 for below, above in zip(low, high)]
+        chosen = table.settings([points[place] for points, place in zip(fronts, middle)])
+        ranks = peaks(chosen, layout, lowered=False, once=once)
+        for rank, peak in enumerate(ranks):
+            if low[rank] == high[rank]:
+                continue
+            if peak.reserved <= limit:
+                low[rank] = middle[rank]
+            else:
+                high[rank] = middle[rank] - 1
+    return table.settings([simplest(points[: place + 1]) for points, place in zip(fronts, low)])
+
+
+class _Table:
+    """Seconds and bytes of each layer by what it keeps."""
+
+    def __init__(self, config: Config, layout: Layout, hardware: HardwareConfig):
+        self.config, self.layout, self.hardware = config, layout, hardware
+        element = ELEMENT_BYTES[config.precision.compute]
+        self.works = model_work(layout.spec, layout.batch.sequence_length, layout.plan.tp, element)
+        self.known: dict[Kept, tuple[list[float], tuple[float, ...]]] = {}
+        self.kinds: dict[int, list[int]] = defaultdict(list)  # layers that are equal
+        for layer, work in enumerate(self.works):
+            self.kinds[id(work)].append(layer)
+        self.order = [*dict.fromkeys(name for work in self.works for name in ("attention", *work.flops)), ALL]
+        self.ladders = {
+            kind: list(self.ladder(self.works[layers[0]], layers[len(layers) // 2]))
+            for kind, layers in self.kinds.items()
+        }
+
+    def of(self, kept: Kept) -> tuple[list[float], tuple[float, ...]]:
+        """Seconds of a step and bytes of a micro-batch, of each layer where all keep the same."""
+        if kept not in self.known:
+            timing = time_units(uniform(self.config, kept), self.layout, self.hardware)
+            microbatches = self.layout.pipeline.schedule.microbatches
+            seconds = [
+                microbatches * sum(sum(terms.values()) for terms in (unit.forward, unit.input, unit.weight))
+                + unit.gather
+                + unit.reduce
+                for unit in timing.units[1:-1]
+            ]
+            self.known[kept] = seconds, timing.costs.activation[1:-1]
+        return self.known[kept]
+
+    def ladder(self, work: LayerWork, layer: int) -> Iterator[Kept]:
+        """What a layer may keep, in the order of bytes. Steps that save no time are left out."""
+        (seconds, sizes), gains = self.of(()), {}
+        for name in work.flops:
+            faster, larger = self.of((name,))
+            if name in work.needed and faster[layer] < seconds[layer] and larger[layer] > sizes[layer]:
+                gains[name] = (seconds[layer] - faster[layer]) / (larger[layer] - sizes[layer])
+        order = sorted(gains, key=lambda name: -float(f"{gains[name]:.2e}"))  # of equal ones the first
+        rungs = [tuple(order[:count]) for count in range(len(order) + 1)]
+        fastest = float("inf")
+        for kept in sorted([*rungs, (ALL,)], key=lambda kept: self.of(kept)[1][layer]):
+            if self.of(kept)[0][layer] < fastest:
+                fastest = self.of(kept)[0][layer]
+                yield kept
+
+    def groups(self, layers: range, flight: int) -> Iterator[list[Point]]:
+        """The choices of the layers of a stage, of which `flight` micro-batches are held, for each kind of layer."""
+        for kind, members in self.kinds.items():
+            if mine := tuple(layer for layer in members if layer in layers):
+                rungs = self.ladders[kind]
+                shares = [Share(mine, *both, late) for both in combinations(rungs, 2) for late in range(len(mine))]
+                shares.append(Share(mine, rungs[-1], rungs[-1], 0))
+                yield [self.point(share, flight, layers.stop - 1 in mine) for share in shares]
+
+    def point(self, share: Share, flight: int, last: bool) -> Point:
+        """last: whether the stage's last layer is among them. At the fullest moment, when its backward pass begins, all
+        of it is there, whether it was kept or is computed again."""
+        layers, less, more, late = share
+        first, (some, others) = len(layers) - late, (self.of(less), self.of(more))
+        seconds, size = (
+            sum(one[layer] for layer in layers[:first]) + sum(other[layer] for layer in layers[first:])
+            for one, other in zip(some, others)
+        )
+        latest = (others if late else some)[1][layers[-1]] * last
+        return Point((1 + FRAGMENTS) * flight * size - latest, seconds, (share,))
+
+    def settings(self, points: Iterable[Point]) -> Config:
+        """The configuration of one choice of each rank."""
+        kept: dict[int, Kept] = {}
+        for layers, less, more, late in (share for point in points for share in point.shares):
+            first = len(layers) - late
+            kept |= dict.fromkeys(layers[:first], less) | dict.fromkeys(layers[first:], more)
+        return with_kept(self.config, [kept[layer] for layer in range(len(self.works))], self.order)
+
+
+def front(groups: Iterable[Iterable[list[Point]]]) -> list[Point]:
+    """Of all combinations of a choice from each group, those than which no other is both smaller and faster, from the
+    smallest to the fastest."""
+
+    def joined(one: list[Point], other: list[Point]) -> list[Point]:
+        pairs = [(a.size + b.size, a.seconds + b.seconds, (a, b)) for a in few(one) for b in few(other)]
+        return [Point(size, seconds, a.shares + b.shares) for size, seconds, (a, b) in best(pairs)]
+
+    return reduce(joined, (best(group) for stage in groups for group in stage))
+
+
+def best(points: Iterable[Any]) -> list[Any]:
+    """Those of which no other is both smaller and faster, by size. points: tuples that begin with both."""
+    found: list[Any] = []
+    for point in sorted(points, key=itemgetter(0, 1)):
+        if not found or point[1] < found[-1][1]:
+            found.append(point)
+    return found
+
+
+def few(points: list[Point]) -> list[Point]:
+    """At most `POINTS` of them."""
+    last = len(points) - 1
+    return points if last < POINTS else [points[place * last // (POINTS - 1)] for place in range(POINTS)]
+
+
+def simplest(points: list[Point]) -> Point:
+    """Of those that take as long as the last, but for `EQUAL`, the one with fewest kinds of layers, then fewest bytes.
+    points: as `front` has them."""
+    equal = [point for point in points if point.seconds <= (1 + EQUAL) * points[-1].seconds]
+    return min(equal, key=lambda point: (sum(1 + bool(share.late) for share in point.shares), point.size))
+
+
+def in_flight(layout: Layout) -> dict[int, int]:
+    """Micro-batches of each stage that its rank holds at the moment when it holds activations of most layers."""
+    pipeline, fullest = layout.pipeline, {}
+    ends = {action.stage for order in pipeline.schedule.orders for action in order if action.kind == "W"}
+    for rank, order in enumerate(pipeline.schedule.orders):
+        stages = pipeline.stages(rank)
+        held, most = dict.fromkeys(stages, 0), 0
+        fullest.update(held)
+        for action in split_overlaps(order):
+            if action.kind == "F":
+                held[action.stage] += 1
+            elif action.kind == ("W" if action.stage in ends else "B"):
+                held[action.stage] -= 1
+            layers = sum(count * len(stages[stage]) for stage, count in held.items())
+            if layers > most:
+                most = layers
+                fullest.update(held)
+    return fullest
+
+
+def uniform(config: Config, kept: Kept) -> Config:
+    """The settings with which every layer keeps the same operations."""
+    if kept == (ALL,):
+        return _with(config, mode="none", offload=False)
+    return _with(config, mode="selective", save=list(kept)) if kept else _with(config, mode="full")
+
+
+def with_kept(config: Config, kept: Sequence[Kept], order: Sequence[str]) -> Config:
+    """The settings with which each layer keeps its operations. order: of all operations."""
+    if set(kept) in ({()}, {(ALL,)}):
+        return uniform(config, kept[0])
+    return _with(config, mode="selective", save=entries_of(kept, order))
+
+
+def with_section(config: Config, section: str, **values: Any) -> Config:
+    """The configuration with other values in one section."""
+    changed = copy.copy(config)
+    setattr(changed, section, replace(getattr(config, section), **values))
+    return changed
+
+
+def _with(config: Config, **values: Any) -> Config:
+    """The configuration with nothing left to choose in its section `activation`."""
+    return with_section(config, "activation", **values, memory=None, hardware=None)

@@ -1,0 +1,84 @@
+"""What a run decides by the memory that is free: recompute, tiles, and inputs of layers in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainer.config import Config, ConfigError
+from trainer.config.hardware import HardwareConfig
+from trainer.observe.report import device_name
+from trainer.planning.estimate.hardware import load_hardware, shipped_for
+from trainer.planning.estimate.recompute import decided
+from trainer.planning.estimate.sequence import SHARE, Room, limit_of, recompute, settle
+from trainer.planning.fit import Memory
+from trainer.planning.gradient_comm import reduces_once
+from trainer.planning.resolve import Layout
+from trainer.training.out_of_memory import advice
+from trainer.util.tables import duration, size
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes of a GPU that this process has or can have; None on CPUs."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
+@dataclass(frozen=True)
+class Undecided:
+    """A configuration with its `auto`s, and its layout. node: processes of this machine; hardware: how fast it is,
+    where that matters."""
+
+    config: Config
+    layout: Layout
+    memory: Memory
+    node: int
+    hardware: HardwareConfig | None
+
+    @classmethod
+    def of(cls, config: Config, layout: Layout, memory: Memory, node: int, device: torch.device) -> Undecided:
+        """Raises `ConfigError` where `activation.hardware` cannot be read."""
+        return cls(config, layout, memory, node, machine(config, device))
+
+    def settle(self, free: Sequence[int | None] = ()) -> tuple[Config, Layout]:
+        """The configuration with everything decided, and its layout. free: `free_memory` of every rank, the least of
+        which counts; without it, the whole memory does."""
+        return settle(self.config, self.layout, self.room(free), self.node, self.hardware)
+
+    def room(self, free: Sequence[int | None]) -> Room:
+        device = min((found for found in free if found is not None), default=self.memory.device)
+        return Room(device, SHARE * self.memory.host / self.node)
+
+    def explain(self, config: Config, layout: Layout, free: Sequence[int | None] = ()) -> list[str]:
+        """What `activation.mode=auto` has chosen, in a line. Raises `ConfigError` where nothing fits."""
+        if self.hardware is None:
+            return []
+        room, plan = self.room(free), layout.plan
+        once = reduces_once(config.parallel.grad_comm, plan, self.node)
+        one, limit = decided(config, layout, self.hardware, once), limit_of(self.config, room) or room.host
+        given = self.config.activation.memory is not None
+        whole = limit if given else room.device or room.host
+        if one.peak > whole and not config.run.force:
+            there = f"activation.memory={self.config.activation.memory:g}" if given else f"there are {size(whole)}"
+            raise ConfigError(
+                f"activation.mode=auto: nothing fits: the least that a step is predicted to take is {size(one.peak)} a "
+                f"rank ({recompute(config.activation)}), and {there}; set {advice(config)}, or go on all the same with "
+                "run.force=true"
+            )
+        return [
+            f"activation=auto chose {recompute(config.activation)}: predicted step {duration(one.seconds)}, peak "
+            f"{size(one.peak)} of the {size(limit)} that it may take"
+        ]
+
+
+def machine(config: Config, device: torch.device) -> HardwareConfig | None:
+    """How fast the run's devices are, where `activation.mode=auto` asks. Raises `ConfigError`."""
+    if config.activation.mode != "auto":
+        return None
+    try:
+        return load_hardware(config.activation.hardware or shipped_for(device_name(device)))
+    except ConfigError as error:
+        raise ConfigError([f"activation.{problem}" for problem in error.problems]) from None
