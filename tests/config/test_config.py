@@ -7,6 +7,7 @@ from pathlib import Path
 
 import hydra
 import pytest
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hypothesis import given
 from hypothesis import strategies as st
@@ -338,6 +339,14 @@ def test_schema_is_documented_and_its_defaults_are_legal():
 def test_intervals(value, low, high, ends):
     legal = (value >= low if ends[0] == "[" else value > low) and (value <= high if ends[1] == "]" else value < high)
     assert (outside("x", value, f"{ends[0]}{low}, {high}{ends[1]}") is None) == legal
+
+
+def test_off_is_a_word_also_in_yaml():
+    for text in ("parallel: {fusion: off}", "parallel: {fusion: 'off'}"):
+        found: dict = {}
+        assert typed.build(yaml.safe_load(text), found).parallel.fusion == "off" and not found
+    assert problems("parallel.fusion=on") == ["parallel.fusion=on is not one of off, chunks"]
+    assert compose(["parallel.fusion=off"]).parallel.fusion == "off"
 
 
 def test_auto_is_null_where_a_setting_may_be_null():

@@ -250,12 +250,24 @@ COMPILED = [
     for layout in (
         {"compile": "graphs", "cp": 2, "stage": 3, "recompute": "tiles", "loss": "tile"},
         {"compile": "graphs", "tp": 2, "recompute": "selective", "attention": "documents"},
+        {"compile": "graphs", "tp": 2, "fusion": 3, "micro_batches": 1},
         {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "budget", "offload": True},
         {"compile": "kernels", "pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
     )
 ]
 """graphs: on CPUs without kernels, whose C++ takes half a minute a case; what is captured, cut and recomputed is that
 of a compiled run."""
+
+
+FUSED = [
+    PLAIN | {"tp": 2, "fusion": 3} | more
+    for more in (
+        {"recompute": "selective", "precision": "bf16", "family": "gpt2"},
+        {"pp": 2, "schedule": "zb_v", "recompute": "full", "tied": True, "micro_batches": 3},
+        {"tp": 4, "precision": "fp16", "kv_heads": 1, "qk_norm": "full", "micro_batches": 1},
+    )
+]
+"""Products and collectives in so many pieces, which do not divide a rank's tokens."""
 
 
 CUBES = [
@@ -310,7 +322,7 @@ MUON = [
 def cases(processes: int, compiled: bool) -> list[Case]:
     """Everything that runs on this number of processes."""
     chosen = [*data_parallel(processes)] if processes <= 4 else []
-    chosen += [case for case in [*sample(), *QUANTISED, *MUON] if world(case) == processes]
+    chosen += [case for case in [*sample(), *QUANTISED, *MUON, *FUSED] if world(case) == processes]
     chosen += context_parallel(processes)
     if processes == 2:
         chosen += [

@@ -101,7 +101,7 @@ def parallelize(
         model.defer(deferred)
     if config.compile:
         compile_layers(model, deferred is not None)
-    tensor.split(model, world.dimensions["tp"])
+    tensor.split(model, world.dimensions["tp"], tensor.backend_of(config.parallel))
     share_sequences(model, config, spec, plan, world)
     engine.shard(model)
     engine.materialize(model)
