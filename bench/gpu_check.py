@@ -88,6 +88,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         *(plans(f"plans_{part}", part, parts, limit=420) for part in range(parts)),
         runtime("circles", "synchronous", 2, 120),
         plans("deepspeed", "deepspeed", limit=180),
+        Case("fusion", [*torchrun, "2", "tests/workers/fusion_gpu.py", str(logs / "fusion.json")], 180, 2),
         Case("quantize", [sys.executable, "tests/workers/quantize.py", "cuda"], 180),
         Case("multi_tensor", [sys.executable, "tests/workers/multi_tensor.py", "cuda"], 120),
         Case("probe", [*torchrun, str(gpus), *measuring, f"out={logs / 'probe.yaml'}"], 180),

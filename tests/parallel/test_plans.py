@@ -148,6 +148,13 @@ REFUSED = [  # processes, settings, words of the refusal, a legal neighbour that
         ["parallel.fusion_chunks=2", "fusion=off", "parallel.fusion=chunks"],
         {"tp": 2, "fusion": "chunks", "fusion_chunks": 2},
     ),
+    (2, {"tp": 2, "fusion_looks": 9}, ["parallel.fusion_looks=9", "fusion=triton"], {"tp": 2, "fusion": "triton"}),
+    (
+        2,
+        {"tp": 2, "fusion": "triton", "tp_across_nodes": True},
+        ["parallel.fusion=triton", "parallel.tp_across_nodes=true", "fusion=chunks"],
+        {"tp": 2, "fusion": "chunks", "tp_across_nodes": True},
+    ),
     (2, {"tp": 2, "length": 15}, ["batch.sequence_length=15", "parallel.tp=2", "14 or 16"], {"tp": 2, "length": 16}),
     (
         2,

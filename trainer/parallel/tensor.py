@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trainer.config import ParallelConfig
 from trainer.distributed.chunks import Chunks
 from trainer.distributed.collectives import TensorGroup
+from trainer.distributed.fused import Fused
 from trainer.model.axes import Declared
 from trainer.model.layers import Linear
 from trainer.model.stage import Stage
@@ -26,9 +27,13 @@ Backend = Callable[[str, int, int], TensorGroup]
 """What makes a backend for the process group of a name, for this rank of so many."""
 
 
+BACKENDS: dict[str, type[TensorGroup]] = {"off": TensorGroup, "chunks": Chunks, "triton": Fused}
+
+
 def backend_of(parallel: ParallelConfig) -> Backend:
     """What tensor-parallel ranks communicate by."""
-    return partial(Chunks, chunks=parallel.fusion_chunks) if parallel.fusion == "chunks" else TensorGroup
+    settings = {"chunks": {"chunks": parallel.fusion_chunks}, "triton": {"looks": parallel.fusion_looks}}
+    return partial(BACKENDS[parallel.fusion], **settings.get(parallel.fusion, {}))
 
 
 def split(model: Stage, mesh: DeviceMesh, backend: Backend = TensorGroup) -> None:

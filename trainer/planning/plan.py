@@ -209,12 +209,17 @@ def _check_fusion(parallel: ParallelConfig) -> list[str]:
             f"parallel.fusion={parallel.fusion} is for the collectives of tensor-parallel ranks, and parallel.tp=1 has "
             "none; set parallel.fusion=off, or parallel.tp=2 or more"
         ]
-    if parallel.fusion != "chunks" and parallel.fusion_chunks != ParallelConfig.fusion_chunks:
+    if parallel.fusion == "triton" and parallel.tp_across_nodes:
         return [
-            f"parallel.fusion_chunks={parallel.fusion_chunks} has no meaning with parallel.fusion={parallel.fusion}; "
-            "leave it out, or set parallel.fusion=chunks"
+            "parallel.fusion=triton needs GPUs that share memory, and parallel.tp_across_nodes=true allows groups over "
+            "several nodes; leave that out, or set parallel.fusion=chunks"
         ]
-    return []
+    return [
+        f"parallel.{name}={value} has no meaning with parallel.fusion={parallel.fusion}; leave it out, or set "
+        f"parallel.fusion={needed}"
+        for name, needed in (("fusion_chunks", "chunks"), ("fusion_looks", "triton"))
+        if (value := getattr(parallel, name)) != getattr(ParallelConfig, name) and parallel.fusion != needed
+    ]
 
 
 def registered_blocks(spec: ModelSpec) -> list[tuple[Registry, Registered]]:
