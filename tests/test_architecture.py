@@ -141,3 +141,13 @@ def test_what_is_asked_and_decided_needs_no_torch(place):
     own = [name for name in MODULES if room(name) == place]
     code = f"import sys, importlib; [importlib.import_module(name) for name in {own}]; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
+
+
+def test_what_starts_runs_or_reads_of_them_needs_no_torch():
+    """Importing it takes seconds, and these start often: before and after each job, and beside runs."""
+    names = ["cluster.job", "sweep", "tune", "estimate", "diagnose", "report", "watch", "plot", "preflight"]
+    code = f"import sys, importlib\nfor name in {names}: importlib.import_module(f'trainer.{{name}}')\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], cwd=PACKAGE.parent).returncode
+        == 0
+    )

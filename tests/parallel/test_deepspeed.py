@@ -53,7 +53,7 @@ def test_every_optimizer_and_type_of_moments(four):
 
 def test_stage_3_keeps_no_layer_for_backward(four):
     alive, whole = four["gathered"][::2], four["gathered"][1::2]
-    assert alive == [0, 0] and whole == [4 * 14] * 2
+    assert alive == [0, 0] and whole == [2 * 14] * 2
 
 
 def test_a_lost_loss_alone_is_skipped(four):

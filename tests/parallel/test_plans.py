@@ -60,12 +60,12 @@ def test_recompute_changes_no_bit(measured):
     different = [
         result["plan"] for result in results if result["digest"] != plain[repr(result["case"] | {"recompute": ""})]
     ]
-    assert len(results) == 25 and len(set(plain.values())) >= 3 and not different, different
+    assert len(results) == 15 and len(set(plain.values())) >= 3 and not different, different
 
 
 def test_an_overflow_of_one_rank_skips_the_step_on_all(measured):
     results = measured(4)["overflow"]
-    assert len(results) == 5 * 5
+    assert len(results) == 4 * 5
     for *broken, last in (results[first : first + 5] for first in range(0, len(results), 5)):
         assert last["next"] == 0.0, last["case"]
         skipped = {"found_inf": 1.0, "backoff": 0.5, "updates": 0.0, "unchanged": True, "loss": last["loss"]}

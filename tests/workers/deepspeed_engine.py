@@ -140,9 +140,9 @@ class Worlds(dict[tuple, World]):
 WORLDS = Worlds()
 
 
-def build(config: Config, case: dict[str, Any]) -> tuple[TrainState, Iterator[list[Batch]]]:
+def build(config: Config, case: dict[str, Any], depth: int = 4) -> tuple[TrainState, Iterator[list[Batch]]]:
     """The state, and the steps of this data-parallel rank."""
-    spec = tiny_spec(tied=case.get("tied", False), depth=4, init={"std": 0.05})
+    spec = tiny_spec(tied=case.get("tied", False), depth=depth, init={"std": 0.05})
     plan = resolve_plan(config.parallel, dist.get_world_size(), spec, case.get("node"))
     batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // case["micro"], case["micro"])
     world = WORLDS.of(plan)
@@ -161,7 +161,7 @@ def parity(name: str, case: dict[str, Any], references: dict[str, Any]) -> dict[
     """A case against one plain process: loss, norm, every gradient and every parameter."""
     config = settings_of(case, **THEIRS)
     config.precision.types.norm.lr_scale, config.precision.types.rules = 0.5, {"layers.1.*": {"weight_decay": 0.3}}
-    state, steps = build(config, case)
+    state, steps = build(config, case, 4 if "pp" in case else 2)
     watch, theirs, copied = Watch(state), [], []
     if "node" in case:  # the node has its own copies of what is dropped after use
         parameter = next(iter(state.stages[0].layers.values())).feed_forward.down.weight
@@ -174,18 +174,18 @@ def parity(name: str, case: dict[str, Any], references: dict[str, Any]) -> dict[
     seen = watch.trajectory()
     assert any(copied) == ("node" in case)
     state.close()
-    kind, tied = coarsest(config.precision), case.get("tied", False)
+    kind, model = coarsest(config.precision), (case.get("tied", False), state.spec.depth)
     if dist.get_rank() != 0:
         return {}
     for compute in {"fp32", kind}:
-        if (tied, compute) not in references:
+        if (*model, compute) not in references:
             batches = [[random_batch(step, SEQUENCES, LENGTH, state.spec.vocab_size, False)] for step in range(STEPS)]
             base = dataclasses.replace(config, parallel=Config().parallel)
-            references[tied, compute] = reference(
+            references[*model, compute] = reference(
                 base, state.spec, batches, torch.device("cpu"), compute=DTYPES[compute]
             )
-    expected = references[tied, "fp32"]
-    plain = None if kind == "fp32" else compare(references[tied, kind], expected)
+    expected = references[*model, "fp32"]
+    plain = None if kind == "fp32" else compare(references[*model, kind], expected)
     return dataclasses.asdict(judge(name, [], kind, seen, expected, plain)) | {"their_norms": theirs}
 
 
@@ -259,7 +259,7 @@ def lost_losses() -> list[dict[str, Any]]:
         {"stage": stage, "offload": offload, "compute": compute}
         for stage, offload, compute in ((1, True, "bf16"), (2, False, "fp32"), (3, True, "fp32"))
     ]:
-        state, steps = build(settings_of(case, **THEIRS), {"micro": 2})
+        state, steps = build(settings_of(case, **THEIRS), {"micro": 2}, 2)
         results.append(
             {"case": case, "steps": [one_step(state, next(steps), victim) for victim in (None, "loss", None)]}
         )
@@ -296,7 +296,7 @@ def gathered() -> list[int]:
     and of how many."""
     zero = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
     case = {"micro": 2, "stage": 3, "deepspeed": {"zero_optimization": zero}}
-    state, steps = build(settings_of(case, **THEIRS), case)
+    state, steps = build(settings_of(case, **THEIRS), case, 2)
     model, storages, found = state.stages[0], {}, []
 
     def remember(layer: torch.nn.Module, *_: Any) -> None:

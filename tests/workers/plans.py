@@ -236,7 +236,6 @@ def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
     seen by every rank."""
     results = []
     for layout in (
-        {"tp": 2, "pp": 2, "schedule": "1f1b"},
         {"tp": 2, "pp": 2, "schedule": "1f1b", "tied": True},
         {"tp": 2, "pp": 2, "schedule": "zb_v", "tied": True},
         {"dp": 2, "pp": 2, "stage": 2, "schedule": "1f1b"},

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.checkpointing.files import LARGEST, count, shown
+
 KINDS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 KINDS += ("int64", "int32", "int16", "int8", "uint8", "bool")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in KINDS}
 """Types of elements that a checkpoint may hold, by the names that it gives them."""
-
-LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -113,19 +113,6 @@ def overlap(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
             return True
         begun.append((low, high))
     return False
-
-
-def count(value: Any) -> int:
-    """`value`, if it is a whole number that can count bytes or elements."""
-    if type(value) is not int or not 0 <= value <= LARGEST:
-        raise ValueError(f"{shown(value)} is no number of bytes or elements")
-    return value
-
-
-def shown(value: Any) -> str:
-    """A value of unknown origin as short, printable text."""
-    text = ascii(value) if isinstance(value, (str, int, float, bool, type(None))) else f"a {type(value).__name__}"
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def raw(tensor: Tensor) -> memoryview:

@@ -7,12 +7,15 @@ import os
 import stat
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from trainer.config import ConfigError
 
 SLICE = 2**22
 """Bytes that are hashed and then written while a cache may still hold them."""
+
+LARGEST = 2**63 - 1
+"""Numbers of bytes and of elements are at most that."""
 
 WAY_OUT = "set checkpoint.resume to another checkpoint, or to none"
 
@@ -60,3 +63,16 @@ class HashingFile:
         with self.file:
             if error is None:
                 os.fsync(self.file.fileno())
+
+
+def count(value: Any) -> int:
+    """`value`, if it is a whole number that can count bytes or elements."""
+    if type(value) is not int or not 0 <= value <= LARGEST:
+        raise ValueError(f"{shown(value)} is no number of bytes or elements")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value of unknown origin as short, printable text."""
+    text = ascii(value) if isinstance(value, (str, int, float, bool, type(None))) else f"a {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."

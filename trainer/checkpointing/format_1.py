@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpointing.chunks import KINDS, count, shown
-from trainer.checkpointing.files import open_inside
+from trainer.checkpointing.chunks import KINDS
+from trainer.checkpointing.files import count, open_inside, shown
 from trainer.checkpointing.pickled import PERSISTENT, Made, Name, Pairs, expect, read_pickle
 
 INDEX = ".metadata"

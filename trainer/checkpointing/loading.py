@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpointing import format_1
-from trainer.checkpointing.chunks import Chunk, Piece, StoredTensor, raw, shown
-from trainer.checkpointing.files import WAY_OUT, DamagedCheckpoint, open_inside
+from trainer.checkpointing.chunks import Chunk, Piece, StoredTensor, raw
+from trainer.checkpointing.files import WAY_OUT, DamagedCheckpoint, open_inside, shown
 from trainer.checkpointing.manifest import MANIFEST, read_manifest
 from trainer.checkpointing.parts import TensorPart
 from trainer.config import ConfigError

@@ -17,8 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpointing.chunks import count, shown
-from trainer.checkpointing.files import DamagedCheckpoint, open_inside
+from trainer.checkpointing.files import DamagedCheckpoint, count, open_inside, shown
 
 FORMAT = 2
 """Format 1 is torch's distributed checkpoint, which `format_1.py` reads."""

@@ -10,7 +10,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from trainer.checkpointing.chunks import shown
+from trainer.checkpointing.files import shown
 
 T = TypeVar("T")
 

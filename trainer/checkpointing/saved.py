@@ -9,8 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainer.checkpointing.chunks import shown
-from trainer.checkpointing.files import DamagedCheckpoint
+from trainer.checkpointing.files import DamagedCheckpoint, shown
 from trainer.checkpointing.loading import Contents
 from trainer.checkpointing.manifest import MANIFEST, list_checkpoints, verify
 from trainer.checkpointing.retention import find_resume

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpointing.chunks import LARGEST, shown
-from trainer.checkpointing.files import DamagedCheckpoint
+from trainer.checkpointing.files import LARGEST, DamagedCheckpoint, shown
 from trainer.checkpointing.manifest import MANIFEST, read_manifest
 from trainer.config.model import ModelSpec
 from trainer.config.typed import Invalid, Problems, build
