@@ -46,7 +46,7 @@ def share(size: int, device: torch.device, group: dist.ProcessGroup) -> Shared:
     return Shared(maps[dist.get_rank(group)], [one.data_ptr() for one in maps], maps)
 
 
-def shape_of(device: torch.device, tokens: int, looks: int) -> kernels.Shape:
+def shape_of(device: torch.device, dtype: torch.dtype, tokens: int, looks: int) -> kernels.Shape:
     return kernels.Shape(rows=16, columns=32, step=32, group=2, programs=1, copiers=1, limit=looks)
 
 

@@ -27,8 +27,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from trainer.kernels import tensor_parallel as kernels
+from trainer.kernels.exchange import Region, check_error
 
-CALLS = {"_wait": 2, "_signal": 2}
+CALLS = {"wait": 2, "signal": 2}
 """What synchronises: how often the kernels call it."""
 TOKENS, DEPTHS, WIDTHS = 24, (32, 16, 48), (48, 16, 32)
 """Of a rank: a tile and a half of rows; depths of operands, and widths of products, that are no whole tiles."""
@@ -49,10 +50,10 @@ class Memory:
         self.half = elements
         self.tables = [torch.tensor([one.data_ptr() for one in some]) for some in (boxes, self.flags)]
 
-    def region(self, made: ModuleType, rank: int) -> kernels.Region:
+    def region(self, rank: int) -> Region:
         tickets, error = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
         boxes, flags = (table.data_ptr() for table in self.tables)
-        return made.Region(rank, len(self.flags), boxes, flags, self.half, tickets, error)
+        return Region(rank, len(self.flags), boxes, flags, self.half, tickets, error)
 
 
 def memories(size: int) -> list[Memory]:
@@ -77,7 +78,7 @@ def work(
     made: ModuleType, rank: int, size: int, pull: bool, where: list[Memory], epochs: int, late: float, limit: int
 ) -> None:
     """Some epochs of a rank without a barrier between them; the ranks are late in turn."""
-    shape, (gathers, reductions) = made.Shape(**TILE, limit=limit), [one.region(made, rank) for one in where]
+    shape, (gathers, reductions) = made.Shape(**TILE, limit=limit), [one.region(rank) for one in where]
     for epoch in range(1, epochs + 1):
         if epoch % size == rank:
             time.sleep(late)
@@ -100,7 +101,7 @@ def work(
         sums = sum(a @ b for some, of in zip(parts, matrices) for a, b in zip(some[:count], of))
         compare(reduced, sums.view(size, TOKENS, -1)[rank], f"reduced product in epoch {epoch}")
         for region in (gathers, reductions):
-            made.check_error(region)
+            check_error(region)
 
 
 def run(made: ModuleType, size: int, pull: bool, epochs: int, late: float, limit: int) -> list[str]:
@@ -126,7 +127,7 @@ def run(made: ModuleType, size: int, pull: bool, epochs: int, late: float, limit
 
 
 def without(name: str, number: int) -> ModuleType:
-    """The kernels without call `number` of `_wait` or `_signal`."""
+    """The kernels without call `number` of `wait` or `signal`."""
     tree = ast.parse(Path(kernels.__file__).read_text())
     calls = [
         statement
@@ -137,7 +138,7 @@ def without(name: str, number: int) -> ModuleType:
     ]
     assert len(calls) == CALLS[name]
     calls[number].value = ast.Constant(None)
-    path = Path(tempfile.mkdtemp(), f"without{name}{number}.py")
+    path = Path(tempfile.mkdtemp(), f"without_{name}_{number}.py")
     path.write_text(ast.unparse(tree))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     made = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
@@ -206,8 +207,8 @@ def main(what: str) -> None:
         said = run(kernels, size, pull, epochs, late=0.1, limit=10**7)
         assert not said, f"{size} ranks, pull={pull}:\n" + "\n".join(said)
     for name, late, limit, words in (
-        ("_wait", 0.6, 3000, "product in epoch 1: nan"),
-        ("_signal", 0.0, 1000, "waited in vain for tile 0 of rank"),
+        ("wait", 0.6, 3000, "product in epoch 1: nan"),
+        ("signal", 0.0, 1000, "waited in vain for tile 0 of rank"),
     ):
         for number in range(CALLS[name]):
             said = run(without(name, number), 2, bool(number), 1, late, limit)

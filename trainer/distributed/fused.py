@@ -28,11 +28,13 @@ PULLED = 64
 """Tokens of a rank up to which readers fetch them: above, each tile of the result would fetch them anew."""
 
 
-def shape_of(device: torch.device, tokens: int, looks: int) -> Any:
+def shape_of(device: torch.device, dtype: torch.dtype, tokens: int, looks: int) -> Any:
+    """How a product is cut: tiles of 16-bit and of 32-bit numbers take the same memory."""
     from trainer.kernels.tensor_parallel import Shape
 
     programs = torch.cuda.get_device_properties(device).multi_processor_count - RESERVED
-    return Shape(rows=128 if tokens > 64 else 64, programs=programs, copiers=RESERVED, limit=looks)
+    rows, step = 128 if tokens > 64 else 64, 128 // dtype.itemsize
+    return Shape(rows=rows, step=step, programs=programs, copiers=RESERVED, limit=looks)
 
 
 class Calls:
@@ -53,7 +55,7 @@ class Calls:
 
     def grow(self, half: int, flags: int, device: torch.device) -> None:
         """Memory for more, on all ranks together. Epochs begin anew with its flags."""
-        from trainer.kernels.tensor_parallel import Region
+        from trainer.kernels.exchange import Region
 
         if self.shared is not None:  # others may still read or write the old
             if device.type == "cuda":
@@ -91,10 +93,11 @@ def fused_gather_matmul(
     x: Tensor, weights: list[Tensor], role: str, name: str, size: int, keep: bool, looks: int
 ) -> list[Tensor]:
     """The products of all ranks' x with each weight; and with `keep` all ranks' x."""
-    from trainer.kernels.tensor_parallel import check_error, gather_matmul
+    from trainer.kernels.exchange import check_error
+    from trainer.kernels.tensor_parallel import gather_matmul
 
     x, weights, (tokens, inputs) = x.contiguous(), [weight.contiguous() for weight in weights], x.shape
-    shape, made = shape_of(x.device, tokens, looks), calls("gather", name, x.dtype)
+    shape, made = shape_of(x.device, x.dtype, tokens, looks), calls("gather", name, x.dtype)
     region, epoch = made.begin(size * tokens * inputs, size * -(-tokens // shape.rows), x.device)
     pull = tokens <= PULLED and not keep
     results = gather_matmul(region, shape, epoch, x, weights, Role[role] is Role.OUTPUT, pull)
@@ -124,7 +127,7 @@ def fused_matmul_scatter(
     operands, weights = [one.contiguous() for one in operands], [one.contiguous() for one in weights]
     kind, first = Role[role], operands[0]
     tokens, width = len(first) // size, outputs(weights[0], kind)
-    shape = shape_of(first.device, tokens, looks)
+    shape = shape_of(first.device, first.dtype, tokens, looks)
     made = calls("scatter", name, first.dtype)
     region, epoch = made.begin(size * tokens * width, shape.flags(tokens, width, size), first.device)
     matmul_scatter(region, shape, epoch, operands, weights, kind is Role.OUTPUT)
@@ -139,11 +142,12 @@ def _(operands: list[Tensor], weights: list[Tensor], role: str, name: str, size:
 @torch.library.custom_op("trainer::fused_sum", mutates_args=())
 def fused_sum(sent: Tensor, name: str, looks: int) -> Tensor:
     """This rank's tokens of the sum over ranks of what the last `fused_matmul_scatter` sent: [tokens / t, outputs]."""
-    from trainer.kernels.tensor_parallel import check_error, sum_received
+    from trainer.kernels.exchange import check_error
+    from trainer.kernels.tensor_parallel import sum_received
 
     made = calls("scatter", name, sent.dtype)
     out = sent.new_empty(sent.shape)
-    sum_received(made.region, shape_of(sent.device, len(sent), looks), made.epoch, out)
+    sum_received(made.region, shape_of(sent.device, sent.dtype, len(sent), looks), made.epoch, out)
     if looks:
         check_error(made.region)
     return out
@@ -193,6 +197,9 @@ class Fused(TensorGroup):
 
 
 def fits(operands: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
-    """Whether the kernels take these: rows of whole 16 numbers, so that they are moved 16 bytes at a time."""
+    """Whether the kernels take these: of one type, and rows of whole 16 numbers, so that they are moved 16 bytes at a
+    time."""
     sizes = [size for weight in weights for size in weight.shape] + [operand.shape[1] for operand in operands]
-    return len(weights) <= 3 and all(size % 16 == 0 for size in sizes)
+    kinds = {one.dtype for one in (*operands, *weights)}
+    known = len(kinds) == 1 and kinds <= {torch.bfloat16, torch.float16, torch.float32}
+    return known and len(weights) <= 3 and all(size % 16 == 0 for size in sizes)

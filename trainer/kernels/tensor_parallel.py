@@ -1,14 +1,5 @@
 """Triton kernels that multiply while ranks of a node send each other what is multiplied, or its results: an all-gather
-with the product behind it, and a product with the reduce-scatter behind it.
-
-Every rank has a `Region` of the same layout: a box for tokens or partial sums, in two halves, and flags. A flag holds
-the last epoch (number of the call, from 1) of which its tile has arrived, and only grows, so nothing is ever reset. An
-epoch uses the half of its parity. Sources release a flag behind their stores; readers acquire it before their loads.
-
-Why a half may be written again two epochs later, without a barrier: a rank that writes in epoch e + 2 has ended its
-reader of e + 1, which waited for a flag of e + 1 of every rank; each rank raised that behind its own reader of e, since
-the calls of a rank are in the order of one stream. Hence calls of a region must not overlap, and every reader waits for
-all ranks (docs/kernels.md).
+with the product behind it, and a product with the reduce-scatter behind it. How they signal is in `exchange.py`.
 
 Why nothing waits in a circle: what raises flags (the copiers of a gather, the product of a reduce-scatter) waits for
 nothing, and copiers are the programs that come to run first, whatever their numbers."""
@@ -22,41 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
-@triton.jit
-def _peer(table, rank, DTYPE: tl.constexpr):
-    """Where a rank's memory begins. Without the hint Triton 3.6 moves two bytes at a time."""
-    address = tl.load(table.to(tl.pointer_type(tl.uint64)) + rank)
-    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
-
-
-@triton.jit
-def _signal(flags, rank, place, epoch):
-    """Says to `rank` that all that this program has stored so far is there. Triton puts no barrier before an atomic
-    operation, and other warps' stores would be missing."""
-    tl.debug_barrier()
-    tl.atomic_xchg(_peer(flags, rank, tl.int32) + place, epoch, sem="release", scope="sys")
-
-
-@triton.jit
-def _wait(flags, rank, source, tile, tiles, epoch, error, LIMIT: tl.constexpr):
-    """Until this rank's flag of a tile from `source` has come to the epoch. Adding nothing compiles to a load that
-    acquires. After LIMIT looks (0: never) it leaves a note in `error` instead, and nothing waits any more."""
-    flag = _peer(flags, rank, tl.int32) + source * tiles + tile
-    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    if LIMIT == 0:
-        while seen < epoch:
-            seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    else:
-        looks = tl.where(tl.load(error) == 0, 0, LIMIT)
-        while (seen < epoch) & (looks < LIMIT):
-            seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-            looks += 1
-        if seen < epoch:
-            if tl.atomic_cas(error, 0, epoch) == 0:
-                tl.store(error + 1, tile)
-                tl.store(error + 2, source)
-                tl.store(error + 3, seen)
+from trainer.kernels.exchange import Region, peer, signal, wait
 
 
 @triton.jit
@@ -114,13 +71,13 @@ def _copy(
         place = rows[:, None] * DEPTH + depth[None, :]
         values = tl.load(x + place, mask=inside, other=0.0)
         if PULL:
-            tl.store(_peer(boxes, RANK, DTYPE) + half + place, values, mask=inside)
+            tl.store(peer(boxes, RANK, DTYPE) + half + place, values, mask=inside)
         else:
             for ahead in tl.static_range(1, SIZE):
-                box = _peer(boxes, (RANK + ahead) % SIZE, DTYPE) + half + RANK * TOKENS * DEPTH
+                box = peer(boxes, (RANK + ahead) % SIZE, DTYPE) + half + RANK * TOKENS * DEPTH
                 tl.store(tl.multiple_of(box, 16) + place, values, mask=inside)
     for ahead in tl.static_range(1, SIZE):
-        _signal(flags, (RANK + ahead) % SIZE, RANK * TILES + tile, epoch)
+        signal(flags, (RANK + ahead) % SIZE, RANK * TILES + tile, epoch)
 
 
 @triton.jit(do_not_specialize=["epoch"])
@@ -176,12 +133,12 @@ def _gather_matmul(
             if source == RANK:
                 a = tl.multiple_of(x, 16)
             else:
-                _wait(flags, RANK, source, row % TILES, TILES, epoch, error, LIMIT)
+                wait(flags, RANK, source, row % TILES, TILES, epoch, error, LIMIT)
                 if PULL:
-                    a = tl.multiple_of(_peer(boxes, source, DTYPE) + half, 16)
+                    a = tl.multiple_of(peer(boxes, source, DTYPE) + half, 16)
                 else:
                     place = half + source.to(tl.int64) * (TOKENS * DEPTH)
-                    a = tl.multiple_of(_peer(boxes, RANK, DTYPE) + place, 16)
+                    a = tl.multiple_of(peer(boxes, RANK, DTYPE) + place, 16)
             weight, product, width = weight0, product0, WIDTH0
             if WIDTH1 > 0:
                 width = tl.where(column < ACROSS0, WIDTH0, tl.where(column < ACROSS0 + ACROSS1, WIDTH1, WIDTH2))
@@ -247,10 +204,10 @@ def _matmul_scatter(
         if DEPTH2 > 0:
             a = tl.multiple_of(operand2 + start * DEPTH2, 16)
             total = _multiplied(total, a, weight2, lines, across, WIDTH, DEPTH2, TRANSPOSED, STEP)
-        box = tl.multiple_of(_peer(boxes, owner, DTYPE) + half + RANK * TOKENS * WIDTH, 16)
+        box = tl.multiple_of(peer(boxes, owner, DTYPE) + half + RANK * TOKENS * WIDTH, 16)
         inside = (rows[:, None] < TOKENS) & (columns[None, :] < WIDTH)
         tl.store(box + rows[:, None] * WIDTH + columns[None, :], total.to(DTYPE), mask=inside)
-        _signal(flags, owner, (RANK * TILES + row % TILES) * ACROSS + column, epoch)
+        signal(flags, owner, (RANK * TILES + row % TILES) * ACROSS + column, epoch)
         tile += PROGRAMS
 
 
@@ -276,11 +233,11 @@ def _sum_received(
     DTYPE: tl.constexpr = out.dtype.element_ty
     TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     ACROSS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    box = _peer(boxes, RANK, DTYPE) + (epoch % 2).to(tl.int64) * HALF
+    box = peer(boxes, RANK, DTYPE) + (epoch % 2).to(tl.int64) * HALF
     tile = tl.program_id(0)
     while tile < TILES * ACROSS:
         for source in tl.static_range(SIZE):
-            _wait(flags, RANK, source, tile, TILES * ACROSS, epoch, error, LIMIT)
+            wait(flags, RANK, source, tile, TILES * ACROSS, epoch, error, LIMIT)
         columns = tile % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
         for part in range(0, ROWS // PART):
             rows = tile // ACROSS * ROWS + part * PART + tl.arange(0, PART)
@@ -292,23 +249,6 @@ def _sum_received(
                 total += tl.load(partial + place, mask=inside, other=0.0).to(tl.float32)
             tl.store(out + place, total.to(DTYPE), mask=inside)
         tile += PROGRAMS
-
-
-@dataclass(frozen=True)
-class Region:
-    """Memory of one kind of call, on every rank of a group alike.
-
-    boxes, flags: the address of a table with the addresses of all ranks' boxes, of their flags (int32, 0 at first);
-    half: elements of half a box; tickets: int64 [1], 0 at first, and error: int32 [4], this rank's own.
-    """
-
-    rank: int
-    size: int
-    boxes: int
-    flags: int
-    half: int
-    tickets: Tensor
-    error: Tensor
 
 
 @dataclass(frozen=True)
@@ -425,15 +365,6 @@ def sum_received(region: Region, shape: Shape, epoch: int, out: Tensor) -> Tenso
         num_warps=shape.warps,
     )
     return out
-
-
-def check_error(region: Region) -> None:
-    """Raises `RuntimeError` where a reader with a limit gave up. Waits for the device."""
-    epoch, tile, source, seen = region.error.tolist()
-    if epoch:
-        raise RuntimeError(
-            f"rank {region.rank} waited in vain for tile {tile} of rank {source} in epoch {epoch}; its flag says {seen}"
-        )
 
 
 def _padded(tensors: Sequence[Tensor]) -> list[Tensor]:
