@@ -90,12 +90,19 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         plans("deepspeed", "deepspeed", limit=180),
         Case("fusion", [*torchrun, "2", "tests/workers/fusion_gpu.py", str(logs / "fusion.json")], 180, 2),
         Case("quantize", [sys.executable, "tests/workers/quantize.py", "cuda"], 180),
+        Case("float8", [sys.executable, "tests/workers/float8.py", "cuda"], 120),
         Case("multi_tensor", [sys.executable, "tests/workers/multi_tensor.py", "cuda"], 120),
         Case("probe", [*torchrun, str(gpus), *measuring, f"out={logs / 'probe.yaml'}"], 180),
         Case("tests", [sys.executable, "-m", "pytest", "-q", *tests], 120),
         run("demo"),
         *(run(name, f"parallel={name}") for name in ("pp2_zbv", "pp2_auto") if gpus % 2 == 0),
         run("compiled", "compile=true", "precision=bf16", "activation=selective"),
+        run("fp8", "compile=true", "precision=fp8", "precision.float8.ends=0", "activation=selective"),
+        *(
+            run(f"fp8_{name}", f"parallel={name}", "precision=fp8", "precision.float8.ends=0", "compile=true")
+            for name in ("pp2_zbv", "tp2")
+            if gpus % 2 == 0
+        ),
         *(
             run(f"context_{name}", "parallel.cp=2", "precision=bf16", *settings)
             for name, settings in {

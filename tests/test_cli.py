@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import trainer
+import trainer.training
 from trainer import cli, command, torchrun
 from trainer.config import ConfigError, SourceConfig
 from trainer.sweep.slurm import SCRIPT
@@ -267,9 +268,10 @@ def test_wheel_ships_the_configurations_the_templates_and_the_script_for_slurm(t
     assert done.returncode == 0 and "name: debug" in done.stdout, done.stderr
 
 
-def test_help_into_a_closed_pipe_is_quiet():
+@pytest.mark.parametrize("words", ["--help model", "tune --help"])
+def test_help_into_a_closed_pipe_is_quiet(words):
     done = subprocess.run(
-        f"{sys.executable} -m trainer --help model | head -1",
+        f"{sys.executable} -m trainer {words} | head -1",
         shell=True,
         capture_output=True,
         text=True,

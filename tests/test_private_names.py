@@ -96,6 +96,9 @@ PRIVATE = [
     Private("_apply", ("model/transformer.py",), "torch.nn.Module", "buffers that stay fp32 when a model is cast"),
     Private("_fused_adamw_", ("optim/optimizer.py",), "torch", "AdamW without state that is not ours"),
     Private("_amp_update_scale_", ("precision/scaler.py",), "torch", "a loss scale that stays on the device"),
+    Private(
+        "_scaled_mm", ("precision/float8.py", "diagnosis/shapes.py"), "torch", "products in fp8, as torchao has them"
+    ),
     Private("_foreach_copy_", ("parallel/gradients.py",), "torch", "one kernel for many tensors"),
     Private(
         "_functorch _inductor _dynamo",

@@ -5,12 +5,14 @@ import os
 import sys
 
 from trainer.command import main
+from trainer.util.exit_codes import DONE
 
 
 def run() -> None:
     """Ends the process with the command's exit code."""
-    code = main(sys.argv[1:])
+    code = DONE
     with contextlib.suppress(BrokenPipeError):  # `--help | head`
+        code = main(sys.argv[1:])
         sys.stdout.flush()
     sys.stderr.flush()
     # os._exit skips the interpreter's tear-down, which gloo's threads now and then abort after the work has succeeded.

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from trainer.config import ConfigError
 from trainer.diagnosis import report
-from trainer.diagnosis.verdict import to_json
+from trainer.diagnosis.verdict import Diagnosis, to_json
 from trainer.observe.examine import examine
 from trainer.util.exit_codes import DONE, refuse
 from trainer.util.files import write_atomic
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         while True:
             diagnosis = examine(given.run, given.hardware)
-            write_atomic(given.json or given.run / DIAGNOSIS, json.dumps(to_json(diagnosis), indent=1) + "\n")
+            write(given.json or given.run / DIAGNOSIS, diagnosis)
             if given.live:
                 console.clear()
             report.show(diagnosis, console)
@@ -52,12 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             time.sleep(max(0.1, given.every))
     except ConfigError as error:
         return refuse(error)
-    except OSError as error:
-        return refuse(
-            ConfigError(f"{error.filename or given.run}: {error.strerror}; name another file with --json FILE")
-        )
     except KeyboardInterrupt:
         return DONE
+
+
+def write(path: Path, diagnosis: Diagnosis) -> None:
+    """All numbers. Raises `ConfigError` for a file that cannot be written."""
+    try:
+        write_atomic(path, json.dumps(to_json(diagnosis), indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name another file with --json FILE") from None
 
 
 if __name__ == "__main__":

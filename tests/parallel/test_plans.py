@@ -73,6 +73,16 @@ def test_an_overflow_of_one_rank_skips_the_step_on_all(measured):
             assert result["ranks"] == [skipped] * 4, result["case"]
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_first_gradients_in_fp8_are_those_of_one_process_in_fp8(world, measured):
+    """Later ones are of weights that differ in the last bit, which rounding to eight bits enlarges."""
+    results = [result for result in measured(world)["cases"] if "float8" in result["case"]]
+    assert len(results) >= {2: 4, 4: 2}[world]
+    for result in results:
+        loss, norm, gradient, where = result["errors"]["steps"][0]
+        assert loss < 1e-6 and norm < 5e-4 and gradient < 5e-2, (result["plan"], where)
+
+
 def test_muon_updates_whole_matrices_bit_by_bit(measured):
     results = measured(4)["matrices"]
     assert len(results) == 4 and all(result["matrices"] == 21 for result in results)

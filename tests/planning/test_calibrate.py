@@ -36,7 +36,7 @@ def recipe(**changes):
     return settings(spec, batch__sequence_length=1024, batch__micro_size=4, compile=True, **changes)
 
 
-def measure(hardware, config, slower=1.0, links=("node", "network"), device=None):
+def measure(hardware, config, slower=1.0, links=("node", "network"), device=None, float8=True):
     """What would be measured on such a machine. slower: factor on passes."""
     pace = Pace.of(hardware, config.precision)
     [work, *_] = model_work(config.model, 1024, 1, 2)
@@ -76,14 +76,19 @@ def measure(hardware, config, slower=1.0, links=("node", "network"), device=None
         launch=pace.launch,
         hidden=hardware.achieved.hidden,
         sent=sent,
+        float8=Work(1e12, 1e12 / (1978.9e12 * hardware.achieved.product * hardware.achieved.float8))
+        if float8
+        else None,
     )
 
 
 def test_a_machine_is_found_again_in_what_it_would_show():
     hardware, config = h200(), recipe()
-    other = load_hardware("h200", ["achieved.product=0.5", "achieved.memory=0.4", "kernel=9", "node.latency=50"])
+    other = load_hardware(
+        "h200", ["achieved.product=0.5", "achieved.memory=0.4", "achieved.float8=0.5", "kernel=9", "node.latency=50"]
+    )
     found = calibrate(measure(hardware, config), config, other)
-    for name in ("product", "attention", "memory", "optimizer", "copy", "hidden"):
+    for name in ("product", "attention", "memory", "optimizer", "copy", "hidden", "float8"):
         assert getattr(found.hardware.achieved, name) == pytest.approx(getattr(hardware.achieved, name), rel=0.02), name
     for place in ("node", "network"):
         one, expected = getattr(found.hardware, place), getattr(hardware, place)
@@ -99,11 +104,14 @@ def test_an_unknown_device_has_the_best_that_was_reached_as_its_peaks():
     found = calibrate(measured, config, base)
     one = found.hardware
     best = max(product.flops / product.seconds for product in [*measured.products, *measured.sweep])
-    assert one.peak == {"bf16": pytest.approx(best / 1e12)} and one.device == "NVIDIA Abacus"
+    assert one.peak["bf16"] == pytest.approx(best / 1e12) and one.device == "NVIDIA Abacus"
     assert max(one.achieved.memory, one.achieved.optimizer, one.achieved.copy) == pytest.approx(1)
     expected = 4800e9 * h200().achieved.optimizer
     assert one.bandwidth * 1e9 * one.achieved.optimizer == pytest.approx(expected, rel=1e-6)
+    assert one.peak["fp8"] * one.achieved.product == pytest.approx(1978.9 * 0.69 * 0.9) and one.achieved.float8 == 1
     assert found.kept == ("network",) and one.network == base.network
+    without = calibrate(measure(h200(), config, device="NVIDIA Abacus", float8=False), config, base)
+    assert without.kept == ("achieved.float8",) and without.hardware.peak.keys() == {"bf16"}
     for one_pass in measured.passes:
         said = pass_seconds(*cut(config, one_pass.depth, 1024, 4), one)
         assert sum(said) == pytest.approx(one_pass.forward + one_pass.backward, rel=0.1)

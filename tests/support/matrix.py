@@ -250,9 +250,9 @@ COMPILED = [
     PLAIN | layout
     for layout in (
         {"compile": "graphs", "cp": 2, "stage": 3, "recompute": "tiles", "loss": "tile"},
-        {"compile": "graphs", "tp": 2, "recompute": "selective", "attention": "documents"},
+        {"compile": "graphs", "tp": 2, "recompute": "selective", "attention": "documents", "float8": "rowwise"},
         {"compile": "graphs", "tp": 2, "fusion": 3, "micro_batches": 1},
-        {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "budget", "offload": True},
+        {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "budget", "offload": True, "float8": "tensorwise"},
         {"compile": "kernels", "pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
     )
 ]
@@ -299,6 +299,19 @@ QUANTISED = [
 """Gradients that travel quantised; four processes: tests/workers/compress.py."""
 
 
+FLOAT8 = [
+    PLAIN | {"bias": False, "micro_batches": 2} | more
+    for more in (
+        {"float8": "tensorwise", "dp": 2, "stage": 3, "recompute": "selective"},
+        {"float8": "rowwise", "tp": 2, "recompute": "full", "bias": True},
+        {"float8": "tensorwise", "pp": 2, "schedule": "zb_v", "tied": True},
+        {"float8": "rowwise_with_gw_hp", "cp": 2, "stage": 2, "recompute": "tiles"},
+        {"float8": "rowwise", "tp": 2, "dp": 2, "stage": 3},
+        {"float8": "rowwise", "tp": 2, "pp": 2, "schedule": "zb_v", "micro_batches": 3},
+    )
+]
+"""Products in fp8, beside those of one process with the same micro-batches."""
+
 MUON = [
     PLAIN | {"optimizer": "muon"} | layout
     for layout in (
@@ -323,7 +336,7 @@ MUON = [
 def cases(processes: int, compiled: bool) -> list[Case]:
     """Everything that runs on this number of processes."""
     chosen = [*data_parallel(processes)] if processes <= 4 else []
-    chosen += [case for case in [*sample(), *QUANTISED, *MUON, *FUSED] if world(case) == processes]
+    chosen += [case for case in [*sample(), *QUANTISED, *FLOAT8, *MUON, *FUSED] if world(case) == processes]
     chosen += context_parallel(processes)
     if processes == 2:
         chosen += [

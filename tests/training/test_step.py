@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from support.reference import random_batch, settings, tiny_spec
 
+from trainer.config import Float8Config
+from trainer.distributed.tensors import local
 from trainer.distributed.world import join
 from trainer.planning.batch import BatchPlan
 from trainer.planning.pipeline import resolve_pipeline
@@ -17,16 +19,18 @@ from trainer.training.step import train_step
 
 @pytest.fixture
 def step():
-    """A function from a device to one that trains for a step on it."""
+    """A function from a device to one that trains for a step on it, and the state; with products in fp8 by a recipe."""
     joined = dist.is_initialized()
 
-    def begin(device: torch.device):
-        config, spec = settings(), tiny_spec()
+    def begin(device: torch.device, float8: str = "none"):
+        config, spec = settings(), tiny_spec(width=64, feed_forward={"width": 96})
+        if float8 != "none":
+            config.precision.compute, config.precision.float8 = "bf16", Float8Config(float8, ends=0)
         plan = resolve_plan(config.parallel, 1, spec)
         pipeline = resolve_pipeline(config, spec, plan, BatchPlan(16, 4, 2, 2))
         state = TrainState.build(config, spec, plan, pipeline, join(plan.mesh, device))
         batches = [random_batch(number, 2, 16, spec.vocab_size, False, device) for number in range(2)]
-        return lambda: train_step(state, batches, False)
+        return (lambda: train_step(state, batches, False)), state
 
     yield begin
     if not joined:
@@ -34,14 +38,39 @@ def step():
 
 
 def test_losses_of_repeated_batches_fall(step):
-    train = step(torch.device("cpu"))
+    train, _ = step(torch.device("cpu"))
     losses = [train()["loss"].item() for _ in range(4)]
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_an_infinity_in_fp8_skips_the_step(step, recipe):
+    """In the gradient of one layer's output alone: the loss is finite, and nothing saturates."""
+    train, state = step(torch.device("cpu"), recipe)
+    train()
+    before = [local(parameter).clone() for parameter in state.parameters.values()]
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        spoilt = gradient.clone()
+        spoilt[3, 5] = float("inf")
+        return spoilt
+
+    hook = (
+        state.stages[0]
+        .layers["1"]
+        .feed_forward.down.register_forward_hook(lambda module, inputs, output: output.register_hook(spoil) and None)
+    )
+    scalars = train()
+    assert scalars["found_inf"].item() == 1 and scalars["loss"].isfinite()
+    assert all(map(torch.equal, before, (local(parameter) for parameter in state.parameters.values())))
+    hook.remove()
+    assert train()["found_inf"].item() == 0
+
+
+@pytest.mark.parametrize("recipe", ["none", "tensorwise", "rowwise"])
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_host_does_not_wait_for_the_gpu_in_a_step(step):
-    train = step(torch.device("cuda", 0))
+def test_the_host_does_not_wait_for_the_gpu_in_a_step(step, recipe):
+    train, _ = step(torch.device("cuda", 0), recipe)
     for _ in range(3):  # compiles, and leaves small tables on the device
         train()
     torch.cuda.set_sync_debug_mode("error")

@@ -30,7 +30,7 @@ from support.reference import random_batch, rows, settings, tiny_spec
 from support.schedules import merge_backward
 from torch import nn
 
-from trainer.config import Config
+from trainer.config import Config, Float8Config
 from trainer.config.model import ModelSpec
 from trainer.data.batches import Batch
 from trainer.distributed.tensors import boxes, local
@@ -88,6 +88,7 @@ def spec_of(case: Case, device: torch.device) -> ModelSpec:
         FAMILIES[case["family"]],
         windows if case["attention"] == "window_cap" else {},
         {"width": 64} if device.type == "cuda" else {},
+        {"width": 64, "feed_forward": {"width": 96}} if "float8" in case else {},
     ):
         spec = ModelSpec.from_dict(merged(spec.to_dict(), changes))
     return spec
@@ -118,7 +119,8 @@ def config_of(case: Case, folder: Path) -> Config:
         parallel__zero__offload=case.get("offload", False),
         parallel__zero__sum_on_host=case.get("sum_on_host", False),
         parallel__zero__engine=case.get("engine", "torch"),
-        precision__compute=case["precision"],
+        precision__compute="bf16" if "float8" in case and torch.cuda.is_available() else case["precision"],
+        precision__float8=Float8Config(case.get("float8", "none"), ends=0),
         precision__reduce=case.get("reduce", "fp32"),
         compile="compile" in case,
         optimizer__name="muon" if case.get("optimizer") == "muon" else "adamw",
@@ -200,14 +202,18 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
             error.add_note(f"in the case {describe(case)}")
             raise
         if world.rank == 0:
-            key, kind = (
-                json.dumps([spec.to_dict(), case["loss"] == "z_loss", case["attention"], case.get("optimizer")]),
-                coarsest(config.precision, config.parallel.grad_comm),
-            )
+            # Scales are those of a micro-batch, so the reference in fp8 has the same.
+            float8 = config.precision.float8 if "float8" in case else None
+            parts = 1 if float8 is None else plan.dp * case["micro_batches"]
+            others = [case["loss"] == "z_loss", *map(case.get, ("attention", "optimizer", "float8"))]
+            key = json.dumps([spec.to_dict(), *others, parts])
+            kind = coarsest(config.precision, config.parallel.grad_comm)
             base = settings(loss__z_loss=config.loss.z_loss)
             base.optimizer, base.precision.types = config.optimizer, config.precision.types
             if key not in references:
-                references[key] = reference(base, spec, batches(case, spec, device), device)
+                compute = DTYPES[config.precision.compute] if float8 else torch.float32
+                data = batches(case, spec, device, micro_batches=parts)
+                references[key] = reference(base, spec, data, device, compute=compute, float8=float8)
             if key + kind not in plain:  # fp32 has to do with the table
                 plain[key + kind] = (
                     None

@@ -37,7 +37,7 @@ from trainer.planning.batch import resolve_batch
 from trainer.planning.cost.layers import layer_costs
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import resolve_plan
-from trainer.precision.products import Role, matmul, matmul_sum
+from trainer.precision.products import Multiply, Role, matmul, matmul_sum
 from trainer.training.state import TrainState
 
 GROUPS = (1, 2, 4)
@@ -241,14 +241,17 @@ class Pieces(TensorGroup):
         role: Role,
         biases: Sequence[Tensor | None] | None = None,
         keep: bool = False,
+        multiply: Multiply = matmul,
     ) -> tuple[list[Tensor], Tensor | None]:
         pieces = [self.gather(piece) for piece in x.chunk(2, 1)]
         whole = torch.cat([self.wait(piece) for piece in pieces], 1)
         biases = biases or [None] * len(weights)
-        return [matmul(whole, *pair) for pair in zip(weights, repeat(role), biases)], whole if keep else None
+        return [multiply(whole, *pair) for pair in zip(weights, repeat(role), biases)], whole if keep else None
 
-    def matmul_scatter_sum(self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role) -> Tensor:
-        return self.own(self.wait(self.sum(matmul_sum(operands, weights, role)))).contiguous()
+    def matmul_scatter_sum(
+        self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
+    ) -> Tensor:
+        return self.own(self.wait(self.sum(matmul_sum(operands, weights, role, multiply)))).contiguous()
 
 
 def other_backend(world: World) -> dict:

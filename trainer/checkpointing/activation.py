@@ -24,7 +24,10 @@ from trainer.model.stage import Stage
 recompute_all = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 ALIASES = {
-    "matmul": ("aten.mm", "aten.addmm", "aten.bmm", "trainer.multiply_gathered", "trainer.fused_gather_matmul"),
+    "matmul": (
+        *("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm"),
+        *("trainer.multiply_gathered", "trainer.fused_gather_matmul"),
+    ),
     "attention": (
         "aten._scaled_dot_product_cudnn_attention",
         "aten._scaled_dot_product_flash_attention",

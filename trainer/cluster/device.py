@@ -36,6 +36,7 @@ from trainer.planning.estimate.memory import peaks
 from trainer.planning.estimate.step import update_bytes
 from trainer.planning.resolve import Layout
 from trainer.precision.dtypes import DTYPES
+from trainer.precision.float8 import E4M3, quantise, scaled_product
 from trainer.precision.products import Role, matmul
 
 SQUARES = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (64, 256, 1024)}
@@ -105,6 +106,15 @@ class DeviceProbe:
             ]
             found.append(Product(name, tokens, rows, columns, sum(seconds) / 3, count))
         return found
+
+    def float8(self, recipe: str, side: int) -> Work:
+        """A square product in fp8 without its casts, with the accumulation of gradients."""
+        left, right = (quantise(self.random(side, side), 1, E4M3, recipe != "tensorwise") for _ in range(2))
+        scales = left[1], right[1]
+        seconds = self.watch.seconds(
+            lambda: scaled_product(left[0], right[0], scales, self.dtype, False), 0.02 * self.budget
+        )
+        return Work(2.0 * side**3, seconds)
 
     def attention(self, rate: float) -> Work | None:
         """Forward and backward pass of the first layer's attention; None for a registered kind, whose kernels are its

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from trainer.cluster.device import DeviceProbe
 from trainer.cluster.links import LinkProbe, axes
-from trainer.config import Config
+from trainer.config import Config, Float8Config
 from trainer.config.hardware import HardwareConfig
 from trainer.distributed.world import World, join, local_device
 from trainer.observe.report import device_name
@@ -21,6 +22,7 @@ from trainer.planning.estimate.hardware import hardware_text, load_hardware, shi
 from trainer.planning.estimate.pace import Pace
 from trainer.planning.plan import node_size
 from trainer.planning.resolve import Layout
+from trainer.precision.float8 import check_device
 from trainer.precision.products import Role, matmul
 from trainer.util.machine import host_memory, resident_memory
 from trainer.util.tables import number
@@ -38,11 +40,14 @@ def probe(
     `ConfigError` before it measures."""
     device = local_device(config.run)
     check_compiler(config, device)
+    check_device(config.precision, device)
+    recipe = config.precision.float8.recipe  # of which one product is measured; all else is measured without
+    config = replace(config, precision=replace(config.precision, float8=Float8Config()))
     known = known or load_hardware(shipped_for(device_name(device)))
     joined = dist.is_initialized()
     world = join(layout.plan.mesh, device, 600.0, layout.plan.cp)
     torch.set_float32_matmul_precision(config.precision.matmul)
-    measured = measure(config, layout, world, seconds or SECONDS[device.type])
+    measured = measure(config, layout, world, seconds or SECONDS[device.type], recipe)
     found = calibrate(measured, config, known)
     text = hardware_text(found.hardware, list(comments(measured, found, config, layout, command, known.device)))
     if not joined:
@@ -50,8 +55,8 @@ def probe(
     return text, world.rank == 0
 
 
-def measure(config: Config, layout: Layout, world: World, seconds: float) -> Measurements:
-    """Everything that is measured, the shapes of products first."""
+def measure(config: Config, layout: Layout, world: World, seconds: float, float8: str) -> Measurements:
+    """Everything that is measured, the shapes of products first. float8: recipe of products in fp8."""
     node, device = node_size(world.size), world.device
     before = resident_memory()
     memory = host_memory() / node
@@ -85,6 +90,7 @@ def measure(config: Config, layout: Layout, world: World, seconds: float) -> Mea
         launch=launch,
         hidden=hidden,
         sent=sent,
+        float8=None if float8 == "none" else one.float8(float8, sweep[-1].tokens),
     )
 
 

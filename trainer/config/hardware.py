@@ -34,6 +34,11 @@ class AchievedConfig:
     memory: float = option(NEEDED, "share of the memory's bandwidth that fused kernels reach", range="(0, 1]")
     optimizer: float = option(NEEDED, "the same for the kernels of the update", range="(0, 1]")
     copy: float = option(NEEDED, "the same for casts, and copies in and out of flat buffers", range="(0, 1]")
+    float8: float = option(
+        0.9,
+        "what large products in fp8 reach of their peak, as a share of `product`; a guess until it is measured",
+        range="(0, 1]",
+    )
     hidden: float = option(
         1.0, "share of the communication behind computation that does not slow it down", range="[0, 1]"
     )
@@ -51,7 +56,8 @@ class HardwareConfig:
     network: LinkConfig = option(LinkConfig(), "between nodes, for each device")
     achieved: AchievedConfig = option(AchievedConfig(), "what is reached of the peaks")
     peak: dict[str, float] = option(
-        {}, "dense arithmetic in TFLOP/s by type (bf16, fp16, tf32, fp32), of a device that is not known by its name"
+        {},
+        "dense arithmetic in TFLOP/s by type (bf16, fp16, fp8, tf32, fp32), of a device that is not known by its name",
     )
     kernel: float = option(NEEDED, "what a kernel takes beside its work", unit="microseconds", range="[0, inf)")
     launch: float = option(NEEDED, "what the host takes to launch a kernel", unit="microseconds", range="[0, inf)")

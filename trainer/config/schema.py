@@ -319,6 +319,27 @@ class ParameterTypes:
 
 
 @dataclass
+class Float8Config:
+    """Linear layers whose products are in fp8, with scales that follow from each operand; the rest of the model is in
+    `precision.compute`."""
+
+    recipe: str = option(
+        "none",
+        "tensorwise: one scale for each operand, gradients in e5m2; rowwise: one for each row of it, e4m3 everywhere; "
+        "rowwise_with_gw_hp: the same, weight gradients in precision.compute; none: no fp8",
+        ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp"),
+    )
+    linears: list[str] = option(
+        ["*"],
+        "which linear layers, by shell patterns on their names, such as '*.feed_forward.*'; the output projection is "
+        "none of them",
+    )
+    ends: int = option(
+        1, "layers at the beginning and at the end of the model that have none", unit="layers", range="[0, inf)"
+    )
+
+
+@dataclass
 class PrecisionConfig:
     compute: str = option("fp32", "type of forward and backward; parameters are kept in fp32", ("fp32", "bf16", "fp16"))
     reduce: str = option("fp32", "type in which gradients are reduced over ranks", ("fp32", "bf16"))
@@ -327,6 +348,7 @@ class PrecisionConfig:
     scale_growth: float = option(2.0, "fp16: factor after growth_interval good steps", range="(1, inf)")
     scale_backoff: float = option(0.5, "fp16: factor after an overflow", range="(0, 1)")
     growth_interval: int = option(2000, "fp16: good steps before the scale grows", unit="steps", range="[1, inf)")
+    float8: Float8Config = option(Float8Config(), "products in fp8")
     types: ParameterTypes = option(ParameterTypes(), "parameter-type map")
 
 

@@ -51,6 +51,7 @@ _NAMES = {
     "precision.reduce": "communication_data_type grad_reduce_in_bf16 mixed_precision_reduce",
     "precision.loss_scale": "initial_loss_scale",
     "precision.growth_interval": "loss_scale_window",
+    "precision.float8.recipe": "fp8 float8 fp8_recipe float8_recipe_name fp8_format",
     "compile": "torch_compile",
     "checkpoint.every": "save_steps save_interval save_every save_freq checkpoint_interval",
     "checkpoint.keep_every": "save_retain_interval",
@@ -84,7 +85,6 @@ ABSENT = {
     **dict.fromkeys(("early_stopping", "patience"), "a callback can end a run: docs/extending.md has one"),
     "rampup_batch_size": "the global batch is the same in every step",
     "label_smoothing_factor": "there is no label smoothing",
-    "fp8": "nothing computes in fp8; parallel.grad_comm can send gradients in it",
 }
 """Name elsewhere -> what is true here, where there is no such setting."""
 

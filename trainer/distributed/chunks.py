@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.collectives import Started, TensorGroup, c10d
-from trainer.precision.products import Role, matmul_runs
+from trainer.precision.products import Multiply, Role, matmul, matmul_runs
 
 
 @torch.library.custom_op("trainer::multiply_gathered", mutates_args=())
@@ -55,7 +55,7 @@ def outputs(weight: Tensor, role: Role) -> int:
 
 @dataclass(frozen=True)
 class Chunks(TensorGroup):
-    """`TensorGroup` in pieces. chunks: into how many this rank's tokens are cut."""
+    """`TensorGroup` in pieces, of the usual products. chunks: into how many this rank's tokens are cut."""
 
     chunks: int = 4
 
@@ -66,7 +66,10 @@ class Chunks(TensorGroup):
         role: Role,
         biases: Sequence[Tensor | None] | None = None,
         keep: bool = False,
+        multiply: Multiply = matmul,
     ) -> tuple[list[Tensor], Tensor | None]:
+        if multiply is not matmul:
+            return super().gather_matmul(x, weights, role, biases, keep, multiply)
         pieces = [self.gather(x[rows]) for rows in self.rows(len(x))]
         products = [
             multiply_gathered(x, pieces, weight, bias, role.name, self.rank, self.size)
@@ -78,7 +81,11 @@ class Chunks(TensorGroup):
         by_rank = [piece.view(self.size, -1, x.shape[1]) for piece in pieces]
         return products, torch.cat(by_rank, 1).flatten(0, 1) if len(pieces) > 1 else pieces[0]
 
-    def matmul_scatter_sum(self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role) -> Started:
+    def matmul_scatter_sum(
+        self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
+    ) -> Started:
+        if multiply is not matmul:
+            return super().matmul_scatter_sum(operands, weights, role, multiply)
         runs, started = [operand.unflatten(0, (self.size, -1)) for operand in operands], []
         for rows in self.rows(runs[0].shape[1]):
             total = None

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainer.precision.products import Role, matmul, matmul_sum
+from trainer.precision.products import Multiply, Role, matmul, matmul_sum
 
 c10d = torch.ops._c10d_functional
 
@@ -46,17 +46,20 @@ class TensorGroup:
         role: Role,
         biases: Sequence[Tensor | None] | None = None,
         keep: bool = False,
+        multiply: Multiply = matmul,
     ) -> tuple[list[Tensor], Tensor | None]:
         """The products of the gathered `x` with each of `weights`; and with `keep` the gathered `x`, for a product that
         is to follow. x: [tokens / t, n], where the role says which dimension of the weights n is (see `matmul`)."""
         whole = self.wait(self.gather(x))
-        products = [matmul(whole, weight, role, bias) for weight, bias in zip(weights, biases or repeat(None))]
+        products = [multiply(whole, weight, role, bias) for weight, bias in zip(weights, biases or repeat(None))]
         return products, whole if keep else None
 
-    def matmul_scatter_sum(self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role) -> Started:
+    def matmul_scatter_sum(
+        self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
+    ) -> Started:
         """Starts: the sum of the products of each operand [tokens, n] with its weight, added up over ranks -> this
         rank's tokens of it, [tokens / t, ...]."""
-        return self.scatter_sum(matmul_sum(operands, weights, role))
+        return self.scatter_sum(matmul_sum(operands, weights, role, multiply))
 
     def gather(self, x: Tensor) -> Tensor:
         """Starts: [tokens / t, ...] of each rank -> [tokens, ...] on every rank."""

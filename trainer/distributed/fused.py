@@ -19,7 +19,7 @@ from trainer.distributed.c10d_internals import groups
 from trainer.distributed.chunks import outputs
 from trainer.distributed.collectives import Started, TensorGroup
 from trainer.distributed.symmetric_memory import Shared, share
-from trainer.precision.products import Role
+from trainer.precision.products import Multiply, Role, matmul
 
 RESERVED = 16
 """Streaming multiprocessors that a waiting kernel leaves to others, such as NCCL's; copiers borrow them, and never
@@ -177,9 +177,10 @@ class Fused(TensorGroup):
         role: Role,
         biases: Sequence[Tensor | None] | None = None,
         keep: bool = False,
+        multiply: Multiply = matmul,
     ) -> tuple[list[Tensor], Tensor | None]:
-        if not fits([x], weights):
-            return super().gather_matmul(x, weights, role, biases, keep)
+        if multiply is not matmul or not fits([x], weights):
+            return super().gather_matmul(x, weights, role, biases, keep, multiply)
         products = fused_gather_matmul(x, list(weights), role.name, self.name, self.size, keep, self.looks)
         whole = products.pop() if keep else None
         for product, bias in zip(products, biases or ()):
@@ -187,9 +188,11 @@ class Fused(TensorGroup):
                 product += bias
         return products, whole
 
-    def matmul_scatter_sum(self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role) -> Started:
-        if not fits(operands, weights):
-            return super().matmul_scatter_sum(operands, weights, role)
+    def matmul_scatter_sum(
+        self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
+    ) -> Started:
+        if multiply is not matmul or not fits(operands, weights):
+            return super().matmul_scatter_sum(operands, weights, role, multiply)
         return [fused_matmul_scatter(list(operands), list(weights), role.name, self.name, self.size, self.looks)]
 
     def wait(self, x: Started) -> Tensor:

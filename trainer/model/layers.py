@@ -22,6 +22,7 @@ from trainer.model.rotary import rotate
 from trainer.model.shared_attention import attend_together
 from trainer.model.stage import Report, apart, keep_here, together
 from trainer.model.tiles import tiled
+from trainer.precision.products import Multiply, matmul
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -50,6 +51,7 @@ class Linear(Declared):
         self.by_rows = False
         self.deferred: DeferredGrads | None = None
         self.number: Tensor | None = None
+        self.multiply: Multiply = matmul
         self.declare("weight", (outputs, inputs), axes, "matrix", residual, units)
         self.bias = None
         if bias:
@@ -65,18 +67,22 @@ class Linear(Declared):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.by_rows:
-            return rows(x, self.local("weight"), self.local_bias(), self.group, self.number)
+            return rows(x, self.local("weight"), self.local_bias(), self.group, self.number, self.multiply)
         return project(x, self)[0]
 
 
 def project(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
-    """The products of one input with several linear layers that split alike; the input is gathered once."""
+    """The products of one input with several linear layers that split alike. The input is gathered once, where they
+    multiply alike."""
+    if any(linear.multiply != linears[0].multiply for linear in linears):
+        return [project(x, linear)[0] for linear in linears]
     return columns(
         x,
         [linear.local("weight") for linear in linears],
         [linear.local_bias() for linear in linears],
         linears[0].group,
         [] if linears[0].number is None else [linear.number for linear in linears],
+        linears[0].multiply,
     )
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.collectives import TensorGroup
-from trainer.precision.products import Role, matmul, matmul_sum
+from trainer.precision.products import Multiply, Role, matmul, matmul_sum
 
 
 class DeferredGrads:
@@ -66,6 +66,7 @@ class Deferring(Protocol):
 
     deferred: DeferredGrads
     group: TensorGroup | None
+    multiply: Multiply
 
     def local(self, name: str) -> Tensor: ...
 
@@ -93,19 +94,19 @@ def leaves(numbers: list[Tensor]) -> tuple[list[Tensor], Deferring]:
 def columns_backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, numbers: list[Tensor]) -> Tensor:
     """The gradient of the input of `Columns`; those of the weights are accumulated or put off."""
     targets, layer = leaves(numbers)
-    group, deferred = layer.group, layer.deferred
+    group, deferred, multiply = layer.group, layer.deferred, layer.multiply
 
     def start() -> Tensor:
         return x if group is None else group.gather(x)
 
     def finish(started: Tensor) -> list[Tensor]:
-        return weight_gradients(gradients, started if group is None else group.wait(started))
+        return weight_gradients(gradients, started if group is None else group.wait(started), multiply)
 
     started = None if deferred.active else start()
     to_x = (
-        matmul_sum(gradients, weights, Role.INPUT_GRADIENT)
+        matmul_sum(gradients, weights, Role.INPUT_GRADIENT, multiply)
         if group is None
-        else group.matmul_scatter_sum(gradients, weights, Role.INPUT_GRADIENT)
+        else group.matmul_scatter_sum(gradients, weights, Role.INPUT_GRADIENT, multiply)
     )
     if deferred.active:
         deferred.put(targets, start, finish)
@@ -123,14 +124,18 @@ def _(gradients: list[Tensor], weights: list[Tensor], x: Tensor, numbers: list[T
 def rows_backward(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -> Tensor:
     """The gradient of the input of `Rows`; that of the weight is accumulated or put off."""
     targets, layer = leaves([number])
-    group, deferred = layer.group, layer.deferred
-    (to_x,), whole = group.gather_matmul(gradient, [weight], Role.INPUT_GRADIENT, keep=not deferred.active)
+    group, deferred, multiply = layer.group, layer.deferred, layer.multiply
+    (to_x,), whole = group.gather_matmul(
+        gradient, [weight], Role.INPUT_GRADIENT, keep=not deferred.active, multiply=multiply
+    )
     if deferred.active:  # the gathered gradient is not kept until then
         deferred.put(
-            targets, lambda: group.gather(gradient), lambda started: weight_gradients([group.wait(started)], x)
+            targets,
+            lambda: group.gather(gradient),
+            lambda started: weight_gradients([group.wait(started)], x, multiply),
         )
     else:
-        accumulate(targets, weight_gradients([whole], x))
+        accumulate(targets, weight_gradients([whole], x, multiply))
     return to_x
 
 
@@ -139,9 +144,9 @@ def _(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def weight_gradients(gradients: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+def weight_gradients(gradients: Sequence[Tensor], x: Tensor, multiply: Multiply) -> list[Tensor]:
     """Of the matrices that share the input."""
-    return [matmul(gradient, x, Role.WEIGHT_GRADIENT) for gradient in gradients]
+    return [multiply(gradient, x, Role.WEIGHT_GRADIENT) for gradient in gradients]
 
 
 class Columns(torch.autograd.Function):
@@ -153,30 +158,30 @@ class Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, group: TensorGroup | None, x: Tensor, count: int, *operands: Tensor | None
+        ctx: Any, group: TensorGroup | None, multiply: Multiply, x: Tensor, count: int, *operands: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases, numbers = operands[:count], operands[count : 2 * count], operands[2 * count :]
-        ctx.group, ctx.count, ctx.biased = group, count, [b is not None for b in biases]
+        ctx.group, ctx.multiply, ctx.count, ctx.biased = group, multiply, count, [b is not None for b in biases]
         ctx.save_for_backward(x, *weights, *numbers)
         if group is None:
-            return tuple(matmul(x, weight, Role.OUTPUT, bias) for weight, bias in zip(weights, biases))
-        return tuple(group.gather_matmul(x, weights, Role.OUTPUT, biases)[0])
+            return tuple(multiply(x, weight, Role.OUTPUT, bias) for weight, bias in zip(weights, biases))
+        return tuple(group.gather_matmul(x, weights, Role.OUTPUT, biases, multiply=multiply)[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
         x, *operands = ctx.saved_tensors
-        group, weights, numbers = ctx.group, operands[: ctx.count], operands[ctx.count :]
+        group, multiply, weights, numbers = ctx.group, ctx.multiply, operands[: ctx.count], operands[ctx.count :]
         to_biases = [gradient.sum(0) if biased else None for gradient, biased in zip(gradients, ctx.biased)]
         if numbers:
             to_x = columns_backward(list(gradients), weights, x, numbers)
-            return None, to_x, None, *[None] * ctx.count, *to_biases, *[None] * ctx.count
+            return None, None, to_x, None, *[None] * ctx.count, *to_biases, *[None] * ctx.count
         if group is None:
-            to_x = matmul_sum(gradients, weights, Role.INPUT_GRADIENT)
-            return None, to_x, None, *weight_gradients(gradients, x), *to_biases
+            to_x = matmul_sum(gradients, weights, Role.INPUT_GRADIENT, multiply)
+            return None, None, to_x, None, *weight_gradients(gradients, x, multiply), *to_biases
         started = group.gather(x)
-        to_x = group.matmul_scatter_sum(gradients, weights, Role.INPUT_GRADIENT)
-        to_weights = weight_gradients(gradients, group.wait(started))
-        return None, group.wait(to_x), None, *to_weights, *to_biases
+        to_x = group.matmul_scatter_sum(gradients, weights, Role.INPUT_GRADIENT, multiply)
+        to_weights = weight_gradients(gradients, group.wait(started), multiply)
+        return None, None, group.wait(to_x), None, *to_weights, *to_biases
 
 
 class Rows(torch.autograd.Function):
@@ -186,18 +191,22 @@ class Rows(torch.autograd.Function):
     number: of the layer, where its weight gradient may be put off."""
 
     @staticmethod
-    def forward(ctx: Any, group: TensorGroup, x: Tensor, weight: Tensor, number: Tensor | None) -> Tensor:
-        ctx.group, ctx.numbered = group, number is not None
+    def forward(
+        ctx: Any, group: TensorGroup, multiply: Multiply, x: Tensor, weight: Tensor, number: Tensor | None
+    ) -> Tensor:
+        ctx.group, ctx.multiply, ctx.numbered = group, multiply, number is not None
         ctx.save_for_backward(x, weight, *([number] if ctx.numbered else []))
-        return group.wait(group.matmul_scatter_sum([x], [weight], Role.OUTPUT))
+        return group.wait(group.matmul_scatter_sum([x], [weight], Role.OUTPUT, multiply))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         x, weight, *numbers = ctx.saved_tensors
         if ctx.numbered:
-            return None, rows_backward(gradient, weight, x, numbers[0]), None, None
-        (to_x,), whole = ctx.group.gather_matmul(gradient, [weight], Role.INPUT_GRADIENT, keep=True)
-        return None, to_x, *weight_gradients([whole], x), None
+            return None, None, rows_backward(gradient, weight, x, numbers[0]), None, None
+        (to_x,), whole = ctx.group.gather_matmul(
+            gradient, [weight], Role.INPUT_GRADIENT, keep=True, multiply=ctx.multiply
+        )
+        return None, None, to_x, *weight_gradients([whole], x, ctx.multiply), None
 
 
 def columns(
@@ -206,21 +215,31 @@ def columns(
     biases: Sequence[Tensor | None],
     group: TensorGroup | None,
     numbers: Sequence[Tensor] = (),
+    multiply: Multiply = matmul,
 ) -> Sequence[Tensor]:
     """Products of one input with several matrices, column-parallel over `group` if one is given; see `Columns`.
 
     The memory of weights marked `dropped_after_use` is freed after forward and allocated anew for backward. torch's own
-    product would save a view of the freed memory, so such weights always go through `Columns`.
+    product would save a view of the freed memory, so such weights always go through `Columns`; and so do products that
+    are not `matmul`, which are not differentiable.
     """
-    if group is None and not numbers and not getattr(weights[0], "dropped_after_use", False):
+    dropped = getattr(weights[0], "dropped_after_use", False)
+    if group is None and not numbers and not dropped and multiply is matmul:
         return [matmul(x, weight, Role.OUTPUT, bias) for weight, bias in zip(weights, biases)]
-    return Columns.apply(group, x, len(weights), *apart(weights, numbers), *biases, *numbers)
+    return Columns.apply(group, multiply, x, len(weights), *apart(weights, numbers), *biases, *numbers)
 
 
-def rows(x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup, number: Tensor | None) -> Tensor:
+def rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: TensorGroup,
+    number: Tensor | None,
+    multiply: Multiply = matmul,
+) -> Tensor:
     """A row-parallel product; the bias is added to the sum. See `Rows`."""
     (weight,) = apart([weight], [] if number is None else [number])
-    y = Rows.apply(group, x, weight, number)
+    y = Rows.apply(group, multiply, x, weight, number)
     return y if bias is None else y + bias
 
 

@@ -23,6 +23,7 @@ from trainer.planning.cost.parameters import declarations, layer_specs
 from trainer.planning.estimate.memory import peaks, replays
 from trainer.planning.estimate.sequence import measures
 from trainer.planning.fit import Memory
+from trainer.planning.float8 import numeric_types
 from trainer.planning.gradient_comm import describe, reduces_once
 from trainer.planning.plan import node_size
 from trainer.planning.resolve import Layout
@@ -109,11 +110,7 @@ def start_report(
                 ("plan", plan.describe()),
                 *([("sequences", sharing(config, layout))] if layout.context else []),
                 *([("pipeline", pipeline.describe())] if plan.pp > 1 else []),
-                (
-                    "precision",
-                    config.precision.compute
-                    + ("" if config.precision.reduce == "fp32" else f", {config.precision.reduce} reduction"),
-                ),
+                ("precision", numeric_types(config.precision)),
                 *([("gradients", gradients)] if gradients else []),
                 ("recompute", activation),
                 *([("long sequences", long)] if (long := measures(config, moment)) else []),

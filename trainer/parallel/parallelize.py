@@ -10,13 +10,15 @@ import shutil
 import torch
 import torch._functorch.config as functorch
 import torch._inductor.config as inductor
+from torch import nn
 
 from trainer.checkpointing.activation import apply_recompute, check_recompute, recomputes_attention
-from trainer.config import Config, ConfigError
+from trainer.config import Config, ConfigError, Float8Config
 from trainer.config.model import ModelSpec
 from trainer.distributed.world import World
 from trainer.model.axes import parameter_infos
 from trainer.model.compiled import compiled
+from trainer.model.layers import Linear
 from trainer.model.linear import DeferredGrads
 from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage
@@ -25,7 +27,9 @@ from trainer.parallel import tensor
 from trainer.parallel.context import share_sequences
 from trainer.parallel.engine import Engine
 from trainer.planning.cost.parameters import declarations
+from trainer.planning.float8 import float8_linears
 from trainer.planning.plan import Plan
+from trainer.precision.float8 import Float8, Quantise, check_device, quantise
 
 
 def check_compiler(config: Config, device: torch.device) -> None:
@@ -56,6 +60,7 @@ def check_model(config: Config, spec: ModelSpec, device: torch.device) -> None:
     with torch.device("meta"):
         model = Transformer(spec)
     check_declared(model, spec)
+    check_device(config.precision, device)
     check_recompute(model, config.activation)
     if (
         config.compile
@@ -113,6 +118,9 @@ def parallelize(
     apply_recompute(model, config.activation, tensor.BACKENDS[config.parallel.fusion])
     if deferred is not None:
         model.defer(deferred)
+    # Where weight gradients may be put off, backward is an operator in which the compiler does not look.
+    casts = compiled(quantise) if config.compile and deferred is not None else quantise
+    multiply_in_float8(model, spec, config.precision.float8, casts)
     if config.compile:
         compile_layers(model, deferred is not None)
     tensor.split(model, world.dimensions["tp"], tensor.backend_of(config.parallel))
@@ -121,6 +129,14 @@ def parallelize(
     engine.materialize(model)
     keep_buffers(model, world.device)
     return model
+
+
+def multiply_in_float8(model: nn.Module, spec: ModelSpec, float8: Float8Config, casts: Quantise = quantise) -> None:
+    """Has the linear layers that the settings name multiply in fp8. casts: `quantise`, or its compiled form."""
+    names, multiply = float8_linears(float8, spec), Float8(float8.recipe, casts)
+    for name, module in model.named_modules():
+        if name in names and isinstance(module, Linear):
+            module.multiply = multiply
 
 
 def compile_layers(model: Stage, deferring: bool) -> None:

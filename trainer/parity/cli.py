@@ -20,7 +20,7 @@ from trainer.data.progress import say
 from trainer.distributed.world import World, join, local_device
 from trainer.model.initial import Weights, initial_value
 from trainer.optim.groups import parameter_policies
-from trainer.parity.compare import Comparison, PlanResult, coarsest, compare, judge, show
+from trainer.parity.compare import FP8, Comparison, PlanResult, coarsest, compare, judge, show
 from trainer.parity.plans import generated, make_case
 from trainer.parity.reference import Trajectory, reference
 from trainer.parity.watch import train
@@ -121,7 +121,11 @@ def run(
         whole = resolve_batch(BatchConfig(base.batch.sequence_length, size), 1)
         with numeric_mode(dataclasses.replace(base, precision=PrecisionConfig())):
             expected = reference(base, spec, first_steps(samples, base, whole, 0, 1, steps, device), device, weights)
-        for kind in dict.fromkeys(coarsest(case.config.precision, case.config.parallel.grad_comm) for _, case in legal):
+        kinds = {
+            coarsest(case.config.precision, case.config.parallel.grad_comm): case.config.precision.float8
+            for _, case in legal
+        }
+        for kind, float8 in kinds.items():
             with numeric_mode(
                 dataclasses.replace(base, precision=PrecisionConfig(matmul="high" if kind == "tf32" else "highest"))
             ):
@@ -131,7 +135,8 @@ def run(
                     halved(first_steps(samples, base, whole, 0, 1, steps, device)),
                     device,
                     nudged(weights or partial(initial_value, spec, base.run.seed, device=device)),
-                    DTYPES.get(kind, torch.float32),
+                    torch.bfloat16 if kind == FP8 else DTYPES.get(kind, torch.float32),
+                    float8 if kind == FP8 else None,
                 )
             plain[kind] = compare(again, expected)
     worlds: dict[tuple[int, ...], World] = {}

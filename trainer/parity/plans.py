@@ -12,6 +12,7 @@ from trainer.config.fields import divisors
 from trainer.config.model import ModelSpec
 from trainer.parallel.engine import check_engine
 from trainer.parallel.parallelize import check_compiler, check_model
+from trainer.planning.float8 import numeric_types
 from trainer.planning.gradient_comm import asked, describe
 from trainer.planning.plan import check_plan, node_size, resolve_plan
 from trainer.planning.resolve import Layout, check, resolve
@@ -34,13 +35,12 @@ class Case:
         """The resolved plan, in short lines."""
         precision, activation = self.config.precision, self.config.activation
         plan, batch = self.layout.plan, self.layout.batch
-        types = precision.compute + (f", {precision.reduce} reduction" if precision.reduce != "fp32" else "")
         extras = [f"{activation.mode} recompute"] * (activation.mode != "none") + ["compiled"] * self.config.compile
         gradients = describe(self.config.parallel.grad_comm, plan, node_size(plan.world))
         extras += [f"gradients {gradients}"] * bool(gradients)
         pipe = self.layout.pipeline.describe() if plan.pp > 1 else f"{batch.accumulation} micro-batches"
         return [
-            f"{plan.describe()}, {', '.join([types, *extras])}",
+            f"{plan.describe()}, {', '.join([numeric_types(precision), *extras])}",
             f"{pipe} of {batch.micro_size} x {batch.sequence_length} tokens",
         ]
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.config import Config
+from trainer.config import Config, Float8Config
 from trainer.config.model import ModelSpec
 from trainer.config.schema import MuonConfig
 from trainer.data.batches import Batch
@@ -24,6 +24,7 @@ from trainer.model.transformer import Transformer
 from trainer.optim.groups import parameter_policies
 from trainer.optim.lr_schedule import learning_rate
 from trainer.optim.muon import COEFFICIENTS
+from trainer.parallel.parallelize import multiply_in_float8
 
 IGNORE = -100
 """The target of a token that has no target."""
@@ -55,12 +56,15 @@ def reference(
     device: torch.device,
     weights: Weights | None = None,
     compute: torch.dtype = torch.float32,
+    float8: Float8Config | None = None,
 ) -> Trajectory:
     """Trains in this process with none of the project's parallel, optimizer or loss code.
 
-    steps: the micro-batches of each optimizer step, of any size. compute: the type of forward and backward; a type
-    other than fp32 shows how much accuracy the type by itself costs."""
+    steps: the micro-batches of each optimizer step, of any size. compute: the type of forward and backward, float8: of
+    products; a type other than fp32 shows how much accuracy the type by itself costs."""
     model = Transformer(spec).to(device)
+    if float8 is not None:
+        multiply_in_float8(model, spec, float8)
     initialize(model, spec, config.run.seed, device, weights)
     policies = parameter_policies(parameter_infos(model), config.precision.types, config.optimizer)
     groups: dict[Any, list[Tensor]] = {}

@@ -247,6 +247,12 @@ def check_settings(config: Config) -> Iterator[str]:
             f"precision.scale_backoff={precision.scale_backoff}: DeepSpeed's loss scale shrinks by the factor that it "
             f"grows by; set precision.scale_backoff={1 / precision.scale_growth:g}, or {TORCH}"
         )
+    if precision.float8.recipe != "none":
+        yield (
+            f"precision.float8.recipe={precision.float8.recipe}: DeepSpeed's engine multiplies in "
+            f"precision.compute alone; set {TORCH}, or "
+            "precision.float8.recipe=none"
+        )
     if "muon" in Updates.of(config).names():
         yield (
             "optimizer muon needs whole matrices, and DeepSpeed shares parameters out without regard to rows; set "

@@ -19,6 +19,7 @@ from trainer.planning.batch import BatchPlan, resolve_batch, training_steps
 from trainer.planning.context import Context, resolve_context
 from trainer.planning.cost.parameters import declarations
 from trainer.planning.cost.updates import Updates
+from trainer.planning.float8 import check_float8
 from trainer.planning.gradient_comm import check_grad_comm
 from trainer.planning.pipeline import Pipeline, resolve_pipeline
 from trainer.planning.plan import Plan, check_plan, node_size, resolve_plan
@@ -78,6 +79,8 @@ def _decide(
         problems = problems + error.problems
     if spec:
         problems = problems + Updates.of(config).problems(declarations(spec))
+    if plan and spec:
+        problems = problems + list(check_float8(config, spec, plan))
     if plan:
         problems = problems + checks.check_optimizers(config, plan)
         problems = problems + check_grad_comm(config.parallel.grad_comm, config.precision.types, plan, node)

@@ -25,6 +25,7 @@ FREE = (
     "precision.loss_scale",
     "precision.scale_",
     "precision.growth_interval",
+    "precision.float8.",
     "activation.",
     "batch.micro_size",
     "batch.accumulation",

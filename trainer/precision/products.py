@@ -1,13 +1,15 @@
 """The matrix products of linear layers: the one place where they multiply.
 
 A layer y = x W^T + b has three: its output, and in backward the gradients of its input and of its weight. The role of a
-product says what its operands are. Numbers that are narrower than the compute type (fp8) are another implementation of
-`matmul`: it knows by the role which range an operand needs and along which dimension it is summed over."""
+product says what its operands are. Numbers that are narrower than the compute type are another implementation of
+`matmul` (`float8.py`): it knows by the role which range an operand needs and along which dimension it is summed over.
+A layer hands its own to whatever multiplies for it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,12 @@ class Role(Enum):
     OUTPUT = ("activation", "weight")
     INPUT_GRADIENT = ("gradient", "weight")
     WEIGHT_GRADIENT = ("gradient", "activation")
+
+
+class Multiply(Protocol):
+    """`matmul`, or an implementation of it."""
+
+    def __call__(self, a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> Tensor: ...
 
 
 def matmul(a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> Tensor:
@@ -46,9 +54,11 @@ def matmul_runs(a: Tensor, b: Tensor, role: Role, add: Tensor | None = None, out
     return torch.bmm(a, b, out=out) if add is None else torch.baddbmm(add, a, b, out=out)
 
 
-def matmul_sum(operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role) -> Tensor:
+def matmul_sum(
+    operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
+) -> Tensor:
     """The sum of the products of each operand with its weight."""
-    total = matmul(operands[0], weights[0], role)
+    total = multiply(operands[0], weights[0], role)
     for operand, weight in zip(operands[1:], weights[1:]):
-        total = matmul(operand, weight, role, total)
+        total = multiply(operand, weight, role, total)
     return total

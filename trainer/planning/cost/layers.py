@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Flash attention's backward pass recomputes the scores: five matrix products where the forward pass has two.
 ATTENTION_BACKWARD = 2.5
-MATMULS = ("matmul", "aten.mm", "aten.addmm", "aten.bmm")
+MATMULS = ("matmul", "aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm")
 
 
 def layer_costs(

@@ -98,7 +98,7 @@ class Measurements:
     """What was measured. memory, fixed: bytes; devices: processes of a node, or GPUs that it has; products: of the
     model's own matrices, sweep: square ones; attention: forward and backward; stream, update, copy: bytes of kernels
     that only move them, of the optimizer's update, of casts into and out of flat buffers; kernel, launch: seconds;
-    hidden: as in `AchievedConfig`, None without other ranks."""
+    hidden: as in `AchievedConfig`, None without other ranks; float8: a large product in fp8, None without any."""
 
     device: str
     memory: float
@@ -115,6 +115,7 @@ class Measurements:
     launch: float
     hidden: float | None = None
     sent: Sequence[Sent] = ()
+    float8: Work | None = None
 
 
 Error = tuple[str, float, float]
@@ -147,9 +148,23 @@ def calibrate(measured: Measurements, config: Config, base: HardwareConfig) -> C
             errors += _fill_link(link, sent, published)
         else:
             kept.append(place)
+    if measured.float8 is None:
+        kept.append("achieved.float8")
+    else:
+        _fit_float8(found, measured.float8.rate, published)
     squares = [(predicted / seconds - 1) ** 2 for _, seconds, predicted in errors]
     found.band = min(0.95, max(LEAST_BAND, sqrt(sum(squares) / len(squares))))
     return Calibration(found, tuple(kept), tuple(errors))
+
+
+def _fit_float8(found: HardwareConfig, rate: float, published: bool) -> None:
+    """Sets the share that products in fp8 reach, or the peak of a device whose own is not known."""
+    reached = found.achieved
+    peak = (found.peak.get("fp8", 0.0) * 1e12 or peak_flops(found.device, "fp8")) if published else None
+    if peak is None:
+        peak = rate / reached.product
+        found.peak = found.peak | {"fp8": peak / 1e12}
+    reached.float8 = share(rate, peak * reached.product)
 
 
 def _fit_device(found: HardwareConfig, measured: Measurements, config: Config, published: bool) -> list[Error]:

@@ -18,11 +18,13 @@ from trainer.planning.plan import Plan
 
 @dataclass(frozen=True)
 class Pace:
-    """Rates of one device. peak, products, attention: FLOP/s; memory, optimizer, copy: bytes/s; kernel, launch: seconds
+    """Rates of one device. peak, products, attention: FLOP/s; float8: the same of products in
+    fp8, None where there are none; memory, optimizer, copy: bytes/s; kernel, launch: seconds
     of one kernel, on the device and on the host; hidden: share of hidden communication that is free."""
 
     peak: float
     products: float
+    float8: float | None
     attention: float
     memory: float
     optimizer: float
@@ -35,17 +37,14 @@ class Pace:
     def of(cls, hardware: HardwareConfig, precision: PrecisionConfig) -> Pace:
         """Raises `ConfigError` where the peak in the type of the products is not known."""
         kind, reached = product_type(precision), hardware.achieved
-        given = hardware.peak.get(kind)
-        peak = given * 1e12 if given else peak_flops(hardware.device, kind)
-        if peak is None:
-            raise ConfigError(
-                f"hardware.device={hardware.device} has no known peak in {kind}; set hardware.peak.{kind}=TFLOP/s, or "
-                "another precision.compute"
-            )
+        peak, float8 = peak_of(hardware, kind, "precision.compute"), None
+        if precision.float8.recipe != "none":
+            float8 = peak_of(hardware, "fp8", "precision.float8.recipe") * reached.product * reached.float8
         bandwidth = hardware.bandwidth * 1e9
         return cls(
             peak=peak,
             products=peak * reached.product,
+            float8=float8,
             attention=peak * reached.attention,
             memory=bandwidth * reached.memory,
             optimizer=bandwidth * reached.optimizer,
@@ -59,6 +58,18 @@ class Pace:
         """Seconds that communication adds to the computation that it runs behind."""
         behind = min(communication, computation)
         return communication - self.hidden * behind
+
+
+def peak_of(hardware: HardwareConfig, kind: str, setting: str) -> float:
+    """FLOP/s of a device in a type. Raises `ConfigError` where they are not known."""
+    given = hardware.peak.get(kind)
+    peak = given * 1e12 if given else peak_flops(hardware.device, kind)
+    if peak is None:
+        raise ConfigError(
+            f"hardware.device={hardware.device} has no known peak in {kind}; set hardware.peak.{kind}=TFLOP/s, or "
+            f"another {setting}"
+        )
+    return peak
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from trainer.planning.estimate.pace import Pace
 from trainer.planning.estimate.sequence import TILE, choices
 from trainer.planning.estimate.step import GIB, Estimate, estimate_within, update_bytes
 from trainer.planning.estimate.timing import Timing, time_units
+from trainer.planning.float8 import check_float8
 from trainer.planning.pipeline import Pipeline, check_pipeline, estimated_costs, resolve_split
 from trainer.planning.plan import Plan, check_plan, lay
 from trainer.planning.resolve import Layout
@@ -161,6 +162,7 @@ class _Search:
                     continue
                 whole = replace(self.base.parallel, dp=-1, tp=tp, pp=pp, cp=cp, shard=-1)
                 problems = check_plan(whole, self.world, self.spec, self.node) or self.unshared(whole)
+                problems = problems or list(check_float8(self.base, self.spec, lay(whole, self.world)))
                 self.reasons += problems
                 for stage in () if problems else (0, 1, 2, 3) if dp * cp > 1 else (0,):
                     inside = self.node // tp  # ranks of a group that stays within a node

@@ -14,6 +14,7 @@ from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.estimate.plans import Ranking
 from trainer.planning.estimate.sequence import measures
 from trainer.planning.estimate.step import GIB, Estimate
+from trainer.planning.float8 import numeric_types
 from trainer.util import tables
 
 DAY = 86400.0
@@ -37,7 +38,7 @@ def _plan(found: Estimate) -> list[tuple[str, Any]]:
         ("plan", plan.describe()),
         *([("pipeline", layout.pipeline.describe())] if plan.pp > 1 else []),
         ("batch", f"{batch.global_size} sequences of {batch.sequence_length} tokens: {arithmetic}"),
-        ("precision", config.precision.compute + (", compiled" if config.compile else ", eager")),
+        ("precision", numeric_types(config.precision) + (", compiled" if config.compile else ", eager")),
         ("recompute", config.activation.mode),
         *([("long sequences", long)] if (long := measures(config)) else []),
     ]

@@ -18,6 +18,7 @@ from trainer.planning.cost.memory import ELEMENT_BYTES
 from trainer.planning.cost.parameters import head, layer_specs
 from trainer.planning.cost.stages import LayerCosts
 from trainer.planning.estimate.pace import Pace, Ring
+from trainer.planning.float8 import float8_linears
 from trainer.planning.gradient_comm import asked
 from trainer.planning.pipeline import estimated_costs
 from trainer.planning.resolve import Layout
@@ -134,12 +135,13 @@ class _Timer:
         costs = estimated_costs(self.config, spec, plan, batch, self.element)
         works = model_work(spec, batch.sequence_length, plan.tp, self.element)
         left = left_by_recompute(works, self.config.activation)
-        known: dict[tuple[int, float], Unit] = {}
-        layers = []
-        for work, remaining, layer in zip(works, left, layer_specs(spec)):
-            key = id(work), remaining.saved
+        known: dict[tuple[int, float, frozenset[str]], Unit] = {}
+        layers, float8 = [], float8_linears(self.config.precision.float8, spec)
+        for index, (work, remaining, layer) in enumerate(zip(works, left, layer_specs(spec))):
+            narrow = frozenset(name for name in work.shapes if f"layers.{index}.{name}" in float8)
+            key = id(work), remaining.saved, narrow
             if key not in known:
-                known[key] = self._layer(work, remaining, layer.attention)
+                known[key] = self._layer(work, remaining, layer.attention, narrow)
             layers.append(known[key])
         units = (self._embedding(), *layers, self._head())
         return Timing(
@@ -156,9 +158,14 @@ class _Timer:
             ),
         )
 
-    def _product(self, flops: float, outputs: float, inputs: float) -> float:
-        moved = self.element * (self.tokens * (outputs + inputs) + outputs * inputs)
-        return hypot(flops / self.pace.products, moved / self.pace.memory) + self.pace.kernel
+    def _product(self, flops: float, outputs: float, inputs: float, float8: bool = False) -> float:
+        """float8: whether the operands are cast to fp8 first: read for their scale, read again and written."""
+        elements, pace = self.tokens * (outputs + inputs) + outputs * inputs, self.pace
+        if not float8 or pace.float8 is None:
+            return hypot(flops / pace.products, self.element * elements / pace.memory) + pace.kernel
+        casts = elements * 2 / 3 * (2 * self.element + 1)  # of a layer's three products, each has two of the three
+        moved = elements / 3 * (self.element + 2)
+        return hypot(flops / pace.float8, moved / pace.memory) + pace.kernel + self.fused * casts / pace.memory
 
     def _shared(self, attention: AttentionSpec, behind: float) -> tuple[Terms, Terms, float]:
         """What ranks that share sequences add to a layer's forward and backward pass, exposed, and all of it. Keys but
@@ -177,9 +184,19 @@ class _Timer:
             total += exchanged + seconds
         return terms[0], terms[1], total
 
-    def _layer(self, work: LayerWork, left: Remaining, spec: AttentionSpec) -> Unit:
+    def _layer(self, work: LayerWork, left: Remaining, spec: AttentionSpec, float8: frozenset[str]) -> Unit:
+        """float8: the projections that multiply in fp8."""
         tokens, pace = self.tokens, self.pace
-        products = {name: self._product(tokens * work.flops[name], *shape) for name, shape in work.shapes.items()}
+
+        def products_of(narrow: frozenset[str]) -> dict[str, float]:
+            return {
+                name: self._product(tokens * work.flops[name], rows, columns, name in narrow)
+                for name, (rows, columns) in work.shapes.items()
+            }
+
+        products = products_of(float8)
+        wide = self.config.precision.float8.recipe == "rowwise_with_gw_hp"
+        for_weights = sum(products_of(frozenset() if wide else float8).values())
         attention = tokens * work.attention / pace.attention
         kernels = KERNELS[self.config.compile]
         bound = self.fused * tokens * work.saved / pace.memory + kernels * pace.kernel
@@ -205,8 +222,8 @@ class _Timer:
         forward, backward = {**forward, **shared_forward}, {**backward, **shared_backward}
         launches = (len(products) + kernels + 1) * pace.launch
         forward["launching"] = max(0.0, launches - sum(forward.values()))
-        backward["launching"] = max(0.0, (2 + bool(left.again)) * launches - sum(backward.values()) - matmul)
-        return self._sharded(work.weights, forward, backward, {"matrix products": matmul}, 2 + repeated, shared)
+        backward["launching"] = max(0.0, (2 + bool(left.again)) * launches - sum(backward.values()) - for_weights)
+        return self._sharded(work.weights, forward, backward, {"matrix products": for_weights}, 2 + repeated, shared)
 
     def _embedding(self) -> Unit:
         """The look-up, and the gradient of the whole table, most of which is zero."""

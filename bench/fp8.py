@@ -1,0 +1,151 @@
+"""Products in fp8 beside bf16, on all GPUs of this machine: Llama-3 8B's matrices alone, whole steps, and the loss.
+
+    python bench/fp8.py OUT_FOLDER [products] [steps] [loss] [rounds=1] [depth=8] [seeds=3]
+
+products, on one GPU: each matrix of a layer under 8,192 tokens, its three products, with their casts compiled and each
+without its casts. steps: the step of Llama-3 8B under ZeRO-3, cut to `depth` layers (32 needs two GPUs or more), bf16
+and each recipe in turn. loss: 1,000 steps of a 97M model on the default corpus by recipe and seed, beside bf16 with the
+same seeds. Lines go to OUT_FOLDER/fp8.jsonl, tables to the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from compare import ROOT, ours
+from torch import Tensor
+
+from trainer.model.compiled import compiled
+from trainer.precision.float8 import E4M3, Float8, quantise, scaled_product
+from trainer.precision.products import Role, matmul
+
+TOKENS = 8192
+MATRICES = {"q, o": (4096, 4096), "k, v": (1024, 4096), "gate, up": (14336, 4096), "down": (4096, 14336)}
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+CASES = {"bf16": []} | {name: [f"precision.float8.recipe={name}"] for name in RECIPES}
+MODEL = "width=768 depth=12 attention.heads=12 feed_forward.width=2048".split()
+
+
+def products(out: Path, given: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Milliseconds and TFLOP/s of the three products of each matrix."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda").bfloat16()
+
+    for name, (outputs, inputs) in MATRICES.items():
+        x, weight, gradient = random(TOKENS, inputs), random(outputs, inputs), random(TOKENS, outputs)
+        factors = {
+            Role.OUTPUT: (x, weight),
+            Role.INPUT_GRADIENT: (gradient, weight),
+            Role.WEIGHT_GRADIENT: (gradient, x),
+        }
+        for kind in ("bf16", *RECIPES):
+            multiply = matmul if kind == "bf16" else Float8(kind)
+            line: dict[str, Any] = {"matrix": name, "kind": kind}
+            for role, pair in factors.items():
+                whole = compiled(lambda *pair, role=role, multiply=multiply: multiply(*pair, role))
+                taken = milliseconds(lambda whole=whole, pair=pair: whole(*pair))
+                line[role.name] = [round(taken, 3), round(2 * TOKENS * outputs * inputs / taken / 1e9)]
+                if kind in RECIPES[:2]:
+                    line[f"{role.name} alone"] = round(milliseconds(alone(role, outputs, inputs, kind)), 3)
+            yield line
+
+
+def alone(role: Role, outputs: int, inputs: int, recipe: str) -> Callable[[], Tensor]:
+    """A product without its casts."""
+    m, k, n = {
+        Role.OUTPUT: (TOKENS, inputs, outputs),
+        Role.INPUT_GRADIENT: (TOKENS, outputs, inputs),
+        Role.WEIGHT_GRADIENT: (outputs, TOKENS, inputs),
+    }[role]
+    (left, back_left), (right, back_right) = (
+        quantise(torch.randn(rows, k, device="cuda"), 1, E4M3, recipe != "tensorwise") for rows in (m, n)
+    )
+    fast = role is Role.OUTPUT
+    return lambda: scaled_product(left, right, (back_left, back_right), torch.bfloat16, fast)
+
+
+def milliseconds(work: Callable[[], object], repeats: int = 12) -> float:
+    """Median time on the device."""
+    times = []
+    for _ in range(repeats + 3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
+def steps(out: Path, given: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Tokens a second and GPU, and GiB, of each case in turn."""
+    common = [f"depth={given['depth']}", "activation.mode=selective"]
+    for number in range(int(given["rounds"])):
+        for case, settings in CASES.items():
+            yield {"case": case} | ours(f"{case}-{number}", out, 1, common + settings)
+
+
+def loss(out: Path, given: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Evaluation loss of each case and seed."""
+    gpus = torch.cuda.device_count()
+    for seed in range(int(given["seeds"])):
+        for case, settings in CASES.items():
+            folder = out / f"loss-{case}-{seed}"
+            words = [f"run.dir={folder}", "run.name=fp8", f"run.seed={seed}", "run.steps=1000", "eval.every=1000"]
+            words += ["eval.sequences=512", "checkpoint.every=0", "checkpoint.at_end=false", "logging.console=plain"]
+            words += ["lr.peak=6e-4", "lr.warmup=100", "precision.float8.ends=1", *(f"model.{text}" for text in MODEL)]
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+            command = [*launcher, "-m", "trainer", "+config=llama_60m", *words, *settings]
+            environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+            with open(out / f"{folder.name}.log", "w") as log:
+                code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log).returncode
+            lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()] if not code else [{"exit": code}]
+            found = [line["eval_loss"] for line in lines if "eval_loss" in line]
+            yield {"case": case, "seed": seed, "eval_loss": found[-1] if found else None}
+
+
+def report(name: str, lines: list[dict[str, Any]]) -> None:
+    """What is compared, case by case."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for line in lines:
+        value = line.get({"steps": "tokens", "loss": "eval_loss"}.get(name, ""))
+        if value is not None:
+            values[line["case"]].append(value)
+    for case, some in values.items():
+        if name == "steps":
+            ratio = statistics.median(some) / statistics.median(values["bf16"])
+            print(f"| {case} | {statistics.median(some):,.0f} tokens/s a GPU | {ratio:.3f} |")
+        elif len(some) == len(values["bf16"]):
+            differences = [mine - base for mine, base in zip(some, values["bf16"])]
+            texts = " | ".join(f"{value:.4f}" for value in some)
+            print(f"| {case} | {texts} | {statistics.mean(differences):+.4f} |")
+    if name == "loss" and len(values["bf16"]) > 1:
+        print(f"standard deviation of bf16 over seeds: {statistics.stdev(values['bf16']):.4f}")
+
+
+def main(arguments: list[str]) -> None:
+    given = {"rounds": "1", "depth": "8", "seeds": "3"} | dict(text.split("=") for text in arguments if "=" in text)
+    out, *wanted = (text for text in arguments if "=" not in text)
+    folder, parts = Path(out).absolute(), {"products": products, "steps": steps, "loss": loss}
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "fp8.jsonl", "a") as file:
+        for name in wanted or parts:
+            lines = []
+            for line in parts[name](folder, given):
+                lines.append(line)
+                for where in (sys.stdout, file):
+                    print(json.dumps({"part": name} | line), file=where, flush=True)
+            report(name, lines)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

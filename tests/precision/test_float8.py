@@ -1,0 +1,264 @@
+"""Products in fp8: casts and products beside fp64, infinities, a tiny model beside bf16, what is kept, refusals."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.estimates import estimated, shipped
+from support.estimates import settings as planned
+from support.reference import random_batch, rows, tiny_spec
+from support.reference import settings as config_with
+from torch import Tensor
+
+from trainer.config import ConfigError, Float8Config
+from trainer.model.initial import initialize
+from trainer.model.linear import DeferredGrads, columns
+from trainer.model.transformer import Transformer
+from trainer.parallel.parallelize import multiply_in_float8
+from trainer.parity.reference import Trajectory, reference
+from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.float8 import float8_linears
+from trainer.planning.resolve import check, compose
+from trainer.precision.float8 import E4M3, E5M2, Float8, check_device, quantise
+from trainer.precision.products import Multiply, Role, matmul
+
+CPU = torch.device("cpu")
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+ROUNDING = {E4M3: 2.0**-4, E5M2: 2.0**-3}
+"""Half the distance of neighbours, relative."""
+SMALLEST = {E4M3: 2.0**-10, E5M2: 2.0**-17}
+"""Half the distance of the smallest numbers."""
+SHAPES = {Role.OUTPUT: ((32, 48), (64, 48)), Role.INPUT_GRADIENT: ((32, 48), (48, 64))}
+SHAPES[Role.WEIGHT_GRADIENT] = ((48, 32), (48, 64))
+
+
+def random(shape: tuple[int, int], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def rounding(x: Tensor, dtype: torch.dtype, largest: Tensor) -> Tensor:
+    """The largest error of each element of `x` in `dtype`, if `largest` takes at least half of the type's range."""
+    return x.abs() * ROUNDING[dtype] + largest * 2 * SMALLEST[dtype] / torch.finfo(dtype).max
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.sampled_from([None, -120, -90, -30, 0, 3, 60, 120]), min_size=1, max_size=4),
+    st.sampled_from([E4M3, E5M2]),
+    st.booleans(),
+    st.sampled_from([0, 1]),
+    st.integers(0, 9),
+)
+def test_casts_round_and_nothing_saturates(exponents, dtype, rowwise, summed, seed):
+    """Rows of zeros (None), tiny and huge ones together."""
+    x = random((len(exponents), 16), seed).double()
+    x *= torch.tensor([0.0 if power is None else 2.0**power for power in exponents])[:, None]
+    values, back = quantise((x if summed else x.t()).bfloat16(), summed, dtype, rowwise)
+    assert values.is_contiguous() and values.shape == x.shape and torch.isfinite(back).all()
+    assert back.shape == ((len(exponents), 1) if rowwise else ())
+    if rowwise:
+        assert torch.equal(back.log2(), back.log2().round())
+    x = x.bfloat16().double()
+    largest = x.abs().amax(1, keepdim=True) if rowwise else x.abs().amax()
+    allowed = rounding(x, dtype, largest.clamp(min=2.0**-100))
+    assert ((values.double() * back.double() - x).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("role", Role)
+def test_products_are_those_of_fp64_but_for_rounding(recipe, role):
+    a, b = (random(shape, seed) for seed, shape in enumerate(SHAPES[role]))
+    a[3], b[5] = a[3] * 300, b[5] / 300
+    multiply = Float8(recipe)
+    seen, exact = multiply(a, b, role), matmul(a.double(), b.double(), role)
+    assert seen.dtype is torch.bfloat16
+    if recipe == "rowwise_with_gw_hp" and role is Role.WEIGHT_GRADIENT:
+        assert torch.equal(seen, matmul(a, b, role))
+        return
+    wide = recipe == "tensorwise" and role is not Role.OUTPUT
+    worst = [ROUNDING[E5M2 if wide else E4M3], ROUNDING[E4M3]]
+    sizes = matmul(a.double().abs(), b.double().abs(), role)
+    allowed = sizes * (worst[0] + worst[1] + worst[0] * worst[1] + 2.0**-8) + 1e-3 * sizes.max()
+    error = (seen.double() - exact).abs()
+    assert (error <= allowed).all() and error.norm() <= (0.07 if wide else 0.045) * exact.norm()
+    assert error.norm() > 0.01 * exact.norm()  # that of fp8, not of bf16
+    added = random(tuple(exact.shape), 7)
+    assert torch.allclose(multiply(a, b, role, added), seen + added)
+
+
+def test_a_row_of_its_own_scale_is_not_lost_beside_huge_ones():
+    a, b = random((32, 48), 0), random((64, 48), 1)
+    a[0] *= 2.0**-20
+    exact = matmul(a.double(), b.double(), Role.OUTPUT)[0]
+    errors = {name: (Float8(name)(a, b, Role.OUTPUT)[0] - exact).norm() / exact.norm() for name in RECIPES[:2]}
+    assert errors["rowwise"] < 0.05 < errors["tensorwise"]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("role", Role)
+def test_what_is_not_finite_stays_so(recipe, role, bad):
+    """In every result that the element has a part in."""
+    for operand in (0, 1):
+        factors = [random(shape, seed) for seed, shape in enumerate(SHAPES[role])]
+        factors[operand][2, 4] = bad
+        exact = matmul(*(factor.float() for factor in factors), role)
+        seen = Float8(recipe)(*factors, role)
+        assert not torch.isfinite(seen[~torch.isfinite(exact)]).any() and not torch.isfinite(exact).all()
+
+
+SPEC = tiny_spec(width=64, depth=3, feed_forward={"width": 96})
+
+
+def model_of(float8: Float8Config | None, dtype: torch.dtype = torch.bfloat16) -> Transformer:
+    model = Transformer(SPEC)
+    initialize(model, SPEC, 0, CPU)
+    if float8 is not None:
+        multiply_in_float8(model, SPEC, float8)
+    return model.to(dtype)
+
+
+def test_put_off_weight_gradients_are_the_same():
+    batch, found = random_batch(0, 4, 16, SPEC.vocab_size, False), []
+    for split in (False, True):
+        model, deferred = model_of(Float8Config("rowwise"), torch.float32), DeferredGrads()
+        model.defer(deferred)
+        objective, _ = model(batch.tokens, batch.targets)
+        deferred.active = split
+        objective.backward()
+        if split:
+            assert model.layers["1"].attention.q.weight.grad is None
+            deferred.take()()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def trained(steps: int, float8: Float8Config | None) -> Trajectory:
+    """The same batch again and again, in two micro-batches."""
+    config = config_with(run__steps=steps, lr__peak=3e-3)
+    whole = random_batch(0, 4, 16, SPEC.vocab_size, False)
+    batches = [[rows(whole, 0, 2), rows(whole, 2, 4)]] * steps
+    return reference(config, SPEC, batches, CPU, compute=torch.bfloat16, float8=float8)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Trajectory:
+    return trained(30, None)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_model_in_fp8_beside_bf16(recipe, plain):
+    seen = trained(30 if recipe == "tensorwise" else 3, Float8Config(recipe, ends=0))
+    for name, expected in plain.gradients[0].items():
+        error = (seen.gradients[0][name] - expected).norm() / expected.norm()
+        assert error < 0.25, (name, error)
+    assert any(not torch.equal(seen.gradients[0][name], value) for name, value in plain.gradients[0].items())
+    assert plain.losses[-1] < 0.8 * plain.losses[0]
+    assert seen.losses == pytest.approx(plain.losses[: len(seen.losses)], rel=0.02)
+
+
+def test_compiled_layers_keep_no_weights_in_fp8():
+    """As ZeRO-3 would then hold of all layers at once; and of activations no more than in bf16."""
+    x, weight, kept = random((64, 64), 0), random((96, 64), 1).requires_grad_(), {}
+
+    def activated(x: Tensor, weight: Tensor, multiply: Multiply) -> Tensor:
+        (y,) = columns(2 * x, [weight], [None], None, multiply=multiply)
+        return torch.nn.functional.silu(y)
+
+    for multiply in (matmul, Float8("tensorwise")):
+        torch._dynamo.reset()
+        sizes = {}
+
+        def pack(value: Tensor, sizes: dict = sizes) -> Tensor:
+            if value.data_ptr() != weight.data_ptr():
+                sizes[value.data_ptr()] = value.nbytes
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+            run = torch.compile(activated, backend="aot_eager_decomp_partition", dynamic=False)
+            run(x.requires_grad_(), weight, multiply).sum().backward()
+        kept[multiply] = sum(sizes.values())
+    plain, narrow = kept.values()
+    assert 64 * 96 * 2 <= narrow <= plain
+
+
+def test_which_layers():
+    names = float8_linears(Float8Config("rowwise"), SPEC)
+    assert {name.split(".")[1] for name in names} == {"1"} and len(names) == 7
+    chosen = float8_linears(Float8Config("rowwise", ["*.feed_forward.*"], 0), SPEC)
+    assert len(chosen) == 3 * 3 and float8_linears(Float8Config(), SPEC) == {}
+    model = model_of(Float8Config("rowwise"))
+    assert {name for name, part in model.named_modules() if isinstance(getattr(part, "multiply", None), Float8)} == {
+        *names
+    }
+
+
+def test_predicted_steps_are_faster():
+    """On machines whose peak in fp8 is known; other ones are refused."""
+    found = []
+    for recipe in ("none", "rowwise_with_gw_hp", "rowwise"):
+        config = planned(shipped("llama3_8b"), compile=True, parallel__zero__stage=3, batch__sequence_length=8192)
+        config.precision.float8 = Float8Config(recipe)
+        found.append(estimated(config, 8, load_hardware("h200")).terms["matrix products"])
+    assert 0.5 * found[0] < found[2] < found[1] < 0.85 * found[0]
+    with pytest.raises(ConfigError, match="no known peak in fp8"):
+        estimated(config, 8, load_hardware("a100"))
+
+
+def test_layers_that_share_an_input_may_differ():
+    batch = random_batch(0, 2, 16, SPEC.vocab_size, False)
+    losses = []
+    for linears in ([], ["*.attention.q"], ["*.attention.[qkv]"]):
+        model = model_of(Float8Config("rowwise", linears, 0))
+        objective, _ = model(batch.tokens, batch.targets)
+        objective.backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+        losses.append(objective.item())
+    assert len(set(losses)) == 3 and losses == pytest.approx([losses[0]] * 3, rel=1e-2)
+
+
+FP8 = ["precision=fp8", "model=llama3_8b"]
+REFUSED = [
+    (["precision.compute=fp16"], ["precision.compute=fp16", "precision.compute=bf16"]),
+    (["precision.compute=fp32"], ["precision.compute=fp32", "precision.float8.recipe=none"]),
+    (["parallel.zero.engine=deepspeed"], ["precision.float8.recipe=tensorwise", "parallel.zero.engine=torch"]),
+    (["model.feed_forward.width=1032"], ["layers.1.feed_forward.gate", "1032", "multiples of 16", "[*.attention.*]"]),
+    (
+        ["precision.float8.linears=[*.experts.*]"],
+        ["precision.float8.linears=['*.experts.*'] match no", "layers.0.feed_forward.up"],
+    ),
+    (["precision.float8.ends=16"], ["precision.float8.ends=16 at each end", "precision.float8.ends=0"]),
+    (
+        ["batch.sequence_length=1000"],
+        ["batch.sequence_length=1000", "batch.sequence_length=1008", "rowwise_with_gw_hp"],
+    ),
+    (["activation=full", "activation.tile=1000"], ["activation.tile=1000", "activation.tile=1008"]),
+]
+
+
+@pytest.mark.parametrize("changes, words", REFUSED, ids=[changes[-1] for changes, _ in REFUSED])
+def test_what_is_refused(changes, words):
+    with pytest.raises(ConfigError) as error:
+        compose([*FP8, *changes], world_size=1)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_parts_of_matrices_are_refused_by_their_plan():
+    config = compose([*FP8, "model.feed_forward.width=1040"], world_size=1)
+    config.parallel.tp = 2
+    assert any("520" in problem and "parallel.tp=2" in problem for problem in check(config, 2))
+
+
+def test_devices_without_fp8_are_refused():
+    precision = compose(FP8, world_size=1).precision
+    check_device(precision, CPU)
+    with (
+        patch("torch.cuda.get_device_name", return_value="NVIDIA A100-SXM4-80GB"),
+        patch("torch.cuda.get_device_capability", return_value=(8, 0)),
+        pytest.raises(ConfigError, match=r"A100.*precision\.float8\.recipe=none"),
+    ):
+        check_device(precision, torch.device("cuda"))

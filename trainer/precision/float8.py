@@ -1,0 +1,110 @@
+"""Matrix products in fp8 with dynamic scaling: another implementation of `products.matmul`, for linear layers.
+
+Each operand is scaled so that its largest element is the largest number of its type, rounded to eight bits, and
+multiplied by tensor cores that add up in fp32; the result is scaled back (Micikevicius et al., arXiv 2209.05433). The
+scales follow from the operands alone and stay on the device. Nothing saturates: an infinity or a NaN in an operand is
+one in every result that it has a part in, and the step is skipped as any other with a gradient that is not finite.
+
+| recipe | a scale for | activations, weights | gradients | weight gradients |
+|---|---|---|---|---|
+| tensorwise | each operand | e4m3 | e5m2 | fp8 |
+| rowwise | each row of an operand, a power of two | e4m3 | e4m3 | fp8 |
+| rowwise_with_gw_hp | the same | e4m3 | e4m3 | in the compute type |
+
+A row is what one element of the result is summed over, so an operand has other rows in another role. These are the
+recipes of torchao. Its linear layer is a module with an autograd function and collectives of its own; here the product
+alone is replaced, and weight gradients that are put off, operators of tensor parallelism and sharding stay what they
+are.
+
+What is kept for backward is in the compute type, as without fp8: in another role the same numbers are scaled
+differently. Each rank of a tensor-parallel group scales what it multiplies by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.config import ConfigError, PrecisionConfig
+from trainer.precision.products import Role, matmul
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+SMALLEST = 2.0**-100
+"""What the largest element counts as at least: scales of zeros are finite, and their inverses normal numbers."""
+
+EXPONENT = 0x7F800000
+"""The bits of an fp32 number that are left of it in a power of two."""
+
+CAPABILITY = (8, 9)
+"""The oldest NVIDIA GPUs whose tensor cores multiply fp8."""
+
+Quantise = Callable[[Tensor, int, torch.dtype, bool], tuple[Tensor, Tensor]]
+
+
+def quantise(x: Tensor, summed: int, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor]:
+    """An operand in fp8, with the dimension that is summed over last, and the factors that scale it back.
+
+    x: [rows, n], or [n, rows] with summed=0. Returns [rows, n], row-major, and in fp32 [rows, 1], or a scalar for all
+    rows."""
+    largest = x.abs().amax(summed, keepdim=True) if rowwise else x.abs().amax()
+    # In fp64, since compiled divisions in fp32 round otherwise than eager ones.
+    scale = (torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float()
+    if rowwise:
+        scale = (scale.view(torch.int32) & EXPONENT).view(torch.float32)
+    if summed == 0:
+        x, scale = x.t(), scale.t()
+    return (x.float() * scale).to(dtype).contiguous(), scale.double().reciprocal().float()
+
+
+def emulated(left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """What `scaled_product` computes, on any device: exact products of fp8 numbers, added up in fp32."""
+    return (left.float() @ right.float().t() * back[0] * back[1].t()).to(dtype)
+
+
+def scaled_product(left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
+    """[m, n] and [k, n] in fp8, row-major, with what scales each back -> [m, k] in `dtype`.
+
+    fast: partial sums may stay in the tensor cores' own registers, of fewer bits. On GPUs n and k are multiples of
+    16."""
+    if not left.is_cuda:
+        return emulated(left, right, back, dtype)
+    return torch._scaled_mm(left, right.t(), back[0], back[1].t(), out_dtype=dtype, use_fast_accum=fast)
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Multiplies as `matmul` does, in fp8. recipe: of `precision.float8`; quantise: the function above, or its compiled
+    form, for products outside of what is compiled."""
+
+    recipe: str
+    quantise: Quantise = quantise
+
+    def __call__(self, a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> Tensor:
+        """See `matmul`. Not differentiable: a layer calls it in its own backward pass."""
+        if role is Role.WEIGHT_GRADIENT and self.recipe == "rowwise_with_gw_hp":
+            return matmul(a, b, role, add)
+        rowwise = self.recipe != "tensorwise"
+        wide_range = role is not Role.OUTPUT and not rowwise
+        # Transposed before all else, so that the compiler does not keep the cast of forward, of all weights, for it.
+        b = b.t() if role is Role.INPUT_GRADIENT else b
+        summed = 0 if role is Role.WEIGHT_GRADIENT else 1
+        left, back_left = self.quantise(a, summed, E5M2 if wide_range else E4M3, rowwise)
+        right, back_right = self.quantise(b, summed, E4M3, rowwise)
+        # As torchao: gradients are added up exactly.
+        product = scaled_product(left, right, (back_left, back_right), a.dtype, role is Role.OUTPUT)
+        return product if add is None else product + add
+
+
+def check_device(precision: PrecisionConfig, device: torch.device) -> None:
+    """Raises `ConfigError` where the device cannot multiply fp8. CPUs emulate it, slowly and with the same numbers."""
+    if precision.float8.recipe == "none" or device.type == "cpu":
+        return
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if torch.version.hip or capability < CAPABILITY:
+        raise ConfigError(
+            f"precision.float8.recipe={precision.float8.recipe}: {name} has no products in fp8, which begin with "
+            "NVIDIA's compute capability 8.9 (L40S, H100); set precision.float8.recipe=none"
+        )
