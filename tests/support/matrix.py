@@ -251,7 +251,6 @@ COMPILED = [
     for layout in (
         {"compile": "graphs", "cp": 2, "stage": 3, "recompute": "tiles", "loss": "tile"},
         {"compile": "graphs", "tp": 2, "recompute": "selective", "attention": "documents", "float8": "rowwise"},
-        {"compile": "graphs", "tp": 2, "fusion": 3, "micro_batches": 1},
         {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "budget", "offload": True, "float8": "tensorwise"},
         {"compile": "kernels", "pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
     )
