@@ -90,6 +90,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         *(plans(f"plans_{part}", part, parts, limit=420) for part in range(parts)),
         runtime("circles", "synchronous", 2, 120),
         plans("deepspeed", "deepspeed", limit=180),
+        Case("fusion", [*torchrun, "2", "tests/workers/fusion_gpu.py", str(logs / "fusion.json")], 300, 2),
         Case("quantize", [sys.executable, "tests/workers/quantize.py", "cuda"], 180),
         Case("float8", [sys.executable, "tests/workers/float8.py", "cuda"], 120),
         Case("multi_tensor", [sys.executable, "tests/workers/multi_tensor.py", "cuda"], 120),
@@ -103,6 +104,11 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         *(
             run(f"fp8_{name}", f"parallel={name}", "precision=fp8", "precision.float8.ends=0", "compile=true")
             for name in ("pp2_zbv", "tp2")
+            if gpus % 2 == 0
+        ),
+        *(
+            run(f"fusion_{name}", "parallel.tp=2", f"parallel.fusion={name}", "precision=bf16", "compile=true", *more)
+            for name, more in {"chunks": ("activation=selective",), "triton": ()}.items()
             if gpus % 2 == 0
         ),
         *(

@@ -16,6 +16,10 @@ case_() {
 wanted=("$@")
 pp="parallel.zero.stage=1 micro=1 accumulation=8"
 case_ tp2 parallel.tp=2 parallel.zero.stage=3 micro=2
+for chunks in 1 2 4 8; do
+  case_ "tp2_chunks$chunks" parallel.tp=2 parallel.zero.stage=3 micro=2 parallel.fusion=chunks parallel.fusion_chunks=$chunks
+done
+case_ tp2_triton parallel.tp=2 parallel.zero.stage=3 micro=2 parallel.fusion=triton
 case_ tp4 parallel.tp=4 parallel.zero.stage=1 micro=2
 case_ pp2_1f1b parallel.pp=2 $pp
 case_ pp2_interleaved parallel.pp=2 $pp parallel.pipeline.schedule=interleaved

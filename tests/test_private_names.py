@@ -69,6 +69,12 @@ PRIVATE = [
         "collectives that the compiler sees",
     ),
     Private(
+        "_symmetric_memory",
+        ("distributed/symmetric_memory.py",),
+        "torch.distributed",
+        "memory that GPUs read and write directly",
+    ),
+    Private(
         "_flatten", ("distributed/world.py", DEEPSPEED[1]), "torch.distributed.device_mesh.DeviceMesh", "joint axes"
     ),
     Private(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import hydra
 import pytest
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hypothesis import given
 from hypothesis import strategies as st
@@ -338,6 +339,21 @@ def test_schema_is_documented_and_its_defaults_are_legal():
 def test_intervals(value, low, high, ends):
     legal = (value >= low if ends[0] == "[" else value > low) and (value <= high if ends[1] == "]" else value < high)
     assert (outside("x", value, f"{ends[0]}{low}, {high}{ends[1]}") is None) == legal
+
+
+def test_fused_products_are_not_in_fp8():
+    plan = ["parallel.tp=2", "parallel.fusion=chunks", "precision=bf16"]
+    (found,) = problems(*plan, "precision.float8.recipe=tensorwise", world_size=2)
+    assert "parallel.fusion=chunks multiplies in the compute type" in found and "set parallel.fusion=off" in found
+    assert compose(plan, world_size=2).parallel.fusion == "chunks"
+
+
+def test_off_is_a_word_also_in_yaml():
+    for text in ("parallel: {fusion: off}", "parallel: {fusion: 'off'}"):
+        found: dict = {}
+        assert typed.build(yaml.safe_load(text), found).parallel.fusion == "off" and not found
+    assert "parallel.fusion=on is not one of off, chunks" in problems("parallel.fusion=on")[0]
+    assert compose(["parallel.fusion=off"]).parallel.fusion == "off"
 
 
 def test_auto_is_null_where_a_setting_may_be_null():

@@ -151,6 +151,20 @@ REFUSED = [  # processes, settings, words of the refusal, a legal neighbour that
     ),
     (2, {"tp": 0}, ["parallel.tp=0 must be at least 1"], {"tp": 1}),
     (2, {"pp": 0}, ["parallel.pp=0 must be at least 1"], {"pp": 1}),
+    (2, {"fusion": "chunks"}, ["parallel.fusion=chunks", "parallel.tp=1", "fusion=off"], {"fusion": "chunks", "tp": 2}),
+    (
+        2,
+        {"tp": 2, "fusion_chunks": 2},
+        ["parallel.fusion_chunks=2", "fusion=off", "parallel.fusion=chunks"],
+        {"tp": 2, "fusion": "chunks", "fusion_chunks": 2},
+    ),
+    (2, {"tp": 2, "fusion_looks": 9}, ["parallel.fusion_looks=9", "fusion=triton"], {"tp": 2, "fusion": "triton"}),
+    (
+        2,
+        {"tp": 2, "fusion": "triton", "tp_across_nodes": True},
+        ["parallel.fusion=triton", "parallel.tp_across_nodes=true", "fusion=chunks"],
+        {"tp": 2, "fusion": "chunks", "tp_across_nodes": True},
+    ),
     (2, {"tp": 2, "length": 15}, ["batch.sequence_length=15", "parallel.tp=2", "14 or 16"], {"tp": 2, "length": 16}),
     (
         2,

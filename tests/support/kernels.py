@@ -17,7 +17,7 @@ def compare_kernels(worker: str, device: str, **environment: str) -> None:
         pytest.skip("triton is not installed")
     environment |= {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(WORKERS.parent.parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*map(str, WORKERS.parents[:2]), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
         [sys.executable, str(WORKERS / worker), device],

@@ -259,6 +259,17 @@ COMPILED = [
 of a compiled run."""
 
 
+FUSED = [
+    PLAIN | {"tp": 2, "fusion": 3} | more
+    for more in (
+        {"recompute": "selective", "precision": "bf16", "family": "gpt2"},
+        {"pp": 2, "schedule": "zb_v", "recompute": "full", "tied": True, "micro_batches": 3},
+        {"tp": 4, "precision": "fp16", "kv_heads": 1, "qk_norm": "full", "micro_batches": 1},
+    )
+]
+"""Products and collectives in so many pieces, which do not divide a rank's tokens."""
+
+
 CUBES = [
     PLAIN | {"dp": 2, "tp": 2, "pp": 2} | more
     for more in (
@@ -324,7 +335,7 @@ MUON = [
 def cases(processes: int, compiled: bool) -> list[Case]:
     """Everything that runs on this number of processes."""
     chosen = [*data_parallel(processes)] if processes <= 4 else []
-    chosen += [case for case in [*sample(), *QUANTISED, *FLOAT8, *MUON] if world(case) == processes]
+    chosen += [case for case in [*sample(), *QUANTISED, *FLOAT8, *MUON, *FUSED] if world(case) == processes]
     chosen += context_parallel(processes)
     if processes == 2:
         chosen += [

@@ -107,6 +107,8 @@ def config_of(case: Case, folder: Path) -> Config:
         batch__sequence_length=LENGTH,
         data__mask_documents=case["attention"] != "causal",
         parallel__tp=case["tp"],
+        parallel__fusion="chunks" if "fusion" in case else "off",
+        parallel__fusion_chunks=case.get("fusion", 4),
         parallel__cp=case.get("cp", 1),
         parallel__context__method=method,
         parallel__context__order=order or "auto",

@@ -22,6 +22,7 @@ from trainer.checkpointing.activation import apply_recompute
 from trainer.checkpointing.saved import SavedModel
 from trainer.config import ActivationConfig, Config
 from trainer.config.model import ModelSpec, assign
+from trainer.distributed.chunks import Chunks
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.tensors import local
 from trainer.distributed.world import World, join
@@ -131,6 +132,8 @@ class Steps:
         "_c10d_functional::wait_tensor": "wait",
         "aten::mm": "product",
         "aten::addmm": "product",
+        "aten::bmm": "product",
+        "aten::baddbmm": "product",
     }
 
     def __enter__(self) -> Steps:
@@ -202,20 +205,21 @@ def measure_head(world: World) -> dict:
     }
 
 
-def measure_overlap(world: World) -> dict:
+def measure_overlap(world: World, backend: type[TensorGroup] = TensorGroup) -> dict:
     """The order of operations in backward passes of products, and of weight gradients that were put off."""
     spec = spec_of(**LLAMA)
     seen, x = {}, random_part(world, TOKENS, spec.width)
     hidden = torch.randn(TOKENS, spec.feed_forward.width // world.mesh["tp"].size(), requires_grad=True)
     for name in ("column", "row", "both"):
-        block = model_of(spec, world).layers["0"].feed_forward
+        block = model_of(spec, world, backend=backend).layers["0"].feed_forward
         module, inputs = {"column": (block.gate, x), "row": (block.down, hidden), "both": (block, x)}[name]
         for kind in ("B", "B beside I and W", "I"):
             deferred = DeferredGrads()
             for linear in module.modules():
                 if isinstance(linear, Linear) and kind != "B":
                     linear.defer(deferred)
-            y = module(inputs)
+            with Steps() as seen[f"{name}: F"]:
+                y = module(inputs)
             deferred.active = kind == "I"
             with Steps() as seen[f"{name}: {kind}"]:
                 y.backward(torch.ones_like(y))
@@ -251,13 +255,13 @@ class Pieces(TensorGroup):
 
 
 def other_backend(world: World) -> dict:
-    """A whole model's loss and gradients by another backend, with put-off weight gradients and recompute, against those
+    """A whole model's loss and gradients by other backends, with put-off weight gradients and recompute, against those
     by the usual one; and the collectives of a layer that selective recompute repeats in backward."""
     spec, selective = spec_of(**UNEVEN), ActivationConfig(mode="selective", save=["attention"])
     generator = torch.Generator().manual_seed(3)
     tokens, targets = (torch.randint(0, spec.vocab_size, (BATCH, LENGTH), generator=generator) for _ in range(2))
     seen, repeated = [], {}
-    for backend in (TensorGroup, Pieces):
+    for backend in (TensorGroup, Pieces, Chunks):
         model, deferred = model_of(spec, world, torch.float64, backend), DeferredGrads()
         model.defer(deferred)
         apply_recompute(model, selective, backend)
@@ -267,7 +271,7 @@ def other_backend(world: World) -> dict:
         deferred.active = False
         deferred.take()()
         seen.append([objective.detach(), *(local(parameter.grad) for parameter in model.parameters())])
-        for keeps in (TensorGroup, Pieces):
+        for keeps in (TensorGroup, Pieces) if backend is not Chunks else ():
             layer, x = model_of(spec_of(**GPT2), world, backend=backend), random_part(world, TOKENS, spec.width)
             apply_recompute(layer, selective, keeps)
             y = layer.layers["0"](x, (BATCH, LENGTH), None, None)
@@ -275,7 +279,9 @@ def other_backend(world: World) -> dict:
                 y.sum().backward()
             kinds = [kind for kind, _ in backward.collectives()]
             repeated[f"{backend.__name__} keeping {keeps.__name__}"] = kinds.count("scatter") + kinds.count("sum")
-    worst = max(((one - other).norm() / one.norm()).item() for one, other in zip(*seen) if one.numel())
+    worst = max(
+        ((one - other).norm() / one.norm()).item() for one, *more in zip(*seen) if one.numel() for other in more
+    )
     return {"worst": worst, "reductions": repeated}
 
 
@@ -374,6 +380,7 @@ def main(out: str) -> None:
             "layers": {kind: measure_layer(changes, world) for kind, changes in KINDS.items()},
             "head": measure_head(world),
             "overlap": measure_overlap(world) if tp > 1 else {},
+            "overlap in pieces": measure_overlap(world, Chunks) if tp == 2 else {},
             "other backend": other_backend(world) if tp > 1 else {},
             "deferred": defer(world),
             "layout": layout(world),

@@ -27,7 +27,10 @@ from trainer.planning.cost.saved import ALL, MATMULS, Entry, problems, saved_in
 recompute_all = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 ALIASES = {
-    "matmul": ("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm"),
+    "matmul": (
+        *("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm"),
+        *("trainer.multiply_gathered", "trainer.fused_gather_matmul"),
+    ),
     "attention": (
         "aten._scaled_dot_product_cudnn_attention",
         "aten._scaled_dot_product_flash_attention",

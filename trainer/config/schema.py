@@ -269,6 +269,22 @@ class ParallelConfig:
     )
     tp: int = option(1, "tensor-parallel ranks", unit="ranks", range="[1, inf)")
     tp_across_nodes: bool = option(False, "allow tensor-parallel groups that span nodes, whose links are much slower")
+    fusion: str = option(
+        "off",
+        "products of tensor-parallel ranks and their collectives: off (one after the other), chunks (in pieces: one "
+        "travels while another is multiplied), triton (in one kernel, over memory that the GPUs of a node share)",
+        ("off", "chunks", "triton"),
+    )
+    fusion_chunks: int = option(
+        4, "fusion=chunks: pieces into which each rank's tokens are cut", unit="pieces", range="[1, inf)"
+    )
+    fusion_looks: int = option(
+        0,
+        "fusion=triton: looks at a flag after which a run ends with an error that names tile, rank and epoch; 0: none, "
+        "and the host waits for no kernel",
+        unit="looks",
+        range="[0, inf)",
+    )
     cp: int = option(1, "context-parallel ranks, which share each sequence", unit="ranks", range="[1, inf)")
     context: ContextConfig = option(ContextConfig(), "how context-parallel ranks share a sequence")
     pp: int = option(1, "pipeline-parallel ranks", unit="ranks", range="[1, inf)")

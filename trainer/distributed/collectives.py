@@ -23,6 +23,9 @@ from trainer.precision.products import Multiply, Role, matmul, matmul_sum
 
 c10d = torch.ops._c10d_functional
 
+Started = Tensor | list[Tensor]
+"""What the start of a collective returns, for `wait`. Only backends of their own return lists."""
+
 
 @dataclass(frozen=True)
 class TensorGroup:
@@ -53,7 +56,7 @@ class TensorGroup:
 
     def matmul_scatter_sum(
         self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
-    ) -> Tensor:
+    ) -> Started:
         """Starts: the sum of the products of each operand [tokens, n] with its weight, added up over ranks -> this
         rank's tokens of it, [tokens / t, ...]."""
         return self.scatter_sum(matmul_sum(operands, weights, role, multiply))
@@ -76,7 +79,8 @@ class TensorGroup:
         even = [len(x) // self.size] * self.size
         return c10d.all_to_all_single(x.contiguous(), received or even, sent or even, self.name)
 
-    def wait(self, x: Tensor) -> Tensor:
+    def wait(self, x: Started) -> Tensor:
+        """The result of what was started."""
         return c10d.wait_tensor(x)
 
     def own(self, x: Tensor) -> Tensor:

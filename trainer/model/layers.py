@@ -74,7 +74,7 @@ class Linear(Declared):
 def project(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
     """The products of one input with several linear layers that split alike. The input is gathered once, where they
     multiply alike."""
-    if any(linear.multiply != linears[0].multiply for linear in linears):
+    if any(linear.multiply is not linears[0].multiply for linear in linears):
         return [project(x, linear)[0] for linear in linears]
     return columns(
         x,

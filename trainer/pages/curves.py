@@ -17,6 +17,9 @@ from trainer.util.run_folder import METRICS_FILE
 PLACES = ("step", "tokens", "time")
 """What a point of a curve may stand over."""
 
+RECENT = 200
+"""Steps whose median stands for a run's speed now, as in `step_seconds_p50`."""
+
 NAMES, LETTERS = 400, 200
 """The most metrics of a run that are looked at, and the most letters of a name: more is no run of ours."""
 
@@ -95,6 +98,11 @@ class Curves:
         """The newest number of a metric; None where it has none."""
         values = self.points[name].values if name in self.points else ()
         return next((value for value in reversed(values) if not math.isnan(value)), None)
+
+    def recent(self, name: str) -> float | None:
+        """The median of the newest `RECENT` numbers of a metric; None where it has none."""
+        found = self.points[name].finite()[-RECENT:] if name in self.points else numpy.empty(0)
+        return float(numpy.median(found)) if len(found) else None
 
     def best(self, name: str, least: bool) -> float | None:
         """The smallest or the largest number of a metric."""

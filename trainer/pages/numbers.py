@@ -26,16 +26,16 @@ class Number(NamedTuple):
 
 
 def numbers(run: Run) -> list[Number]:
-    """The numbers that a run is known by, the same ones for every run."""
-    last, best = run.curves.last, run.curves.best
+    """The numbers that a run is known by, the same ones for every run; of speeds the medians of the newest steps."""
+    last, recent, best = run.curves.last, run.curves.recent, run.curves.best
     speed, peak, waited, took = (
-        last("tokens_per_second"),
+        recent("tokens_per_second"),
         best("memory_gib", False),
-        last("data_seconds"),
-        last("step_seconds"),
+        recent("data_seconds"),
+        recent("step_seconds"),
     )
     waiting = waited / took if waited is not None and took else None
-    typical, held = last("step_seconds_p50") or took, best("eval_loss", True)
+    held = best("eval_loss", True)
     eta = last("eta_seconds") if run.status.get("status") == "running" else None
     processes = run.start.get("processes")
     return [
@@ -43,11 +43,11 @@ def numbers(run: Run) -> list[Number]:
         _number("evaluation loss", last("eval_loss"), exact, f"best {exact(held)}", METRICS["eval_loss"], True),
         _number("tokens/s", speed, count, f"{count(speed / processes)} a process" if speed and processes else "",
                 METRICS["tokens_per_second"], False),
-        _number("step time", typical, duration, f"95% within {duration(last('step_seconds_p95'))}",
+        _number("step time", last("step_seconds_p50") or took, duration, f"95% within {duration(last('step_seconds_p95'))}",
                 METRICS["step_seconds_p50"], True),
-        _number("MFU", last("mfu"), percent, f"{percent(last('mfu_full'))} with full attention", METRICS["mfu"], False),
+        _number("MFU", recent("mfu"), percent, f"{percent(recent('mfu_full'))} with full attention", METRICS["mfu"], False),
         _number("peak memory", peak and peak * GIB, size, "of the fullest rank", METRICS["memory_gib"], True),
-        _number("bubble", last("bubble"), percent, "of the step", METRICS["bubble"], True),
+        _number("bubble", recent("bubble"), percent, "of the step", METRICS["bubble"], True),
         _number("waiting for data", waiting, percent, "of the step", METRICS["data_seconds"], True),
         _number("tokens", last("tokens"), count, "", METRICS["tokens"]),
         _number("time", run.curves.seconds, duration, f"{duration(eta)} to go" if eta else "first line to last",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import shutil
@@ -41,8 +42,21 @@ def check_compiler(config: Config, device: torch.device) -> None:
         )
 
 
+def check_fusion(config: Config, device: torch.device) -> None:
+    """Raises `ConfigError` where kernels cannot share memory."""
+    if config.parallel.fusion != "triton":
+        return
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        missing = "Triton, which is not installed" if device.type == "cuda" else "GPUs, and this run is on CPUs"
+        raise ConfigError(
+            f"parallel.fusion=triton needs {missing}; set parallel.fusion=chunks, which runs everywhere, or "
+            "parallel.fusion=off"
+        )
+
+
 def check_model(config: Config, spec: ModelSpec, device: torch.device) -> None:
     """What only the modules can tell, before any process group. Raises `ConfigError`."""
+    check_fusion(config, device)
     with torch.device("meta"):
         model = Transformer(spec)
     check_declared(model, spec)
@@ -101,7 +115,7 @@ def parallelize(
         model = make(spec, layers)
     loss = config.loss
     model.set_loss(loss.z_loss, loss.chunk, config.compile, loss.tile or 0, loss_terms(loss))
-    apply_recompute(model, config.activation)
+    apply_recompute(model, config.activation, tensor.BACKENDS[config.parallel.fusion])
     if deferred is not None:
         model.defer(deferred)
     # Where weight gradients may be put off, backward is an operator in which the compiler does not look.
@@ -109,7 +123,7 @@ def parallelize(
     multiply_in_float8(model, spec, config.precision.float8, casts)
     if config.compile:
         compile_layers(model, deferred is not None)
-    tensor.split(model, world.dimensions["tp"])
+    tensor.split(model, world.dimensions["tp"], tensor.backend_of(config.parallel))
     share_sequences(model, config, spec, plan, world)
     engine.shard(model)
     engine.materialize(model)

@@ -7,18 +7,36 @@ so its gradients are partial sums, which `gradients.py` adds up once a step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from trainer.config import ParallelConfig
+from trainer.distributed.chunks import Chunks
 from trainer.distributed.collectives import TensorGroup
+from trainer.distributed.fused import Fused
 from trainer.model.axes import Declared
 from trainer.model.layers import Linear
 from trainer.model.stage import Stage
 
+Backend = Callable[[str, int, int], TensorGroup]
+"""What makes a backend for the process group of a name, for this rank of so many."""
 
-def split(model: Stage, mesh: DeviceMesh, backend: type[TensorGroup] = TensorGroup) -> None:
+
+BACKENDS: dict[str, type[TensorGroup]] = {"off": TensorGroup, "chunks": Chunks, "triton": Fused}
+
+
+def backend_of(parallel: ParallelConfig) -> Backend:
+    """What tensor-parallel ranks communicate by."""
+    settings = {"chunks": {"chunks": parallel.fusion_chunks}, "triton": {"looks": parallel.fusion_looks}}
+    return partial(BACKENDS[parallel.fusion], **settings.get(parallel.fusion, {}))
+
+
+def split(model: Stage, mesh: DeviceMesh, backend: Backend = TensorGroup) -> None:
     """Cuts a model on the meta device over the ranks of `mesh` (one dimension), which communicate by `backend`."""
     if mesh.size() == 1:
         return

@@ -90,6 +90,12 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"guard.stall_factor={config.guard.stall_factor:g} would end ordinary steps; set 2 or more, or 0 for no "
             "watchdog"
         )
+    if config.precision.float8.recipe != "none" and config.parallel.fusion != "off":
+        yield (
+            f"parallel.fusion={config.parallel.fusion} multiplies in the compute type, and "
+            f"precision.float8.recipe={config.precision.float8.recipe} in fp8; set parallel.fusion=off, or "
+            "precision.float8.recipe=none"
+        )
     if config.precision.float8.recipe != "none" and config.precision.compute != "bf16":
         yield (
             f"precision.float8.recipe={config.precision.float8.recipe} multiplies in fp8 what is bf16 elsewhere, and "

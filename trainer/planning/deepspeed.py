@@ -140,6 +140,11 @@ def check_parallel(parallel: ParallelConfig, dp: int, nodes: int) -> list[str]:
             f"parallel.zero.engine=deepspeed has never shared states among parallel.cp={parallel.cp} ranks of a "
             f"sequence; set {TORCH}, which runs this plan, or parallel.cp=1"
         )
+    if parallel.fusion != "off":
+        problems.append(
+            f"parallel.zero.engine=deepspeed has never run beside parallel.fusion={parallel.fusion}; set "
+            f"parallel.fusion=off, or {TORCH}"
+        )
     for name, size in (("pp", parallel.pp), ("tp", parallel.tp)):
         if zero.stage > 1 and size > 1:
             why = (

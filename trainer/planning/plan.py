@@ -96,6 +96,7 @@ def check_plan(
     if min(parallel.tp, parallel.pp, parallel.cp, abs(parallel.dp)) < 1 or parallel.dp < -1:
         return problems
     problems += _check_tensor(parallel, spec, world, node or world) + _check_depth(parallel, spec)
+    problems += _check_fusion(parallel)
     cp, dp, stage = parallel.cp, parallel.dp, parallel.zero.stage
     if spec is not None and cp > 1:
         problems += [
@@ -200,6 +201,25 @@ def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, 
             "parallel.tp_across_nodes=true"
         )
     return problems
+
+
+def _check_fusion(parallel: ParallelConfig) -> list[str]:
+    if parallel.fusion != "off" and parallel.tp == 1:
+        return [
+            f"parallel.fusion={parallel.fusion} is for the collectives of tensor-parallel ranks, and parallel.tp=1 has "
+            "none; set parallel.fusion=off, or parallel.tp=2 or more"
+        ]
+    if parallel.fusion == "triton" and parallel.tp_across_nodes:
+        return [
+            "parallel.fusion=triton needs GPUs that share memory, and parallel.tp_across_nodes=true allows groups over "
+            "several nodes; leave that out, or set parallel.fusion=chunks"
+        ]
+    return [
+        f"parallel.{name}={value} has no meaning with parallel.fusion={parallel.fusion}; leave it out, or set "
+        f"parallel.fusion={needed}"
+        for name, needed in (("fusion_chunks", "chunks"), ("fusion_looks", "triton"))
+        if (value := getattr(parallel, name)) != getattr(ParallelConfig, name) and parallel.fusion != needed
+    ]
 
 
 def registered_blocks(spec: ModelSpec) -> list[tuple[Registry, Registered]]:

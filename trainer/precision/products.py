@@ -47,6 +47,13 @@ def matmul(a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> Tenso
     return a.t() @ b
 
 
+def matmul_runs(a: Tensor, b: Tensor, role: Role, add: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """`matmul`, but of a weight's gradient, for runs of tokens that lie apart: a [runs, tokens, n] and the result have
+    any strides. With `out`, where the result goes, it is not differentiable."""
+    b = (b.t() if role is Role.OUTPUT else b).expand(len(a), -1, -1)
+    return torch.bmm(a, b, out=out) if add is None else torch.baddbmm(add, a, b, out=out)
+
+
 def matmul_sum(
     operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
 ) -> Tensor:

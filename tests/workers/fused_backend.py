@@ -1,0 +1,103 @@
+"""A whole model whose tensor-parallel products are the kernels of `kernels/tensor_parallel.py`, beside the usual ones:
+on two processes, in Triton's interpreter, with memory that they share in place of GPUs'.
+
+    TRITON_INTERPRET=1 WORLD_SIZE=2 fused_backend.py cpu
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from support.launch import fork, leave
+from tensor_parallel import BATCH, LENGTH, LLAMA, model_of, settings, spec_of
+
+from trainer.checkpointing.activation import apply_recompute
+from trainer.config import ActivationConfig
+from trainer.distributed import fused
+from trainer.distributed.collectives import TensorGroup
+from trainer.distributed.symmetric_memory import Shared
+from trainer.distributed.tensors import local
+from trainer.distributed.world import World, join
+from trainer.kernels import tensor_parallel as kernels
+from trainer.model.linear import DeferredGrads
+from trainer.planning.plan import resolve_plan
+
+FOLDER = Path(tempfile.mkdtemp())
+TAKEN: Counter[str] = Counter()
+"""Of this process: the calls of each kind, and how often memory was shared."""
+
+
+def share(size: int, device: torch.device, group: dist.ProcessGroup) -> Shared:
+    """As `symmetric_memory.share`, of files that all processes map."""
+    TAKEN["shared"] += 1
+    files = [FOLDER / f"{TAKEN['shared']}.{rank}" for rank in range(dist.get_world_size(group))]
+    files[dist.get_rank(group)].write_bytes(bytes(size))
+    dist.barrier(group)
+    maps = []
+    for path in files:
+        with path.open("r+b") as file:
+            maps.append(torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8))
+    return Shared(maps[dist.get_rank(group)], [one.data_ptr() for one in maps], maps)
+
+
+def shape_of(device: torch.device, dtype: torch.dtype, tokens: int, looks: int) -> kernels.Shape:
+    return kernels.Shape(rows=16, columns=32, step=32, group=2, programs=1, copiers=1, limit=looks)
+
+
+def counted(name: str) -> None:
+    """Counts the calls of a kernel."""
+    call = getattr(kernels, name)
+
+    def counting(*arguments: object) -> object:
+        TAKEN[name] += 1
+        return call(*arguments)
+
+    setattr(kernels, name, counting)
+
+
+def gradients(world: World, backend: object, length: int) -> list[torch.Tensor]:
+    """Objective and gradients of two passes, the first with weight gradients put off, both with recompute."""
+    spec = spec_of(**LLAMA, depth=1)
+    model, deferred = model_of(spec, world, backend=backend), DeferredGrads()
+    model.defer(deferred)
+    kept = fused.Fused if backend is not TensorGroup else TensorGroup
+    apply_recompute(model, ActivationConfig(mode="selective", save=["matmul/2"]), kept)
+    generator, objectives = torch.Generator().manual_seed(3), []
+    for size in (length // 2, length):  # the second needs more memory
+        tokens, targets = (torch.randint(0, spec.vocab_size, (BATCH, size), generator=generator) for _ in range(2))
+        objective, _ = model(tokens, targets)
+        deferred.active = size < length
+        objective.backward()
+        deferred.active = False
+        deferred.take()()
+        objectives.append(objective.detach())
+    return [*objectives, *(local(parameter.grad) for parameter in model.parameters())]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world = join(resolve_plan(settings(2).parallel, 2).mesh, torch.device("cpu"))
+    fused.share, fused.shape_of = share, shape_of
+    for name in ("gather_matmul", "matmul_scatter", "sum_received"):
+        counted(name)
+    usual = gradients(world, TensorGroup, LENGTH)
+    found = gradients(world, partial(fused.Fused, looks=10**7), LENGTH)
+    worst = max(((one - other).norm() / one.norm()).item() for one, other in zip(usual, found))
+    assert worst < 1e-5, worst
+    # Two passes: forward gathers and reduces twice; backward gathers twice and reduces twice, and gathers
+    # again what recompute did not keep.
+    assert TAKEN["matmul_scatter"] == TAKEN["sum_received"] == 2 * (2 + 2), TAKEN
+    assert TAKEN["gather_matmul"] == 2 * (2 + 2 + 1), TAKEN
+    assert TAKEN["shared"] == 2 * 2, TAKEN
+
+
+if __name__ == "__main__":
+    fork()
+    main()
+    leave()

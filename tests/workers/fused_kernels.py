@@ -1,0 +1,219 @@
+"""The kernels of `kernels/tensor_parallel.py` in Triton's interpreter, on processes that share memory, beside plain
+products; and without one of their waits or signals, where they have to fail. Or compiled for a Hopper GPU, which needs
+none: what the compiler has to make of them.
+
+    TRITON_INTERPRET=1 fused_kernels.py cpu
+    fused_kernels.py sm_90
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import mmap
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from trainer.kernels import tensor_parallel as kernels
+from trainer.kernels.exchange import Region, check_error
+
+CALLS = {"wait": 2, "signal": 2}
+"""What synchronises: how often the kernels call it."""
+TOKENS, DEPTHS, WIDTHS = 24, (32, 16, 48), (48, 16, 32)
+"""Of a rank: a tile and a half of rows; depths of operands, and widths of products, that are no whole tiles."""
+TILE = {"rows": 16, "columns": 32, "step": 32, "group": 2, "programs": 2, "copiers": 2}
+
+
+class Memory:
+    """What the ranks share: forked processes see it at the same addresses."""
+
+    def __init__(self, size: int, elements: int, flags: int):
+        self.kept = [mmap.mmap(-1, 4 * count) for _ in range(size) for count in (2 * elements, flags)]
+        boxes, self.flags = (
+            [torch.frombuffer(one, dtype=dtype) for one in self.kept[start::2]]
+            for start, dtype in ((0, torch.float32), (1, torch.int32))
+        )
+        for box in boxes:
+            box.fill_(float("nan"))
+        self.half = elements
+        self.tables = [torch.tensor([one.data_ptr() for one in some]) for some in (boxes, self.flags)]
+
+    def region(self, rank: int) -> Region:
+        tickets, error = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
+        boxes, flags = (table.data_ptr() for table in self.tables)
+        return Region(rank, len(self.flags), boxes, flags, self.half, tickets, error)
+
+
+def memories(size: int) -> list[Memory]:
+    """For gathers and for reductions, as large as they need to be."""
+    shape = kernels.Shape(**TILE)
+    return [
+        Memory(size, size * TOKENS * DEPTHS[0], shape.flags(TOKENS, shape.columns, size)),
+        Memory(size, size * TOKENS * WIDTHS[0], shape.flags(TOKENS, WIDTHS[0], size)),
+    ]
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    worst = (found - expected).abs().max().item()
+    assert worst < 1e-4, f"{what}: {worst}"  # NaN too
+
+
+def work(
+    made: ModuleType, rank: int, size: int, pull: bool, where: list[Memory], epochs: int, late: float, limit: int
+) -> None:
+    """Some epochs of a rank without a barrier between them; the ranks are late in turn."""
+    shape, (gathers, reductions) = made.Shape(**TILE, limit=limit), [one.region(rank) for one in where]
+    for epoch in range(1, epochs + 1):
+        if epoch % size == rank:
+            time.sleep(late)
+        whole = drawn(epoch, size * TOKENS, DEPTHS[0])
+        mine = whole.view(size, TOKENS, -1)[rank].contiguous()
+        weights = [drawn(100 * rank + width, width, DEPTHS[0]) for width in WIDTHS]
+        chosen = weights[: 1 + epoch % 3]
+        products = made.gather_matmul(gathers, shape, epoch, mine, chosen, True, pull)
+        for product, weight in zip(products, chosen):
+            compare(product, whole @ weight.t(), f"gathered product in epoch {epoch}")
+        parts = [
+            [drawn(epoch + 10 * source + depth, size * TOKENS, depth) for depth in DEPTHS] for source in range(size)
+        ]
+        matrices = [[drawn(7 * source + depth, depth, WIDTHS[0]) for depth in DEPTHS] for source in range(size)]
+        count = 1 + (epoch + 1) % 3
+        if epoch % size == rank:
+            time.sleep(late)
+        made.matmul_scatter(reductions, shape, epoch, parts[rank][:count], matrices[rank][:count], False)
+        reduced = made.sum_received(reductions, shape, epoch, torch.full((TOKENS, WIDTHS[0]), float("nan")))
+        sums = sum(a @ b for some, of in zip(parts, matrices) for a, b in zip(some[:count], of))
+        compare(reduced, sums.view(size, TOKENS, -1)[rank], f"reduced product in epoch {epoch}")
+        for region in (gathers, reductions):
+            check_error(region)
+
+
+def run(made: ModuleType, size: int, pull: bool, epochs: int, late: float, limit: int) -> list[str]:
+    """What the ranks, a process each, have to say: nothing where all is well."""
+    where, ranks = memories(size), []
+    for rank in range(size):
+        reader, writer = os.pipe()
+        if (process := os.fork()) == 0:
+            try:
+                work(made, rank, size, pull, where, epochs, late, limit)
+            except BaseException:
+                os.write(writer, traceback.format_exc()[-1500:].encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        ranks.append((process, reader))
+    said = []
+    for process, reader in ranks:
+        with os.fdopen(reader) as words:
+            said.append(words.read())
+        os.waitpid(process, 0)
+    return [words for words in said if words]
+
+
+def without(name: str, number: int) -> ModuleType:
+    """The kernels without call `number` of `wait` or `signal`."""
+    tree = ast.parse(Path(kernels.__file__).read_text())
+    calls = [
+        statement
+        for statement in ast.walk(tree)
+        if isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Call)
+        and ast.unparse(statement.value.func) == name
+    ]
+    assert len(calls) == CALLS[name]
+    calls[number].value = ast.Constant(None)
+    path = Path(tempfile.mkdtemp(), f"without_{name}_{number}.py")
+    path.write_text(ast.unparse(tree))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    made = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+LLAMA = {
+    **{"RANK": 1, "SIZE": 2, "TOKENS": 4096, "HALF": 8192 * 4096, "WIDTH": 4096, "LIMIT": 0, "PULL": False},
+    **{"ROWS": 128, "COLUMNS": 256, "STEP": 64, "GROUP": 8, "PROGRAMS": 112, "COPIERS": 16, "PART": 16, "DEPTH": 4096},
+}
+"""Of an 8B model on two ranks, 8,192 tokens."""
+CUTS = {
+    "_gather_matmul": {"WIDTH0": 7168, "WIDTH1": 7168, "WIDTH2": 0, "TRANSPOSED": True},
+    "_matmul_scatter": {"DEPTH0": 2048, "DEPTH1": 512, "DEPTH2": 512, "TRANSPOSED": False},
+    "_sum_received": {},
+}
+
+
+def compile_for_hopper(name: str) -> tuple[str, str]:
+    """A kernel's PTX, and the resources that its machine code takes."""
+    kernel, numbers = getattr(kernels, name), LLAMA | CUTS[name]
+    types = {"tickets": "*i64", "error": "*i32", "boxes": "i64", "flags": "i64", "epoch": "i32"}
+    names = [parameter.name for parameter in kernel.params]
+    signature = {one: "constexpr" if one in numbers else types.get(one, "*bf16") for one in names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, one in enumerate(names)
+        if signature[one][0] == "*" or one in ("boxes", "flags")
+    }
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs={one: numbers[one] for one in names if one in numbers}, attrs=aligned
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": 3})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(made.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return made.asm["ptx"], told.stdout
+
+
+def inspect(name: str) -> None:
+    ptx, resources = compile_for_hopper(name)
+    assert re.search(r"STACK:0 .*LOCAL:0", resources), f"{name} spills registers: {resources}"
+    operations = re.findall(r"bar\.sync|[\w.]*release[\w.]*|st\.global[\w.]*|[\w.]*sys\.acquire[\w.]*|wgmma[\w.]*", ptx)
+    multiplies, sends = name != "_sum_received", name != "_sum_received"
+    assert any(one.startswith("wgmma.mma_async") for one in operations) == multiplies, name
+    assert {one for one in operations if one.startswith("st.global")} == {"st.global.v4.b32"} or not sends, operations
+    released = [place for place, one in enumerate(operations) if "release" in one and ".sys." in one]
+    assert len(released) == sends, operations
+    for place in released:
+        assert "bar.sync" in operations[:place] and not operations[place - 1].startswith("st."), (
+            f"{name} says that tiles are there before all warps have stored theirs"
+        )
+    reads = name != "_matmul_scatter"
+    assert any("acquire" in one and one.startswith("ld.") for one in operations) == reads, operations
+
+
+def main(what: str) -> None:
+    torch.set_num_threads(1)
+    if what == "sm_90":
+        for name in CUTS:
+            inspect(name)
+        return
+    for size, pull, epochs in ((2, False, 3), (3, True, 2)):
+        said = run(kernels, size, pull, epochs, late=0.1, limit=10**7)
+        assert not said, f"{size} ranks, pull={pull}:\n" + "\n".join(said)
+    for name, late, limit, words in (
+        ("wait", 0.6, 3000, "product in epoch 1: nan"),
+        ("signal", 0.0, 1000, "waited in vain for tile 0 of rank"),
+    ):
+        for number in range(CALLS[name]):
+            said = run(without(name, number), 2, bool(number), 1, late, limit)
+            assert any(words in one for one in said), f"nobody misses {name} {number}: {said}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,115 @@
+"""Products of tensor-parallel ranks beside their collectives on GPUs, at the shapes of a layer of an 8B model: every
+method beside `off`, over many epochs, with memory that is poisoned first and ranks that are late at random.
+
+    torchrun --nproc-per-node 2 tests/workers/fusion_gpu.py OUT.json [EPOCHS]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.config import RunConfig
+from trainer.distributed import fused
+from trainer.distributed.chunks import Chunks
+from trainer.distributed.collectives import TensorGroup
+from trainer.distributed.symmetric_memory import Shared, share
+from trainer.distributed.world import join, local_device
+from trainer.precision.products import Role
+
+WIDTH, QUERIES, KEYS, HIDDEN = 4096, 4096, 1024, 14336
+TOKENS = {torch.bfloat16: (8192, 1000, 32), torch.float16: (1000,)}
+"""Of all ranks together: some are no whole tiles, and the last few are pulled. Triton compiles for each."""
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""Of the norm of a difference: `off` rounds partial sums as often, at other places."""
+
+
+def poisoned(size: int, device: torch.device, group: dist.ProcessGroup) -> Shared:
+    """Memory of NaN, and flags of -1."""
+    shared = share(size, device, group)
+    shared.own.fill_(0xFF)
+    torch.cuda.synchronize(device)
+    dist.barrier(group)
+    return shared
+
+
+def gathered(group: TensorGroup, x: Tensor, weights: list[Tensor], role: Role, keep: bool) -> list[Tensor]:
+    products, whole = group.gather_matmul(x, weights, role, keep=keep)
+    return [*products, *([whole] if keep else [])]
+
+
+def reduced(group: TensorGroup, operands: list[Tensor], weights: list[Tensor], role: Role) -> list[Tensor]:
+    return [group.wait(group.matmul_scatter_sum(operands, weights, role))]
+
+
+class Shapes:
+    """Operands of the products of a layer, forward and backward; equal on ranks where they have to be."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, dtype: torch.dtype):
+        self.generator = torch.Generator(device).manual_seed(1 + rank)
+        self.rank, self.size, self.device, self.dtype = rank, size, device, dtype
+        self.columns = [self.draw(rows // size, WIDTH) for rows in (QUERIES, KEYS, KEYS, HIDDEN, HIDDEN)]
+        self.rows = [self.draw(WIDTH, columns // size) for columns in (QUERIES, HIDDEN)]
+
+    def draw(self, *shape: int) -> Tensor:
+        values = torch.randn(*shape, generator=self.generator, device=self.device)
+        return (values / shape[-1] ** 0.5).to(self.dtype)
+
+    def calls(self, tokens: int) -> dict[str, tuple[Any, ...]]:
+        """Name -> function and its arguments behind the group."""
+        qkv, gate_up, (o, down) = self.columns[:3], self.columns[3:], self.rows
+        mine, whole = self.draw(tokens // self.size, WIDTH), [self.draw(tokens, w.shape[0]) for w in self.columns]
+        inner = [self.draw(tokens, w.shape[1]) for w in self.rows]
+        return {
+            "qkv": (gathered, mine, qkv, Role.OUTPUT, False),
+            "gate_up": (gathered, mine, gate_up, Role.OUTPUT, False),
+            "o": (reduced, inner[:1], [o], Role.OUTPUT),
+            "down": (reduced, inner[1:], [down], Role.OUTPUT),
+            "qkv backward": (reduced, whole[:3], qkv, Role.INPUT_GRADIENT),
+            "gate_up backward": (reduced, whole[3:], gate_up, Role.INPUT_GRADIENT),
+            "o backward": (gathered, mine, [o], Role.INPUT_GRADIENT, True),
+            "down backward": (gathered, mine, [down], Role.INPUT_GRADIENT, True),
+        }
+
+
+def main(out: str, epochs: int = 40) -> None:
+    device = local_device(RunConfig())
+    size = int(os.environ["WORLD_SIZE"])
+    world = join({"pp": 1, "replicate": 1, "shard": 1, "tp": size}, device)
+    name, rank = world.dimensions["tp"].get_group().group_name, world.place("tp")
+    fused.share = poisoned
+    late, worst = random.Random(rank), {}
+    methods = {"chunks": Chunks(name, rank, size), "triton": fused.Fused(name, rank, size, looks=10**8)}
+    off = TensorGroup(name, rank, size)
+    for dtype, tolerance in TOLERANCE.items():
+        shapes = Shapes(rank, size, device, dtype)
+        for epoch in range(epochs):
+            for call, (function, *arguments) in shapes.calls(TOKENS[dtype][epoch % len(TOKENS[dtype])]).items():
+                expected = function(off, *arguments)
+                for method, group in methods.items():
+                    if late.random() < 0.3:
+                        torch.cuda._sleep(late.randrange(5_000_000))
+                    found = [function(group, *arguments) for _ in range(2)]
+                    assert all(map(torch.equal, *found)), f"{method}, {call}: other bits the second time"
+                    for one, other in zip(found[0], expected):
+                        error = ((one.float() - other.float()).norm() / other.float().norm()).item()
+                        key = f"{method} {call} {dtype}"
+                        worst[key] = max(worst.get(key, 0.0), error)
+                        assert error < tolerance, f"{method}, {call}, epoch {epoch}: {error}"
+        if rank == 0:
+            print(f"{dtype}: {epochs} epochs", flush=True)
+    if rank == 0:
+        Path(out).write_text(json.dumps({"worst": worst}, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))
+    dist.destroy_process_group()

@@ -1,0 +1,208 @@
+"""Products of tensor-parallel ranks and their collectives in one kernel each, over memory that the GPUs of a node share
+(`kernels/tensor_parallel.py` has the kernels and their protocol).
+
+To autograd, recompute and the compiler each call is an operator. The calls of a group are those of one stream, in the
+order of the program, which is the same on all ranks; their number is the epoch of the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.distributed.c10d_internals import groups
+from trainer.distributed.chunks import outputs
+from trainer.distributed.collectives import Started, TensorGroup
+from trainer.distributed.symmetric_memory import Shared, share
+from trainer.precision.products import Multiply, Role, matmul
+
+RESERVED = 16
+"""Streaming multiprocessors that a waiting kernel leaves to others, such as NCCL's; copiers borrow them, and never
+wait."""
+PULLED = 64
+"""Tokens of a rank up to which readers fetch them: above, each tile of the result would fetch them anew."""
+
+
+def shape_of(device: torch.device, dtype: torch.dtype, tokens: int, looks: int) -> Any:
+    """How a product is cut: tiles of 16-bit and of 32-bit numbers take the same memory."""
+    from trainer.kernels.tensor_parallel import Shape
+
+    programs = torch.cuda.get_device_properties(device).multi_processor_count - RESERVED
+    rows, step = 128 if tokens > 64 else 64, 128 // dtype.itemsize
+    return Shape(rows=rows, step=step, programs=programs, copiers=RESERVED, limit=looks)
+
+
+class Calls:
+    """The calls of one kind and type that a group makes: their memory, which grows with them, and their number."""
+
+    def __init__(self, name: str, dtype: torch.dtype):
+        self.group, self.dtype = groups()[name], dtype
+        self.shared: Shared | None = None
+        self.region: Any = None
+        self.half = self.flags = self.epoch = 0
+
+    def begin(self, elements: int, flags: int, device: torch.device) -> tuple[Any, int]:
+        """The region of the next call, for so many elements and flags, and its epoch."""
+        if elements > self.half or flags > self.flags:
+            self.grow(max(elements, self.half), max(flags, self.flags), device)
+        self.epoch += 1
+        return self.region, self.epoch
+
+    def grow(self, half: int, flags: int, device: torch.device) -> None:
+        """Memory for more, on all ranks together. Epochs begin anew with its flags."""
+        from trainer.kernels.exchange import Region
+
+        if self.shared is not None:  # others may still read or write the old
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            dist.barrier(self.group)
+        boxes = -(-2 * half * self.dtype.itemsize // 256) * 256
+        self.shared = share(boxes + 4 * flags, device, self.group)
+        tables = [
+            torch.tensor([address + offset for address in self.shared.addresses], device=device)
+            for offset in (0, boxes)
+        ]
+        self.tables, self.half, self.flags, self.epoch = tables, half, flags, 0
+        self.region = Region(
+            dist.get_rank(self.group),
+            dist.get_world_size(self.group),
+            *(table.data_ptr() for table in tables),
+            half,
+            torch.zeros(1, dtype=torch.int64, device=device),
+            torch.zeros(4, dtype=torch.int32, device=device),
+        )
+
+    def received(self, shape: tuple[int, int]) -> Tensor:
+        """What this call's half of this rank's box holds, [ranks x tokens, n]."""
+        boxes = self.shared.own[: 2 * self.half * self.dtype.itemsize].view(self.dtype)
+        return boxes[self.epoch % 2 * self.half :][: shape[0] * shape[1]].view(shape)
+
+
+@cache
+def calls(kind: str, name: str, dtype: torch.dtype) -> Calls:
+    return Calls(name, dtype)
+
+
+@torch.library.custom_op("trainer::fused_gather_matmul", mutates_args=())
+def fused_gather_matmul(
+    x: Tensor, weights: list[Tensor], role: str, name: str, size: int, keep: bool, looks: int
+) -> list[Tensor]:
+    """The products of all ranks' x with each weight; and with `keep` all ranks' x."""
+    from trainer.kernels.exchange import check_error
+    from trainer.kernels.tensor_parallel import gather_matmul
+
+    x, weights, (tokens, inputs) = x.contiguous(), [weight.contiguous() for weight in weights], x.shape
+    shape, made = shape_of(x.device, x.dtype, tokens, looks), calls("gather", name, x.dtype)
+    region, epoch = made.begin(size * tokens * inputs, size * -(-tokens // shape.rows), x.device)
+    pull = tokens <= PULLED and not keep
+    results = gather_matmul(region, shape, epoch, x, weights, Role[role] is Role.OUTPUT, pull)
+    if keep:
+        whole = made.received((size * tokens, inputs)).clone()
+        whole.view(size, tokens, inputs)[region.rank] = x
+        results.append(whole)
+    if looks:
+        check_error(region)
+    return results
+
+
+@fused_gather_matmul.register_fake
+def _(x: Tensor, weights: list[Tensor], role: str, name: str, size: int, keep: bool, looks: int) -> list[Tensor]:
+    widths = [outputs(weight, Role[role]) for weight in weights] + [x.shape[1]] * keep
+    return [x.new_empty(size * len(x), width) for width in widths]
+
+
+@torch.library.custom_op("trainer::fused_matmul_scatter", mutates_args=())
+def fused_matmul_scatter(
+    operands: list[Tensor], weights: list[Tensor], role: str, name: str, size: int, looks: int
+) -> Tensor:
+    """Sends the sum of the products to the ranks that have the tokens. Returns what `fused_sum` takes: no memory, but
+    the shape of the result."""
+    from trainer.kernels.tensor_parallel import matmul_scatter
+
+    operands, weights = [one.contiguous() for one in operands], [one.contiguous() for one in weights]
+    kind, first = Role[role], operands[0]
+    tokens, width = len(first) // size, outputs(weights[0], kind)
+    shape = shape_of(first.device, first.dtype, tokens, looks)
+    made = calls("scatter", name, first.dtype)
+    region, epoch = made.begin(size * tokens * width, shape.flags(tokens, width, size), first.device)
+    matmul_scatter(region, shape, epoch, operands, weights, kind is Role.OUTPUT)
+    return first.new_empty(1).expand(tokens, width)
+
+
+@fused_matmul_scatter.register_fake
+def _(operands: list[Tensor], weights: list[Tensor], role: str, name: str, size: int, looks: int) -> Tensor:
+    return operands[0].new_empty(1).expand(len(operands[0]) // size, outputs(weights[0], Role[role]))
+
+
+@torch.library.custom_op("trainer::fused_sum", mutates_args=())
+def fused_sum(sent: Tensor, name: str, looks: int) -> Tensor:
+    """This rank's tokens of the sum over ranks of what the last `fused_matmul_scatter` sent: [tokens / t, outputs]."""
+    from trainer.kernels.exchange import check_error
+    from trainer.kernels.tensor_parallel import sum_received
+
+    made = calls("scatter", name, sent.dtype)
+    out = sent.new_empty(sent.shape)
+    sum_received(made.region, shape_of(sent.device, sent.dtype, len(sent), looks), made.epoch, out)
+    if looks:
+        check_error(made.region)
+    return out
+
+
+@fused_sum.register_fake
+def _(sent: Tensor, name: str, looks: int) -> Tensor:
+    return sent.new_empty(sent.shape)
+
+
+@dataclass(frozen=True)
+class Fused(TensorGroup):
+    """`TensorGroup` by kernels that multiply while they communicate. looks: at a flag, before an error; 0: no end."""
+
+    reductions: ClassVar[tuple[Any, ...]] = (
+        *TensorGroup.reductions,
+        torch.ops.trainer.fused_matmul_scatter.default,
+        torch.ops.trainer.fused_sum.default,
+    )
+
+    looks: int = 0
+
+    def gather_matmul(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        role: Role,
+        biases: Sequence[Tensor | None] | None = None,
+        keep: bool = False,
+        multiply: Multiply = matmul,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        if multiply is not matmul or not fits([x], weights):
+            return super().gather_matmul(x, weights, role, biases, keep, multiply)
+        products = fused_gather_matmul(x, list(weights), role.name, self.name, self.size, keep, self.looks)
+        whole = products.pop() if keep else None
+        for product, bias in zip(products, biases or ()):
+            if bias is not None:
+                product += bias
+        return products, whole
+
+    def matmul_scatter_sum(
+        self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
+    ) -> Started:
+        if multiply is not matmul or not fits(operands, weights):
+            return super().matmul_scatter_sum(operands, weights, role, multiply)
+        return [fused_matmul_scatter(list(operands), list(weights), role.name, self.name, self.size, self.looks)]
+
+    def wait(self, x: Started) -> Tensor:
+        return super().wait(x) if isinstance(x, Tensor) else fused_sum(x[0], self.name, self.looks)
+
+
+def fits(operands: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
+    """Whether the kernels take these: of one type, and rows of whole 16 numbers, so that they are moved 16 bytes at a
+    time."""
+    sizes = [size for weight in weights for size in weight.shape] + [operand.shape[1] for operand in operands]
+    kinds = {one.dtype for one in (*operands, *weights)}
+    known = len(kinds) == 1 and kinds <= {torch.bfloat16, torch.float16, torch.float32}
+    return known and len(weights) <= 3 and all(size % 16 == 0 for size in sizes)

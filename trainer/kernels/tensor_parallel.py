@@ -1,0 +1,379 @@
+"""Triton kernels that multiply while ranks of a node send each other what is multiplied, or its results: an all-gather
+with the product behind it, and a product with the reduce-scatter behind it. How they signal is in `exchange.py`.
+
+Why nothing waits in a circle: what raises flags (the copiers of a gather, the product of a reduce-scatter) waits for
+nothing, and copiers are the programs that come to run first, whatever their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainer.kernels.exchange import Region, peer, signal, wait
+
+
+@triton.jit
+def _place(tile, DOWN: tl.constexpr, ACROSS: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr):
+    """Row and column of a tile among DOWN x ACROSS: the columns of GROUP rows at a time, beginning with row FIRST."""
+    group = tile // (GROUP * ACROSS)
+    inside = tile % (GROUP * ACROSS)
+    rows = tl.minimum(DOWN - group * GROUP, GROUP)
+    return (group * GROUP + inside % rows + FIRST) % DOWN, inside // rows
+
+
+@triton.jit
+def _multiplied(total, a, b, rows, columns, width, DEPTH: tl.constexpr, TRANSPOSED: tl.constexpr, STEP: tl.constexpr):
+    """total + a[rows] b[:, columns]. a: [., DEPTH]; b: [DEPTH, width], or TRANSPOSED."""
+    STEPS: tl.constexpr = (DEPTH + STEP - 1) // STEP
+    for step in range(0, STEPS):
+        depth = step * STEP + tl.arange(0, STEP)
+        if TRANSPOSED:
+            of_b = columns[None, :] * DEPTH + depth[:, None]
+        else:
+            of_b = depth[:, None] * width + columns[None, :]
+        if DEPTH % STEP == 0:
+            left, right = tl.load(a + rows[:, None] * DEPTH + depth[None, :]), tl.load(b + of_b)
+        else:
+            left = tl.load(a + rows[:, None] * DEPTH + depth[None, :], mask=depth[None, :] < DEPTH, other=0.0)
+            right = tl.load(b + of_b, mask=depth[:, None] < DEPTH, other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _copy(
+    x,
+    boxes,
+    flags,
+    tile,
+    half,
+    epoch,
+    TOKENS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    PULL: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Puts a tile of rows of x into this rank's box (PULL) or all others', and says so to all others."""
+    TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
+    STEPS: tl.constexpr = (DEPTH + STEP - 1) // STEP
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    for step in range(0, STEPS):
+        depth = step * STEP + tl.arange(0, STEP)
+        inside = (rows[:, None] < TOKENS) & (depth[None, :] < DEPTH)
+        place = rows[:, None] * DEPTH + depth[None, :]
+        values = tl.load(x + place, mask=inside, other=0.0)
+        if PULL:
+            tl.store(peer(boxes, RANK, DTYPE) + half + place, values, mask=inside)
+        else:
+            for ahead in tl.static_range(1, SIZE):
+                box = peer(boxes, (RANK + ahead) % SIZE, DTYPE) + half + RANK * TOKENS * DEPTH
+                tl.store(tl.multiple_of(box, 16) + place, values, mask=inside)
+    for ahead in tl.static_range(1, SIZE):
+        signal(flags, (RANK + ahead) % SIZE, RANK * TILES + tile, epoch)
+
+
+@triton.jit(do_not_specialize=["epoch"])
+def _gather_matmul(
+    x,
+    boxes,
+    flags,
+    tickets,
+    error,
+    epoch,
+    weight0,
+    weight1,
+    weight2,
+    product0,
+    product1,
+    product2,
+    WIDTH0: tl.constexpr,
+    WIDTH1: tl.constexpr,
+    WIDTH2: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HALF: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    PULL: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    COPIERS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """COPIERS programs send x, the others multiply. Widths of 0: no such weight."""
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
+    ACROSS0: tl.constexpr = (WIDTH0 + COLUMNS - 1) // COLUMNS
+    ACROSS1: tl.constexpr = (WIDTH1 + COLUMNS - 1) // COLUMNS
+    ACROSS: tl.constexpr = ACROSS0 + ACROSS1 + (WIDTH2 + COLUMNS - 1) // COLUMNS
+    half = (epoch % 2).to(tl.int64) * HALF
+    ticket = (tl.atomic_add(tickets, 1) % (COPIERS + PROGRAMS)).to(tl.int32)
+    if ticket < COPIERS:
+        while ticket < TILES:
+            _copy(x, boxes, flags, ticket, half, epoch, TOKENS, DEPTH, RANK, SIZE, PULL, ROWS, STEP)
+            ticket += COPIERS
+    else:
+        tile = ticket - COPIERS
+        while tile < SIZE * TILES * ACROSS:
+            row, column = _place(tile, SIZE * TILES, ACROSS, RANK * TILES, GROUP)
+            source, first = row // TILES, row % TILES * ROWS
+            # Where rows lie is decided before the loop over them, or Triton would not load them ahead.
+            if source == RANK:
+                a = tl.multiple_of(x, 16)
+            else:
+                wait(flags, RANK, source, row % TILES, TILES, epoch, error, LIMIT)
+                if PULL:
+                    a = tl.multiple_of(peer(boxes, source, DTYPE) + half, 16)
+                else:
+                    place = half + source.to(tl.int64) * (TOKENS * DEPTH)
+                    a = tl.multiple_of(peer(boxes, RANK, DTYPE) + place, 16)
+            weight, product, width = weight0, product0, WIDTH0
+            if WIDTH1 > 0:
+                width = tl.where(column < ACROSS0, WIDTH0, tl.where(column < ACROSS0 + ACROSS1, WIDTH1, WIDTH2))
+                width = tl.multiple_of(width, 16)
+                if column >= ACROSS0 + ACROSS1:
+                    weight, product, column = weight2, product2, column - ACROSS0 - ACROSS1
+                elif column >= ACROSS0:
+                    weight, product, column = weight1, product1, column - ACROSS0
+            rows, columns = first + tl.arange(0, ROWS), column * COLUMNS + tl.arange(0, COLUMNS)
+            total = tl.zeros((ROWS, COLUMNS), tl.float32)
+            total = _multiplied(total, a, weight, rows % TOKENS, columns % width, width, DEPTH, TRANSPOSED, STEP)
+            out = product + (source.to(tl.int64) * TOKENS + first) * width
+            out += tl.arange(0, ROWS)[:, None] * width + columns[None, :]
+            tl.store(out, total.to(DTYPE), mask=(rows[:, None] < TOKENS) & (columns[None, :] < width))
+            tile += PROGRAMS
+
+
+@triton.jit(do_not_specialize=["epoch"])
+def _matmul_scatter(
+    operand0,
+    operand1,
+    operand2,
+    weight0,
+    weight1,
+    weight2,
+    boxes,
+    flags,
+    epoch,
+    DEPTH0: tl.constexpr,
+    DEPTH1: tl.constexpr,
+    DEPTH2: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Each tile of the partial sums goes to the box of the rank that has its tokens: the next rank's first, this one's
+    last. Depths of 0: no such operand. Waits for nothing."""
+    DTYPE: tl.constexpr = operand0.dtype.element_ty
+    TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
+    ACROSS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    half = (epoch % 2).to(tl.int64) * HALF
+    tile = tl.program_id(0)
+    while tile < SIZE * TILES * ACROSS:
+        row, column = _place(tile, SIZE * TILES, ACROSS, (RANK + 1) % SIZE * TILES, GROUP)
+        owner, first = row // TILES, row % TILES * ROWS
+        rows, columns = first + tl.arange(0, ROWS), column * COLUMNS + tl.arange(0, COLUMNS)
+        start = owner.to(tl.int64) * TOKENS
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        lines, across = rows % TOKENS, columns % WIDTH
+        a = tl.multiple_of(operand0 + start * DEPTH0, 16)
+        total = _multiplied(total, a, weight0, lines, across, WIDTH, DEPTH0, TRANSPOSED, STEP)
+        if DEPTH1 > 0:
+            a = tl.multiple_of(operand1 + start * DEPTH1, 16)
+            total = _multiplied(total, a, weight1, lines, across, WIDTH, DEPTH1, TRANSPOSED, STEP)
+        if DEPTH2 > 0:
+            a = tl.multiple_of(operand2 + start * DEPTH2, 16)
+            total = _multiplied(total, a, weight2, lines, across, WIDTH, DEPTH2, TRANSPOSED, STEP)
+        box = tl.multiple_of(peer(boxes, owner, DTYPE) + half + RANK * TOKENS * WIDTH, 16)
+        inside = (rows[:, None] < TOKENS) & (columns[None, :] < WIDTH)
+        tl.store(box + rows[:, None] * WIDTH + columns[None, :], total.to(DTYPE), mask=inside)
+        signal(flags, owner, (RANK * TILES + row % TILES) * ACROSS + column, epoch)
+        tile += PROGRAMS
+
+
+@triton.jit(do_not_specialize=["epoch"])
+def _sum_received(
+    out,
+    boxes,
+    flags,
+    error,
+    epoch,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """The sum over ranks in fp32, in their order, of what `_matmul_scatter` sent; PART rows of a tile at a time."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
+    ACROSS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    box = peer(boxes, RANK, DTYPE) + (epoch % 2).to(tl.int64) * HALF
+    tile = tl.program_id(0)
+    while tile < TILES * ACROSS:
+        for source in tl.static_range(SIZE):
+            wait(flags, RANK, source, tile, TILES * ACROSS, epoch, error, LIMIT)
+        columns = tile % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
+        for part in range(0, ROWS // PART):
+            rows = tile // ACROSS * ROWS + part * PART + tl.arange(0, PART)
+            inside = (rows[:, None] < TOKENS) & (columns[None, :] < WIDTH)
+            place = rows[:, None] * WIDTH + columns[None, :]
+            total = tl.zeros((PART, COLUMNS), tl.float32)
+            for source in tl.static_range(SIZE):
+                partial = tl.multiple_of(box + source * TOKENS * WIDTH, 16)
+                total += tl.load(partial + place, mask=inside, other=0.0).to(tl.float32)
+            tl.store(out + place, total.to(DTYPE), mask=inside)
+        tile += PROGRAMS
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a product is cut. rows, columns, step: of a tile, and along the sum; group: rows of tiles whose columns are
+    taken together; programs: that multiply; copiers: that send; limit: looks at a flag before an error, 0 for no end.
+    """
+
+    rows: int = 128
+    columns: int = 256
+    step: int = 64
+    group: int = 8
+    programs: int = 112
+    copiers: int = 16
+    limit: int = 0
+    warps: int = 8
+    stages: int = 3
+
+    def flags(self, tokens: int, width: int, size: int) -> int:
+        """How many a product of `tokens` of a rank with a result `width` wide may need in a region."""
+        return size * -(-tokens // self.rows) * -(-width // self.columns)
+
+
+def gather_matmul(
+    region: Region, shape: Shape, epoch: int, x: Tensor, weights: Sequence[Tensor], transposed: bool, pull: bool
+) -> list[Tensor]:
+    """The products of all ranks' x [tokens, n] with up to three weights, [outputs, n] where `transposed`, else
+    [n, outputs] -> [ranks x tokens, outputs] each. pull: readers fetch from the source's box; else sources write to
+    all boxes. Dimensions are multiples of 16."""
+    tokens, depth = x.shape
+    widths = [weight.shape[0 if transposed else 1] for weight in weights]
+    products = [x.new_empty(region.size * tokens, width) for width in widths]
+    _check(region, region.size * tokens * depth, [depth, *widths])
+    _gather_matmul[(shape.copiers + shape.programs,)](
+        x,
+        region.boxes,
+        region.flags,
+        region.tickets,
+        region.error,
+        epoch,
+        *_padded(weights),
+        *_padded(products),
+        *[*widths, 0, 0][:3],
+        TOKENS=tokens,
+        DEPTH=depth,
+        HALF=region.half,
+        RANK=region.rank,
+        SIZE=region.size,
+        PULL=pull,
+        TRANSPOSED=transposed,
+        COPIERS=shape.copiers,
+        PROGRAMS=shape.programs,
+        LIMIT=shape.limit,
+        ROWS=shape.rows,
+        COLUMNS=shape.columns,
+        STEP=shape.step,
+        GROUP=shape.group,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+    return products
+
+
+def matmul_scatter(
+    region: Region, shape: Shape, epoch: int, operands: Sequence[Tensor], weights: Sequence[Tensor], transposed: bool
+) -> None:
+    """Sends the sum of the products of up to three operands [ranks x tokens, n] with their weights (see
+    `gather_matmul`) to the ranks that have the tokens."""
+    depths, width = [operand.shape[1] for operand in operands], weights[0].shape[0 if transposed else 1]
+    tokens = len(operands[0]) // region.size
+    _check(region, region.size * tokens * width, [width, *depths])
+    _matmul_scatter[(shape.programs,)](
+        *_padded(operands),
+        *_padded(weights),
+        region.boxes,
+        region.flags,
+        epoch,
+        *[*depths, 0, 0][:3],
+        TOKENS=tokens,
+        WIDTH=width,
+        HALF=region.half,
+        RANK=region.rank,
+        SIZE=region.size,
+        TRANSPOSED=transposed,
+        PROGRAMS=shape.programs,
+        ROWS=shape.rows,
+        COLUMNS=shape.columns,
+        STEP=shape.step,
+        GROUP=shape.group,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+
+
+def sum_received(region: Region, shape: Shape, epoch: int, out: Tensor) -> Tensor:
+    """Fills out [tokens, width] with the sum over ranks of what each sent in this epoch."""
+    tokens, width = out.shape
+    _sum_received[(shape.copiers,)](
+        out,
+        region.boxes,
+        region.flags,
+        region.error,
+        epoch,
+        TOKENS=tokens,
+        WIDTH=width,
+        HALF=region.half,
+        RANK=region.rank,
+        SIZE=region.size,
+        PROGRAMS=shape.copiers,
+        LIMIT=shape.limit,
+        ROWS=shape.rows,
+        COLUMNS=shape.columns,
+        PART=min(16, shape.rows),
+        num_warps=shape.warps,
+    )
+    return out
+
+
+def _padded(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Three, the first again for those that are not there."""
+    return [*tensors, *[tensors[0]] * (3 - len(tensors))]
+
+
+def _check(region: Region, elements: int, dimensions: list[int]) -> None:
+    if odd := [size for size in dimensions if size % 16]:
+        raise ValueError(f"{odd[0]} is no multiple of 16")
+    if elements > region.half:
+        raise ValueError(f"{elements} elements do not fit into half a box of {region.half}")
