@@ -419,7 +419,7 @@ def test_every_trial_ends_in_a_result(tmp_path):
         assert "can't allocate memory: you tried to allocate" in found[name]["reason"]
         log = (tmp_path / "sweep" / f"config-{name}" / "log.txt").read_text()
         assert re.search(
-            r"^out of memory on rank 0: .*bytes.*\. To need less, set activation=auto.*activation=selective.*parallel\.tp=2$",
+            r"^out of memory on rank 0: .*bytes.*\. To need less, set activation=auto.*=selective.*parallel\.tp=2$",
             log,
             re.MULTILINE,
         )

@@ -285,6 +285,5 @@ def _lighter(config: Config) -> Iterator[Changes]:
 
 def _chosen(config: Config) -> Iterator[Changes]:
     """Recompute as the memory needs it."""
-    if config.parallel.zero.engine == "torch":
-        unset = {f"activation.{name}": getattr(ActivationConfig(), name) for name in ("save", "modules", "every")}
-        yield {"activation.mode": "auto"} | unset
+    unset = {f"activation.{name}": getattr(ActivationConfig(), name) for name in ("save", "modules", "every")}
+    yield {"activation.mode": "auto"} | unset
