@@ -1,0 +1,106 @@
+"""What the host does in a step, as counts: torch operators that are dispatched, and Python functions that are called.
+
+Small models are bound by it, and a clock on a shared machine would not see that it grew by a tenth."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.reference import random_batch, settings, tiny_spec
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.distributed.world import join
+from trainer.planning.batch import BatchPlan
+from trainer.planning.pipeline import resolve_pipeline
+from trainer.planning.plan import resolve_plan
+from trainer.training.state import TrainState
+from trainer.training.step import train_step
+
+TERMS = ("a layer of a micro-batch", "a micro-batch", "a layer of a step", "a step")
+OPERATORS = {
+    "none fp32": (205, 119, 110, 124),
+    "none bf16": (245, 137, 101, 121),
+    "full fp32": (323, 119, 110, 124),
+    "selective fp32": (324, 119, 110, 124),
+}
+"""Of each of `TERMS`, by `activation.mode` and `precision.compute`, with torch 2.13. Who needs fewer sets less."""
+FUNCTIONS = {
+    "none fp32": (525, 454, 799, 656),
+    "none bf16": (525, 454, 799, 656),
+    "full fp32": (2032, 454, 799, 656),
+    "selective fp32": (4630, 454, 799, 656),
+}
+SLACK = 1.05
+"""Between versions of torch."""
+
+
+class Operators(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += 1
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def process() -> Iterator[None]:
+    joined = dist.is_initialized()
+    yield
+    if not joined and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def counted(depth: int, micro_batches: int, mode: str, compute: str) -> tuple[int, int]:
+    """Operators and functions of a step."""
+    spec = tiny_spec(depth=depth, attention={"bias": False, "qk_norm": "none"})
+    config = settings(activation__mode=mode, precision__compute=compute)
+    plan = resolve_plan(config.parallel, 1, spec)
+    pipeline = resolve_pipeline(config, spec, plan, BatchPlan(16, 2 * micro_batches, 2, micro_batches))
+    state = TrainState.build(config, spec, plan, pipeline, join(plan.mesh, torch.device("cpu")))
+    batches = [random_batch(number, 2, 16, spec.vocab_size, False) for number in range(micro_batches)]
+
+    def step() -> None:
+        train_step(state, batches, False)
+
+    for _ in range(2):  # what is made once
+        step()
+    with Operators() as operators:
+        step()
+    return operators.count, functions(step)
+
+
+def functions(work: Callable[[], None]) -> int:
+    """How many functions of Python `work` calls, without those that the collection of other tests' garbage does."""
+    seen = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal seen
+        seen += event == "call"
+
+    before = sys.getprofile()
+    gc.collect()
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return seen
+
+
+@pytest.mark.parametrize("case", OPERATORS)
+def test_a_step_asks_no_more_of_the_host(process: None, case: str) -> None:
+    found = {(depth, parts): counted(depth, parts, *case.split()) for depth in (2, 4) for parts in (1, 2)}
+    for kind, limits in enumerate((OPERATORS[case], FUNCTIONS[case])):
+        one, two, deep_one, deep_two = (found[place][kind] for place in ((2, 1), (2, 2), (4, 1), (4, 2)))
+        both = (deep_two - two - deep_one + one) / 2
+        micro_batch = two - one - 2 * both
+        layer = (deep_one - one) / 2 - both
+        terms = (both, micro_batch, layer, one - micro_batch - 2 * (both + layer))
+        assert all(term <= SLACK * limit for term, limit in zip(terms, limits)), dict(zip(TERMS, zip(terms, limits)))
