@@ -93,7 +93,7 @@ def slow_data(before=Loader._step):
     return step
 
 
-WIDE = {"model.width": 320, "model.feed_forward.width": 1280, "model.depth": 2, "batch.sequence_length": 128}
+WIDE = {"model.width": 448, "model.feed_forward.width": 1792, "model.depth": 2, "batch.sequence_length": 256}
 CASES = {
     # The link between ranks is slow beside what they compute: the parameters of few tokens are gathered for each pass.
     "communication": {
@@ -110,15 +110,18 @@ CASES = {
     "straggler": {"products": 150, "rank": 1},
     "memory bandwidth": {"copies": 200},
     "compute": WIDE,
-    "memory capacity": {**WIDE, "held": 400},  # the last: a process's peak does not fall
+    "memory capacity": {**WIDE, "held": 600},  # the last: a process's peak does not fall
 }
 
 
-def main(root: str) -> None:
+def main(root: str, *names: str) -> None:
+    """names: of `CASES`; all without."""
     join(resolve_plan(trainer.Config().parallel, 2).mesh, torch.device("cpu"))
     Profiling.read = lambda self, number, ranks: None  # a process for each profiled step would take a second
     before, slow = Loader._step, slow_data()
     for name, values in CASES.items():
+        if names and name not in names:
+            continue
         Loader._step = slow if name == "data" else before
         named = {key if "." in key or key == "parallel" else f"{TERM}.{key}": value for key, value in values.items()}
         run(Path(root) / name.replace(" ", "_"), 5 if name == "straggler" else 3, **named)
@@ -126,5 +129,5 @@ def main(root: str) -> None:
 
 if __name__ == "__main__":
     fork()
-    main(sys.argv[1])
+    main(*sys.argv[1:])
     leave()
