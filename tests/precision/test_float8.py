@@ -111,6 +111,16 @@ def test_what_is_not_finite_stays_so(recipe, role, bad):
         assert not torch.isfinite(seen[~torch.isfinite(exact)]).any() and not torch.isfinite(exact).all()
 
 
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_scales_of_nan_are_nan(rowwise):
+    x = random((8, 16), 0)
+    x[2, 4] = float("nan")
+    cast, back = quantise(x, 1, E4M3, rowwise)
+    bad = torch.isnan(back).expand(8, 1)[:, 0]
+    assert bad.tolist() == [row == 2 or not rowwise for row in range(8)]
+    assert torch.equal(cast.float().isnan(), bad[:, None].expand(8, 16))
+
+
 SPEC = tiny_spec(width=64, depth=3, feed_forward={"width": 96})
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from trainer.model.block_mask import block_mask
 from trainer.model.compiled import compiled
@@ -71,11 +71,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, s
     """
     grouped = query.shape[1] != key.shape[1]
     if mask is None and query.shape[2] < key.shape[2]:
-        if grouped and query.element_size() > 2:  # flash attention has no fp32, and the kernel that has it no groups
-            repeat = query.shape[1] // key.shape[1]
-            key, value, grouped = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1), False
-        last = causal_lower_right(query.shape[2], key.shape[2])
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=last, scale=scale, enable_gqa=grouped)
+        return attend_last(query, key, value, scale)
     if mask is None:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
     if not isinstance(mask, Tensor):
@@ -87,6 +83,28 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, s
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     scores = cap_score(query @ key.transpose(-1, -2) * scale, cap=soft_cap).masked_fill(~mask, float("-inf"))
     return torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype) @ value
+
+
+@torch.compiler.disable
+def attend_last(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """`attend` for the last queries of a sequence, without a mask. Not compiled: torch 2.11 can not compile the
+    backward pass of the kernel that it takes in fp32."""
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.element_size() > 2:  # flash attention has no fp32, and the kernel that has it no groups
+        repeat = query.shape[1] // key.shape[1]
+        key, value, grouped = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1), False
+    last = last_queries(query.shape[2], key.shape[2])
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=last, scale=scale, enable_gqa=grouped)
+
+
+def last_queries(queries: int, keys: int) -> CausalBias:
+    """What says that the last of the queries sees all keys, without a mask.
+
+    `causal_lower_right` says it too, but holds two numbers for each query and key, and torch 2.11 to 2.13 refuse it
+    where operators are recorded."""
+    bias = torch.Tensor._make_subclass(CausalBias, torch.empty(0))
+    CausalBias.__init__(bias, CausalVariant.LOWER_RIGHT, queries, keys)
+    return bias
 
 
 def cap_score(score: Tensor, *_: Any, cap: float) -> Tensor:

@@ -53,7 +53,8 @@ def quantise(x: Tensor, summed: int, dtype: torch.dtype, rowwise: bool) -> tuple
     # In fp64, since compiled divisions in fp32 round otherwise than eager ones.
     scale = (torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float()
     if rowwise:
-        scale = (scale.view(torch.int32) & EXPONENT).view(torch.float32)
+        # A NaN has the exponent of an infinity, of which kernels differ in what they cast it to.
+        scale = torch.where(scale.isnan(), scale, (scale.view(torch.int32) & EXPONENT).view(torch.float32))
     if summed == 0:
         x, scale = x.t(), scale.t()
     return (x.float() * scale).to(dtype).contiguous(), scale.double().reciprocal().float()

@@ -54,6 +54,15 @@ def matmul_runs(a: Tensor, b: Tensor, role: Role, add: Tensor | None = None, out
     return torch.bmm(a, b, out=out) if add is None else torch.baddbmm(add, a, b, out=out)
 
 
+def matmul_into(out: Tensor, a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> None:
+    """`matmul`, but of a weight's gradient, into `out`, which may be what is added. Not differentiable."""
+    b = b.t() if role is Role.OUTPUT else b
+    if add is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(add, a, b, out=out)
+
+
 def matmul_sum(
     operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
 ) -> Tensor:
