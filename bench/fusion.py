@@ -1,6 +1,6 @@
 """Products of tensor-parallel ranks and their collectives on GPUs: `parallel.fusion` beside torch's own operators.
 
-    torchrun --nproc-per-node 2 bench/fusion.py OUT.jsonl [only=layers,sweep] [tokens=8192] [methods=off,chunks4,triton]
+    torchrun --nproc-per-node 2 bench/fusion.py OUT.jsonl [only=layers,sweep] [tokens=8192] [methods=off,copy_engine]
 
 A line for each shape: milliseconds of the product and of the collective alone, of both by each method (the slowest
 rank; median of 50 after 10; bf16, random numbers, the device's cache flushed), and how much faster than `off` anything
@@ -8,7 +8,7 @@ can be: (1 + r) / max(1, r), with r the collective's time over the product's. A 
 
 layers   the four products of a layer of Llama-3 8B and of 70B, forward, for `tokens` of all ranks together
 sweep    gather and product for 1 to 16,384 tokens of a rank, 3,584 x 8,192
-The whole step: bench/parallel_8b.sh OUT tp2 tp2_chunks1 tp2_chunks2 tp2_chunks4 tp2_chunks8 tp2_triton
+The whole step: bench/parallel_8b.sh OUT fusion_off fusion_copy_engine fusion_triton
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from torch import Tensor
 from trainer.config import RunConfig
 from trainer.distributed.chunks import Chunks
 from trainer.distributed.collectives import TensorGroup
+from trainer.distributed.copied import Copied
 from trainer.distributed.fused import Fused
 from trainer.distributed.world import World, join, local_device
 from trainer.precision.products import Role, matmul
 
-METHODS = ("off", "chunks1", "chunks2", "chunks4", "chunks8", "triton", "torch")
+METHODS = ("off", "chunks1", "chunks2", "chunks4", "chunks8", "copy_engine", "triton", "torch")
 LAYERS = {"8B": (4096, 6144, 28672, 14336), "70B": (8192, 10240, 57344, 28672)}
 """Width, outputs of queries, keys and values together, of gate and up, and inputs of down, over all ranks."""
 
@@ -98,7 +99,7 @@ class Clock:
 def backends(world: World, wanted: list[str]) -> dict[str, Callable[[Case], Tensor]]:
     mesh = world.dimensions["tp"]
     place = mesh.get_group().group_name, mesh.get_local_rank(), mesh.size()
-    made: dict[str, TensorGroup] = {"off": TensorGroup(*place), "triton": Fused(*place)}
+    made: dict[str, TensorGroup] = {"off": TensorGroup(*place), "copy_engine": Copied(*place), "triton": Fused(*place)}
     made |= {f"chunks{count}": Chunks(*place, chunks=count) for count in (1, 2, 4, 8)}
     found: dict[str, Callable[[Case], Tensor]] = {
         name: lambda case, group=group: both(group, case) for name, group in made.items()

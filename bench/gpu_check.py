@@ -108,7 +108,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         ),
         *(
             run(f"fusion_{name}", "parallel.tp=2", f"parallel.fusion={name}", "precision=bf16", "compile=true", *more)
-            for name, more in {"chunks": ("activation=selective",), "triton": ()}.items()
+            for name, more in {"chunks": ("activation=selective",), "copy_engine": (), "triton": ()}.items()
             if gpus % 2 == 0
         ),
         *(

@@ -16,10 +16,13 @@ case_() {
 wanted=("$@")
 pp="parallel.zero.stage=1 micro=1 accumulation=8"
 case_ tp2 parallel.tp=2 parallel.zero.stage=3 micro=2
-for chunks in 1 2 4 8; do
-  case_ "tp2_chunks$chunks" parallel.tp=2 parallel.zero.stage=3 micro=2 parallel.fusion=chunks parallel.fusion_chunks=$chunks
-done
-case_ tp2_triton parallel.tp=2 parallel.zero.stage=3 micro=2 parallel.fusion=triton
+# What is kept is the same whatever counts as one product.
+fused="parallel.tp=2 parallel.zero.stage=3 micro=2 activation.save=[attention]"
+case_ fusion_off $fused
+case_ fusion_chunks $fused parallel.fusion=chunks
+case_ fusion_copy_engine $fused parallel.fusion=copy_engine
+case_ fusion_triton $fused parallel.fusion=triton
+case_ fusion_auto $fused parallel.fusion=auto
 case_ tp4 parallel.tp=4 parallel.zero.stage=1 micro=2
 case_ pp2_1f1b parallel.pp=2 $pp
 case_ pp2_interleaved parallel.pp=2 $pp parallel.pipeline.schedule=interleaved

@@ -69,6 +69,12 @@ PRIVATE = [
         "collectives that the compiler sees",
     ),
     Private(
+        "_make_subclass",
+        ("model/attention.py",),
+        "torch.Tensor",
+        "a CausalBias without its memory, which its own constructor takes",
+    ),
+    Private(
         "_symmetric_memory",
         ("distributed/symmetric_memory.py",),
         "torch.distributed",

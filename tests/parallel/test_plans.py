@@ -165,6 +165,12 @@ REFUSED = [  # processes, settings, words of the refusal, a legal neighbour that
         ["parallel.fusion=triton", "parallel.tp_across_nodes=true", "fusion=chunks"],
         {"tp": 2, "fusion": "chunks", "tp_across_nodes": True},
     ),
+    (
+        2,
+        {"tp": 2, "fusion": "copy_engine", "tp_across_nodes": True},
+        ["parallel.fusion=copy_engine", "parallel.tp_across_nodes=true", "fusion=chunks"],
+        {"tp": 2, "fusion": "auto", "tp_across_nodes": True},
+    ),
     (2, {"tp": 2, "length": 15}, ["batch.sequence_length=15", "parallel.tp=2", "14 or 16"], {"tp": 2, "length": 16}),
     (
         2,

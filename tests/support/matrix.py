@@ -252,6 +252,7 @@ COMPILED = [
         {"compile": "graphs", "cp": 2, "stage": 3, "recompute": "tiles", "loss": "tile"},
         {"compile": "graphs", "tp": 2, "recompute": "selective", "attention": "documents", "float8": "rowwise"},
         {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "budget", "offload": True, "float8": "tensorwise"},
+        {"compile": "graphs", "tp": 2, "recompute": "selective", "fusion": "auto"},
         {"compile": "kernels", "pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
     )
 ]
@@ -260,14 +261,29 @@ of a compiled run."""
 
 
 FUSED = [
-    PLAIN | {"tp": 2, "fusion": 3} | more
+    PLAIN | more
     for more in (
-        {"recompute": "selective", "precision": "bf16", "family": "gpt2"},
-        {"pp": 2, "schedule": "zb_v", "recompute": "full", "tied": True, "micro_batches": 3},
-        {"tp": 4, "precision": "fp16", "kv_heads": 1, "qk_norm": "full", "micro_batches": 1},
+        {"tp": 2, "fusion": 3, "recompute": "selective", "precision": "bf16", "family": "gpt2"},
+        {"tp": 2, "fusion": 3, "pp": 2, "schedule": "zb_v", "recompute": "full", "tied": True, "micro_batches": 3},
+        {"tp": 4, "fusion": 3, "precision": "fp16", "kv_heads": 1, "qk_norm": "full", "micro_batches": 1},
+        {"tp": 2, "fusion": "copy_engine", "recompute": "selective", "family": "gpt2", "loss": "z_loss"},
+        {"tp": 2, "fusion": "copy_engine", "dp": 2, "stage": 3, "precision": "bf16", "tied": True, "micro_batches": 2},
+        {"tp": 2, "fusion": "copy_engine", "pp": 2, "schedule": "zb_v", "recompute": "full", "micro_batches": 3},
+        {"tp": 4, "fusion": "copy_engine", "precision": "fp16", "kv_heads": 1, "qk_norm": "full", "micro_batches": 1},
+        {"tp": 2, "fusion": "auto", "pp": 2, "schedule": "zb_h1", "recompute": "selective", "tied": True},
     )
 ]
-"""Products and collectives in so many pieces, which do not divide a rank's tokens."""
+"""Products and collectives in so many pieces, which do not divide a rank's tokens, by copies, or as is fastest."""
+
+
+IN_KERNELS = [
+    PLAIN | {"tp": 2, "fusion": "triton"} | more
+    for more in (
+        {"recompute": "selective", "precision": "bf16", "compile": "graphs"},
+        {"precision": "fp16", "family": "gpt2", "micro_batches": 3, "loss": "chunk"},
+    )
+]
+"""The same in kernels that only GPUs run."""
 
 
 CUBES = [
@@ -332,7 +348,7 @@ MUON = [
 """Matrices that are updated whole, whoever holds what of them."""
 
 
-def cases(processes: int, compiled: bool) -> list[Case]:
+def cases(processes: int, compiled: bool, gpus: bool = False) -> list[Case]:
     """Everything that runs on this number of processes."""
     chosen = [*data_parallel(processes)] if processes <= 4 else []
     chosen += [case for case in [*sample(), *QUANTISED, *FLOAT8, *MUON, *FUSED] if world(case) == processes]
@@ -346,6 +362,7 @@ def cases(processes: int, compiled: bool) -> list[Case]:
         ]
         chosen += [case | {"recompute": "layers", "bits": True} for case in RECOMPUTED[1:4]]
         chosen += COMPILED if compiled else []
+        chosen += IN_KERNELS if gpus else []
     if processes == 4:
         chosen.append(PLAIN | {"dp": 2, "tp": 2, "stage": 1, "precision": "fp16", "overflow": True})
     return chosen + (CUBES if processes == 8 else [])

@@ -1,16 +1,13 @@
 """A whole model whose tensor-parallel products are the kernels of `kernels/tensor_parallel.py`, beside the usual ones:
-on two processes, in Triton's interpreter, with memory that they share in place of GPUs'.
+on two processes, in Triton's interpreter.
 
     TRITON_INTERPRET=1 WORLD_SIZE=2 fused_backend.py cpu
 """
 
 from __future__ import annotations
 
-import mmap
-import tempfile
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,7 +16,7 @@ from tensor_parallel import BATCH, LENGTH, LLAMA, model_of, settings, spec_of
 
 from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig
-from trainer.distributed import fused
+from trainer.distributed import boxes, fused, symmetric_memory
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.symmetric_memory import Shared
 from trainer.distributed.tensors import local
@@ -28,22 +25,14 @@ from trainer.kernels import tensor_parallel as kernels
 from trainer.model.linear import DeferredGrads
 from trainer.planning.plan import resolve_plan
 
-FOLDER = Path(tempfile.mkdtemp())
 TAKEN: Counter[str] = Counter()
 """Of this process: the calls of each kind, and how often memory was shared."""
 
 
 def share(size: int, device: torch.device, group: dist.ProcessGroup) -> Shared:
-    """As `symmetric_memory.share`, of files that all processes map."""
+    """Counts how often memory is shared."""
     TAKEN["shared"] += 1
-    files = [FOLDER / f"{TAKEN['shared']}.{rank}" for rank in range(dist.get_world_size(group))]
-    files[dist.get_rank(group)].write_bytes(bytes(size))
-    dist.barrier(group)
-    maps = []
-    for path in files:
-        with path.open("r+b") as file:
-            maps.append(torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8))
-    return Shared(maps[dist.get_rank(group)], [one.data_ptr() for one in maps], maps)
+    return symmetric_memory.share(size, device, group)
 
 
 def shape_of(device: torch.device, dtype: torch.dtype, tokens: int, looks: int) -> kernels.Shape:
@@ -83,7 +72,7 @@ def gradients(world: World, backend: object, length: int) -> list[torch.Tensor]:
 def main() -> None:
     torch.set_num_threads(1)
     world = join(resolve_plan(settings(2).parallel, 2).mesh, torch.device("cpu"))
-    fused.share, fused.shape_of = share, shape_of
+    boxes.share, fused.shape_of = share, shape_of
     for name in ("gather_matmul", "matmul_scatter", "sum_received"):
         counted(name)
     usual = gradients(world, TensorGroup, LENGTH)

@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.config import RunConfig
-from trainer.distributed import fused
+from trainer.distributed import boxes
 from trainer.distributed.chunks import Chunks
 from trainer.distributed.collectives import TensorGroup
+from trainer.distributed.copied import Copied
+from trainer.distributed.fused import Fused
 from trainer.distributed.symmetric_memory import Shared, share
 from trainer.distributed.world import join, local_device
 from trainer.precision.products import Role
@@ -35,7 +37,7 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 def poisoned(size: int, device: torch.device, group: dist.ProcessGroup) -> Shared:
     """Memory of NaN, and flags of -1."""
     shared = share(size, device, group)
-    shared.own.fill_(0xFF)
+    shared.parts[dist.get_rank(group)].fill_(0xFF)
     torch.cuda.synchronize(device)
     dist.barrier(group)
     return shared
@@ -85,9 +87,13 @@ def main(out: str, epochs: int = 40) -> None:
     size = int(os.environ["WORLD_SIZE"])
     world = join({"pp": 1, "replicate": 1, "shard": 1, "tp": size}, device)
     name, rank = world.dimensions["tp"].get_group().group_name, world.place("tp")
-    fused.share = poisoned
+    boxes.share = poisoned
     late, worst = random.Random(rank), {}
-    methods = {"chunks": Chunks(name, rank, size), "triton": fused.Fused(name, rank, size, looks=10**8)}
+    methods = {
+        "chunks": Chunks(name, rank, size),
+        "copy_engine": Copied(name, rank, size),
+        "triton": Fused(name, rank, size, looks=10**8),
+    }
     off = TensorGroup(name, rank, size)
     for dtype, tolerance in TOLERANCE.items():
         shapes = Shapes(rank, size, device, dtype)

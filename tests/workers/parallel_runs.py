@@ -64,7 +64,7 @@ COMMON = {
 
 PLANS = {  # of one run of four steps
     "dp2_tp2": {"parallel.tp": 2, "parallel.zero.stage": 3},
-    "tp4": {"parallel.tp": 4},
+    "cp2_tp2": {"parallel.cp": 2, "parallel.tp": 2, "parallel.fusion": "copy_engine"},
     "pp2_dp2_1f1b": {"parallel.pp": 2, "parallel.zero.stage": 1, "batch.micro_size": 1},
     "tp2_pp2_interleaved": {
         "parallel.tp": 2,

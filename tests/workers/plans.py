@@ -29,6 +29,7 @@ from support.matrix import PLAIN, SEQUENCES, Case, cases, deepspeed, depth, part
 from support.reference import random_batch, rows, settings, tiny_spec
 from support.schedules import merge_backward
 from torch import nn
+from torch._dynamo.utils import counters
 
 from trainer.config import Config, Float8Config
 from trainer.config.model import ModelSpec
@@ -101,14 +102,21 @@ def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def fusion_of(way: int | str) -> dict[str, Any]:
+    """way: of parallel.fusion, or into how many chunks."""
+    if isinstance(way, str):
+        return {"parallel__fusion": way}
+    return {"parallel__fusion": "chunks", "parallel__fusion_chunks": way}
+
+
 def config_of(case: Case, folder: Path) -> Config:
     schedule, (method, _, order) = case["schedule"], case.get("way", "gather zigzag").partition(" ")
     config = settings(
         batch__sequence_length=LENGTH,
         data__mask_documents=case["attention"] != "causal",
         parallel__tp=case["tp"],
-        parallel__fusion="chunks" if "fusion" in case else "off",
-        parallel__fusion_chunks=case.get("fusion", 4),
+        **fusion_of(case.get("fusion", "off")),
+        data__cache=str(folder),
         parallel__cp=case.get("cp", 1),
         parallel__context__method=method,
         parallel__context__order=order or "auto",
@@ -196,12 +204,15 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
         pipeline, world = resolve_pipeline(config, spec, plan, batch), worlds.of(plan, device)
         data = batches(case, spec, device, world.data.get_local_rank(), plan.dp, case["micro_batches"])
         graphs = case.get("compile") == "graphs" and device.type == "cpu"
+        counters.clear()
         try:
             with patch.object(torch, "compile", partial(compile, backend=GRAPHS)) if graphs else nullcontext():
                 seen = train(config, spec, plan, pipeline, world, data)
         except Exception as error:
             error.add_note(f"in the case {describe(case)}")
             raise
+        if plan.cp == 1:  # whose attention is not compiled
+            assert not counters["graph_break"], f"{describe(case)}: compiled in parts: {dict(counters['graph_break'])}"
         if world.rank == 0:
             # Scales are those of a micro-batch, so the reference in fp8 has the same.
             float8 = config.precision.float8 if "float8" in case else None
@@ -347,10 +358,9 @@ def main(out: str, *which: str) -> None:
     worlds.of(resolve_plan(Config().parallel, processes), device)
     if which == ("deepspeed",):
         chosen = deepspeed(processes)
-    elif which:
-        chosen = parts(cases(processes, CAN_COMPILE), int(which[1]))[int(which[0])]
     else:
-        chosen = cases(processes, CAN_COMPILE)
+        chosen = cases(processes, CAN_COMPILE, device.type == "cuda")
+        chosen = parts(chosen, int(which[1]))[int(which[0])] if which else chosen
     results = {
         "cases": measure(chosen, worlds, device, Path(out).parent),
         "overflow": overflow(worlds, device) if processes == 4 and not which else [],

@@ -29,7 +29,8 @@ recompute_all = partial(checkpoint, use_reentrant=False, preserve_rng_state=Fals
 ALIASES = {
     "matmul": (
         *("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm"),
-        *("trainer.multiply_gathered", "trainer.fused_gather_matmul"),
+        *("trainer.multiply_gathered", "trainer.copied_gather_matmul"),
+        *("trainer.fused_gather_matmul", "trainer.fastest_gather_matmul"),
     ),
     "attention": (
         "aten._scaled_dot_product_cudnn_attention",

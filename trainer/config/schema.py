@@ -272,8 +272,10 @@ class ParallelConfig:
     fusion: str = option(
         "off",
         "products of tensor-parallel ranks and their collectives: off (one after the other), chunks (in pieces: one "
-        "travels while another is multiplied), triton (in one kernel, over memory that the GPUs of a node share)",
-        ("off", "chunks", "triton"),
+        "travels while another is multiplied), copy_engine (copy engines move tokens and sums between the GPUs of a "
+        "node meanwhile), triton (in one kernel, over memory that these share), auto (the fastest of them for each "
+        "shape, measured at the first step)",
+        ("off", "chunks", "copy_engine", "triton", "auto"),
     )
     fusion_chunks: int = option(
         4, "fusion=chunks: pieces into which each rank's tokens are cut", unit="pieces", range="[1, inf)"

@@ -221,7 +221,7 @@ def _compute(config: Config, layout: Layout, part: str) -> Iterator[Changes]:
 
 
 def _memory_capacity(config: Config, layout: Layout, part: str) -> Iterator[Changes]:
-    yield from _lighter(config) if part == "recompute" else _chosen(config)
+    yield from _lighter(config) if part == "recompute" else _chosen()
     yield from ({"batch.micro_size": size} for size in _below(layout.batch.micro_size))
     modes = ["none", "selective", "full"]
     if config.activation.mode in modes:
@@ -277,13 +277,13 @@ def _larger(layout: Layout) -> Iterator[Changes]:
 
 def _lighter(config: Config) -> Iterator[Changes]:
     """Less recompute."""
-    yield from _chosen(config)
+    yield from _chosen()
     modes = ["none", "selective", "full"]
     if config.activation.mode in modes:
         yield from ({"activation.mode": mode} for mode in modes[: modes.index(config.activation.mode)])
 
 
-def _chosen(config: Config) -> Iterator[Changes]:
+def _chosen() -> Iterator[Changes]:
     """Recompute as the memory needs it."""
     unset = {f"activation.{name}": getattr(ActivationConfig(), name) for name in ("save", "modules", "every")}
     yield {"activation.mode": "auto"} | unset

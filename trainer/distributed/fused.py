@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.distributed.boxes import Boxes
 from trainer.distributed.c10d_internals import groups
 from trainer.distributed.chunks import outputs
 from trainer.distributed.collectives import Started, TensorGroup
-from trainer.distributed.symmetric_memory import Shared, share
 from trainer.precision.products import Multiply, Role, matmul
 
 RESERVED = 16
@@ -37,55 +37,32 @@ def shape_of(device: torch.device, dtype: torch.dtype, tokens: int, looks: int) 
     return Shape(rows=rows, step=step, programs=programs, copiers=RESERVED, limit=looks)
 
 
-class Calls:
-    """The calls of one kind and type that a group makes: their memory, which grows with them, and their number."""
+class Calls(Boxes):
+    """Boxes as the kernels take them."""
 
-    def __init__(self, name: str, dtype: torch.dtype):
-        self.group, self.dtype = groups()[name], dtype
-        self.shared: Shared | None = None
-        self.region: Any = None
-        self.half = self.flags = self.epoch = 0
-
-    def begin(self, elements: int, flags: int, device: torch.device) -> tuple[Any, int]:
-        """The region of the next call, for so many elements and flags, and its epoch."""
-        if elements > self.half or flags > self.flags:
-            self.grow(max(elements, self.half), max(flags, self.flags), device)
-        self.epoch += 1
-        return self.region, self.epoch
+    region: Any = None
 
     def grow(self, half: int, flags: int, device: torch.device) -> None:
-        """Memory for more, on all ranks together. Epochs begin anew with its flags."""
         from trainer.kernels.exchange import Region
 
-        if self.shared is not None:  # others may still read or write the old
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            dist.barrier(self.group)
-        boxes = -(-2 * half * self.dtype.itemsize // 256) * 256
-        self.shared = share(boxes + 4 * flags, device, self.group)
-        tables = [
+        super().grow(half, flags, device)
+        self.tables = [
             torch.tensor([address + offset for address in self.shared.addresses], device=device)
-            for offset in (0, boxes)
+            for offset in (0, self.bytes)
         ]
-        self.tables, self.half, self.flags, self.epoch = tables, half, flags, 0
         self.region = Region(
             dist.get_rank(self.group),
             dist.get_world_size(self.group),
-            *(table.data_ptr() for table in tables),
+            *(table.data_ptr() for table in self.tables),
             half,
             torch.zeros(1, dtype=torch.int64, device=device),
             torch.zeros(4, dtype=torch.int32, device=device),
         )
 
-    def received(self, shape: tuple[int, int]) -> Tensor:
-        """What this call's half of this rank's box holds, [ranks x tokens, n]."""
-        boxes = self.shared.own[: 2 * self.half * self.dtype.itemsize].view(self.dtype)
-        return boxes[self.epoch % 2 * self.half :][: shape[0] * shape[1]].view(shape)
-
 
 @cache
-def calls(kind: str, name: str, dtype: torch.dtype) -> Calls:
-    return Calls(name, dtype)
+def calls(kind: str, group: dist.ProcessGroup, dtype: torch.dtype) -> Calls:
+    return Calls(group, dtype)
 
 
 @torch.library.custom_op("trainer::fused_gather_matmul", mutates_args=())
@@ -97,12 +74,12 @@ def fused_gather_matmul(
     from trainer.kernels.tensor_parallel import gather_matmul
 
     x, weights, (tokens, inputs) = x.contiguous(), [weight.contiguous() for weight in weights], x.shape
-    shape, made = shape_of(x.device, x.dtype, tokens, looks), calls("gather", name, x.dtype)
-    region, epoch = made.begin(size * tokens * inputs, size * -(-tokens // shape.rows), x.device)
-    pull = tokens <= PULLED and not keep
+    shape, made = shape_of(x.device, x.dtype, tokens, looks), calls("gather", groups()[name], x.dtype)
+    epoch = made.begin(size * tokens * inputs, size * -(-tokens // shape.rows), x.device)
+    region, pull = made.region, tokens <= PULLED and not keep
     results = gather_matmul(region, shape, epoch, x, weights, Role[role] is Role.OUTPUT, pull)
     if keep:
-        whole = made.received((size * tokens, inputs)).clone()
+        whole = made.box(region.rank, (size * tokens, inputs)).clone()
         whole.view(size, tokens, inputs)[region.rank] = x
         results.append(whole)
     if looks:
@@ -128,9 +105,9 @@ def fused_matmul_scatter(
     kind, first = Role[role], operands[0]
     tokens, width = len(first) // size, outputs(weights[0], kind)
     shape = shape_of(first.device, first.dtype, tokens, looks)
-    made = calls("scatter", name, first.dtype)
-    region, epoch = made.begin(size * tokens * width, shape.flags(tokens, width, size), first.device)
-    matmul_scatter(region, shape, epoch, operands, weights, kind is Role.OUTPUT)
+    made = calls("scatter", groups()[name], first.dtype)
+    epoch = made.begin(size * tokens * width, shape.flags(tokens, width, size), first.device)
+    matmul_scatter(made.region, shape, epoch, operands, weights, kind is Role.OUTPUT)
     return first.new_empty(1).expand(tokens, width)
 
 
@@ -145,7 +122,7 @@ def fused_sum(sent: Tensor, name: str, looks: int) -> Tensor:
     from trainer.kernels.exchange import check_error
     from trainer.kernels.tensor_parallel import sum_received
 
-    made = calls("scatter", name, sent.dtype)
+    made = calls("scatter", groups()[name], sent.dtype)
     out = sent.new_empty(sent.shape)
     sum_received(made.region, shape_of(sent.device, sent.dtype, len(sent), looks), made.epoch, out)
     if looks:
@@ -181,12 +158,12 @@ class Fused(TensorGroup):
     ) -> tuple[list[Tensor], Tensor | None]:
         if multiply is not matmul or not fits([x], weights):
             return super().gather_matmul(x, weights, role, biases, keep, multiply)
-        products = fused_gather_matmul(x, list(weights), role.name, self.name, self.size, keep, self.looks)
-        whole = products.pop() if keep else None
+        results = fused_gather_matmul(x, list(weights), role.name, self.name, self.size, keep, self.looks)
+        products = results[: len(weights)]
         for product, bias in zip(products, biases or ()):
             if bias is not None:
                 product += bias
-        return products, whole
+        return products, results[-1] if keep else None
 
     def matmul_scatter_sum(
         self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul

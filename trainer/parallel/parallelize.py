@@ -123,7 +123,7 @@ def parallelize(
     multiply_in_float8(model, spec, config.precision.float8, casts)
     if config.compile:
         compile_layers(model, deferred is not None)
-    tensor.split(model, world.dimensions["tp"], tensor.backend_of(config.parallel))
+    tensor.split(model, world.dimensions["tp"], tensor.backend_of(config))
     share_sequences(model, config, spec, plan, world)
     engine.shard(model)
     engine.materialize(model)

@@ -209,10 +209,10 @@ def _check_fusion(parallel: ParallelConfig) -> list[str]:
             f"parallel.fusion={parallel.fusion} is for the collectives of tensor-parallel ranks, and parallel.tp=1 has "
             "none; set parallel.fusion=off, or parallel.tp=2 or more"
         ]
-    if parallel.fusion == "triton" and parallel.tp_across_nodes:
+    if parallel.fusion in ("copy_engine", "triton") and parallel.tp_across_nodes:
         return [
-            "parallel.fusion=triton needs GPUs that share memory, and parallel.tp_across_nodes=true allows groups over "
-            "several nodes; leave that out, or set parallel.fusion=chunks"
+            f"parallel.fusion={parallel.fusion} needs ranks that share memory, and parallel.tp_across_nodes=true "
+            "allows groups over several nodes; leave that out, or set parallel.fusion=chunks"
         ]
     return [
         f"parallel.{name}={value} has no meaning with parallel.fusion={parallel.fusion}; leave it out, or set "

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.manifest import step_folder
 from trainer.config import ConfigError
+from trainer.distributed.fastest import Fastest
 from trainer.parallel.compress.trial import CodecTrial
 from trainer.planning.batch import BatchPlan
 from trainer.planning.pipeline import Pipeline
@@ -83,6 +84,11 @@ class Adaptation:
         self.ledger.slowdown.restart()
         self.ledger.log.event(f"schedule auto chose {after.describe()} of {len(choice.table)} candidates")
         return state, batch
+
+    def decided(self, state: TrainState) -> list[str]:
+        """What fusion=auto has chosen since this was last asked, for the products of this rank's stages."""
+        groups = {stage.group for stage in state.stages.values()}
+        return [text for group in groups if isinstance(group, Fastest) for text in group.decided()]
 
     def codecs_due(self, step: int) -> bool:
         """Whether `step` was the last that the present candidate for codec=auto is measured in."""

@@ -167,6 +167,8 @@ class Trainer:
         elif self.adaptation.codecs_due(self.state.step):
             self.read_back(everything=True)
             self.adaptation.change_codecs(self.state)
+        for text in self.adaptation.decided(self.state):
+            self.ledger.log.event(text)
 
     def evaluate_if_due(self) -> None:
         """Evaluates every `eval.every` steps and after the last."""

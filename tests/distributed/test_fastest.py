@@ -1,0 +1,36 @@
+"""What `parallel.fusion=auto` chooses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+from support.launch import launch
+
+from trainer.distributed.fastest import GAIN, chosen
+
+WAYS = st.sampled_from(["chunks", "copy_engine", "triton"])
+TIMES = st.floats(1e-3, 1e3)
+
+
+@given(off=TIMES, others=st.dictionaries(WAYS, TIMES))
+def test_nothing_slower_than_off_is_chosen(off: float, others: dict[str, float]) -> None:
+    times = {"off": off, **others}
+    best = chosen(times)
+    assert times[best] <= off and (best == "off" or times[best] < (1 - GAIN) * off)
+    assert best != "off" or min(times.values()) >= (1 - GAIN) * off
+
+
+def test_shapes_are_measured_once_on_all_ranks(tmp_path: Path) -> None:
+    launch("fastest.py", 2, tmp_path, forks=True)
+    results = json.loads((tmp_path / "out.json").read_text())
+    gathered, reduced = results["first"]
+    assert "gathered product of up to 16 tokens over 2 ranks with 4 x 8 + 2 x 8 (float32, output, kept)" in gathered
+    assert "reduced product of up to 16 tokens over 2 ranks with 8 x 4" in reduced and "copy_engine" in reduced
+    assert results["again"] == results["first"] and len(results["damaged"]) == 2
+    assert not any("copy_engine" in text for text in results["far"])
+    assert "copy_engine" not in results["refused"][0] and "copy_engine" in results["refused"][1]
+    (kept,) = json.loads((tmp_path / "fusion.json").read_text()).values()
+    assert [set(times) for times in kept.values()] == 2 * [{"off", "chunks", "copy_engine"}]

@@ -1,0 +1,117 @@
+"""Products by copies over shared memory beside the usual ones: ranks late in turn, memory full of NaN at first; and
+with a part of the protocol left out, when numbers have to be others.
+
+    copied.py OUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from support.launch import fork, leave
+from torch import Tensor
+
+from trainer.config import RunConfig
+from trainer.distributed import boxes, copied
+from trainer.distributed.boxes import Boxes
+from trainer.distributed.collectives import TensorGroup
+from trainer.distributed.copied import Copied
+from trainer.distributed.symmetric_memory import Shared, share
+from trainer.distributed.world import join, local_device
+from trainer.precision.products import Role
+
+EPOCHS = 80
+
+
+def poisoned(size: int, device: torch.device, group: dist.ProcessGroup) -> Shared:
+    """Memory of NaN, and flags of -1."""
+    shared = share(size, device, group)
+    shared.parts[dist.get_rank(group)].fill_(0xFF)
+    dist.barrier(group)
+    return shared
+
+
+def late(function: Callable, rank: int) -> Callable:
+    """The function after a while, which is another one on each rank."""
+    draw = random.Random(rank)
+
+    def later(*arguments: object) -> object:
+        time.sleep(draw.choice((0, 0, 0, 3e-4, 3e-3)))
+        return function(*arguments)
+
+    return later
+
+
+def call(group: TensorGroup, seed: int, dtype: torch.dtype) -> list[Tensor]:
+    """What a call gives, of either kind: with several weights, biases and what is kept."""
+    generator = torch.Generator().manual_seed(seed * group.size + group.rank)
+    alike = random.Random(seed)
+    tokens = alike.randrange(1, 9)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    weights, biases = [draw(6, 4), draw(3, 4)], [draw(6), None]
+    if alike.random() < 0.5:
+        products, kept = group.gather_matmul(draw(tokens, 4), weights, Role.OUTPUT, biases, keep=alike.random() < 0.5)
+        return products + ([] if kept is None else [kept])
+    operands = [draw(group.size * tokens, 6), draw(group.size * tokens, 3)]
+    return [group.wait(group.matmul_scatter_sum(operands, weights, Role.INPUT_GRADIENT))]
+
+
+def worst(name: str, rank: int, size: int, dtype: torch.dtype) -> float:
+    """The largest relative error of all calls, between which nothing waits."""
+    place = name, rank, size
+    expected = [one for seed in range(EPOCHS) for one in call(TensorGroup(*place), seed, dtype)]
+    found = [one for seed in range(EPOCHS) for one in call(Copied(*place), seed, dtype)]
+    errors = [
+        ((one.double() - other.double()).norm() / other.double().norm()).item() for one, other in zip(found, expected)
+    ]
+    largest = torch.tensor(errors).nan_to_num(nan=1e9).max()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def main(out: str) -> None:
+    size = int(os.environ["WORLD_SIZE"])
+    world = join({"pp": 1, "replicate": 1, "shard": 1, "tp": size}, local_device(RunConfig(device="cpu")))
+    name, rank = world.dimensions["tp"].get_group().group_name, world.place("tp")
+    box = Boxes.box
+
+    def one_half(self: Boxes, *arguments: object) -> Tensor:
+        """Of a box, for all epochs."""
+        with patch.object(self, "epoch", 0):
+            return box(self, *arguments)
+
+    left_out = {
+        "nothing": (),
+        "waits": (patch.object(copied, "await_flag", lambda *_: None),),
+        "halves": (patch.object(Boxes, "box", one_half),),
+    }
+    results = {}
+    with patch.object(boxes, "share", poisoned), patch.object(copied, "matmul_into", late(copied.matmul_into, rank)):
+        for what, changes in left_out.items():
+            copied.boxes_of.cache_clear()
+            for change in changes:
+                change.start()
+            for dtype in (torch.float32, torch.bfloat16):
+                results[f"{what} {dtype}"] = worst(name, rank, size, dtype)
+            for change in changes:
+                change.stop()
+    if rank == 0:
+        Path(out).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    fork()
+    main(*sys.argv[1:])
+    leave()

@@ -1,0 +1,49 @@
+"""Flags that a GPU's streams raise and wait for, between the GPUs of a node: by the driver, without a kernel.
+
+A stream that waits keeps no multiprocessor. On CPUs the process itself does both."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+LOOK = 20e-6
+"""Seconds between a CPU's looks at a flag."""
+AT_LEAST = WITH_BARRIER = 0
+"""The driver's flags: wait for the value or a later one; write when all before is visible to all GPUs."""
+
+
+def raise_flag(flag: Tensor, epoch: int) -> None:
+    """Sets any rank's flag, int32 [1], to an epoch, behind all that the current stream has done before."""
+    if flag.is_cuda:
+        command("cuStreamWriteValue32_v2", flag, epoch, WITH_BARRIER)
+    else:
+        flag.fill_(epoch)
+
+
+def await_flag(flag: Tensor, epoch: int) -> None:
+    """Has the current stream go on when this rank's flag has come to the epoch."""
+    if flag.is_cuda:
+        command("cuStreamWaitValue32_v2", flag, epoch, AT_LEAST)
+        return
+    while flag.item() < epoch:
+        time.sleep(LOOK)
+
+
+def command(name: str, flag: Tensor, value: int, how: int) -> None:
+    stream = torch.cuda.current_stream(flag.device).cuda_stream
+    error = driver_function(name)(stream, flag.data_ptr(), value, how)
+    if error:
+        raise RuntimeError(f"parallel.fusion=copy_engine: {name} ends with CUDA error {error}; set parallel.fusion=off")
+
+
+@cache
+def driver_function(name: str) -> Callable[..., int]:
+    function = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    return function
