@@ -5,7 +5,7 @@ set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=$1; shift
 gpus=$(nvidia-smi -L | wc -l)
-export OMP_NUM_THREADS=8 PYTHONPATH=. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+export OMP_NUM_THREADS=8 PYTHONPATH=.:${PYTHONPATH:-} PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 common="model=configs/model/llama3_8b.yaml length=8192 precision.compute=bf16 parallel.zero.stage=3 compile=true out=$out/step.jsonl"
 case_() {
   local name=$1; shift

@@ -41,7 +41,7 @@ def measure(name: str, sequences: int, gpus: int, out: Path) -> dict[str, Any]:
     environment = {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "OMP_NUM_THREADS": "8",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
     }
     done = subprocess.run(
         [*command, *arguments, "compile=true", *MODES[name]],
