@@ -123,6 +123,11 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
             }.items()
             if gpus % 2 == 0
         ),
+        run(
+            "copied_shards",
+            *("parallel=zero3", "parallel.zero.transport=copy_engine"),
+            *("compile=true", "precision=bf16", "activation=selective"),
+        ),
         run("documents", "data.mask_documents=true", "compile=true", "precision=bf16"),
         run("offload", "parallel=zero3_offload"),
         run("fp16", "precision=fp16", "parallel=zero2"),

@@ -21,3 +21,6 @@ case_ attention_2 activation.mode=selective 'activation.save=[attention]' micro=
 case_ full_2 activation.mode=full micro=2
 case_ eager_1 activation.mode=selective compile=false
 case_ zero2_1 activation.mode=selective parallel.zero.stage=2
+save='activation.mode=selective activation.save=[attention,matmul] micro=2'
+case_ matmul_2 $save
+case_ copied_2 $save parallel.zero.transport=copy_engine

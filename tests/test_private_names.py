@@ -99,13 +99,27 @@ PRIVATE = [
     Private("_is_root post_backward", FSDP, FULLY_SHARD, "reducing outside of backward, once FSDP is set up"),
     Private("_root_post_backward_final_callback", FSDP, FULLY_SHARD, "the wait for the reductions of a step"),
     Private("sharded_param padded_sharded_param_size", FSDP, FULLY_SHARD, "where parameters lie in a reduce-scatter"),
+    Private("_fully_shard", FSDP, "torch.distributed.fsdp", "the way to the next three"),
+    Private("_fsdp_collectives", FSDP, FULLY_SHARD, "copies into flat buffers, which copies between GPUs replace"),
+    Private(
+        "_sharded_param_data init_all_gather_outputs alloc_all_gather_outputs all_gather_outputs param_dtype "
+        "orig_dtype foreach_all_gather foreach_all_gather_copy_out foreach_reduce_scatter_copy_in",
+        FSDP,
+        FULLY_SHARD,
+        "where a shard is, where it is gathered to, and who does it",
+    ),
+    Private(
+        "_unsafe_preserve_version_counter", FSDP, "torch.autograd", "parameters that are gathered again for backward"
+    ),
     Private("_apply", ("model/transformer.py",), "torch.nn.Module", "buffers that stay fp32 when a model is cast"),
     Private("_fused_adamw_", ("optim/optimizer.py",), "torch", "AdamW without state that is not ours"),
     Private("_amp_update_scale_", ("precision/scaler.py",), "torch", "a loss scale that stays on the device"),
     Private(
         "_scaled_mm", ("precision/float8.py", "diagnosis/shapes.py"), "torch", "products in fp8, as torchao has them"
     ),
-    Private("_foreach_copy_", ("parallel/gradients.py",), "torch", "one kernel for many tensors"),
+    Private(
+        "_foreach_copy_", ("parallel/gradients.py", "distributed/shards.py"), "torch", "one kernel for many tensors"
+    ),
     Private(
         "_functorch _inductor _dynamo",
         ("parallel/parallelize.py", "checkpointing/activation.py", "model/compiled.py"),

@@ -171,6 +171,25 @@ REFUSED = [  # processes, settings, words of the refusal, a legal neighbour that
         ["parallel.fusion=copy_engine", "parallel.tp_across_nodes=true", "fusion=chunks"],
         {"tp": 2, "fusion": "auto", "tp_across_nodes": True},
     ),
+    (2, {"transport": "copy_engine"}, ["transport=copy_engine", "stage=0"], {"transport": "copy_engine", "stage": 1}),
+    (
+        4,
+        {"transport": "copy_engine", "stage": 3, "offload": True},
+        ["transport=copy_engine", "parallel.zero.offload=true", "transport=collectives"],
+        {"transport": "collectives", "stage": 3, "offload": True},
+    ),
+    (
+        8,
+        {"transport": "copy_engine", "stage": 3, "tp": 2, "node": 4},
+        ["the 4 ranks that share states", "parallel.tp=2", "nodes of 4 processes", "parallel.shard=2"],
+        {"transport": "copy_engine", "stage": 3, "tp": 2, "node": 4, "shard": 2},
+    ),
+    (
+        2,
+        {"transport": "copy_engine", "stage": 1, "engine": "deepspeed"},
+        ["transport=copy_engine is for FSDP", "parallel.zero.engine=torch"],
+        {"stage": 1, "engine": "deepspeed"},
+    ),
     (2, {"tp": 2, "length": 15}, ["batch.sequence_length=15", "parallel.tp=2", "14 or 16"], {"tp": 2, "length": 16}),
     (
         2,
@@ -221,6 +240,8 @@ def problems(world: int, node: int = 0, length: int = 16, **changes) -> list[str
         "stage": "zero__stage",
         "offload": "zero__offload",
         "sum_on_host": "zero__sum_on_host",
+        "transport": "zero__transport",
+        "engine": "zero__engine",
         **{name: f"pipeline__{name}" for name in ("schedule", "chunks", "group_size", "split")},
     }
     config, spec = (
@@ -256,6 +277,11 @@ def test_refusals_come_with_the_configuration():
     config.parallel.tp, config.parallel.pp, config.parallel.pipeline.schedule = 1, 2, "zb_v"
     config.parallel.pipeline.chunks = 3
     assert any("parallel.pipeline.chunks=3" in problem for problem in check(config, 2))
+    config = Config()
+    config.parallel.zero.stage, config.parallel.zero.transport = 3, "copy_engine"
+    config.parallel.grad_comm.inner.codec = "int8"
+    wrong = "copy_engine sends gradients as they are, and parallel.grad_comm.inner.codec=int8 quantises them"
+    assert any(wrong in problem for problem in check(config, 2))
 
 
 @given(st.integers(1, 200), st.integers(1, 8), st.integers(1, 8), st.sampled_from([1, 2, 4, 8]))

@@ -286,6 +286,24 @@ IN_KERNELS = [
 """The same in kernels that only GPUs run."""
 
 
+COPIED = [
+    PLAIN | {"transport": "copy_engine"} | more
+    for more in (
+        {"dp": 2, "stage": 3, "recompute": "selective", "family": "gpt2"},
+        {"dp": 2, "stage": 2, "precision": "bf16", "reduce": "bf16", "tied": True},
+        {"dp": 2, "stage": 1, "micro_batches": 3, "precision": "fp16", "kv_heads": 1},
+        {"cp": 2, "stage": 3, "attention": "documents", "micro_batches": 3, "recompute": "full"},
+        {"dp": 4, "stage": 3, "precision": "bf16", "micro_batches": 3, "tied": True},
+        {"dp": 4, "stage": 2, "shard": 2},
+        {"dp": 2, "tp": 2, "stage": 3, "fusion": "copy_engine", "family": "gemma"},
+        {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
+        {"dp": 2, "pp": 2, "stage": 2, "schedule": "interleaved", "micro_batches": 3, "precision": "bf16"},
+        {"dp": 2, "tp": 2, "pp": 2, "stage": 3, "schedule": "1f1b", "micro_batches": 3},
+    )
+]
+"""Parameters and gradients that copies between ranks move, some of which cannot be cut into equal parts."""
+
+
 CUBES = [
     PLAIN | {"dp": 2, "tp": 2, "pp": 2} | more
     for more in (
@@ -351,7 +369,7 @@ MUON = [
 def cases(processes: int, compiled: bool, gpus: bool = False) -> list[Case]:
     """Everything that runs on this number of processes."""
     chosen = [*data_parallel(processes)] if processes <= 4 else []
-    chosen += [case for case in [*sample(), *QUANTISED, *FLOAT8, *MUON, *FUSED] if world(case) == processes]
+    chosen += [case for case in [*sample(), *QUANTISED, *FLOAT8, *MUON, *FUSED, *COPIED] if world(case) == processes]
     chosen += context_parallel(processes)
     if processes == 2:
         chosen += [

@@ -10,14 +10,13 @@ import json
 import os
 import random
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from support.launch import fork, leave
+from support.shared import late, one_half, poisoned
 from torch import Tensor
 
 from trainer.config import RunConfig
@@ -25,30 +24,10 @@ from trainer.distributed import boxes, copied
 from trainer.distributed.boxes import Boxes
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.copied import Copied
-from trainer.distributed.symmetric_memory import Shared, share
 from trainer.distributed.world import join, local_device
 from trainer.precision.products import Role
 
 EPOCHS = 80
-
-
-def poisoned(size: int, device: torch.device, group: dist.ProcessGroup) -> Shared:
-    """Memory of NaN, and flags of -1."""
-    shared = share(size, device, group)
-    shared.parts[dist.get_rank(group)].fill_(0xFF)
-    dist.barrier(group)
-    return shared
-
-
-def late(function: Callable, rank: int) -> Callable:
-    """The function after a while, which is another one on each rank."""
-    draw = random.Random(rank)
-
-    def later(*arguments: object) -> object:
-        time.sleep(draw.choice((0, 0, 0, 3e-4, 3e-3)))
-        return function(*arguments)
-
-    return later
 
 
 def call(group: TensorGroup, seed: int, dtype: torch.dtype) -> list[Tensor]:
@@ -85,17 +64,10 @@ def main(out: str) -> None:
     size = int(os.environ["WORLD_SIZE"])
     world = join({"pp": 1, "replicate": 1, "shard": 1, "tp": size}, local_device(RunConfig(device="cpu")))
     name, rank = world.dimensions["tp"].get_group().group_name, world.place("tp")
-    box = Boxes.box
-
-    def one_half(self: Boxes, *arguments: object) -> Tensor:
-        """Of a box, for all epochs."""
-        with patch.object(self, "epoch", 0):
-            return box(self, *arguments)
-
     left_out = {
         "nothing": (),
         "waits": (patch.object(copied, "await_flag", lambda *_: None),),
-        "halves": (patch.object(Boxes, "box", one_half),),
+        "halves": (patch.object(Boxes, "box", one_half(Boxes.box)),),
     }
     results = {}
     with patch.object(boxes, "share", poisoned), patch.object(copied, "matmul_into", late(copied.matmul_into, rank)):

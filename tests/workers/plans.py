@@ -128,6 +128,7 @@ def config_of(case: Case, folder: Path) -> Config:
         parallel__zero__offload=case.get("offload", False),
         parallel__zero__sum_on_host=case.get("sum_on_host", False),
         parallel__zero__engine=case.get("engine", "torch"),
+        parallel__zero__transport=case.get("transport", "collectives"),
         precision__compute="bf16" if "float8" in case and torch.cuda.is_available() else case["precision"],
         precision__float8=Float8Config(case.get("float8", "none"), ends=0),
         precision__reduce=case.get("reduce", "fp32"),

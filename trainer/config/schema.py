@@ -142,6 +142,13 @@ class ZeroConfig:
         "parallelism alone",
         ("torch", "deepspeed"),
     )
+    transport: str = option(
+        "collectives",
+        "how parameters are gathered and gradients added up: collectives (NCCL, gloo), or copy_engine (copies between "
+        "the GPUs of a node, which take no multiprocessor and no flat buffers; gradients travel in the type in which "
+        "they were computed and are added up in fp32)",
+        ("collectives", "copy_engine"),
+    )
     nvme: str | None = option(
         None, "deepspeed, stage 3: folder on a local disk, in which parameters and optimizer state live instead"
     )

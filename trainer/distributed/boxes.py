@@ -1,10 +1,12 @@
-"""Memory in which the ranks of a tensor group leave each other tokens and partial sums, call by call.
+"""Memory in which the ranks of a group leave each other what they need, call by call.
 
 A call of a group is an epoch. Every rank has a box in two halves, of which an epoch uses that of its parity, and flags,
 which hold the last epoch whose part has arrived. Flags only grow, so nothing is ever reset. Why a half may be written
 again two epochs later is in docs/kernels.md."""
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -47,3 +49,14 @@ class Boxes:
     def flag(self, rank: int, place: int) -> Tensor:
         """A flag of `rank`: int32 [1]."""
         return self.shared.parts[rank][self.bytes :].view(torch.int32)[place : place + 1]
+
+
+@cache
+def boxes_of(kind: str, group: dist.ProcessGroup, dtype: torch.dtype) -> Boxes:
+    return Boxes(group, dtype)
+
+
+def others(rank: int, size: int) -> list[int]:
+    """The other ranks, beginning with the next one: no two send to one rank at a time, and what comes to a rank first
+    is from the one before it."""
+    return [(rank + step) % size for step in range(1, size)]

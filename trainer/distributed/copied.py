@@ -13,10 +13,9 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from trainer.distributed.boxes import Boxes
+from trainer.distributed.boxes import Boxes, boxes_of, others
 from trainer.distributed.c10d_internals import groups
 from trainer.distributed.chunks import outputs
 from trainer.distributed.collectives import Started, TensorGroup
@@ -48,17 +47,6 @@ class Copies:
 @cache
 def copies(device: torch.device) -> Copies:
     return Copies(device)
-
-
-@cache
-def boxes_of(kind: str, group: dist.ProcessGroup, dtype: torch.dtype) -> Boxes:
-    return Boxes(group, dtype)
-
-
-def others(rank: int, size: int) -> list[int]:
-    """The other ranks, beginning with the next one: no two send to one rank at a time, and what comes to a rank first
-    is from the one before it."""
-    return [(rank + step) % size for step in range(1, size)]
 
 
 @torch.library.custom_op("trainer::copied_gather_matmul", mutates_args=())

@@ -31,6 +31,7 @@ from trainer.optim.optimizer import Optimizer
 from trainer.parallel.compress.reduction import Compression, Uncompressed, compression_of
 from trainer.parallel.fsdp_internals import (
     accumulate_gradients,
+    copy_shards,
     end_backward,
     fsdp_units,
     is_set_up,
@@ -79,6 +80,8 @@ class FSDP:
                 offload_policy=offload,
                 reshard_after_forward=plan.stage == 3 and module is not model,
             )
+        if self.config.parallel.zero.transport == "copy_engine" and plan.shard > 1:
+            copy_shards([model, *model.layers.values()], self.world.mesh["shard"].get_group())
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # Losses are already divided by the global count of valid tokens: gradients are sums. A rank that is

@@ -6,11 +6,18 @@ the way through a step their gathered copies and what has been accumulated."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+
+from trainer.distributed.shards import Shards, go_on
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
@@ -85,3 +92,91 @@ def fill_missing(group: Any, last: bool) -> None:
 def end_backward(model: FSDPModule) -> None:
     """What FSDP does after a root's last backward pass: makes the current stream wait for its reductions."""
     model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+class CopiedShards:
+    """FSDP's custom all-gather and reduce-scatter by copies between GPUs (`distributed/shards.py`).
+
+    FSDP calls `allocate` for a message and then for its result, and this object with both. It has its own gradients in
+    place of a message."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.shards = Shards(group)
+        self.message: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.message is not None:
+            return torch.empty(size, dtype=dtype, device=device)
+        self.message = torch.empty(0, dtype=dtype, device=device)
+        self.message.gradients = []  # FSDP keeps the message until the current stream has waited for its reduction
+        return self.message
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: object) -> None:
+        self.message = None
+        go_on(self.shards.sum(input_tensor.gradients, output_tensor))
+
+
+def copy_shards(units: list[FSDPModule], group: dist.ProcessGroup) -> None:
+    """Has FSDP gather and reduce units by copies between GPUs, each while the one before it computes."""
+    take_over()
+    comm = CopiedShards(group)
+    for unit, following in zip(units, [*units[1:], None]):
+        unit.set_custom_all_gather(comm)
+        unit.set_custom_reduce_scatter(comm)
+        if following is not None:
+            unit.set_modules_to_forward_prefetch([following])
+
+
+@cache
+def take_over() -> None:
+    """Puts what units of `CopiedShards` do in the place of FSDP's copies into and out of flat buffers."""
+    group, collectives = _fsdp_param_group, _fsdp_collectives
+    group.foreach_all_gather = instead(group.foreach_all_gather, gather)
+    group.foreach_all_gather_copy_out = instead(group.foreach_all_gather_copy_out, end_gather)
+    collectives.foreach_reduce_scatter_copy_in = instead(collectives.foreach_reduce_scatter_copy_in, take_gradients)
+
+
+def instead(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that does what `ours` does; where that is NotImplemented, what FSDP's own does."""
+
+    @wraps(theirs)
+    def either(*arguments: Any) -> Any:
+        done = ours(*arguments)
+        return theirs(*arguments) if done is NotImplemented else done
+
+    return either
+
+
+@torch.no_grad()
+def gather(parameters: list[Any], group: dist.ProcessGroup, *more: Any) -> Any:
+    """Starts gathering a unit's parameters to where they are used. Memory for them is the current stream's, of which
+    the other one waits for what is done by now: not for the layer before, whose kernels are yet to be launched."""
+    *_, device, comm = more
+    if not isinstance(comm, CopiedShards):
+        return NotImplemented
+    shards, wholes = [], []
+    for parameter in parameters:
+        shard, dtype = parameter._sharded_param_data, parameter.param_dtype or parameter.orig_dtype
+        parameter.init_all_gather_outputs([shard.numel()], [dtype], group.size(), device)
+        parameter.alloc_all_gather_outputs()
+        shards.append(shard)
+        wholes.append(parameter.all_gather_outputs[0].view(group.size(), -1))
+    with torch.autograd._unsafe_preserve_version_counter(tuple(wholes)):
+        ended = comm.shards.gather(shards, wholes)
+    return SimpleNamespace(all_gather_event=ended, all_gather_work=None)
+
+
+def end_gather(gathered: Any, *_: Any) -> Any:
+    """The current stream goes on when the parameters are there."""
+    if not isinstance(gathered, SimpleNamespace):
+        return NotImplemented
+    go_on(gathered.all_gather_event)
+    return None
+
+
+def take_gradients(gradients: list[Tensor], message: Tensor, ranks: int) -> Any:
+    """Keeps gradients, which FSDP drops, until they have been sent."""
+    if not hasattr(message, "gradients"):
+        return NotImplemented
+    message.gradients += [gradient.contiguous() for gradient in gradients]
+    return None

@@ -15,6 +15,7 @@ from trainer.planning.cost import saved
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.cost.updates import Updates
 from trainer.planning.deepspeed import check_settings
+from trainer.planning.gradient_comm import asked
 from trainer.planning.plan import Plan
 
 
@@ -95,6 +96,12 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"parallel.fusion={config.parallel.fusion} multiplies in the compute type, and "
             f"precision.float8.recipe={config.precision.float8.recipe} in fp8; set parallel.fusion=off, or "
             "precision.float8.recipe=none"
+        )
+    if config.parallel.zero.transport != "collectives" and (codecs := asked(config.parallel.grad_comm)):
+        yield (
+            f"parallel.zero.transport={config.parallel.zero.transport} sends gradients as they are, and "
+            + ", ".join(f"parallel.grad_comm.{name}.codec={hop.codec}" for name, hop in codecs.items())
+            + " quantises them; set parallel.zero.transport=collectives, or codec=none"
         )
     if config.precision.float8.recipe != "none" and config.precision.compute != "bf16":
         yield (

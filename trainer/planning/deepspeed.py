@@ -145,6 +145,10 @@ def check_parallel(parallel: ParallelConfig, dp: int, nodes: int) -> list[str]:
             f"parallel.zero.engine=deepspeed has never run beside parallel.fusion={parallel.fusion}; set "
             f"parallel.fusion=off, or {TORCH}"
         )
+    if zero.transport != "collectives":
+        problems.append(
+            f"parallel.zero.transport={zero.transport} is for FSDP; set parallel.zero.transport=collectives, or {TORCH}"
+        )
     for name, size in (("pp", parallel.pp), ("tp", parallel.tp)):
         if zero.stage > 1 and size > 1:
             why = (

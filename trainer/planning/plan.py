@@ -147,7 +147,34 @@ def check_plan(
             f"parallel.zero.sum_on_host=true: with replicas (parallel.shard={parallel.shard} of {dp} ranks) FSDP adds "
             "up on the device; set parallel.shard=-1, or parallel.zero.sum_on_host=false"
         )
+    problems += _check_transport(parallel, dp, node or world)
     return problems + check_parallel(parallel, dp, world // (node or world))
+
+
+def _check_transport(parallel: ParallelConfig, dp: int, node: int) -> list[str]:
+    """dp: ranks that hold the same part of the model; node: processes on a machine."""
+    zero, setting = parallel.zero, f"parallel.zero.transport={parallel.zero.transport}"
+    if zero.transport == "collectives":
+        return []
+    if zero.stage == 0:
+        return [
+            f"{setting} is for what ranks share, and parallel.zero.stage=0 shares nothing; set "
+            "parallel.zero.stage=1, 2 or 3, or parallel.zero.transport=collectives"
+        ]
+    if zero.offload:
+        return [
+            f"{setting} copies between GPUs, and parallel.zero.offload=true keeps parameters and gradients in host "
+            "memory; set parallel.zero.transport=collectives, or parallel.zero.offload=false"
+        ]
+    shard, within = parallel.shard, [n for n in divisors(dp) if node % (n * parallel.tp) == 0]
+    if within and (dp if shard == -1 else shard) not in within:
+        return [
+            f"{setting} needs ranks that share memory, and the {dp if shard == -1 else shard} ranks that share states"
+            + f", of parallel.tp={parallel.tp} each," * (parallel.tp > 1)
+            + f" span nodes of {node} processes; set parallel.shard={within[-1]}, which keeps replicas on other nodes, "
+            "or parallel.zero.transport=collectives"
+        ]
+    return []
 
 
 def _smaller(parallel: ParallelConfig, world: int) -> list[tuple[int, int]]:

@@ -18,6 +18,9 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 MASTER_BYTES = 4  # an fp32 parameter or gradient
 
+BOX = 2**26
+"""Elements of shards or gradients that are on their way at once under `parallel.zero.transport=copy_engine`."""
+
 
 @dataclass(frozen=True)
 class StateBytes:

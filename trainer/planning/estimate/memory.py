@@ -19,6 +19,7 @@ from trainer.config import Config
 from trainer.planning.context import gathered
 from trainer.planning.cost.layers import LayerWork, Remaining, fed, left_by_recompute, model_work
 from trainer.planning.cost.memory import (
+    BOX,
     ELEMENT_BYTES,
     MASTER_BYTES,
     HeldParameters,
@@ -157,6 +158,7 @@ class _Model:
         )
         self.shard = plan.shard if plan.stage else 1
         self.every = plan.stage >= 2 and not once  # whether each micro-batch's gradients are reduced
+        self.copied = config.parallel.zero.transport == "copy_engine"
 
     def gathered_keys(self) -> list[float]:
         """Bytes of the gathered keys and values of each layer. Its backward pass has those of a group of heads, of the
@@ -209,6 +211,10 @@ class _Replay:
             self.hold("average of weights", states.average)
         self.hold("error feedback", model.feedback)
         self.hold("activations", model.passing)
+        if model.copied:
+            largest = max(map(max, self.units.values()))
+            rows = min(BOX, -(-largest // model.shard)) + min(BOX, largest)
+            self.hold("communication buffers", 2.0 * model.element * rows)
         self.host = self.most_host = 0.0
         self.gathered = {stage: self.gathered_bytes(stage) for stage in self.stages}
         self.lowered = any(action.kind == "UNSHARD" for action in program)
@@ -245,7 +251,8 @@ class _Replay:
                     self.hold("communication buffers", self.model.stream)
                 case "SEND_F" | "SEND_B":
                     self.hold("communication buffers", -self.model.stream)
-        gather = self.model.element * max(max(units) for units in self.units.values()) * (self.model.shard > 1)
+        flat = self.model.shard > 1 and not self.model.copied
+        gather = self.model.element * max(max(units) for units in self.units.values()) * flat
         pools = self.rest + self.apart + gather - self.most + FRAGMENTS * self.churn
         return replace(self.best, pools=pools, host=self.most_host)
 
@@ -310,7 +317,8 @@ class _Replay:
             self.hold("logits and loss", -model.logits)
             self.hold("activations", model.logits - model.activation[-1])
         mode, last = self.reduction(stage) if whole else "", whole and self.backwards[stage] == 1
-        buffer = MASTER_BYTES * (mode in ("direct", "last"))  # of a parameter in the reduction's input
+        # Of a parameter in the reduction's input, or of its gradients until they are sent.
+        buffer = (model.element if model.copied else MASTER_BYTES) * (mode in ("direct", "last"))
         steady = not whole or (mode == "sum" and stage in self.accumulated)  # whether every layer only frees
         for place in reversed(range(len(layers))):
             layer, size = layers[place], units[1 + place]

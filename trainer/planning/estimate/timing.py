@@ -262,15 +262,18 @@ class _Timer:
         plan, pace, shards = self.plan, self.pace, self.rings["shard"]
         axes = {"tensor": 4 * tensor * self.collective, "context": context}
         gather = shards.seconds(self.element * size) if plan.stage else 0.0
-        reduce = shards.seconds(self.gradient * size)
+        copied = self.config.parallel.zero.transport == "copy_engine"  # in the type in which gradients were computed
+        reduce = shards.seconds((self.element if copied else self.gradient) * size)
         replicas = 2 * self.rings["replicate"].seconds(self.gradient * size / shards.ranks)
         copy_in = ((MASTER + self.element) / shards.ranks + 2 * self.element * (shards.ranks > 1)) * size / pace.copy
         copy_out = (self.element + MASTER) * size / pace.copy
+        if copied:  # beside computation
+            copy_in = copy_out = 0.0
         f, b = sum(forward.values()), sum(backward.values()) + sum(weight.values())
         if plan.stage <= 2:
-            first, once, copied = pace.exposed(gather, f) + copy_in, gather, copy_in
+            first, once, copies = pace.exposed(gather, f) + copy_in, gather, copy_in
         else:
-            first, once, copied = 0.0, 0.0, 0.0
+            first, once, copies = 0.0, 0.0, 0.0
             axes["data"] = 2 * gather
             forward = _and(forward, pace.exposed(gather, f), copy_in)
             backward = _and(backward, pace.exposed(gather, b), copy_in)
@@ -282,8 +285,8 @@ class _Timer:
             if self.batch.accumulation > 1:  # added to the sums in fp32, tensor by tensor
                 backward = _and(backward, 0.0, (2 * MASTER + self.element) * size / pace.copy)
             last, once = pace.exposed(reduce + replicas, b), once + reduce + replicas
-            last, copied = last + copy_out, copied + copy_out
-        return Unit(forward, backward, weight, first, last, copied, axes, once)
+            last, copies = last + copy_out, copies + copy_out
+        return Unit(forward, backward, weight, first, last, copies, axes, once)
 
 
 def _and(terms: Terms, exposed: float, copies: float) -> dict[str, float]:

@@ -1,0 +1,32 @@
+"""Gathers and sums by copies over memory that ranks share: the numbers they have to give, and others without a part of
+the protocol."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.launch import launch
+
+from trainer.distributed.shards import pieces
+
+
+@given(st.lists(st.integers(0, 20), max_size=6), st.integers(1, 12))
+def test_pieces_are_full_and_have_everything_once(lengths: list[int], most: int) -> None:
+    cut = list(pieces(lengths, most))
+    elements = [(number, place) for piece in cut for number, start, stop in piece for place in range(start, stop)]
+    assert elements == [(number, place) for number, length in enumerate(lengths) for place in range(length)]
+    sizes = [sum(stop - start for _, start, stop in piece) for piece in cut]
+    assert all(start < stop for piece in cut for _, start, stop in piece)
+    assert all(size == most for size in sizes[:-1]) and all(0 < size <= most for size in sizes)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_numbers_are_right_and_miss_waits_and_halves(tmp_path: Path, size: int) -> None:
+    launch("shards.py", size, tmp_path / "out.json", forks=True)
+    errors = json.loads((tmp_path / "out.json").read_text())
+    assert errors.pop("nothing torch.float32") < 1e-6 and errors.pop("nothing torch.bfloat16") < 1e-6
+    assert len(errors) == 4 and all(error > 0.1 for error in errors.values()), errors
