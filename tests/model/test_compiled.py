@@ -6,8 +6,12 @@ import pytest
 import torch
 from support.launch import CAN_COMPILE
 
+from trainer.checkpointing.activation import policy_of
+from trainer.distributed.collectives import TensorGroup
 from trainer.model import compiled
-from trainer.model.attention import compiled_flex
+from trainer.model.attention import attend, compiled_flex, first_seen, mask_of
+from trainer.model.block_mask import block_mask
+from trainer.planning.cost.saved import saved_in
 
 
 @pytest.mark.skipif(not CAN_COMPILE, reason="needs a compiler")
@@ -29,3 +33,21 @@ def test_attention_has_graphs_for_many_shapes():
         compiled_flex()
         assert torch._dynamo.config.recompile_limit == compiled.GRAPHS
         assert torch._dynamo.config.fail_on_recompile_limit_hit
+
+
+def test_block_masks_are_in_the_graph_of_what_is_around():
+    """As of a layer that GPUs recompute in part: a graph of its own would cut that of the layer, which then runs
+    uncompiled."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 32, 16, generator=generator) for _ in range(3))
+    factor = torch.ones((), requires_grad=True)  # torch has no backward pass of FlexAttention on CPUs
+    documents = torch.repeat_interleave(torch.tensor([[0, 1, 2, 3], [0, 0, 1, 1]]), 8, 1)
+    places = torch.arange(32)
+    first = first_seen(documents, 32, 0, places.device)
+    run = policy_of(saved_in(["attention"], 0), [], TensorGroup)
+
+    def layer(mask: object) -> torch.Tensor:
+        return run(lambda: factor * attend(query, key, value, mask, 0.25))
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(block_mask(first, places, 32)), layer(mask_of(first, places, 32)))

@@ -76,7 +76,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, s
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
     if not isinstance(mask, Tensor):
         score_mod = partial(cap_score, cap=soft_cap) if soft_cap else None
-        return compiled_flex()(query, key, value, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped)
+        return flex()(query, key, value, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped)
     if not soft_cap:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
     repeat = query.shape[1] // key.shape[1]
@@ -117,6 +117,13 @@ def kernel_priority(deterministic: bool) -> contextlib.AbstractContextManager:
     fastest one with a deterministic backward."""
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(order if deterministic else [SDPBackend.CUDNN_ATTENTION, *order], set_priority=True)
+
+
+def flex() -> Callable:
+    """FlexAttention: a part of what is being compiled, else compiled by itself."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention if torch.compiler.is_compiling() else compiled_flex()
 
 
 @cache
