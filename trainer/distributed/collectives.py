@@ -23,8 +23,8 @@ from trainer.precision.products import Multiply, Role, matmul, matmul_sum
 
 c10d = torch.ops._c10d_functional
 
-Started = Tensor | list[Tensor]
-"""What the start of a collective returns, for `wait`. Only backends of their own return lists."""
+Started = Tensor | Sequence[Tensor]
+"""What the start of a collective returns, for `wait`. Only backends of their own return sequences."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class TensorGroup:
         rank's tokens of it, [tokens / t, ...]."""
         return self.scatter_sum(matmul_sum(operands, weights, role, multiply))
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Started:
         """Starts: [tokens / t, ...] of each rank -> [tokens, ...] on every rank."""
         return c10d.all_gather_into_tensor(x.contiguous(), self.size, self.name)
 

@@ -10,9 +10,10 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainer.distributed.boxes import Boxes, boxes_of, others
@@ -20,6 +21,7 @@ from trainer.distributed.c10d_internals import groups
 from trainer.distributed.chunks import outputs
 from trainer.distributed.collectives import Started, TensorGroup
 from trainer.distributed.flags import await_flag, raise_flag
+from trainer.distributed.shards import Shards, go_on
 from trainer.precision.products import Multiply, Role, matmul, matmul_into
 
 
@@ -130,9 +132,56 @@ def _(operands: Sequence[Tensor], weights: Sequence[Tensor], role: str, name: st
     return operands[0].new_empty(len(operands[0]) // size, outputs(weights[0], Role[role]))
 
 
+GATHERS: dict[int, tuple[Tensor, Tensor, torch.Event | None]] = {}
+"""By the address of what `copied_gather` returned: a whole that is being filled, what is sent meanwhile, and the event
+behind both."""
+
+
+@cache
+def tokens_of(group: dist.ProcessGroup) -> Shards:
+    return Shards(group, "tokens")
+
+
+@torch.library.custom_op("trainer::copied_gather", mutates_args=())
+def copied_gather(x: Tensor, name: str, size: int) -> Tensor:
+    """Starts to gather all ranks' x. Returns what `copied_gathered` takes: no memory, but the shape of the result.
+
+    What is sent is a copy: to the compiler this operator has done all that it does with x, whose memory it uses anew.
+    """
+    whole, sent = x.new_empty(size * len(x), *x.shape[1:]), x.clone(memory_format=torch.contiguous_format)
+    ended = tokens_of(groups()[name]).gather([sent.view(-1)], [whole.view(size, -1)])
+    started = x.new_empty(1)
+    GATHERS[started.data_ptr()] = whole, sent, ended
+    return started.expand(whole.shape)
+
+
+@copied_gather.register_fake
+def _(x: Tensor, name: str, size: int) -> Tensor:
+    return x.new_empty(1).expand(size * len(x), *x.shape[1:])
+
+
+@torch.library.custom_op("trainer::copied_gathered", mutates_args=())
+def copied_gathered(started: Tensor) -> Tensor:
+    """What `copied_gather` has started, when the current stream may use it."""
+    whole, _, ended = GATHERS.pop(started.data_ptr())
+    go_on(ended)
+    return whole
+
+
+@copied_gathered.register_fake
+def _(started: Tensor) -> Tensor:
+    return started.new_empty(started.shape)
+
+
+class Gather(NamedTuple):
+    """One that was started."""
+
+    started: Tensor
+
+
 @dataclass(frozen=True)
 class Copied(TensorGroup):
-    """`TensorGroup` by copies over memory that the ranks of a node share, of the usual products."""
+    """`TensorGroup` by copies over memory that the ranks of a node share, of the usual products and of gathers."""
 
     reductions: ClassVar[tuple[Any, ...]] = (*TensorGroup.reductions, torch.ops.trainer.copied_matmul_scatter.default)
 
@@ -159,5 +208,10 @@ class Copied(TensorGroup):
         place = role.name, self.name, self.rank, self.size
         return [copied_matmul_scatter(list(operands), list(weights), *place)]
 
+    def gather(self, x: Tensor) -> Started:
+        return Gather(copied_gather(x, self.name, self.size))
+
     def wait(self, x: Started) -> Tensor:
+        if isinstance(x, Gather):
+            return copied_gathered(x.started)
         return super().wait(x) if isinstance(x, Tensor) else x[0]

@@ -67,7 +67,14 @@ def calls(kind: str, group: dist.ProcessGroup, dtype: torch.dtype) -> Calls:
 
 @torch.library.custom_op("trainer::fused_gather_matmul", mutates_args=())
 def fused_gather_matmul(
-    x: Tensor, weights: list[Tensor], role: str, name: str, size: int, keep: bool, looks: int
+    x: Tensor,
+    weights: list[Tensor],
+    biases: Sequence[Tensor | None],
+    role: str,
+    name: str,
+    size: int,
+    keep: bool,
+    looks: int,
 ) -> list[Tensor]:
     """The products of all ranks' x with each weight; and with `keep` all ranks' x."""
     from trainer.kernels.exchange import check_error
@@ -78,6 +85,9 @@ def fused_gather_matmul(
     epoch = made.begin(size * tokens * inputs, size * -(-tokens // shape.rows), x.device)
     region, pull = made.region, tokens <= PULLED and not keep
     results = gather_matmul(region, shape, epoch, x, weights, Role[role] is Role.OUTPUT, pull)
+    for product, bias in zip(results, biases):
+        if bias is not None:
+            product += bias
     if keep:
         whole = made.box(region.rank, (size * tokens, inputs)).clone()
         whole.view(size, tokens, inputs)[region.rank] = x
@@ -88,7 +98,16 @@ def fused_gather_matmul(
 
 
 @fused_gather_matmul.register_fake
-def _(x: Tensor, weights: list[Tensor], role: str, name: str, size: int, keep: bool, looks: int) -> list[Tensor]:
+def _(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: Sequence[Tensor | None],
+    role: str,
+    name: str,
+    size: int,
+    keep: bool,
+    looks: int,
+) -> list[Tensor]:
     widths = [outputs(weight, Role[role]) for weight in weights] + [x.shape[1]] * keep
     return [x.new_empty(size * len(x), width) for width in widths]
 
@@ -158,12 +177,9 @@ class Fused(TensorGroup):
     ) -> tuple[list[Tensor], Tensor | None]:
         if multiply is not matmul or not fits([x], weights):
             return super().gather_matmul(x, weights, role, biases, keep, multiply)
-        results = fused_gather_matmul(x, list(weights), role.name, self.name, self.size, keep, self.looks)
-        products = results[: len(weights)]
-        for product, bias in zip(products, biases or ()):
-            if bias is not None:
-                product += bias
-        return products, results[-1] if keep else None
+        added, place = list(biases or [None] * len(weights)), (role.name, self.name, self.size)
+        results = fused_gather_matmul(x, list(weights), added, *place, keep, self.looks)
+        return results[: len(weights)], results[-1] if keep else None
 
     def matmul_scatter_sum(
         self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul

@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from trainer.distributed.collectives import TensorGroup
+from trainer.distributed.collectives import Started, TensorGroup
 from trainer.precision.products import Multiply, Role, matmul, matmul_sum
 
 
@@ -33,9 +33,11 @@ class DeferredGrads:
 
     def __init__(self) -> None:
         self.active = False
-        self.pending: deque[tuple[list[Tensor], Callable[[], Tensor], Callable[[Tensor], list[Tensor]]]] = deque()
+        self.pending: deque[tuple[list[Tensor], Callable[[], Started], Callable[[Started], list[Tensor]]]] = deque()
 
-    def put(self, weights: list[Tensor], start: Callable[[], Tensor], finish: Callable[[Tensor], list[Tensor]]) -> None:
+    def put(
+        self, weights: list[Tensor], start: Callable[[], Started], finish: Callable[[Started], list[Tensor]]
+    ) -> None:
         """`start` begins the collective that brings the missing factor, `finish` waits and multiplies: one gradient for
         each of `weights`, which are the parameters or differentiable views of them."""
         self.pending.append((weights, start, finish))
@@ -96,10 +98,10 @@ def columns_backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, 
     targets, layer = leaves(numbers)
     group, deferred, multiply = layer.group, layer.deferred, layer.multiply
 
-    def start() -> Tensor:
+    def start() -> Started:
         return x if group is None else group.gather(x)
 
-    def finish(started: Tensor) -> list[Tensor]:
+    def finish(started: Started) -> list[Tensor]:
         return weight_gradients(gradients, started if group is None else group.wait(started), multiply)
 
     started = None if deferred.active else start()
