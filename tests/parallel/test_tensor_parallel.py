@@ -100,6 +100,12 @@ def test_backward_multiplies_while_it_communicates(ranks):
         assert seen["head"]["backward"] == ["gather", "product", "wait", "scatter", "product", "wait"], name
 
 
+def test_compiled_backward_keeps_that_order(ranks):
+    """In operators of its own: what starts and what ends a gather would be put together."""
+    for seen in ranks:
+        assert seen["2"]["compiled"] == ["trainer.rows_gradients.default", "trainer.columns_gradients.default"]
+
+
 def test_weight_gradients_that_wait_are_gathered_for_one_product_ahead(ranks):
     for name, _, seen in each(ranks):
         overlap = seen["overlap"]

@@ -20,7 +20,7 @@ from support.shared import late, one_half, poisoned
 from torch import Tensor
 
 from trainer.config import RunConfig
-from trainer.distributed import boxes, copied, shards
+from trainer.distributed import boxes, copied
 from trainer.distributed.boxes import Boxes
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.copied import Copied
@@ -31,8 +31,7 @@ EPOCHS = 80
 
 
 def call(group: TensorGroup, seed: int, dtype: torch.dtype) -> list[Tensor]:
-    """What a call gives, of any kind: with several weights, biases and what is kept; two gathers, of which the second
-    begins before the first has ended."""
+    """What a call gives, of any kind: with several weights, biases and what is kept."""
     generator = torch.Generator().manual_seed(seed * group.size + group.rank)
     alike = random.Random(seed)
     tokens = alike.randrange(1, 9)
@@ -41,13 +40,13 @@ def call(group: TensorGroup, seed: int, dtype: torch.dtype) -> list[Tensor]:
         return torch.randn(*shape, generator=generator).to(dtype)
 
     weights, biases = [draw(6, 4), draw(3, 4)], [draw(6), None]
-    if alike.random() < 0.3:
-        x, other = draw(tokens, 4), draw(2, tokens)
-        started = [group.gather(x), group.gather(other.t())]
-        if isinstance(group, Copied):
-            x.zero_()  # as its memory may be used anew
-        return [group.wait(one) for one in started]
-    if alike.random() < 0.5:
+    kind = alike.randrange(4)
+    if kind == 0:
+        gradients = [draw(group.size * tokens, 6), draw(group.size * tokens, 3)]
+        return group.columns_gradients(gradients, weights, draw(tokens, 4))
+    if kind == 1:
+        return group.rows_gradients(draw(tokens, 6), weights[0], draw(group.size * tokens, 4))
+    if kind == 2:
         products, kept = group.gather_matmul(draw(tokens, 4), weights, Role.OUTPUT, biases, keep=alike.random() < 0.5)
         return products + ([] if kept is None else [kept])
     operands = [draw(group.size * tokens, 6), draw(group.size * tokens, 3)]
@@ -74,13 +73,12 @@ def main(out: str) -> None:
     left_out = {
         "nothing": (),
         "waits": (patch.object(copied, "await_flag", lambda *_: None),),
-        "waits of gathers": (patch.object(shards, "await_flag", lambda *_: None),),
         "halves": (patch.object(Boxes, "box", one_half(Boxes.box)),),
     }
     results = {}
     with patch.object(boxes, "share", poisoned), patch.object(copied, "matmul_into", late(copied.matmul_into, rank)):
         for what, changes in left_out.items():
-            boxes.boxes_of.cache_clear()
+            copied.boxes_of.cache_clear()
             for change in changes:
                 change.start()
             for dtype in (torch.float32, torch.bfloat16):

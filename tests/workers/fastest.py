@@ -25,7 +25,7 @@ from trainer.precision.products import Role
 
 
 def decided(name: str, rank: int, file: Path, near: bool = True) -> list[str]:
-    """What is said of a gathered and a reduced product and of two gathers, which have to be right."""
+    """What is said of a gathered and a reduced product and of their gradients, which have to be right."""
     fastest.table.cache_clear()
     group, usual = Fastest(name, rank, 2, near=near, file=str(file)), TensorGroup(name, rank, 2)
     x, weights = torch.randn(6, 8), [torch.randn(4, 8), torch.randn(2, 8)]
@@ -37,9 +37,10 @@ def decided(name: str, rank: int, file: Path, near: bool = True) -> list[str]:
         torch.testing.assert_close(
             total, usual.wait(usual.matmul_scatter_sum([found[0]], [torch.ones(8, 4)], Role.OUTPUT))
         )
-        started = [one.gather(x), one.gather(x[:2])]
-        for part, rows in zip(started, (6, 2)):
-            torch.testing.assert_close(one.wait(part), usual.wait(usual.gather(x[:rows])))
+        y = [torch.randn(12, 4), torch.randn(12, 2)]
+        torch.testing.assert_close(one.columns_gradients(y, weights, x), usual.columns_gradients(y, weights, x))
+        wide = x[:, :4].contiguous(), weights[0], torch.randn(12, 8)
+        torch.testing.assert_close(one.rows_gradients(*wide), usual.rows_gradients(*wide))
     texts: list = [None] * 2
     dist.all_gather_object(texts, group.decided())
     assert texts[0] == texts[1] and not group.decided()

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,11 @@ def reduced(group: TensorGroup, operands: list[Tensor], weights: list[Tensor], r
     return [group.wait(group.matmul_scatter_sum(operands, weights, role))]
 
 
+def run(function: Callable[..., list[Tensor]], group: TensorGroup, arguments: list[Any]) -> list[Tensor]:
+    """Of a function above, or of the backend's method of that name."""
+    return getattr(type(group), function.__name__, function)(group, *arguments)
+
+
 class Shapes:
     """Operands of the products of a layer, forward and backward; equal on ranks where they have to be."""
 
@@ -76,8 +82,8 @@ class Shapes:
             "o": (reduced, inner[:1], [o], Role.OUTPUT),
             "down": (reduced, inner[1:], [down], Role.OUTPUT),
             "qkv backward": (reduced, whole[:3], qkv, Role.INPUT_GRADIENT),
-            "gate_up backward": (reduced, whole[3:], gate_up, Role.INPUT_GRADIENT),
-            "o backward": (gathered, mine, [o], Role.INPUT_GRADIENT, True),
+            "gate_up gradients": (TensorGroup.columns_gradients, whole[3:], gate_up, mine),
+            "o gradients": (TensorGroup.rows_gradients, mine, o, inner[0]),
             "down backward": (gathered, mine, [down], Role.INPUT_GRADIENT, True),
         }
 
@@ -99,11 +105,11 @@ def main(out: str, epochs: int = 40) -> None:
         shapes = Shapes(rank, size, device, dtype)
         for epoch in range(epochs):
             for call, (function, *arguments) in shapes.calls(TOKENS[dtype][epoch % len(TOKENS[dtype])]).items():
-                expected = function(off, *arguments)
+                expected = run(function, off, arguments)
                 for method, group in methods.items():
                     if late.random() < 0.3:
                         torch.cuda._sleep(late.randrange(5_000_000))
-                    found = [function(group, *arguments) for _ in range(2)]
+                    found = [run(function, group, arguments) for _ in range(2)]
                     assert all(map(torch.equal, *found)), f"{method}, {call}: other bits the second time"
                     for one, other in zip(found[0], expected):
                         error = ((one.float() - other.float()).norm() / other.float().norm()).item()

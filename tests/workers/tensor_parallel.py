@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from support.launch import fork, leave
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -229,6 +231,21 @@ def measure_overlap(world: World, backend: type[TensorGroup] = TensorGroup) -> d
     return {name: steps.seen for name, steps in seen.items()}
 
 
+def compiled_operators(world: World) -> list[str]:
+    """The project's own and collective operators of the backward graph of a compiled feed-forward."""
+    graphs: list[list[str]] = []
+
+    def record(graph: torch.fx.GraphModule, _: Any) -> Callable:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(graph.forward)
+
+    spec = spec_of(**LLAMA)
+    block = model_of(spec, world).layers["0"].feed_forward
+    compiled = torch.compile(block, backend=aot_autograd(fw_compiler=record), fullgraph=True)
+    compiled(random_part(world, TOKENS, spec.width)).sum().backward()
+    return [name for name in graphs[1] if name.startswith(("trainer", "_c10d"))]
+
+
 class Pieces(TensorGroup):
     """Another backend: gathers in two pieces, and reduces by another operator."""
 
@@ -380,6 +397,7 @@ def main(out: str) -> None:
             "layers": {kind: measure_layer(changes, world) for kind, changes in KINDS.items()},
             "head": measure_head(world),
             "overlap": measure_overlap(world) if tp > 1 else {},
+            "compiled": compiled_operators(world) if tp == 2 else [],
             "overlap in pieces": measure_overlap(world, Chunks) if tp == 2 else {},
             "other backend": other_backend(world) if tp > 1 else {},
             "deferred": defer(world),

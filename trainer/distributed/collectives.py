@@ -5,14 +5,15 @@ Between the matrix products of a layer, rank r of t holds the r-th of t equal ru
 usable, so that what is called between the two overlaps. All of them are visible to the compiler.
 
 Products whose input is gathered, or whose result is reduce-scattered, are methods too (`gather_matmul`,
-`matmul_scatter_sum`): here one after the other, and in a backend that fuses them at once. Another backend is a class
-with these methods; `parallel/tensor.py` gives it to the model.
+`matmul_scatter_sum`), and so are all products of a layer's backward pass (`columns_gradients`, `rows_gradients`): here
+one after the other, and in a backend that fuses them at once. Another backend is a class with these methods;
+`parallel/tensor.py` gives it to the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, ClassVar
 
@@ -23,8 +24,8 @@ from trainer.precision.products import Multiply, Role, matmul, matmul_sum
 
 c10d = torch.ops._c10d_functional
 
-Started = Tensor | Sequence[Tensor]
-"""What the start of a collective returns, for `wait`. Only backends of their own return sequences."""
+Started = Tensor | list[Tensor]
+"""What the start of a collective returns, for `wait`. Only backends of their own return lists."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class TensorGroup:
     name: str
     rank: int
     size: int
+    key: str = field(init=False, compare=False, repr=False)
+    """By which `GROUPS` knows it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", repr(self))
+        GROUPS[self.key] = self
 
     def gather_matmul(
         self,
@@ -61,7 +68,26 @@ class TensorGroup:
         rank's tokens of it, [tokens / t, ...]."""
         return self.scatter_sum(matmul_sum(operands, weights, role, multiply))
 
-    def gather(self, x: Tensor) -> Started:
+    def columns_gradients(
+        self, gradients: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, multiply: Multiply = matmul
+    ) -> list[Tensor]:
+        """The gradient of the input x [tokens / t, inputs], and that of each weight [outputs / t, inputs], of column
+        parallel products. gradients: of the products, [tokens, outputs / t] each.
+
+        x is gathered again behind the product of its gradient, and that is reduce-scattered behind the weights'."""
+        started = self.gather(x)
+        to_x = self.matmul_scatter_sum(gradients, weights, Role.INPUT_GRADIENT, multiply)
+        whole = self.wait(started)
+        to_weights = [multiply(gradient, whole, Role.WEIGHT_GRADIENT) for gradient in gradients]
+        return [self.wait(to_x), *to_weights]
+
+    def rows_gradients(self, gradient: Tensor, weight: Tensor, x: Tensor, multiply: Multiply = matmul) -> list[Tensor]:
+        """The gradients of the input x [tokens, inputs / t] and of the weight [outputs, inputs / t] of a row parallel
+        product. gradient: of this rank's tokens of it, [tokens / t, outputs]."""
+        (to_x,), whole = self.gather_matmul(gradient, [weight], Role.INPUT_GRADIENT, keep=True, multiply=multiply)
+        return [to_x, multiply(whole, x, Role.WEIGHT_GRADIENT)]
+
+    def gather(self, x: Tensor) -> Tensor:
         """Starts: [tokens / t, ...] of each rank -> [tokens, ...] on every rank."""
         return c10d.all_gather_into_tensor(x.contiguous(), self.size, self.name)
 
@@ -86,6 +112,10 @@ class TensorGroup:
     def own(self, x: Tensor) -> Tensor:
         """This rank's [tokens / t, ...] of `x`: [tokens, ...]."""
         return x.tensor_split(self.size)[self.rank]
+
+
+GROUPS: dict[str, TensorGroup] = {}
+"""The groups that there are, for operators, which take no objects."""
 
 
 class ScatterSum(torch.autograd.Function):

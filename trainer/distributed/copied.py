@@ -10,10 +10,9 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from trainer.distributed.boxes import Boxes, boxes_of, others
@@ -21,7 +20,6 @@ from trainer.distributed.c10d_internals import groups
 from trainer.distributed.chunks import outputs
 from trainer.distributed.collectives import Started, TensorGroup
 from trainer.distributed.flags import await_flag, raise_flag
-from trainer.distributed.shards import Shards, go_on
 from trainer.precision.products import Multiply, Role, matmul, matmul_into
 
 
@@ -51,6 +49,46 @@ def copies(device: torch.device) -> Copies:
     return Copies(device)
 
 
+def send(x: Tensor, name: str, rank: int, size: int) -> tuple[Tensor, Boxes]:
+    """Sends this rank's x [tokens, n] to all others. Returns where those of all will be, [ranks, tokens, n], and the
+    boxes whose flags say when; this rank's place is empty."""
+    boxes = boxes_of("gather", groups()[name], x.dtype)
+    boxes.begin(size * x.numel(), size, x.device)
+    for to in others(rank, size):
+        copies(x.device).send(x, boxes, rank, to, size)
+    return boxes.box(rank, (size * len(x), x.shape[1])).unflatten(0, (size, -1)), boxes
+
+
+def send_sums(
+    operands: Sequence[Tensor], weights: Sequence[Tensor], kind: Role, name: str, rank: int, size: int
+) -> tuple[Tensor, Boxes]:
+    """Sends each rank its tokens of the sum over operands of their products with the weights. Returns these sums,
+    [ranks, tokens, ...], and the boxes in which those of others arrive."""
+    first = operands[0]
+    tokens, width = len(first) // size, outputs(weights[0], kind)
+    boxes = boxes_of("scatter", groups()[name], first.dtype)
+    boxes.begin(size * tokens * width, size, first.device)
+    sums = first.new_empty(size, tokens, width)
+    for to in [*others(rank, size), rank]:
+        for number, (operand, weight) in enumerate(zip(operands, weights)):
+            run = operand.unflatten(0, (size, -1))[to]
+            matmul_into(sums[to], run, weight, kind, sums[to] if number else None)
+        if to != rank:
+            copies(first.device).send(sums[to], boxes, rank, to, size)
+    return sums, boxes
+
+
+def sum_received(sums: Tensor, boxes: Boxes, rank: int, size: int) -> Tensor:
+    """This rank's tokens of the sum over ranks of what `send_sums` has sent."""
+    arrived = boxes.box(rank, (size * sums.shape[1], sums.shape[2])).unflatten(0, (size, -1))
+    for source in reversed(others(rank, size)):
+        await_flag(boxes.flag(rank, source), boxes.epoch)
+    if size == 2:
+        return arrived[1 - rank] + sums[rank]
+    arrived[rank].copy_(sums[rank])
+    return arrived.sum(0)  # in fp32, whatever the type
+
+
 @torch.library.custom_op("trainer::copied_gather_matmul", mutates_args=())
 def copied_gather_matmul(
     x: Tensor,
@@ -63,13 +101,8 @@ def copied_gather_matmul(
     keep: bool,
 ) -> list[Tensor]:
     """The products of all ranks' x with each weight; and with `keep` all ranks' x."""
-    x, kind, sender = x.contiguous(), Role[role], copies(x.device)
-    tokens, inputs = x.shape
-    boxes = boxes_of("gather", groups()[name], x.dtype)
-    boxes.begin(size * tokens * inputs, size, x.device)
-    for to in others(rank, size):
-        sender.send(x, boxes, rank, to, size)
-    whole = boxes.box(rank, (size * tokens, inputs)).unflatten(0, (size, -1))
+    x, kind = x.contiguous(), Role[role]
+    (tokens, inputs), (whole, boxes) = x.shape, send(x, name, rank, size)
     results = [x.new_empty(size, tokens, outputs(weight, kind)) for weight in weights]
     kept = x.new_empty(size, tokens, inputs) if keep else None
     for source in [rank, *reversed(others(rank, size))]:
@@ -80,7 +113,7 @@ def copied_gather_matmul(
             matmul_into(result[source], part, weight, kind, bias)
         if kept is not None:
             kept[source].copy_(part)
-    sender.end()
+    copies(x.device).end()
     return [result.flatten(0, 1) for result in results + ([] if kept is None else [kept])]
 
 
@@ -104,26 +137,9 @@ def copied_matmul_scatter(
     operands: Sequence[Tensor], weights: Sequence[Tensor], role: str, name: str, rank: int, size: int
 ) -> Tensor:
     """This rank's tokens of the sum over ranks and operands of their products with the weights."""
-    kind, first = Role[role], operands[0]
-    tokens, width, sender = len(first) // size, outputs(weights[0], kind), copies(first.device)
-    boxes = boxes_of("scatter", groups()[name], first.dtype)
-    boxes.begin(size * tokens * width, size, first.device)
-    sums = first.new_empty(size, tokens, width)
-    for to in [*others(rank, size), rank]:
-        for number, (operand, weight) in enumerate(zip(operands, weights)):
-            run = operand.unflatten(0, (size, -1))[to]
-            matmul_into(sums[to], run, weight, kind, sums[to] if number else None)
-        if to != rank:
-            sender.send(sums[to], boxes, rank, to, size)
-    arrived = boxes.box(rank, (size * tokens, width)).unflatten(0, (size, -1))
-    for source in reversed(others(rank, size)):
-        await_flag(boxes.flag(rank, source), boxes.epoch)
-    if size == 2:
-        total = arrived[1 - rank] + sums[rank]
-    else:  # added up in fp32, whatever the type
-        arrived[rank].copy_(sums[rank])
-        total = arrived.sum(0)
-    sender.end()
+    sums, boxes = send_sums(operands, weights, Role[role], name, rank, size)
+    total = sum_received(sums, boxes, rank, size)
+    copies(total.device).end()
     return total
 
 
@@ -132,56 +148,9 @@ def _(operands: Sequence[Tensor], weights: Sequence[Tensor], role: str, name: st
     return operands[0].new_empty(len(operands[0]) // size, outputs(weights[0], Role[role]))
 
 
-GATHERS: dict[int, tuple[Tensor, Tensor, torch.Event | None]] = {}
-"""By the address of what `copied_gather` returned: a whole that is being filled, what is sent meanwhile, and the event
-behind both."""
-
-
-@cache
-def tokens_of(group: dist.ProcessGroup) -> Shards:
-    return Shards(group, "tokens")
-
-
-@torch.library.custom_op("trainer::copied_gather", mutates_args=())
-def copied_gather(x: Tensor, name: str, size: int) -> Tensor:
-    """Starts to gather all ranks' x. Returns what `copied_gathered` takes: no memory, but the shape of the result.
-
-    What is sent is a copy: to the compiler this operator has done all that it does with x, whose memory it uses anew.
-    """
-    whole, sent = x.new_empty(size * len(x), *x.shape[1:]), x.clone(memory_format=torch.contiguous_format)
-    ended = tokens_of(groups()[name]).gather([sent.view(-1)], [whole.view(size, -1)])
-    started = x.new_empty(1)
-    GATHERS[started.data_ptr()] = whole, sent, ended
-    return started.expand(whole.shape)
-
-
-@copied_gather.register_fake
-def _(x: Tensor, name: str, size: int) -> Tensor:
-    return x.new_empty(1).expand(size * len(x), *x.shape[1:])
-
-
-@torch.library.custom_op("trainer::copied_gathered", mutates_args=())
-def copied_gathered(started: Tensor) -> Tensor:
-    """What `copied_gather` has started, when the current stream may use it."""
-    whole, _, ended = GATHERS.pop(started.data_ptr())
-    go_on(ended)
-    return whole
-
-
-@copied_gathered.register_fake
-def _(started: Tensor) -> Tensor:
-    return started.new_empty(started.shape)
-
-
-class Gather(NamedTuple):
-    """One that was started."""
-
-    started: Tensor
-
-
 @dataclass(frozen=True)
 class Copied(TensorGroup):
-    """`TensorGroup` by copies over memory that the ranks of a node share, of the usual products and of gathers."""
+    """`TensorGroup` by copies over memory that the ranks of a node share, of the usual products."""
 
     reductions: ClassVar[tuple[Any, ...]] = (*TensorGroup.reductions, torch.ops.trainer.copied_matmul_scatter.default)
 
@@ -208,10 +177,36 @@ class Copied(TensorGroup):
         place = role.name, self.name, self.rank, self.size
         return [copied_matmul_scatter(list(operands), list(weights), *place)]
 
-    def gather(self, x: Tensor) -> Started:
-        return Gather(copied_gather(x, self.name, self.size))
+    def columns_gradients(
+        self, gradients: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, multiply: Multiply = matmul
+    ) -> list[Tensor]:
+        if multiply is not matmul:
+            return super().columns_gradients(gradients, weights, x, multiply)
+        x, place = x.contiguous(), (self.name, self.rank, self.size)
+        whole, boxes = send(x, *place)
+        sums, received = send_sums(gradients, weights, Role.INPUT_GRADIENT, *place)
+        whole[self.rank].copy_(x)
+        for source in reversed(others(self.rank, self.size)):
+            await_flag(boxes.flag(self.rank, source), boxes.epoch)
+        to_weights = [matmul(gradient, whole.flatten(0, 1), Role.WEIGHT_GRADIENT) for gradient in gradients]
+        to_x = sum_received(sums, received, self.rank, self.size)
+        copies(x.device).end()
+        return [to_x, *to_weights]
+
+    def rows_gradients(self, gradient: Tensor, weight: Tensor, x: Tensor, multiply: Multiply = matmul) -> list[Tensor]:
+        if multiply is not matmul:
+            return super().rows_gradients(gradient, weight, x, multiply)
+        gradient = gradient.contiguous()
+        whole, boxes = send(gradient, self.name, self.rank, self.size)
+        whole[self.rank].copy_(gradient)
+        to_x = x.new_empty(self.size, len(gradient), x.shape[1])
+        for source in [self.rank, *reversed(others(self.rank, self.size))]:
+            if source != self.rank:
+                await_flag(boxes.flag(self.rank, source), boxes.epoch)
+            matmul_into(to_x[source], whole[source], weight, Role.INPUT_GRADIENT)
+        to_weight = matmul(whole.flatten(0, 1), x, Role.WEIGHT_GRADIENT)
+        copies(x.device).end()
+        return [to_x.flatten(0, 1), to_weight]
 
     def wait(self, x: Started) -> Tensor:
-        if isinstance(x, Gather):
-            return copied_gathered(x.started)
         return super().wait(x) if isinstance(x, Tensor) else x[0]

@@ -2,8 +2,10 @@
 
 The first call of a shape runs every way a few times, on all ranks of the group in lock-step, and all take what was the
 fastest on the slowest rank. What was found is kept in a file by machine and versions, so that the next run takes the
-same. To autograd, recompute and the compiler a call is an operator, whichever way it goes; a gather two, of which the
-first starts it."""
+same. To autograd, recompute and the compiler a call is an operator, whichever way it goes.
+
+The products of a layer's backward pass are one call. Where weight gradients are put off, what is left of it stays as it
+is under `off`."""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,8 +36,6 @@ from trainer.precision.products import Multiply, Role, matmul
 from trainer.util.files import write_atomic
 from trainer.util.reading import Malformed, read_json
 
-WAYS, GATHERING = ("off", "chunks", "copy_engine", "triton"), ("off", "copy_engine")
-"""All, and those that gather otherwise."""
 CHUNKS = 2
 WARM, BATCHES, RUNS = 3, 3, 5
 GAIN = 0.02
@@ -57,27 +57,23 @@ class Table:
         self.times: dict[str, dict[str, float]] = {}
         self.notes: list[str] = []
 
-    def fastest(
-        self, call: str, run: Callable[[TensorGroup], object], device: torch.device, ways: Collection[str] = WAYS
-    ) -> TensorGroup:
-        """The way for a call, of `ways`, by which `run` makes it. All ranks ask alike."""
+    def fastest(self, call: str, run: Callable[[TensorGroup], object], device: torch.device) -> TensorGroup:
+        """The way for a call, by which `run` makes it. All ranks ask alike."""
         if call not in self.times:
             found = self.known(call, device)
-            times = self.measure(run, device, ways) if found is None else found
+            times = self.measure(run, device) if found is None else found
             self.times[call] = times
             if found is None:
                 self.keep(call, device)
             self.notes.append(f"parallel.fusion=auto, {call}: {said(times)}")
         return self.ways[chosen(self.times[call])]
 
-    def measure(
-        self, run: Callable[[TensorGroup], object], device: torch.device, ways: Collection[str]
-    ) -> dict[str, float]:
+    def measure(self, run: Callable[[TensorGroup], object], device: torch.device) -> dict[str, float]:
         """Milliseconds of the slowest rank by way, of those that run here."""
-        names = [name for name in self.ways if name in ways and (name != "triton" or device.type == "cuda")]
-        times = torch.tensor([clocked(run, self.ways[name], device) for name in names], device=device)
+        ways = [name for name in self.ways if name != "triton" or device.type == "cuda"]
+        times = torch.tensor([clocked(run, self.ways[name], device) for name in ways], device=device)
         dist.all_reduce(times, dist.ReduceOp.MAX, self.group)
-        return {name: value for name, value in zip(names, times.tolist()) if math.isfinite(value)}
+        return {name: value for name, value in zip(ways, times.tolist()) if math.isfinite(value)}
 
     def known(self, call: str, device: torch.device) -> dict[str, float] | None:
         """What the file of the group's first rank says of a call."""
@@ -155,9 +151,8 @@ def described(kind: str, x: Tensor, weights: Sequence[Tensor], role: str, size: 
     every length of generated texts is measured."""
     tokens = 1 << (len(x) * (1 if kind == "reduced product" else size) - 1).bit_length()
     widths = " + ".join(f"{weight.shape[0]} x {weight.shape[1]}" for weight in weights)
-    of = f"with {widths}" if weights else f"{math.prod(x.shape[1:])} wide"
     more = "".join(f", {word}" for word in (role.lower().replace("_", " "), "kept" * keep) if word)
-    return f"{kind} of up to {tokens} tokens over {size} ranks {of} ({str(x.dtype)[6:]}{more})"
+    return f"{kind} of up to {tokens} tokens over {size} ranks with {widths} ({str(x.dtype)[6:]}{more})"
 
 
 @torch.library.custom_op("trainer::fastest_gather_matmul", mutates_args=())
@@ -198,74 +193,29 @@ def _(
     return [x.new_empty(size * len(x), width) for width in widths]
 
 
-STARTED: dict[int, tuple[TensorGroup, Started, Tensor | None]] = {}
-"""By the address of what a start returned: the way, what that has started, and what is sent meanwhile."""
-
-
 @torch.library.custom_op("trainer::fastest_matmul_scatter", mutates_args=())
 def fastest_matmul_scatter(
-    operands: Sequence[Tensor], weights: Sequence[Tensor], role: str, name: str, size: int, near: bool, file: str
+    operand: Tensor, weight: Tensor, role: str, name: str, size: int, near: bool, file: str
 ) -> Tensor:
-    """Starts: this rank's tokens of the sum over ranks and operands of their products with the weights. Returns what
-    `fastest_ended` takes: no memory, but the shape of the result."""
-    kind, first = Role[role], operands[0]
-    call = described("reduced product", first, weights, role, size)
-    way = table(groups()[name], near, file).fastest(
-        call, lambda way: way.wait(way.matmul_scatter_sum(operands, weights, kind)), first.device
-    )
-    started = first.new_empty(1)
-    STARTED[started.data_ptr()] = way, way.matmul_scatter_sum(operands, weights, kind), None
-    return started.expand(len(first) // size, outputs(weights[0], kind))
+    """This rank's tokens of the sum over ranks of their products."""
+
+    def run(way: TensorGroup) -> Tensor:
+        return way.wait(way.matmul_scatter_sum([operand], [weight], Role[role]))
+
+    call = described("reduced product", operand, [weight], role, size)
+    return run(table(groups()[name], near, file).fastest(call, run, operand.device))
 
 
 @fastest_matmul_scatter.register_fake
-def _(
-    operands: Sequence[Tensor], weights: Sequence[Tensor], role: str, name: str, size: int, near: bool, file: str
-) -> Tensor:
-    return operands[0].new_empty(1).expand(len(operands[0]) // size, outputs(weights[0], Role[role]))
-
-
-@torch.library.custom_op("trainer::fastest_gather", mutates_args=())
-def fastest_gather(x: Tensor, name: str, size: int, near: bool, file: str) -> Tensor:
-    """Starts to gather all ranks' x, as `copied_gather` or by collectives. Returns what `fastest_ended` takes."""
-
-    def start(way: TensorGroup) -> tuple[Started, Tensor]:
-        sent = x if isinstance(way, Copied) else x.clone(memory_format=torch.contiguous_format)
-        return way.gather(sent), sent
-
-    call = described("gather", x, (), "", size)
-    way = table(groups()[name], near, file).fastest(call, lambda way: way.wait(start(way)[0]), x.device, GATHERING)
-    started = x.new_empty(1)
-    STARTED[started.data_ptr()] = way, *start(way)
-    return started.expand(size * len(x), *x.shape[1:])
-
-
-@fastest_gather.register_fake
-def _(x: Tensor, name: str, size: int, near: bool, file: str) -> Tensor:
-    return x.new_empty(1).expand(size * len(x), *x.shape[1:])
-
-
-@torch.library.custom_op("trainer::fastest_ended", mutates_args=())
-def fastest_ended(started: Tensor) -> Tensor:
-    """The result of what was started, when the current stream may use it."""
-    way, begun, _ = STARTED.pop(started.data_ptr())
-    return way.wait(begun)
-
-
-@fastest_ended.register_fake
-def _(started: Tensor) -> Tensor:
-    return started.new_empty(started.shape)
+def _(operand: Tensor, weight: Tensor, role: str, name: str, size: int, near: bool, file: str) -> Tensor:
+    return operand.new_empty(len(operand) // size, outputs(weight, Role[role]))
 
 
 @dataclass(frozen=True)
 class Fastest(TensorGroup):
     """`TensorGroup` by the fastest way for each call, of the usual products. near, file: see `Table`."""
 
-    reductions: ClassVar[tuple[Any, ...]] = (
-        *TensorGroup.reductions,
-        torch.ops.trainer.fastest_matmul_scatter.default,
-        torch.ops.trainer.fastest_ended.default,
-    )
+    reductions: ClassVar[tuple[Any, ...]] = (*TensorGroup.reductions, torch.ops.trainer.fastest_matmul_scatter.default)
 
     near: bool = True
     file: str = ""
@@ -289,16 +239,32 @@ class Fastest(TensorGroup):
     def matmul_scatter_sum(
         self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
     ) -> Started:
-        if multiply is not matmul:
+        if multiply is not matmul or role is not Role.OUTPUT:
             return super().matmul_scatter_sum(operands, weights, role, multiply)
         place = role.name, self.name, self.size
-        return [fastest_matmul_scatter(list(operands), list(weights), *place, self.near, self.file)]
+        return [fastest_matmul_scatter(operands[0], weights[0], *place, self.near, self.file)]
 
-    def gather(self, x: Tensor) -> Started:
-        return [fastest_gather(x, self.name, self.size, self.near, self.file)]
+    def columns_gradients(
+        self, gradients: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, multiply: Multiply = matmul
+    ) -> list[Tensor]:
+        if multiply is not matmul:
+            return super().columns_gradients(gradients, weights, x, multiply)
+        return self.backward("gathered", weights, x, lambda way: way.columns_gradients(gradients, weights, x))
+
+    def rows_gradients(self, gradient: Tensor, weight: Tensor, x: Tensor, multiply: Multiply = matmul) -> list[Tensor]:
+        if multiply is not matmul:
+            return super().rows_gradients(gradient, weight, x, multiply)
+        return self.backward("reduced", [weight], gradient, lambda way: way.rows_gradients(gradient, weight, x))
+
+    def backward(
+        self, kind: str, weights: Sequence[Tensor], mine: Tensor, run: Callable[[TensorGroup], list[Tensor]]
+    ) -> list[Tensor]:
+        """mine: what has this rank's tokens."""
+        call = described(f"gradients of a {kind} product", mine, weights, "", self.size)
+        return run(table(groups()[self.name], self.near, self.file).fastest(call, run, mine.device))
 
     def wait(self, x: Started) -> Tensor:
-        return super().wait(x) if isinstance(x, Tensor) else fastest_ended(x[0])
+        return super().wait(x) if isinstance(x, Tensor) else x[0]
 
     def decided(self) -> list[str]:
         """What has been decided since the last time that this was asked, in words."""

@@ -43,18 +43,17 @@ def pieces(lengths: Sequence[int], most: int) -> Iterator[list[Part]]:
 
 
 class Shards:
-    """The ranks that share parameters, or other things of one kind, which they cut in equal parts. All of them make the
-    same calls in the same order.
+    """The ranks that share parameters. All of them make the same calls in the same order.
 
     Each call runs beside the current stream, behind what that has done so far, and returns an event behind it; on CPUs
     it has ended then, and the event is None."""
 
-    def __init__(self, group: dist.ProcessGroup, kind: str = "parameters"):
-        self.group, self.rank, self.size, self.kind = group, group.rank(), group.size(), kind
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.rank, self.size = group, group.rank(), group.size()
 
     def gather(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> torch.Event | None:
         """Fills `wholes`, [ranks, n] each, with all ranks' `shards`, [n] each, which are cast to their type."""
-        return beside(f"gathers of {self.kind}", wholes[0].device, lambda: self._gather(shards, wholes))
+        return beside("gathers", wholes[0].device, lambda: self._gather(shards, wholes))
 
     def sum(self, gradients: Sequence[Tensor], total: Tensor) -> torch.Event | None:
         """Writes to `total` this rank's rows of the sum over ranks of each gradient, end to end.
@@ -62,10 +61,10 @@ class Shards:
         gradients: contiguous, of one type, kept by the caller until the event. Their first dimension is cut into equal
         numbers of rows, one for each rank, where it divides; else the last ranks have fewer, and what stands in their
         place in `total` means nothing."""
-        return beside(f"sums of {self.kind}", total.device, lambda: self._sum(gradients, total))
+        return beside("sums", total.device, lambda: self._sum(gradients, total))
 
     def _gather(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
-        boxes, away = boxes_of(f"gathers of {self.kind}", self.group, wholes[0].dtype), others(self.rank, self.size)
+        boxes, away = boxes_of("shards", self.group, wholes[0].dtype), others(self.rank, self.size)
         for piece in pieces([len(shard) for shard in shards], BOX):
             length = sum(stop - start for _, start, stop in piece)
             boxes.begin(length, self.size, wholes[0].device)
@@ -81,8 +80,7 @@ class Shards:
 
     def _sum(self, gradients: Sequence[Tensor], total: Tensor) -> None:
         rows = [-(-len(gradient) // self.size) * gradient[0].numel() for gradient in gradients]
-        boxes, away = boxes_of(f"sums of {self.kind}", self.group, gradients[0].dtype), others(self.rank, self.size)
-        first = 0
+        boxes, away, first = boxes_of("sums", self.group, gradients[0].dtype), others(self.rank, self.size), 0
         for piece in pieces(rows, max(BOX // self.size, 1)):
             length = sum(stop - start for _, start, stop in piece)
             boxes.begin(self.size * length, self.size, total.device)

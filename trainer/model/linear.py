@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from trainer.distributed.collectives import Started, TensorGroup
+from trainer.distributed.collectives import GROUPS, TensorGroup
 from trainer.precision.products import Multiply, Role, matmul, matmul_sum
 
 
@@ -33,11 +33,9 @@ class DeferredGrads:
 
     def __init__(self) -> None:
         self.active = False
-        self.pending: deque[tuple[list[Tensor], Callable[[], Started], Callable[[Started], list[Tensor]]]] = deque()
+        self.pending: deque[tuple[list[Tensor], Callable[[], Tensor], Callable[[Tensor], list[Tensor]]]] = deque()
 
-    def put(
-        self, weights: list[Tensor], start: Callable[[], Started], finish: Callable[[Started], list[Tensor]]
-    ) -> None:
+    def put(self, weights: list[Tensor], start: Callable[[], Tensor], finish: Callable[[Tensor], list[Tensor]]) -> None:
         """`start` begins the collective that brings the missing factor, `finish` waits and multiplies: one gradient for
         each of `weights`, which are the parameters or differentiable views of them."""
         self.pending.append((weights, start, finish))
@@ -97,24 +95,18 @@ def columns_backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, 
     """The gradient of the input of `Columns`; those of the weights are accumulated or put off."""
     targets, layer = leaves(numbers)
     group, deferred, multiply = layer.group, layer.deferred, layer.multiply
-
-    def start() -> Started:
-        return x if group is None else group.gather(x)
-
-    def finish(started: Started) -> list[Tensor]:
-        return weight_gradients(gradients, started if group is None else group.wait(started), multiply)
-
-    started = None if deferred.active else start()
-    to_x = (
-        matmul_sum(gradients, weights, Role.INPUT_GRADIENT, multiply)
-        if group is None
-        else group.matmul_scatter_sum(gradients, weights, Role.INPUT_GRADIENT, multiply)
+    if not deferred.active:
+        to_x, *to_weights = columns_gradients(group, gradients, weights, x, multiply)
+        accumulate(targets, to_weights)
+        return to_x
+    deferred.put(
+        targets,
+        lambda: x if group is None else group.gather(x),
+        lambda started: weight_gradients(gradients, started if group is None else group.wait(started), multiply),
     )
-    if deferred.active:
-        deferred.put(targets, start, finish)
-    else:
-        accumulate(targets, finish(started))
-    return to_x if group is None else group.wait(to_x)
+    if group is None:
+        return matmul_sum(gradients, weights, Role.INPUT_GRADIENT, multiply)
+    return group.wait(group.matmul_scatter_sum(gradients, weights, Role.INPUT_GRADIENT, multiply))
 
 
 @columns_backward.register_fake
@@ -127,23 +119,58 @@ def rows_backward(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -
     """The gradient of the input of `Rows`; that of the weight is accumulated or put off."""
     targets, layer = leaves([number])
     group, deferred, multiply = layer.group, layer.deferred, layer.multiply
-    (to_x,), whole = group.gather_matmul(
-        gradient, [weight], Role.INPUT_GRADIENT, keep=not deferred.active, multiply=multiply
+    if not deferred.active:
+        to_x, *to_weights = group.rows_gradients(gradient, weight, x, multiply)
+        accumulate(targets, to_weights)
+        return to_x
+    (to_x,), _ = group.gather_matmul(gradient, [weight], Role.INPUT_GRADIENT, multiply=multiply)
+    deferred.put(  # the gathered gradient is not kept until then
+        targets, lambda: group.gather(gradient), lambda started: weight_gradients([group.wait(started)], x, multiply)
     )
-    if deferred.active:  # the gathered gradient is not kept until then
-        deferred.put(
-            targets,
-            lambda: group.gather(gradient),
-            lambda started: weight_gradients([group.wait(started)], x, multiply),
-        )
-    else:
-        accumulate(targets, weight_gradients([whole], x, multiply))
     return to_x
 
 
 @rows_backward.register_fake
 def _(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("trainer::columns_gradients", mutates_args=())
+def group_columns_gradients(gradients: list[Tensor], weights: list[Tensor], x: Tensor, group: str) -> list[Tensor]:
+    """`TensorGroup.columns_gradients`, as one operator."""
+    return GROUPS[group].columns_gradients(gradients, weights, x)
+
+
+@group_columns_gradients.register_fake
+def _(gradients: list[Tensor], weights: list[Tensor], x: Tensor, group: str) -> list[Tensor]:
+    return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights)]
+
+
+@torch.library.custom_op("trainer::rows_gradients", mutates_args=())
+def group_rows_gradients(gradient: Tensor, weight: Tensor, x: Tensor, group: str) -> list[Tensor]:
+    """`TensorGroup.rows_gradients`, likewise."""
+    return GROUPS[group].rows_gradients(gradient, weight, x)
+
+
+@group_rows_gradients.register_fake
+def _(gradient: Tensor, weight: Tensor, x: Tensor, group: str) -> list[Tensor]:
+    return [x.new_empty(x.shape), weight.new_empty(weight.shape)]
+
+
+def keeps_order(multiply: Multiply) -> bool:
+    """Whether backward is an operator, in which everything is in its order: the compiler saves memory by putting the
+    start of a gather right before its end, so that nothing overlaps (torch 2.11 to 2.13)."""
+    return multiply is matmul and torch.compiler.is_compiling()
+
+
+def columns_gradients(
+    group: TensorGroup | None, gradients: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, multiply: Multiply
+) -> list[Tensor]:
+    """The gradients of the input and of each weight of `Columns`."""
+    if group is not None:
+        return group.columns_gradients(gradients, weights, x, multiply)
+    to_x = matmul_sum(gradients, weights, Role.INPUT_GRADIENT, multiply)
+    return [to_x, *weight_gradients(gradients, x, multiply)]
 
 
 def weight_gradients(gradients: Sequence[Tensor], x: Tensor, multiply: Multiply) -> list[Tensor]:
@@ -177,13 +204,11 @@ class Columns(torch.autograd.Function):
         if numbers:
             to_x = columns_backward(list(gradients), weights, x, numbers)
             return None, None, to_x, None, *[None] * ctx.count, *to_biases, *[None] * ctx.count
-        if group is None:
-            to_x = matmul_sum(gradients, weights, Role.INPUT_GRADIENT, multiply)
-            return None, None, to_x, None, *weight_gradients(gradients, x, multiply), *to_biases
-        started = group.gather(x)
-        to_x = group.matmul_scatter_sum(gradients, weights, Role.INPUT_GRADIENT, multiply)
-        to_weights = weight_gradients(gradients, group.wait(started), multiply)
-        return None, None, group.wait(to_x), None, *to_weights, *to_biases
+        if group is not None and keeps_order(multiply):
+            to_x, *to_weights = group_columns_gradients(list(gradients), weights, x, group.key)
+        else:
+            to_x, *to_weights = columns_gradients(group, gradients, weights, x, multiply)
+        return None, None, to_x, None, *to_weights, *to_biases
 
 
 class Rows(torch.autograd.Function):
@@ -205,10 +230,11 @@ class Rows(torch.autograd.Function):
         x, weight, *numbers = ctx.saved_tensors
         if ctx.numbered:
             return None, None, rows_backward(gradient, weight, x, numbers[0]), None, None
-        (to_x,), whole = ctx.group.gather_matmul(
-            gradient, [weight], Role.INPUT_GRADIENT, keep=True, multiply=ctx.multiply
-        )
-        return None, None, to_x, *weight_gradients([whole], x, ctx.multiply), None
+        if keeps_order(ctx.multiply):
+            to_x, to_weight = group_rows_gradients(gradient, weight, x, ctx.group.key)
+        else:
+            to_x, to_weight = ctx.group.rows_gradients(gradient, weight, x, ctx.multiply)
+        return None, None, to_x, to_weight, None
 
 
 def columns(
