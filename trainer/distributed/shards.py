@@ -105,8 +105,9 @@ class Shards:
 
 @cache
 def stream(use: str, device: torch.device) -> torch.cuda.Stream:
-    """One for each use: a box is written again in the order of its epochs."""
-    return torch.cuda.Stream(device)
+    """One for each use: a box is written again in the order of its epochs. Its kernels are short and go first: others
+    wait for them."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def beside(use: str, device: torch.device, work: Callable[[], None]) -> torch.Event | None:
