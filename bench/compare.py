@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).parents[1]
 LENGTH, STEPS, DROPPED = 8192, 20, 10
 LIMIT = float(os.environ.get("LIMIT", 150))
@@ -44,7 +46,7 @@ ROWS: dict[str, tuple[int, list[str], list[list[str]]]] = {
 
 def launch(name: str, out: Path, arguments: list[str], folder: Path) -> str:
     """What a torchrun over all GPUs printed; also in OUT/NAME.log."""
-    gpus = len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
+    gpus = max(1, torch.cuda.device_count())
     environment = {**os.environ, "OMP_NUM_THREADS": "8", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]

@@ -39,7 +39,9 @@ def command(name: str, flag: Tensor, value: int, how: int) -> None:
     stream = torch.cuda.current_stream(flag.device).cuda_stream
     error = driver_function(name)(stream, flag.data_ptr(), value, how)
     if error:
-        raise RuntimeError(f"parallel.fusion=copy_engine: {name} ends with CUDA error {error}; set parallel.fusion=off")
+        raise RuntimeError(
+            f"{name} ends with CUDA error {error}; set parallel.fusion=off and parallel.zero.transport=collectives"
+        )
 
 
 @cache

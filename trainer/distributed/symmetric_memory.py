@@ -40,13 +40,13 @@ def share(size: int, device: torch.device, group: dist.ProcessGroup) -> Shared:
         parts = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(dist.get_world_size(group))]
     except RuntimeError as error:
         raise ConfigError(
-            f"parallel.fusion: the GPUs of a tensor group cannot share memory ({str(error).splitlines()[0]}); set "
-            "parallel.fusion=chunks, which needs NCCL alone, or parallel.fusion=off"
+            f"the GPUs of a group cannot share memory ({str(error).splitlines()[0]}); set parallel.fusion=off or "
+            "chunks and parallel.zero.transport=collectives, which need NCCL alone"
         ) from error
     if parts[dist.get_rank(group)].data_ptr() != own.data_ptr():
         raise ConfigError(
-            f"parallel.fusion: torch {torch.__version__} does not say where shared memory begins; set "
-            "parallel.fusion=chunks or parallel.fusion=off"
+            f"torch {torch.__version__} does not say where shared memory begins; set parallel.fusion=off or chunks and "
+            "parallel.zero.transport=collectives"
         )
     own.zero_()
     torch.cuda.synchronize(device)

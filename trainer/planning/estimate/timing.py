@@ -267,8 +267,9 @@ class _Timer:
         replicas = 2 * self.rings["replicate"].seconds(self.gradient * size / shards.ranks)
         copy_in = ((MASTER + self.element) / shards.ranks + 2 * self.element * (shards.ranks > 1)) * size / pace.copy
         copy_out = (self.element + MASTER) * size / pace.copy
-        if copied:  # beside computation
-            copy_in = copy_out = 0.0
+        if copied:  # what is cast, kept and added up takes from the products beside it what it needs
+            copy_in = (MASTER + 3 * self.element) / shards.ranks * size / pace.copy
+            copy_out = ((MASTER + 2 * self.element) / shards.ranks + self.element) * size / pace.copy
         f, b = sum(forward.values()), sum(backward.values()) + sum(weight.values())
         if plan.stage <= 2:
             first, once, copies = pace.exposed(gather, f) + copy_in, gather, copy_in
