@@ -376,6 +376,16 @@ def test_the_folder_says_what_became_of_the_run(tmp_path):
         assert status() == [end, 3, 5]
 
 
+def test_the_first_reason_of_a_failure_stays(tmp_path):
+    """That of another rank's watchdog: the connection that breaks then is not the cause."""
+    for told, kept in (("rank 0 does not answer", "rank 0 does not answer"), (None, "Read error")):
+        log = logger(tmp_path, steps=5)
+        if told:
+            sinks.write_status(tmp_path, "failed", 1, 5, told)
+        log.close("failed", "Read error")
+        assert json.loads((tmp_path / "status.json").read_text())["reason"] == kept
+
+
 def test_a_torn_line_is_dropped_even_where_nothing_else_is(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 2.0}\n\x00\xff{"ste')
     logger(tmp_path, resume_step=2).step(record(3))

@@ -33,7 +33,7 @@ from trainer.observe.samples import Sample, SamplesFile, shown
 from trainer.util.exit_codes import DONE, STOPPED
 from trainer.util.extras import needs
 from trainer.util.files import write_atomic
-from trainer.util.reading import read_bytes
+from trainer.util.reading import Malformed, read_bytes, read_json
 from trainer.util.run_folder import LOG, METRICS_FILE, REPLACED, STATUS
 from trainer.util.tables import count, duration, percent, size
 
@@ -220,7 +220,17 @@ class Status:
         self.step = record["step"]
 
     def close(self, status: str, reason: str | None = None) -> None:
-        write_status(self.folder, status, self.step, self.total, reason)
+        """A failure that another rank's watchdog has told of stays: what fails here is what it ended."""
+        if status != "failed" or not self.told():
+            write_status(self.folder, status, self.step, self.total, reason)
+
+    def told(self) -> bool:
+        """Whether status.json says already why the run failed."""
+        try:
+            known = read_json(self.folder / STATUS, {"status": str, "reason": str}, "")
+        except (OSError, Malformed):
+            return False
+        return known["status"] == "failed"
 
 
 def write_status(folder: Path, status: str, step: int, total: int, reason: str | None = None) -> None:
