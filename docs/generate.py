@@ -160,7 +160,8 @@ RECEIPTS: dict[str, dict[str, tuple[int, ...]]] = {
 MEASURED = {
     ("llama3_8b_h200x2", "h200", 2): (
         "10,421 a GPU, [one micro-batch a step]"
-        "(performance.md#with-the-optimizers-kernels-of-today-and-best-against-best)"
+        "(performance.md#with-the-optimizers-kernels-of-today-and-best-against-best); 1.04 times that "
+        "[by copy engines](performance.md#copy-engines-and-fp8)"
     )
 }
 """What performance.md has of the same plan."""
