@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -50,21 +51,21 @@ def launch(name: str, out: Path, arguments: list[str], folder: Path) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "8", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    process = subprocess.Popen(
+        [*command, *arguments],
+        env=environment,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            [*command, *arguments],
-            env=environment,
-            cwd=folder,
-            timeout=LIMIT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        text = done.stdout
-    except subprocess.TimeoutExpired as late:
-        text = (late.stdout or b"").decode(errors="replace") + f"\nstopped after {LIMIT:.0f} s"
-        subprocess.run(["pkill", "-9", "-f", "torchtitan.train|bench/step.py"])
+        text, _ = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        text = process.communicate()[0] + f"\nstopped after {LIMIT:.0f} s"
     (out / f"{name}.log").write_text(text)
     return text
 

@@ -1,29 +1,32 @@
 """Products in fp8 beside bf16, on all GPUs of this machine: Llama-3 8B's matrices alone, whole steps, and the loss.
 
-    python bench/fp8.py OUT_FOLDER [products] [steps] [loss] [rounds=1] [depth=8] [seeds=3]
+    python bench/fp8.py OUT_FOLDER [products] [steps] [loss] [rounds=1] [depth=8] [seeds=3] [sequences=32] [text=GLOB]
 
 products, on one GPU: each matrix of a layer under 8,192 tokens, its three products, with their casts compiled and each
 without its casts. steps: the step of Llama-3 8B under ZeRO-3, cut to `depth` layers (32 needs two GPUs or more), bf16
-and each recipe in turn. loss: 1,000 steps of a 97M model on the default corpus by recipe and seed, beside bf16 with the
-same seeds. Lines go to OUT_FOLDER/fp8.jsonl, tables to the terminal."""
+and each recipe in turn. loss: 1,000 steps of a 97M model by recipe and seed, beside bf16 with the same seeds; those of
+one seed run at the same time. It reads the default corpus several times over, or the UTF-8 files of `text`. Lines go to
+OUT_FOLDER/fp8.jsonl, tables to the terminal."""
 
 from __future__ import annotations
 
 import json
-import os
+import math
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from compare import ROOT, ours
+from compare import ROOT, launch, ours
 from torch import Tensor
 
 from trainer.model.compiled import compiled
+from trainer.observe import metrics
 from trainer.precision.float8 import E4M3, Float8, quantise, scaled_product
 from trainer.precision.products import Role, matmul
 
@@ -31,6 +34,8 @@ TOKENS = 8192
 MATRICES = {"q, o": (4096, 4096), "k, v": (1024, 4096), "gate, up": (14336, 4096), "down": (4096, 14336)}
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 CASES = {"bf16": []} | {name: [f"precision.float8.recipe={name}"] for name in RECIPES}
+LAST = 50
+"""Steps over which the loss of training is averaged."""
 MODEL = "width=768 depth=12 attention.heads=12 feed_forward.width=2048".split()
 
 
@@ -95,45 +100,49 @@ def steps(out: Path, given: dict[str, str]) -> Iterator[dict[str, Any]]:
 
 
 def loss(out: Path, given: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Evaluation loss of each case and seed."""
-    gpus = torch.cuda.device_count()
-    for seed in range(int(given["seeds"])):
-        for case, settings in CASES.items():
-            folder = out / f"loss-{case}-{seed}"
-            words = [f"run.dir={folder}", "run.name=fp8", f"run.seed={seed}", "run.steps=1000", "eval.every=1000"]
-            words += ["eval.sequences=512", "checkpoint.every=0", "checkpoint.at_end=false", "logging.console=plain"]
-            words += ["lr.peak=6e-4", "lr.warmup=100", "precision.float8.ends=1", *(f"model.{text}" for text in MODEL)]
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-            command = [*launcher, "-m", "trainer", "+config=llama_60m", *words, *settings]
-            environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-            with open(out / f"{folder.name}.log", "w") as log:
-                code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log).returncode
-            lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()] if not code else [{"exit": code}]
-            found = [line["eval_loss"] for line in lines if "eval_loss" in line]
-            yield {"case": case, "seed": seed, "eval_loss": found[-1] if found else None}
+    """Losses of each case and seed: of held-out text, and the mean of the last steps."""
+    corpus = ["data=text", f"data.sources.text.path='{given['text']}'", "data.on_error=skip"] if given["text"] else []
+    common = ["run.name=fp8", "run.steps=1000", "eval.every=1000", "eval.sequences=512", "checkpoint=never"]
+    common += ["logging.console=plain", "lr.peak=6e-4", "lr.warmup=100", "precision.float8.ends=1", *corpus]
+    common += [f"batch.global_size={given['sequences']}", *(f"model.{text}" for text in MODEL)]
+
+    def run(case: str, seed: int) -> dict[str, Any]:
+        folder = out / f"loss-{case}-{seed}"
+        words = [*common, f"run.dir={folder}", f"run.seed={seed}", *CASES[case]]
+        launch(folder.name, out, ["-m", "trainer", "+config=llama_60m", *words], ROOT)
+        lines = metrics.read(folder) if folder.exists() else []
+        evaluated = [line["eval_loss"] for line in lines if "eval_loss" in line]
+        trained = [line["loss"] for line in lines if line.get("loss") is not None]
+        found = {"eval_loss": evaluated[-1] if evaluated else None, "steps": len(trained)}
+        return {"case": case, "seed": seed} | found | {"train_loss": statistics.mean(trained[-LAST:] or [math.nan])}
+
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        for seed in range(int(given["seeds"])):
+            yield from pool.map(partial(run, seed=seed), CASES)
 
 
 def report(name: str, lines: list[dict[str, Any]]) -> None:
     """What is compared, case by case."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for line in lines:
-        value = line.get({"steps": "tokens", "loss": "eval_loss"}.get(name, ""))
-        if value is not None:
-            values[line["case"]].append(value)
-    for case, some in values.items():
-        if name == "steps":
-            ratio = statistics.median(some) / statistics.median(values["bf16"])
-            print(f"| {case} | {statistics.median(some):,.0f} tokens/s a GPU | {ratio:.3f} |")
-        elif len(some) == len(values["bf16"]):
-            differences = [mine - base for mine, base in zip(some, values["bf16"])]
-            texts = " | ".join(f"{value:.4f}" for value in some)
-            print(f"| {case} | {texts} | {statistics.mean(differences):+.4f} |")
-    if name == "loss" and len(values["bf16"]) > 1:
-        print(f"standard deviation of bf16 over seeds: {statistics.stdev(values['bf16']):.4f}")
+    for key in {"steps": ["tokens"], "loss": ["eval_loss", "train_loss"]}.get(name, []):
+        values: dict[str, list[float]] = defaultdict(list)
+        for line in lines:
+            if line.get(key) is not None:
+                values[line["case"]].append(line[key])
+        for case, some in values.items():
+            if name == "steps":
+                ratio = statistics.median(some) / statistics.median(values["bf16"])
+                print(f"| {case} | {statistics.median(some):,.0f} tokens/s a GPU | {ratio:.3f} |")
+            elif len(some) == len(values["bf16"]):
+                differences = [mine - base for mine, base in zip(some, values["bf16"])]
+                texts = " | ".join(f"{value:.4f}" for value in some)
+                print(f"| {key} | {case} | {texts} | {statistics.mean(differences):+.4f} |")
+        if name == "loss" and len(values["bf16"]) > 1:
+            print(f"standard deviation of bf16's {key} over seeds: {statistics.stdev(values['bf16']):.4f}")
 
 
 def main(arguments: list[str]) -> None:
-    given = {"rounds": "1", "depth": "8", "seeds": "3"} | dict(text.split("=") for text in arguments if "=" in text)
+    own = {"rounds": "1", "depth": "8", "seeds": "3", "sequences": "32", "text": ""}
+    given = own | dict(text.split("=", 1) for text in arguments if "=" in text)
     out, *wanted = (text for text in arguments if "=" not in text)
     folder, parts = Path(out).absolute(), {"products": products, "steps": steps, "loss": loss}
     folder.mkdir(parents=True, exist_ok=True)
