@@ -34,18 +34,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs by name, and a file of hardware whose memory only one of them fills."""
     root = tmp_path_factory.mktemp("bounds")
     launch("bounds.py", 2, root, forks=True)
-    most = {name: examine(folder(root, name)).memory.peak for name in DETAILS}
-    full = most.pop("memory capacity")
-    assert full > 1.15 * max(most.values())
-    cpu = yaml.safe_load((CONFIGS / "hardware" / "cpu.yaml").read_text()) | {"memory": 1.05 * full}
-    (root / "small.yaml").write_text(yaml.safe_dump(cpu))
+    describe_hardware(root)
     for _ in range(2):  # what else runs on this machine may be a cause as well, and is right to be named
         wrong = [name for name in DETAILS if told(root, name).kind != name]
         for name in wrong:
             shutil.rmtree(folder(root, name))
         if wrong:
             launch("bounds.py", 2, root, *wrong, forks=True)
+            describe_hardware(root)
     return root
+
+
+def describe_hardware(root: Path) -> None:
+    """Writes the file, of the runs as they are: one that is repeated by itself takes less memory than after others."""
+    most = {name: examine(folder(root, name)).memory.peak for name in DETAILS}
+    full = most.pop("memory capacity")
+    cpu = yaml.safe_load((CONFIGS / "hardware" / "cpu.yaml").read_text()) | {"memory": 1.05 * full}
+    (root / "small.yaml").write_text(yaml.safe_dump(cpu))
+    assert full > 1.15 * max(most.values())
 
 
 def folder(root: Path, name: str) -> Path:
