@@ -66,6 +66,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         "tests/training/test_room.py",
         "tests/training/test_step.py",
         "tests/model/test_tiles.py",
+        "tests/generate/test_graphs.py",
         "-k",
         "cuda or gpu",
         "-p",

@@ -121,6 +121,11 @@ def main() -> None:
             state = rebuilt(state, pipeline)
         warm = [step() for _ in range(warm_up)]
         seconds = [step() for _ in range(steps)]
+        begun = time.perf_counter()
+        for _ in range(steps):
+            scalars = train_step(state, batches, False)
+        scalars["loss"].item()
+        unread = (time.perf_counter() - begun) / steps
         shares = profile(step, own["trace"] if world.rank == 0 else "") if device.type == "cuda" else {}
     median = statistics.median(seconds)
     speed = micro * accumulation * length * plan.dp / world_size / median
@@ -132,6 +137,7 @@ def main() -> None:
         "tokens_per_second_per_gpu": round(speed, 1),
         "seconds": round(median, 4),
         "spread": [round(min(seconds), 4), round(max(seconds), 4)],
+        "seconds_unread": round(unread, 4),  # of a step whose loss the host does not wait for
         "first_step": round(warm[0], 1),
         "parameters": cost.parameter_counts(spec)["total"],
         "host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
@@ -166,6 +172,7 @@ def main() -> None:
             "peak_gib": round(memory[0].item(), 2),
             "reserved_gib": round(memory[1].item(), 2),
             "retries": torch.cuda.memory_stats()["num_alloc_retries"],
+            "without_work": round(1 - shares.pop("busy_seconds") / unread, 4),
             "shares": shares,
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
@@ -209,6 +216,7 @@ def profile(step: Any, trace: str) -> dict[str, Any]:
     compute = union([s for kind, values in spans.items() if kind != "communication" for s in values])
     everything = union([s for values in spans.values() for s in values])
     return {kind: round(total / wall / 1e6, 4) for kind, total in covered.items()} | {
+        "busy_seconds": everything / 1e6,
         "exposed_communication": round((everything - compute) / wall / 1e6, 4),
         "idle": round(1 - everything / wall / 1e6, 4),
         "longest_kernels": {name: round(share, 4) for name, share in kernels.most_common(24)},

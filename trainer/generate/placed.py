@@ -55,6 +55,11 @@ class PlacedModel:
         return [module for stage in self.stages.values() for module in stage.modules() if isinstance(module, Layer)]
 
     @property
+    def recordable(self) -> bool:
+        """Whether passes can be CUDA graphs: on a GPU, without what an engine does around layers."""
+        return self.device.type == "cuda" and self.world is None
+
+    @property
     def reach(self) -> float:
         """The length behind which rotated positions are others: what is kept of shorter sequences is then of no use."""
         return min((rotary.reach for stage in self.stages.values() for rotary in rotaries(stage)), default=math.inf)

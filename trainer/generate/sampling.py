@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer.generate.graphs import Graphs
 from trainer.generate.placed import PlacedModel
-from trainer.model.cache import BLOCK
+from trainer.model.cache import extent_step
 from trainer.model.initial import name_seed
 
 
@@ -75,6 +76,7 @@ class Generation:
         self.newest = torch.zeros(self.cache.rows, 1, dtype=torch.int64, device=model.device)
         self.active = torch.zeros(self.cache.rows, dtype=torch.int64, device=model.device)
         self.started = False
+        self.graphs = Graphs(model, self.cache, self.newest) if model.recordable else None
 
     def __iter__(self) -> Iterator[list[int | None]]:
         """The next token of each prompt, None where it has ended: after `count` tokens, before `end`, or by `stop`. All
@@ -105,8 +107,9 @@ class Generation:
         """The logits of the next tokens [rows of the cache, vocab], where this rank has the last stage."""
         if self.outgrown():
             return self.forward_contexts()
-        self.cache.extent = self.model.padded(max(min(len(tokens), self.longest) for tokens in self.tokens), BLOCK)
-        logits = self.model.logits(self.newest, self.cache)
+        longest = max(min(len(tokens), self.longest) for tokens in self.tokens)
+        self.cache.extent = self.model.padded(longest, extent_step(longest))
+        logits = self.graphs.logits() if self.graphs else self.model.logits(self.newest, self.cache)
         self.cache.lengths += self.active
         return logits
 

@@ -20,7 +20,13 @@ from trainer.distributed.collectives import TensorGroup
 from trainer.model.attention import attend, build_mask, cap_score
 
 BLOCK = 64
-"""Slots by which the part of a cache that attention looks at grows: kernels and graphs are made for few shapes."""
+"""The fewest slots by which the part of a cache that attention looks at grows."""
+
+
+def extent_step(length: int) -> int:
+    """By how many slots that part grows at a length: at most a quarter of it are not needed, and kernels and graphs are
+    made for few shapes, four while the length doubles."""
+    return max(BLOCK, 1 << max(0, length.bit_length() - 3))
 
 
 class Cache:
