@@ -30,7 +30,7 @@ from trainer.config.model import ModelSpec
 from trainer.distributed.world import join, local_device
 from trainer.model.attention import attend, kernel_priority
 from trainer.planning.cost.flops import matrices, parameter_counts
-from trainer.planning.cost.parameters import layer_specs
+from trainer.planning.cost.parameters import head_rows, layer_specs
 from trainer.planning.plan import resolve_plan
 from trainer.precision.products import Role, matmul
 
@@ -61,7 +61,8 @@ class Limits:
 
     def products(self) -> float:
         total, tokens = 0.0, self.length * self.micro
-        for (outputs, inputs), number in Counter(matrix.shape for matrix in matrices(self.spec)).items():
+        for (columns, inputs), number in Counter(matrix.shape for matrix in matrices(self.spec)).items():
+            outputs = int(head_rows(columns))
             x, weight, gradient = (
                 self.random(tokens, inputs),
                 self.random(outputs, inputs),

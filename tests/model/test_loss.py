@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as budget
 from hypothesis import strategies as st
 
-from trainer.model.loss import IGNORE, LinearCrossEntropy, LossSettings
+from trainer.model import loss
+from trainer.model.loss import IGNORE, LinearCrossEntropy, LossSettings, linear_cross_entropy
 
 
 def problem(tokens: int, vocab: int, dtype: torch.dtype = torch.float64, seed: int = 0):
@@ -20,7 +22,7 @@ def problem(tokens: int, vocab: int, dtype: torch.dtype = torch.float64, seed: i
     return hidden, weight, targets
 
 
-@settings(deadline=None, max_examples=40)
+@budget(deadline=None, max_examples=40)
 @given(
     st.integers(2, 17),
     st.integers(2, 30),
@@ -29,15 +31,34 @@ def problem(tokens: int, vocab: int, dtype: torch.dtype = torch.float64, seed: i
     st.integers(0, 20),
 )
 def test_value_and_gradients_equal_autograd(tokens, vocab, soft_cap, z_loss, chunk):
-    hidden, weight, targets = problem(tokens, vocab)
+    compare(problem(tokens, vocab), LossSettings(soft_cap, z_loss, chunk))
+
+
+@pytest.mark.parametrize("vocab", [1024, 1025, 1087, 1088, 2051])
+@pytest.mark.parametrize("settings", [LossSettings(3.0, 1e-2, 5), LossSettings(z_loss=1e-2, tile=5)])
+def test_products_take_rows_of_zeros_behind_a_large_vocabulary(vocab, settings, monkeypatch):
+    taken = []
+    plain = loss.matmul
+
+    def noted(a, b, role):
+        taken.append((a.shape, b.shape))
+        return plain(a, b, role)
+
+    monkeypatch.setattr(loss, "matmul", noted)
+    compare(problem(11, vocab), settings)
+    rows = vocab if vocab <= 1024 else -(-vocab // 64) * 64
+    assert {size for shapes in taken for shape in shapes for size in shape} - {11, 5, 1, 8} == {rows}
+
+
+def compare(given: tuple[torch.Tensor, ...], settings: LossSettings) -> None:
+    """Value and gradients beside those of autograd."""
+    (hidden, weight, targets), soft_cap, z_loss = given, settings.soft_cap, settings.z_loss
     logits = hidden @ weight.t()
     logits = soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
     entropy = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
     objective = entropy.sum() + z_loss * logits.logsumexp(-1).square()[targets != IGNORE].sum()
     expected = torch.autograd.grad(objective / 7, (hidden, weight))
-    ours, reported, _ = LinearCrossEntropy.apply(
-        hidden, weight, targets, LossSettings(soft_cap, z_loss, chunk), None, 0
-    )
+    ours, reported, _ = linear_cross_entropy(hidden, weight, targets, settings, None, 0)
     torch.testing.assert_close((ours, reported), (objective, entropy))
     torch.testing.assert_close(torch.autograd.grad(ours / 7, (hidden, weight)), expected)
 

@@ -63,7 +63,7 @@ def advise(config: Config, layout: Layout, device: str) -> list[Advice]:
     element = ELEMENT_BYTES[config.precision.compute]
     tokens = batch.micro_size * batch.sequence_length // plan.cp
     parts, attention = products(spec, plan, batch.sequence_length, element)
-    found = [*_heads(spec, plan, attention), *_vocabulary(spec, plan, element, parts[-1].share)]
+    found = [*_heads(spec, plan, attention)]
     for product in parts:
         if product.share >= MATTERS:
             found += _filling(product, plan.tp, element, tokens, multiprocessors(device))
@@ -122,18 +122,6 @@ def _filling(product: Product, tp: int, element: int, tokens: int, units: int | 
             f"{product.name}: {tiles} tiles of {tokens} tokens on {units} multiprocessors are {rounds} "
             f"wave{'s' * (rounds > 1)}, {waves:.0%} full; more tokens a micro-batch fill them",
             product.share * (1 - waves),
-        )
-
-
-def _vocabulary(spec: ModelSpec, plan: Plan, element: int, share: float) -> Iterator[Advice]:
-    if spec.vocab_size % (ALIGNED // element * plan.tp):
-        right = TILE * plan.tp * ceil(spec.vocab_size / (TILE * plan.tp))
-        yield Advice(
-            "model.vocab_size",
-            f"model.vocab_size={spec.vocab_size} leaves rows of the logits at no multiple of {ALIGNED} bytes"
-            f"{f' on {plan.tp} tensor ranks' * (plan.tp > 1)}; a new model would take model.vocab_size={right}, whose "
-            "last entries no token uses",
-            share,
         )
 
 

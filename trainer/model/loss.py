@@ -13,6 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config import LossConfig
@@ -20,6 +21,7 @@ from trainer.config.registry import LOSS_TERMS
 from trainer.distributed.collectives import TensorGroup
 from trainer.model.compiled import compiled
 from trainer.model.tiles import tiles
+from trainer.planning.cost.parameters import head_rows
 from trainer.precision.products import Role, matmul
 
 IGNORE = -100
@@ -75,9 +77,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         group: TensorGroup | None,
         start: int,
     ) -> tuple[Tensor, Tensor]:
-        logits = _logits(hidden, weight, group)[0]
+        logits = _logits(hidden, aligned(weight), group)[0]
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        objective, entropy, added = _loss(logits, targets, settings, group, start, wanted)
+        objective, entropy, added = _loss(logits[:, : len(weight)], targets, settings, group, start, wanted)
         if wanted:
             ctx.group = group
             ctx.save_for_backward(hidden, weight, logits)
@@ -91,12 +93,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         whole = hidden if group is None else group.gather(hidden)
         # The scalar (1 / valid tokens) is applied in fp32, or its rounding would be a factor on every gradient; and to
         # the small factor of the second product, which under fp16 then stays in range.
-        to_hidden = (matmul(gradient, weight, Role.INPUT_GRADIENT).to(scale.dtype) * scale).to(hidden.dtype)
+        to_hidden = matmul(gradient, aligned(weight), Role.INPUT_GRADIENT)
+        to_hidden = (to_hidden.to(scale.dtype) * scale).to(hidden.dtype)
         if group is not None:
             whole, to_hidden = group.wait(whole), group.scatter_sum(to_hidden)
         to_weight = None
         if ctx.needs_input_grad[1]:
-            to_weight = matmul(gradient, (whole.to(scale.dtype) * scale).to(hidden.dtype), Role.WEIGHT_GRADIENT)
+            whole = (whole.to(scale.dtype) * scale).to(hidden.dtype)
+            to_weight = matmul(gradient, whole, Role.WEIGHT_GRADIENT)[: len(weight)]
         return to_hidden if group is None else group.wait(to_hidden), to_weight, None, None, None, None
 
 
@@ -115,7 +119,8 @@ class TiledCrossEntropy(torch.autograd.Function):
         group: TensorGroup | None,
         start: int,
     ) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+        wide, vocabulary, dtype = torch.promote_types(hidden.dtype, torch.float32), len(weight), weight.dtype
+        weight = aligned(weight)
         by_rank = targets.view(1 if group is None else group.size, -1)  # a tile's tokens are some of every rank's
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         to_hidden = torch.empty_like(hidden) if wanted else None
@@ -125,15 +130,15 @@ class TiledCrossEntropy(torch.autograd.Function):
         for rows in tiles(len(hidden), settings.tile):
             logits, part = _logits(hidden[rows], weight, group)
             mine = by_rank[:, rows]
-            of_tile = _loss(logits, mine.flatten(), settings, group, start, wanted)
+            of_tile = _loss(logits[:, :vocabulary], mine.flatten(), settings, group, start, wanted)
             objective, added, entropy[:, rows] = objective + of_tile[0], added + of_tile[2], of_tile[1].view(mine.shape)
             if to_hidden is not None:
                 gradient = matmul(logits, weight, Role.INPUT_GRADIENT)
                 to_hidden[rows] = gradient if group is None else group.wait(group.scatter_sum(gradient))
             if to_weight is not None:
                 to_weight += matmul(logits, part, Role.WEIGHT_GRADIENT)
-        ctx.save_for_backward(to_hidden, to_weight)
-        ctx.weight_dtype, ctx.tile = weight.dtype, settings.tile
+        ctx.save_for_backward(to_hidden, None if to_weight is None else to_weight[:vocabulary])
+        ctx.weight_dtype, ctx.tile = dtype, settings.tile
         entropy = entropy.flatten()
         ctx.mark_non_differentiable(entropy, added)
         return objective, entropy, added
@@ -148,8 +153,16 @@ class TiledCrossEntropy(torch.autograd.Function):
         return result, to_weight, None, None, None, None
 
 
+def aligned(weight: Tensor) -> Tensor:
+    """Rows of the vocabulary with zeros behind them, up to `head_rows`. Their logits are zeros, of which the loss sees
+    nothing; they are their own gradient then, and add nothing to the products."""
+    missing = int(head_rows(len(weight))) - len(weight)
+    return F.pad(weight, (0, 0, 0, missing)) if missing else weight
+
+
 def _logits(hidden: Tensor, weight: Tensor, group: TensorGroup | None) -> tuple[Tensor, Tensor]:
-    """Logits [tokens, vocab / t] of this rank's rows of the vocabulary, and the hidden states of all ranks' tokens."""
+    """Logits [tokens, rows of the weight], which is this rank's part of the head, and the hidden states of all ranks'
+    tokens."""
     if group is None:
         return matmul(hidden, weight, Role.OUTPUT), hidden
     (logits,), whole = group.gather_matmul(hidden, [weight], Role.OUTPUT, keep=True)

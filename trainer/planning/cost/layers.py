@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trainer.config import registry
 from trainer.config.model import LayerSpec, ModelSpec
 from trainer.planning.cost.flops import attention_flops, product_flops, seen_keys
-from trainer.planning.cost.parameters import by_value, head, layer_specs, layer_table
+from trainer.planning.cost.parameters import by_value, head, head_rows, layer_specs, layer_table
 from trainer.planning.cost.saved import ALL, Entry, by_layer, saved_in
 from trainer.planning.cost.stages import LayerCosts
 
@@ -59,7 +59,8 @@ def layer_costs(
     tokens = length * micro_size / cp
     collective = ring(element_bytes * tokens * spec.width, tp, tp_bandwidth, latency)
     rate = tokens / flops_per_second
-    table = prod(head(spec).multiplied(tp))  # elements of the head, and of the embedding, which has its shape
+    rows, columns = head(spec).multiplied(tp)
+    table = rows * columns  # elements of the head, and of the embedding, which has its shape
     f, i, w, activation, sizes = [collective], [0.0], [collective], [8.0 * tokens], [table]
     layers = model_work(spec, length, tp, element_bytes)
     remaining, tiled = left_by_recompute(layers, recompute), recompute is not None and bool(recompute.tile)
@@ -80,7 +81,9 @@ def layer_costs(
     # Input and output of the final norm, or its gradient; and the logits, which become their own gradient, or the
     # weight's gradient in fp32.
     streams = tokens * element_bytes * 2 * spec.width / tp
-    activation.append(streams + (tokens * element_bytes * spec.vocab_size / tp if behind else 4.0 * table))
+    activation.append(
+        streams + (tokens * element_bytes * head_rows(rows) if behind else 4.0 * head_rows(rows) * columns)
+    )
     sizes.append(table)  # a tied head too: the last stage holds a copy
     return LayerCosts(
         f=tuple(f),

@@ -28,7 +28,7 @@ from trainer.planning.cost.memory import (
     rank_states,
     sums_on_device,
 )
-from trainer.planning.cost.parameters import head, layer_specs
+from trainer.planning.cost.parameters import head, head_rows, layer_specs
 from trainer.planning.cost.updates import Updates
 from trainer.planning.pipeline import estimated_costs
 from trainer.planning.plan import Plan
@@ -140,14 +140,16 @@ class _Model:
         self.host = tuple(self.tokens * rest.host for rest in left)
         # The newest input that went to the host, and the one that is coming back.
         self.passing = 2 * self.stream * any(self.host)
-        rows, columns = head(spec).multiplied(plan.tp)
+        own, columns = head(spec).multiplied(plan.tp)
+        rows = head_rows(own)
+        aligned = self.element * rows * columns * (rows > own)  # the copy of the head that products take
         at_once = min((config.loss.tile or self.tokens) * plan.tp, self.tokens)
         chunk = min(config.loss.chunk or at_once, at_once)
         # Four fp32 tensors: scores, exponentials, gradients, and those where there is a target. Compiled: none.
-        self.loss = 0.0 if config.compile else 4.0 * MASTER_BYTES * chunk * rows
+        self.loss = max(aligned, 0.0 if config.compile else 4.0 * MASTER_BYTES * chunk * own)
         self.logits = self.element * self.tokens * rows
         if config.loss.tile:  # what is left of a tile is added to gradients in fp32
-            self.loss += self.element * at_once * rows + self.stream
+            self.loss += self.element * at_once * rows + self.stream + aligned
             self.logits = MASTER_BYTES * rows * columns
         self.head_gradient = self.element * rows * columns
         self.held: HeldParameters = held_parameters(spec, plan.tp)
