@@ -8,52 +8,22 @@ none: what the compiler has to make of them.
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import mmap
-import os
 import re
-import subprocess
 import sys
-import tempfile
 import time
-import traceback
-from pathlib import Path
 from types import ModuleType
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from support.triton_ranks import Memory, compare, compile_for_hopper, drawn, run, without
 
 from trainer.kernels import tensor_parallel as kernels
-from trainer.kernels.exchange import Region, check_error
+from trainer.kernels.exchange import check_error
 
 CALLS = {"wait": 2, "signal": 2}
 """What synchronises: how often the kernels call it."""
 TOKENS, DEPTHS, WIDTHS = 24, (32, 16, 48), (48, 16, 32)
 """Of a rank: a tile and a half of rows; depths of operands, and widths of products, that are no whole tiles."""
 TILE = {"rows": 16, "columns": 32, "step": 32, "group": 2, "programs": 2, "copiers": 2}
-
-
-class Memory:
-    """What the ranks share: forked processes see it at the same addresses."""
-
-    def __init__(self, size: int, elements: int, flags: int):
-        self.kept = [mmap.mmap(-1, 4 * count) for _ in range(size) for count in (2 * elements, flags)]
-        boxes, self.flags = (
-            [torch.frombuffer(one, dtype=dtype) for one in self.kept[start::2]]
-            for start, dtype in ((0, torch.float32), (1, torch.int32))
-        )
-        for box in boxes:
-            box.fill_(float("nan"))
-        self.half = elements
-        self.tables = [torch.tensor([one.data_ptr() for one in some]) for some in (boxes, self.flags)]
-
-    def region(self, rank: int) -> Region:
-        tickets, error = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
-        boxes, flags = (table.data_ptr() for table in self.tables)
-        return Region(rank, len(self.flags), boxes, flags, self.half, tickets, error)
 
 
 def memories(size: int) -> list[Memory]:
@@ -63,15 +33,6 @@ def memories(size: int) -> list[Memory]:
         Memory(size, size * TOKENS * DEPTHS[0], shape.flags(TOKENS, shape.columns, size)),
         Memory(size, size * TOKENS * WIDTHS[0], shape.flags(TOKENS, WIDTHS[0], size)),
     ]
-
-
-def drawn(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    worst = (found - expected).abs().max().item()
-    assert worst < 1e-4, f"{what}: {worst}"  # NaN too
 
 
 def work(
@@ -104,46 +65,9 @@ def work(
             check_error(region)
 
 
-def run(made: ModuleType, size: int, pull: bool, epochs: int, late: float, limit: int) -> list[str]:
-    """What the ranks, a process each, have to say: nothing where all is well."""
-    where, ranks = memories(size), []
-    for rank in range(size):
-        reader, writer = os.pipe()
-        if (process := os.fork()) == 0:
-            try:
-                work(made, rank, size, pull, where, epochs, late, limit)
-            except BaseException:
-                os.write(writer, traceback.format_exc()[-1500:].encode())
-            finally:
-                os._exit(0)
-        os.close(writer)
-        ranks.append((process, reader))
-    said = []
-    for process, reader in ranks:
-        with os.fdopen(reader) as words:
-            said.append(words.read())
-        os.waitpid(process, 0)
-    return [words for words in said if words]
-
-
-def without(name: str, number: int) -> ModuleType:
-    """The kernels without call `number` of `wait` or `signal`."""
-    tree = ast.parse(Path(kernels.__file__).read_text())
-    calls = [
-        statement
-        for statement in ast.walk(tree)
-        if isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Call)
-        and ast.unparse(statement.value.func) == name
-    ]
-    assert len(calls) == CALLS[name]
-    calls[number].value = ast.Constant(None)
-    path = Path(tempfile.mkdtemp(), f"without_{name}_{number}.py")
-    path.write_text(ast.unparse(tree))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    made = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+def said_by(made: ModuleType, size: int, pull: bool, epochs: int, late: float, limit: int) -> list[str]:
+    where = memories(size)
+    return run(lambda rank: work(made, rank, size, pull, where, epochs, late, limit), size)
 
 
 LLAMA = {
@@ -158,30 +82,8 @@ CUTS = {
 }
 
 
-def compile_for_hopper(name: str) -> tuple[str, str]:
-    """A kernel's PTX, and the resources that its machine code takes."""
-    kernel, numbers = getattr(kernels, name), LLAMA | CUTS[name]
-    types = {"tickets": "*i64", "error": "*i32", "boxes": "i64", "flags": "i64", "epoch": "i32"}
-    names = [parameter.name for parameter in kernel.params]
-    signature = {one: "constexpr" if one in numbers else types.get(one, "*bf16") for one in names}
-    aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, one in enumerate(names)
-        if signature[one][0] == "*" or one in ("boxes", "flags")
-    }
-    source = ASTSource(
-        fn=kernel, signature=signature, constexprs={one: numbers[one] for one in names if one in numbers}, attrs=aligned
-    )
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": 3})
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(made.asm["cubin"])
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return made.asm["ptx"], told.stdout
-
-
 def inspect(name: str) -> None:
-    ptx, resources = compile_for_hopper(name)
+    ptx, resources = compile_for_hopper(getattr(kernels, name), LLAMA | CUTS[name], {})
     assert re.search(r"STACK:0 .*LOCAL:0", resources), f"{name} spills registers: {resources}"
     operations = re.findall(r"bar\.sync|[\w.]*release[\w.]*|st\.global[\w.]*|[\w.]*sys\.acquire[\w.]*|wgmma[\w.]*", ptx)
     multiplies, sends = name != "_sum_received", name != "_sum_received"
@@ -204,14 +106,14 @@ def main(what: str) -> None:
             inspect(name)
         return
     for size, pull, epochs in ((2, False, 3), (3, True, 2)):
-        said = run(kernels, size, pull, epochs, late=0.1, limit=10**7)
+        said = said_by(kernels, size, pull, epochs, late=0.1, limit=10**7)
         assert not said, f"{size} ranks, pull={pull}:\n" + "\n".join(said)
     for name, late, limit, words in (
         ("wait", 0.6, 3000, "product in epoch 1: nan"),
         ("signal", 0.0, 1000, "waited in vain for tile 0 of rank"),
     ):
         for number in range(CALLS[name]):
-            said = run(without(name, number), 2, bool(number), 1, late, limit)
+            said = said_by(without(kernels, name, number, CALLS[name]), 2, bool(number), 1, late, limit)
             assert any(words in one for one in said), f"nobody misses {name} {number}: {said}"
 
 

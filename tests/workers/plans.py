@@ -59,8 +59,6 @@ GRAPHS = "aot_eager_decomp_partition"
 PATIENCE = 150 if torch.cuda.is_available() else 500
 """Seconds that a plan may take, with what is compiled for it; then all ranks say where they are, and end."""
 
-cost_parameters.FEW_ROWS = 0  # products of the head take rows of zeros behind its 61, as they do of large vocabularies
-
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {
@@ -357,6 +355,7 @@ def whole_matrices(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]
 
 def main(out: str, *which: str) -> None:
     device, worlds = local_device(Config().run), Worlds()
+    cost_parameters.FEW_ROWS = 0  # products of the head take rows of zeros, as those of large vocabularies do
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2000  # of all plans
     processes = int(os.environ.get("WORLD_SIZE", 1))
     worlds.of(resolve_plan(Config().parallel, processes), device)
