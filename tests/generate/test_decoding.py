@@ -13,10 +13,11 @@ from support.variations import small
 from torch import Tensor
 
 from trainer.config.model import ModelSpec, assign
+from trainer.distributed.slots import merged
 from trainer.generate.placed import PlacedModel
 from trainer.generate.sampling import Generation, Sampling, generate_tokens
 from trainer.hf.families import FAMILIES
-from trainer.model.cache import attend_slots, combine
+from trainer.model.cache import attend_slots
 from trainer.model.initial import initialize
 from trainer.model.layers import Attention
 from trainer.model.transformer import Transformer
@@ -159,7 +160,7 @@ def test_parts_of_attention_are_brought_together(parts, seen, heads, soft_cap) -
         attend_slots(query, *(x[:, :, 7 * part : 7 * (part + 1)] for x in (keys, values)), mask, 0.5, soft_cap)
         for part, mask in enumerate(visible.split(7, -1))
     ]
-    together = combine(*(torch.stack(some) for some in zip(*pieces)))
+    together, _ = merged(*(torch.cat(some, 2) for some in zip(*pieces)))
     assert torch.isfinite(together).all() and torch.isfinite(logsum).all()
     torch.testing.assert_close(together, whole, rtol=1e-12, atol=1e-12)
     repeated = [x.repeat_interleave(4 // heads, 1) for x in (keys, values)]

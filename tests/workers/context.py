@@ -34,9 +34,10 @@ from trainer.model.cache import Cache
 from trainer.model.initial import fill, initial_weights
 from trainer.model.shared_attention import Arrive
 from trainer.model.transformer import Transformer
-from trainer.parallel.context import member, share_sequences
+from trainer.parallel.context import share_sequences
 from trainer.parallel.parallelize import keep_buffers
 from trainer.planning.plan import resolve_plan
+from trainer.training.samples import sharing
 
 LENGTH, BATCH, RANKS = 32, 2, 4
 CPU = torch.device("cpu")
@@ -224,7 +225,7 @@ def generated(worlds: dict[int, World]) -> list[dict[str, Any]]:
         keep_buffers(model, CPU)
         seen = []
         for size, world in {1: None, **worlds}.items():
-            group = None if world is None else member(world.context.get_group())
+            group = None if world is None else sharing(world)
             placed = Kept(spec, {0: model}, CPU, torch.float64, sequence=group)
             LOGITS.clear()
             generate_tokens(placed, prompts, 7, Noting(1.0))

@@ -4,6 +4,7 @@ none.
 
     TRITON_INTERPRET=1 decode_kernels.py cpu
     decode_kernels.py sm_90
+    decode_kernels.py cuda
 """
 
 from __future__ import annotations
@@ -90,8 +91,36 @@ def inspect(name: str, numbers: dict, warps: int) -> None:
     assert len(released) == sends and all("bar.sync" in operations[:place] for place in released), operations
 
 
+def on_gpu() -> None:
+    """Attention of every type beside torch's in fp32 of the same numbers."""
+    device, worst = torch.device("cuda", 0), dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 0.0)
+    generator = torch.Generator(device).manual_seed(0)
+    for heads, kv_heads, dim, slots in ((32, 8, 128, 5000), (12, 12, 64, 300), (8, 1, 96, 20_000), (6, 2, 256, 77)):
+        for dtype in worst:
+            for case in CASES:
+                query, keys, values = (
+                    torch.randn(2, count, length, dim, device=device, generator=generator).to(dtype)
+                    for count, length in ((heads, 1), (kv_heads, slots), (kv_heads, slots))
+                )
+                places = torch.tensor([slots - 1, slots // 3], device=device)
+                seen = torch.arange(slots, device=device) <= places[:, None]
+                if case["window"]:
+                    seen &= torch.arange(slots, device=device) > places[:, None] - case["window"]
+                wide = (x.double() for x in (query, keys, values))
+                expected, _ = attend_slots(*wide, seen[:, None, None], dim**-0.5, case["soft_cap"])
+                parts = kernels.attend_slots(query, keys, values, places, dim**-0.5, case["soft_cap"], case["window"])
+                found = kernels.combine(*parts, torch.float32)
+                error = ((found - expected).norm() / expected.norm()).item()
+                worst[dtype] = max(worst[dtype], error)
+    print({str(dtype): f"{error:.1e}" for dtype, error in worst.items()})
+    assert worst[torch.float32] < 1e-5 and worst[torch.float16] < 2e-3 and worst[torch.bfloat16] < 1e-2
+
+
 def main(what: str) -> None:
     torch.set_num_threads(1)
+    if what == "cuda":
+        on_gpu()
+        return
     if what == "sm_90":
         for cut in CUTS:
             inspect(*cut)

@@ -24,8 +24,11 @@ from trainer.distributed.chunks import Chunks
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.copied import Copied
 from trainer.distributed.fused import Fused
+from trainer.distributed.slots import OUT_OF_REACH, SlotGroup, SlotsInReach
 from trainer.distributed.symmetric_memory import Shared, share
-from trainer.distributed.world import join, local_device
+from trainer.distributed.world import World, join, local_device
+from trainer.kernels import decode
+from trainer.parallel.context import member
 from trainer.precision.products import Role
 
 WIDTH, QUERIES, KEYS, HIDDEN = 4096, 4096, 1024, 14336
@@ -88,6 +91,30 @@ class Shapes:
         }
 
 
+def share_slots(world: World, epochs: int, late: random.Random) -> float:
+    """The largest difference of attention to shared slots, brought together by the kernel, from gathered parts. All
+    ranks have the same bits."""
+    group, device = world.dimensions["tp"].get_group(), world.device
+    slots, near = (member(group, kind) for kind in (SlotGroup, SlotsInReach))
+    everyone, own = (torch.Generator(device).manual_seed(seed) for seed in (7, 100 + near.rank))
+    worst = 0.0
+    for epoch in range(epochs):
+        length = (40, 3000, 9)[epoch % 3]
+        query = torch.randn(3, 16, 1, 64, device=device, generator=everyone).bfloat16()
+        keys, values = torch.randn(2, 3, 4, length, 64, device=device, generator=own).bfloat16()
+        places = torch.tensor([0, near.size * length // 2, near.size * length - 1], device=device)
+        parts = decode.attend_slots(query, keys, values, places, 0.125, 0.0, 0, near.rank, near.size)
+        if late.random() < 0.3:
+            torch.cuda._sleep(late.randrange(5_000_000))
+        found, expected = (one.combine(*parts, torch.float32) for one in (near, slots))
+        assert not OUT_OF_REACH, "the kernel was not asked"
+        same = slots.wait(slots.gather(found[None]))
+        assert all(torch.equal(one, found) for one in same), f"epoch {epoch}: other bits on other ranks"
+        worst = max(worst, ((found - expected).norm() / expected.norm()).item())
+    assert worst < 1e-5, worst
+    return worst
+
+
 def main(out: str, epochs: int = 40) -> None:
     device = local_device(RunConfig())
     size = int(os.environ["WORLD_SIZE"])
@@ -118,6 +145,7 @@ def main(out: str, epochs: int = 40) -> None:
                         assert error < tolerance, f"{method}, {call}, epoch {epoch}: {error}"
         if rank == 0:
             print(f"{dtype}: {epochs} epochs", flush=True)
+    worst["slots"] = share_slots(world, 5 * epochs, late)
     if rank == 0:
         Path(out).write_text(json.dumps({"worst": worst}, indent=1))
 

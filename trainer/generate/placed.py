@@ -15,7 +15,7 @@ from trainer.checkpointing.saved import SavedModel
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.distributed.channels import Channels
-from trainer.distributed.collectives import TensorGroup
+from trainer.distributed.slots import SlotGroup
 from trainer.distributed.world import World, join
 from trainer.model.cache import BLOCK, Cache
 from trainer.model.initial import fill
@@ -48,11 +48,16 @@ class PlacedModel:
     placement: Sequence[int] = (0,)
     channels: Channels | None = None
     world: World | None = None
-    sequence: TensorGroup | None = None
+    sequence: SlotGroup | None = None
 
     @property
     def layers(self) -> list[Layer]:
         return [module for stage in self.stages.values() for module in stage.modules() if isinstance(module, Layer)]
+
+    @property
+    def fused(self) -> bool:
+        """Whether kernels attend to kept keys."""
+        return self.device.type == "cuda" and self.dtype != torch.float64
 
     @property
     def recordable(self) -> bool:
@@ -67,7 +72,7 @@ class PlacedModel:
     def cache(self, rows: int, capacity: int) -> Cache:
         """For so many sequences, with rows that tensor-parallel ranks can share."""
         rows, keeps = self.padded(rows, 1), all(layer.attention.caches for layer in self.layers)
-        return Cache(rows, capacity, self.device, self.sequence, keeps)
+        return Cache(rows, capacity, self.device, self.sequence, keeps, self.fused)
 
     def padded(self, count: int, multiple: int) -> int:
         """The next multiple that tensor-parallel ranks can share."""

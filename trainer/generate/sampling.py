@@ -10,7 +10,6 @@ from torch import Tensor
 
 from trainer.generate.graphs import Graphs
 from trainer.generate.placed import PlacedModel
-from trainer.model.cache import extent_step
 from trainer.model.initial import name_seed
 
 
@@ -107,8 +106,7 @@ class Generation:
         """The logits of the next tokens [rows of the cache, vocab], where this rank has the last stage."""
         if self.outgrown():
             return self.forward_contexts()
-        longest = max(min(len(tokens), self.longest) for tokens in self.tokens)
-        self.cache.extent = self.model.padded(longest, extent_step(longest))
+        self.cache.look(max(min(len(tokens), self.longest) for tokens in self.tokens))
         logits = self.graphs.logits() if self.graphs else self.model.logits(self.newest, self.cache)
         self.cache.lengths += self.active
         return logits

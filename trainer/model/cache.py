@@ -4,8 +4,8 @@ A cache has a row for each sequence and a slot for each of its tokens. Its shape
 writes is in tensors, so that a pass of one token a row can be captured as a CUDA graph for each `extent`.
 
 Ranks may share the slots of every row: rank r of c holds each c-th, so that all hold equally many at any length. Each
-attends to its own, and the parts are brought together by their log-sum-exp, which is exact (Dao et al., Flash-Decoding,
-2023). The parts could be computed and sent by one kernel: `attend_slots` and `combine` are what it replaces."""
+attends to its own, and `SlotGroup` brings the parts together. On GPUs `kernels/decode.py` attends; `attend_slots` here
+says what it computes."""
 
 from __future__ import annotations
 
@@ -16,36 +16,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.distributed.collectives import TensorGroup
+from trainer.distributed.slots import SlotGroup
 from trainer.model.attention import attend, build_mask, cap_score
 
 BLOCK = 64
 """The fewest slots by which the part of a cache that attention looks at grows."""
 
 
-def extent_step(length: int) -> int:
-    """By how many slots that part grows at a length: at most a quarter of it are not needed, and kernels and graphs are
-    made for few shapes, four while the length doubles."""
-    return max(BLOCK, 1 << max(0, length.bit_length() - 3))
-
-
 class Cache:
     """Keys and values of `rows` sequences of at most `capacity` tokens, by layer; storage comes with the first pass.
 
     group: the ranks that share the slots of each row, None where each rank has all. keeps: whether keys and values are
-    kept at all; without, every pass has to be over whole contexts. lengths: int [rows]: in a pass over contexts, their
+    kept at all; without, every pass has to be over whole contexts. fused: whether kernels attend to the slots, which
+    see by themselves which are taken. lengths: int [rows]: in a pass over contexts, their
     lengths; in a pass of one token a row, the tokens before it. extent: slots, of all ranks together, that such a pass
     looks at. Who runs the passes sets both.
     """
 
     def __init__(
-        self, rows: int, capacity: int, device: torch.device, group: TensorGroup | None = None, keeps: bool = True
+        self,
+        rows: int,
+        capacity: int,
+        device: torch.device,
+        group: SlotGroup | None = None,
+        keeps: bool = True,
+        fused: bool = False,
     ):
-        self.rows, self.capacity, self.device, self.group, self.keeps = rows, capacity, device, group, keeps
+        self.rows, self.capacity, self.device, self.group = rows, capacity, device, group
+        self.keeps, self.fused = keeps, fused
         self.ranks, self.rank = (1, 0) if group is None else (group.size, group.rank)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.extent = 0
         self.layers: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def look(self, length: int) -> None:
+        """Sets `extent` for sequences of a length: to few different values, since a graph is made for each. At most a
+        quarter of the slots, or a block, is looked at in vain."""
+        step = self.capacity if self.fused else max(BLOCK, 1 << max(0, length.bit_length() - 3))
+        self.extent = -(-length // step) * step
 
     def enter(self, shape: tuple[int, int]) -> Pass:
         """A pass of tokens of this shape (rows, length): one token a row goes on, more are whole contexts."""
@@ -104,14 +112,14 @@ class Pass(NamedTuple):
         """What a layer's attention is given for a mask."""
         kind = window, soft_cap
         if kind not in self.masks:
-            length = len(self.positions)
-            self.masks[kind] = (
-                build_mask(None, length, window, soft_cap, self.cache.device)
-                if self.contexts
-                else self.cache.visible(self.positions, window)
-            )
+            self.masks[kind] = self.build(*kind)
         mask = self.masks[kind]
-        return CachedMask(self, layer, mask) if self.cache.keeps else mask
+        return CachedMask(self, layer, mask, window) if self.cache.keeps else mask
+
+    def build(self, window: int, soft_cap: float) -> Any:
+        if self.contexts:
+            return build_mask(None, len(self.positions), window, soft_cap, self.cache.device)
+        return None if self.cache.fused else self.cache.visible(self.positions, window)
 
     def last(self, x: Tensor) -> Tensor:
         """Of hidden states of contexts [rows x length, width] that of each row's last token: [rows of the cache,
@@ -127,22 +135,30 @@ class CachedMask(NamedTuple):
     entered: Pass
     layer: str
     mask: Any
+    window: int
 
 
 def attend_cached(
     query: Tensor, key: Tensor, value: Tensor, cached: CachedMask, scale: float, soft_cap: float
 ) -> Tensor:
     """`attend` for new tokens, whose keys and values are kept, among them and all that were kept before."""
-    (cache, contexts, positions, *_), layer, mask = cached
+    (cache, contexts, positions, *_), layer, mask, window = cached
     if contexts:
         cache.fill(layer, key, value)
         return attend(query, key, value, mask, scale, soft_cap)
     keys, values = cache.put(layer, key, value, positions)
+    if cache.fused:
+        from trainer.kernels import decode
+
+        place = positions[:, 0], scale, soft_cap, window, cache.rank, cache.ranks
+        parts = decode.attend_slots(query, keys, values, *place)
+        together = decode.combine if cache.group is None else cache.group.combine
+        return together(*parts, query.dtype)
     if cache.group is None and not soft_cap:  # heads that share keys are queries of one head: no copies of keys
         grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[3])
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).view_as(query)
     attended, logsum = attend_slots(query, keys, values, mask, scale, soft_cap)
-    return (attended if cache.group is None else combine_ranks(cache.group, attended, logsum)).to(query.dtype)
+    return attended.to(query.dtype) if cache.group is None else cache.group.combine(attended, logsum, query.dtype)
 
 
 def attend_slots(
@@ -163,16 +179,3 @@ def attend_slots(
     total = weights.sum(-1, keepdim=True)
     attended = (weights / torch.where(total == 0, 1.0, total)).to(value.dtype) @ value
     return attended.to(scores.dtype).view_as(query), (top + total.log()).view(query.shape[:3])
-
-
-def combine(attended: Tensor, logsum: Tensor) -> Tensor:
-    """Attention to all keys, of its parts. attended: [parts, ..., head_dim]; logsum: [parts, ...], as `attend_slots`
-    returns them; at least one part of each sees something."""
-    return (torch.softmax(logsum, 0)[..., None] * attended).sum(0)
-
-
-def combine_ranks(group: TensorGroup, attended: Tensor, logsum: Tensor) -> Tensor:
-    """The same where each rank of a group has a part; on every rank, the same bits."""
-    mine = torch.cat([attended, logsum[..., None]], -1)[None]
-    everyone = group.wait(group.gather(mine))
-    return combine(everyone[..., :-1], everyone[..., -1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch.distributed as dist
 
 from trainer.config import Config
@@ -12,6 +14,8 @@ from trainer.model.context import ContextGroup
 from trainer.model.stage import Stage
 from trainer.planning.context import resolve_context
 from trainer.planning.plan import Plan, node_size
+
+Member = TypeVar("Member", bound=TensorGroup)
 
 
 def share_sequences(model: Stage, config: Config, spec: ModelSpec, plan: Plan, world: World) -> None:
@@ -30,6 +34,6 @@ def share_sequences(model: Stage, config: Config, spec: ModelSpec, plan: Plan, w
     model.context = ContextGroup(context, world.context.get_local_rank(), member(heads), member(keys))
 
 
-def member(group: dist.ProcessGroup | None) -> TensorGroup | None:
+def member(group: dist.ProcessGroup | None, kind: type[Member] = TensorGroup) -> Member | None:
     """This rank in a process group."""
-    return None if group is None else TensorGroup(group.group_name, dist.get_rank(group), dist.get_world_size(group))
+    return None if group is None else kind(group.group_name, dist.get_rank(group), dist.get_world_size(group))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from trainer.config import GenerateConfig
 from trainer.data.tokenizer import Tokenizer
+from trainer.distributed.slots import SlotGroup, SlotsInReach
+from trainer.distributed.world import World
 from trainer.generate.placed import PlacedModel
 from trainer.generate.sampling import Sampling
 from trainer.generate.text import continuations
 from trainer.parallel.context import member
+from trainer.planning.plan import node_size
 from trainer.precision.dtypes import DTYPES
 from trainer.training.state import TrainState
 
 
 def placed(state: TrainState) -> PlacedModel:
     """The model in training, under its plan. Ranks that share sequences share the slots of a cache."""
-    context = state.world.context
     return PlacedModel(
         state.spec,
         state.runtime.stages,
@@ -24,8 +28,17 @@ def placed(state: TrainState) -> PlacedModel:
         state.pipeline.schedule.placement,
         state.channels,
         state.world,
-        None if context is None else member(context.get_group()),
+        sharing(state.world),
     )
+
+
+def sharing(world: World) -> SlotGroup | None:
+    """The ranks that share sequences."""
+    if world.context is None:
+        return None
+    group, node = world.context.get_group(), node_size(world.size)
+    near = world.device.type == "cuda" and len({rank // node for rank in dist.get_process_group_ranks(group)}) == 1
+    return member(group, SlotsInReach if near else SlotGroup)
 
 
 def draw_samples(state: TrainState, settings: GenerateConfig, tokenizer: Tokenizer) -> list[tuple[str, str]]:
