@@ -10,10 +10,12 @@ from pathlib import Path
 
 from trainer.config import ConfigError
 from trainer.planning.schedules.templates import TEMPLATES
+from trainer.sweep.results import Results
 from trainer.util.exit_codes import REFUSED, refuse
 
 try:
     from trainer.plots.runs import RUN_OPTIONS, X_LABELS, draw_runs
+    from trainer.plots.sweep import MEASURES, Trial, draw_sweep
     from trainer.plots.templates import SCHEDULE_OPTIONS, draw_templates
 except ConfigError as error:  # without matplotlib there is nothing that this command can do
     sys.exit(refuse(error))
@@ -27,14 +29,16 @@ def command_line() -> argparse.ArgumentParser:
         "       %(prog)s --schedule NAME|CSV [...] [--ranks N] [--microbatches N] [--chunks N] [--costs "
         "F,I,W]\n                              [--out FILE] [--trace FILE]",
         description="Draw loss, learning rate, gradient norm and throughput of one or more runs, and the pipeline "
-        "schedule of\none run, planned above measured; or pipeline schedules without a run.",
+        "schedule of\none run, planned above measured; of a sweep also loss and speed over each swept setting; or "
+        "pipeline schedules\nwithout a run.",
     )
     parser.add_argument(
         "--out",
         metavar="FILE",
         type=Path,
         help="picture to write, .png, .svg, .pdf, ... (default: RUN/metrics.png, or ./metrics.png for several runs, "
-        "or ./schedule.png); a run's schedule goes to RUN/schedule.png, or beside FILE as NAME-schedule",
+        "or ./schedule.png); a run's schedule goes to RUN/schedule.png, or beside FILE as NAME-schedule, and a sweep's "
+        "settings to SWEEP/sweep.png, or NAME-sweep",
     )
     parser.add_argument(
         "--trace",
@@ -72,6 +76,28 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
+def draw_folders(given: argparse.Namespace) -> list[Path]:
+    """Draws runs, and of a single sweep its settings; returns the files written."""
+    written = draw_runs(given)
+    folder = given.runs[0]
+    if len(given.runs) > 1 or not folder.is_dir():
+        return written
+    trials = [
+        Trial(dict(of_override(text) for text in line["overrides"]), {name: line[name] for name in MEASURES})
+        for line in Results(folder).lines.values()
+    ]
+    out = given.out.with_name(f"{given.out.stem}-sweep{given.out.suffix}") if given.out else folder / "sweep.png"
+    if draw_sweep(trials, out):
+        written.append(out)
+    return written
+
+
+def of_override(text: str) -> tuple[str, str]:
+    """The setting and the value of an override."""
+    name, _, value = text.lstrip("+~").partition("=")
+    return name, value
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit code is 0, or 2 after one message about what cannot be drawn."""
     parser = command_line()
@@ -82,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(given, option) is not None:
             parser.error(f"--{option} goes with {'a RUN' if given.schedule else '--schedule'}")
     try:
-        written = (draw_templates if given.schedule else draw_runs)(given)
+        written = (draw_templates if given.schedule else draw_folders)(given)
     except ConfigError as error:
         print(f"trainer.plot: {error}", file=sys.stderr)
         return REFUSED

@@ -600,6 +600,7 @@ class LoggingConfig:
     )
     trace: list[int] = option([], "steps that are profiled too, and whose traces stay in traces/", range="[1, inf)")
     types: bool = option(False, "print the parameter-type map at start")
+    model: bool = option(False, "print the model at start: its parameters, of equal layers once")
     report: bool = option(True, "write report.html, a page about the run, when it ends")
     hardware: float = option(
         1.0,

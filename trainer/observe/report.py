@@ -5,6 +5,8 @@ from __future__ import annotations
 import resource
 import sys
 from dataclasses import dataclass
+from itertools import groupby
+from math import prod
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from trainer.planning.context import traffic
 from trainer.planning.cost import flops as cost
 from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.memory import ELEMENT_BYTES, StateBytes
-from trainer.planning.cost.parameters import declarations, layer_specs
+from trainer.planning.cost.parameters import Table, declarations, layer_specs, layer_tables, outer_tables
 from trainer.planning.estimate.memory import peaks, replays
 from trainer.planning.estimate.sequence import measures, recompute
 from trainer.planning.fit import Memory
@@ -68,15 +70,15 @@ def sharing(config: Config, layout: Layout) -> str:
 
 @dataclass(frozen=True)
 class StartReport:
-    """What a run says at its start. sections: of one table; types: by parameter, where they are wanted."""
+    """What a run says at its start. sections: of one table; more: other tables that are wanted, by title."""
 
     sections: dict[str, tables.Rows]
-    types: list[dict[str, Any]]
+    more: dict[str, list[dict[str, Any]]]
 
     def print(self, console: Console | None = None) -> None:
         tables.sections(self.sections, console)
-        if self.types:
-            tables.rows("parameter types", self.types, console)
+        for title, rows in self.more.items():
+            tables.rows(title, rows, console)
 
 
 def start_report(
@@ -142,8 +144,41 @@ def start_report(
                 ("the machine has", f"{tables.size(memory.host)} for {tables.number(node, 'process', 'es')}"),
             ],
         },
-        types_table(config, spec) if config.logging.types else [],
+        ({"the model": model_table(spec)} if config.logging.model else {})
+        | ({"parameter types": types_table(config, spec)} if config.logging.types else {}),
     )
+
+
+def model_table(spec: ModelSpec) -> list[dict[str, Any]]:
+    """The parameters of a model with their sizes, those of neighbouring layers that are equal once; below them the sum
+    of a layer, and of all."""
+    found, total = [], cost.parameter_counts(spec)["total"]
+
+    def row(name: str, shape: str, elements: int, times: int = 1) -> dict[str, Any]:
+        in_all = times * elements
+        return {
+            "parameter": name,
+            "shape": shape,
+            "elements": tables.count(elements),
+            "in all": tables.count(in_all),
+            "share": tables.percent(in_all / total),
+        }
+
+    def add(prefix: str, table: Table, times: int = 1) -> None:
+        found.extend(
+            row(prefix + name, "x".join(map(str, info.shape)), prod(info.shape), times) for name, info in table.items()
+        )
+
+    before, behind = outer_tables(spec, first=True, last=True)
+    add("", before)
+    for table, layers in groupby(range(spec.depth), key=layer_tables(spec).__getitem__):
+        numbers = list(layers)
+        name, times = f"layers.{numbers[0]}" + f"-{numbers[-1]}" * (len(numbers) > 1), len(numbers)
+        add(f"{name}.", table, times)
+        each = sum(prod(info.shape) for info in table.values())
+        found.append(row(name, f"{times} layer{'s' * (times > 1)}", each, times))
+    add("", behind)
+    return [*found, row("all", "", total)]
 
 
 def types_table(config: Config, spec: ModelSpec) -> list[dict[str, Any]]:
