@@ -1,55 +1,82 @@
-"""Llama-3 8B beside torchtitan on all GPUs of this machine, in turn: one row a plan, ours and theirs under the same
-plan and recompute, and each under the best recompute that was found for it.
+"""Training beside torchtitan, and beside transformers under DeepSpeed's ZeRO-3, on all GPUs of this machine: in turn,
+one row a model and plan, each side under the same plan and recompute, and under the best that was found for it.
 
     python bench/compare.py OUT_FOLDER [rounds=1] [ROW...]
 
-torchtitan (0.2.2 with torch 2.11) has to be importable; its corpus and tokenizer are made from the standard library.
-Both sides read the loss only as often as they log: ours after every step, torchtitan after every fifth. Of at least 20
-steps the first 10 are dropped, and the median of what is left counts. A JSON line a measurement goes to
-OUT_FOLDER/compare.jsonl, a table to OUT_FOLDER/compare.md."""
+torchtitan (0.2.2 with torch 2.11) has to be importable for the rows that have it; its corpus and tokenizer are made
+from the standard library. All sides have the same model. Ours and DeepSpeed's read the loss after every step,
+torchtitan after every fifth. Of at least 20 steps the first 10 are dropped, and the median of what is left counts. A
+JSON line a measurement goes to OUT_FOLDER/compare.jsonl, a table to OUT_FOLDER/compare.md."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from specs import read_spec
 
 ROOT = Path(__file__).parents[1]
-LENGTH, STEPS, DROPPED = 8192, 20, 10
+STEPS, DROPPED = 20, 10
 LIMIT = float(os.environ.get("LIMIT", 150))
 """Seconds that a measurement may take."""
 
+Settings = list[str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """sequences: a GPU; ours, titan, transformers: settings of each side, of which the fastest count; model: of
+    configs/model, and what is changed of it."""
+
+    sequences: int
+    ours: list[Settings]
+    titan: list[Settings]
+    transformers: list[Settings] = field(default_factory=list)
+    length: int = 8192
+    model: str = "llama3_8b"
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+NONE, RECOMPUTED = ["--activation_checkpoint.mode", "none"], ["recompute=true"]
 OPERATIONS = ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option"]
 BUDGET = ["--activation_checkpoint.mode", "memory_budget", "--activation_checkpoint.memory_budget"]
-ROWS: dict[str, tuple[int, list[str], list[list[str]]]] = {
-    "selective_1": (1, ["activation.mode=selective"], [[*OPERATIONS, "op"]]),
-    "selective_2": (2, ["activation.mode=selective"], [[*OPERATIONS, "op"]]),
-    "none_1": (1, ["activation.mode=none"], [["--activation_checkpoint.mode", "none"]]),
-    "best_2": (
-        2,
-        ["activation.mode=selective", "activation.save=[attention,matmul]"],
-        [[*BUDGET, "0.7"], [*BUDGET, "0.85"], [*OPERATIONS, "2"], [*OPERATIONS, "4"]],
+KEPT = ["activation.mode=selective", "activation.save=[attention,matmul]"]
+WITHOUT = ["activation.mode=none"]
+COPIED = "parallel.zero.transport=copy_engine"
+SMALL = {"width": 768, "depth": 12, "attention": {"heads": 12}, "feed_forward": {"width": 2048}, "tied": False}
+ROWS = {
+    "selective_1": Row(1, [["activation.mode=selective"]], [[*OPERATIONS, "op"]]),
+    "selective_2": Row(2, [["activation.mode=selective"]], [[*OPERATIONS, "op"]], [RECOMPUTED]),
+    "none_1": Row(1, [WITHOUT], [NONE]),
+    "best_2": Row(
+        2, [KEPT, [*KEPT, COPIED]], [[*BUDGET, "0.7"], [*BUDGET, "0.85"], [*OPERATIONS, "2"], [*OPERATIONS, "4"]]
     ),
+    "1b": Row(16, [WITHOUT, KEPT], [NONE], [["recompute=false"]], 2048, "tinyllama_1b"),
+    "100m": Row(32, [WITHOUT], [NONE], [["recompute=false"]], 1024, "llama_60m", SMALL),
 }
-"""Row: sequences a GPU, our settings, and theirs, of which the fastest counts."""
 
 
-def launch(name: str, out: Path, arguments: list[str], folder: Path) -> str:
-    """What a torchrun over all GPUs printed; also in OUT/NAME.log."""
+def launch(name: str, out: Path, arguments: list[str], folder: Path, **variables: str) -> str:
+    """What a torchrun over all GPUs printed; also in OUT/NAME.log. variables: of its environment."""
     gpus = max(1, torch.cuda.device_count())
-    environment = {**os.environ, "OMP_NUM_THREADS": "8", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"OMP_NUM_THREADS": "8", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    environment |= variables
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     process = subprocess.Popen(
         [*command, *arguments],
@@ -59,57 +86,52 @@ def launch(name: str, out: Path, arguments: list[str], folder: Path) -> str:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,
     )
     try:
         text, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        text = process.communicate()[0] + f"\nstopped after {LIMIT:.0f} s"
+        process.terminate()  # torchrun's processes have sessions of their own, and it ends them
+        text = process.communicate(timeout=60)[0] + f"\nstopped after {LIMIT:.0f} s"
     (out / f"{name}.log").write_text(text)
     return text
 
 
-def ours(name: str, out: Path, sequences: int, settings: list[str]) -> dict[str, Any]:
-    text = launch(
-        name,
-        out,
-        [
-            "bench/step.py",
-            f"case={name}",
-            "model=configs/model/llama3_8b.yaml",
-            f"length={LENGTH}",
-            f"micro={sequences}",
-            f"warm={DROPPED}",
-            f"steps={STEPS - DROPPED}",
-            "precision.compute=bf16",
-            "parallel.zero.stage=3",
-            "compile=true",
-            *settings,
-        ],
-        ROOT,
-    )
+def ours(name: str, out: Path, model: str | Path, length: int, sequences: int, settings: Settings) -> dict[str, Any]:
+    """model: its file, from the repository's root."""
+    shape = [f"model={model}", f"length={length}", f"micro={sequences}", f"warm={DROPPED}", f"steps={STEPS - DROPPED}"]
+    common = ["precision.compute=bf16", "parallel.zero.stage=3", "compile=true"]
+    return told(launch(name, out, ["bench/step.py", f"case={name}", *shape, *common, *settings], ROOT))
+
+
+def told(text: str) -> dict[str, Any]:
+    """What the line of a step says."""
     found = [json.loads(line) for line in text.splitlines() if line.startswith('{"case"')]
     if not found:
         return {"error": text.strip().splitlines()[-1:]}
-    return {
-        "tokens": found[0]["tokens_per_second_per_gpu"],
-        "reserved": found[0]["reserved_gib"],
-        "shares": {k: v for k, v in found[0]["shares"].items() if k != "longest_kernels"},
-    }
+    shares = {name: share for name, share in found[0].get("shares", {}).items() if name != "longest_kernels"}
+    line = {"tokens": found[0]["tokens_per_second_per_gpu"], "reserved": found[0].get("reserved_gib", 0.0)}
+    return line | ({"shares": shares, "without_work": found[0]["without_work"]} if shares else {})
 
 
-def theirs(name: str, out: Path, sequences: int, settings: list[str], assets: Path) -> dict[str, Any]:
-    arguments = f"""-m torchtitan.train --job.dump_folder {out}/titan --model.name llama3 --model.flavor 8B
-        --model.hf_assets_path {assets}/tokenizer --training.dataset c4_test --training.dataset_path {assets}/corpus
-        --training.seq_len {LENGTH} --training.local_batch_size {sequences} --training.steps {STEPS}
-        --compile.enable --metrics.log_freq 5 --metrics.disable_color_printing --lr_scheduler.warmup_steps 2""".split()
-    text = launch(name, out, [*arguments, *settings], out)
+def torchtitan(
+    name: str, out: Path, model: Path, length: int, sequences: int, settings: Settings, assets: Path
+) -> dict[str, Any]:
+    arguments = f"""-m torchtitan.train --job.dump_folder {out}/titan --model.name llama3 --model.flavor spec
+        --experimental.custom_import specs --model.hf_assets_path {assets}/tokenizer --training.dataset c4_test
+        --training.dataset_path {assets}/corpus --training.seq_len {length} --training.local_batch_size {sequences}
+        --training.steps {STEPS} --compile.enable --metrics.log_freq 5 --metrics.disable_color_printing
+        --lr_scheduler.warmup_steps 2""".split()
+    text = launch(name, out, [*arguments, *settings], out, TITAN_SPEC=str(model))
     logged = re.findall(r"step: +(\d+) .*?memory: +([\d.]+)GiB.*?tps: +([\d,]+)", text)
     speeds = [float(tokens.replace(",", "")) for step, _, tokens in logged if int(step) > DROPPED]
     if not speeds:
         return {"error": text.strip().splitlines()[-1:]}
     return {"tokens": statistics.median(speeds), "reserved": max(float(memory) for _, memory, _ in logged)}
+
+
+def transformers(name: str, out: Path, model: Path, length: int, sequences: int, settings: Settings) -> dict[str, Any]:
+    shape = [f"model={model}", f"length={length}", f"micro={sequences}", f"warm={DROPPED}", f"steps={STEPS - DROPPED}"]
+    return told(launch(name, out, ["bench/transformers_zero3.py", *shape, *settings], ROOT))
 
 
 def make_assets(folder: Path) -> Path:
@@ -132,40 +154,46 @@ def make_assets(folder: Path) -> Path:
 
 
 def measure(out: Path, rows: list[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """The measurements, ours and theirs in turn."""
+    """The measurements, the sides in turn."""
     assets = make_assets(out / "assets")
     for number in range(rounds):
-        for row in rows:
-            sequences, mine, others = ROWS[row]
-            for index, settings in enumerate([None, *others]):
-                began, name = time.monotonic(), f"{row}-{index}-{number}"
-                if settings is None:
-                    found = ours(name, out, sequences, mine)
-                else:
-                    found = theirs(name, out, sequences, settings, assets)
-                took = round(time.monotonic() - began)
-                yield (
-                    {"row": row, "side": "theirs" if settings else "ours", "settings": settings or mine}
-                    | found
-                    | {"seconds": took}
-                )
+        for name in rows:
+            row, model = ROWS[name], out / f"{name}.yaml"
+            spec = read_spec(ROOT / f"configs/model/{row.model}.yaml").to_dict()
+            for key, value in row.changes.items():
+                spec[key] = spec[key] | value if isinstance(value, dict) else value
+            model.write_text(yaml.safe_dump(spec))
+            sides: list[tuple[str, Callable[..., dict[str, Any]], list[Settings]]] = [
+                ("ours", ours, row.ours),
+                ("torchtitan", partial(torchtitan, assets=assets), row.titan),
+                ("transformers", transformers, row.transformers),
+            ]
+            for side, run, choices in sides:
+                for index, settings in enumerate(choices):
+                    began = time.monotonic()
+                    found = run(f"{name}-{side}-{index}-{number}", out, model, row.length, row.sequences, settings)
+                    took = round(time.monotonic() - began)
+                    yield {"row": name, "side": side, "settings": settings} | found | {"seconds": took}
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    text = "| plan | torchtitan: tokens/s, reserved | trainer: tokens/s, reserved | ratio |\n|---|---:|---:|---:|\n"
+    """Of each row and side the fastest settings, and how many times as fast ours is."""
+    text = "| row | side | settings | tokens/s a GPU | reserved | ours to it |\n|---|---|---|---:|---:|---:|\n"
     for row in dict.fromkeys(line["row"] for line in lines):
-        cells, speeds = [], []
-        for side in ("theirs", "ours"):
-            runs: dict[str, list[dict[str, Any]]] = {}
+        best: dict[str, tuple[float, str, float]] = {}
+        for side in dict.fromkeys(line["side"] for line in lines if line["row"] == row):
+            runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
             for line in lines:
-                if line["row"] == row and line["side"] == side and "tokens" in line:
-                    runs.setdefault(" ".join(line["settings"]), []).append(line)
-            medians = {name: statistics.median(line["tokens"] for line in some) for name, some in runs.items()}
-            best = max(medians, key=lambda name: medians[name], default="")
-            speeds.append(medians.get(best, float("nan")))
-            reserved = runs[best][0]["reserved"] if runs else float("nan")
-            cells.append(f"{speeds[-1]:,.0f}, {reserved:.1f} GiB ({best.split('.')[-1]})")
-        text += f"| {row} | {cells[0]} | {cells[1]} | {speeds[1] / speeds[0]:.3f} |\n"
+                if (line["row"], line["side"]) == (row, side) and "tokens" in line:
+                    runs[" ".join(line["settings"])].append(line)
+            medians = [
+                (statistics.median(line["tokens"] for line in some), name, some[0]["reserved"])
+                for name, some in runs.items()
+            ]
+            best[side] = max(medians, default=(math.nan, "failed", math.nan))
+        for side, (speed, name, reserved) in best.items():
+            ratio = best["ours"][0] / speed
+            text += f"| {row} | {side} | {name} | {speed:,.0f} | {reserved:.1f} GiB | {ratio:.3f} |\n"
     return text
 
 

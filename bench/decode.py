@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 import torch
-import yaml
+from specs import read_spec
 
 from trainer.config.model import ModelSpec
 from trainer.generate.placed import PlacedModel
@@ -40,8 +40,7 @@ OWN = {
 
 def main() -> None:
     out, given = sys.argv[1], OWN | dict(argument.split("=", 1) for argument in sys.argv[2:])
-    with open(given["model"]) as file:
-        spec = ModelSpec.from_dict({k: v for k, v in yaml.safe_load(file).items() if k != "defaults"})
+    spec = read_spec(given["model"])
     spec.depth, device, dtype = int(given["depth"] or spec.depth), torch.device(given["device"]), DTYPES[given["dtype"]]
     prompt, tokens, repeat = (int(given[name]) for name in ("prompt", "tokens", "repeat"))
     spec.init.std = 0.1  # the next token is far from a tie

@@ -32,6 +32,7 @@ from trainer.precision.products import Role, matmul
 
 TOKENS = 8192
 MATRICES = {"q, o": (4096, 4096), "k, v": (1024, 4096), "gate, up": (14336, 4096), "down": (4096, 14336)}
+LLAMA = "configs/model/llama3_8b.yaml"
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 CASES = {"bf16": []} | {name: [f"precision.float8.recipe={name}"] for name in RECIPES}
 LAST = 50
@@ -96,7 +97,7 @@ def steps(out: Path, given: dict[str, str]) -> Iterator[dict[str, Any]]:
     common = [f"depth={given['depth']}", "activation.mode=selective"]
     for number in range(int(given["rounds"])):
         for case, settings in CASES.items():
-            yield {"case": case} | ours(f"{case}-{number}", out, 1, common + settings)
+            yield {"case": case} | ours(f"{case}-{number}", out, LLAMA, 8192, 1, common + settings)
 
 
 def loss(out: Path, given: dict[str, str]) -> Iterator[dict[str, Any]]:

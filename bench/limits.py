@@ -2,13 +2,15 @@
 
     python bench/limits.py OUT_FOLDER [model=configs/model/llama3_8b.yaml] [length=8192] [micro=2] [device=auto] \
         [SETTING=VALUE ...]
+    python bench/limits.py OUT_FOLDER draw
 
 The floor is what products, attention and the optimizer's update take by themselves, one after the other, with nothing
 between them: each product of a layer and of the head at its own shape, three times (output, gradients of input and
 weight), causal attention forward and backward, and 32 bytes for each element that a rank updates at the rate of a large
 copy. Measured on one GPU in bf16; then the step runs on all of them, with what recompute need not repeat kept, and
 other settings as given. OUT_FOLDER/limits.json has the numbers; a table says what each kind of kernel takes beside its
-floor. Kinds on different streams overlap, so their shares may add up to more than one."""
+floor. Kinds on different streams overlap, so their shares may add up to more than one. `draw` makes
+OUT_FOLDER/limits.png of the numbers, which needs no GPU."""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from compare import ROOT, launch
+from specs import read_spec
 from torch import Tensor
 
 from trainer.cluster.stopwatch import Stopwatch
@@ -97,16 +99,49 @@ class Limits:
         return UPDATE * parameter_counts(self.spec)["total"] / ranks / rate
 
 
+KINDS = {
+    **{"matmul": "products", "attention": "attention", "optimizer": "update", "pointwise": "other kernels"},
+    **{"copy": "copies", "exposed_communication": "exposed communication", "idle": "idle"},
+}
+
+
+def draw(folder: Path) -> None:
+    """The floor and the step below each other, by kind of kernel."""
+    from matplotlib import pyplot
+
+    from trainer.plots.runs import COLOURS, STYLE
+
+    found = json.loads((folder / "limits.json").read_text())
+    floor, step = found["floor"], found["step"]
+    took = {kind: step["shares"].get(kind, 0.0) * step["seconds"] for kind in KINDS}
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(8, 1.9), layout="constrained")
+        for place, times in enumerate((took, floor)):
+            at = 0.0
+            for colour, (kind, label) in zip(COLOURS, KINDS.items()):
+                wide = 1e3 * times.get(kind, 0.0)
+                axes.barh(place, wide, left=at, color=colour, label=label if place == 0 else None)
+                if wide > 0.04e3 * step["seconds"]:
+                    axes.text(at + wide / 2, place, f"{wide:.0f}", color="white", ha="center", va="center", fontsize=8)
+                at += wide
+        axes.set_yticks([0, 1], ["step", "floor"])
+        axes.set_xlabel("ms")
+        axes.grid(axis="y", visible=False)
+        figure.legend(ncols=len(KINDS), fontsize=7, loc="outside upper center")
+        figure.savefig(folder / "limits.png")
+
+
 def main(arguments: list[str]) -> None:
     out, *words = arguments
+    if words == ["draw"]:
+        draw(Path(out))
+        return
     own = {"model": "configs/model/llama3_8b.yaml", "length": "8192", "micro": "2", "device": "auto"}
     given = own | {name: value for name, value in (word.split("=", 1) for word in words) if name in own}
     settings = [word for word in words if word.split("=", 1)[0] not in own]
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    spec = ModelSpec.from_dict(
-        {name: value for name, value in yaml.safe_load(Path(given["model"]).read_text()).items() if name != "defaults"}
-    )
+    spec = read_spec(given["model"])
     device, ranks = local_device(RunConfig(device=given["device"])), max(1, torch.cuda.device_count())
     limits = Limits(spec, int(given["length"]), int(given["micro"]), device)
     floor = {"matmul": limits.products(), "attention": limits.attention(), "optimizer": limits.update(ranks)}

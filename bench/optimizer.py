@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
+from specs import read_spec
 from torch import Tensor, nn
 
 from trainer.config import OptimizerConfig
-from trainer.config.model import ModelSpec
 from trainer.kernels import multi_tensor
 from trainer.optim.groups import Policy
 from trainer.optim.optimizer import Optimizer
@@ -192,8 +191,7 @@ def errors(device: torch.device) -> dict[str, float]:
 
 def shapes(depth: int, shards: int) -> list[list[tuple[int, ...]]]:
     """What a rank holds of each parameter, by FSDP's units: the layers, then the rest."""
-    with open("configs/model/llama3_8b.yaml") as file:
-        spec = ModelSpec.from_dict({k: v for k, v in yaml.safe_load(file).items() if k != "defaults"})
+    spec = read_spec("configs/model/llama3_8b.yaml")
     spec.depth = depth
     units: dict[str, list[tuple[int, ...]]] = {}
     for name, info in declarations(spec).items():

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
+from specs import read_spec
 
 from trainer.config import Config
-from trainer.config.model import ModelSpec
 from trainer.distributed.world import join, local_device
 from trainer.model.attention import kernel_priority
 from trainer.planning.batch import BatchPlan
@@ -72,8 +72,7 @@ def main() -> None:
         target = attrgetter(".".join(blocks))(config) if blocks else config
         assert hasattr(target, last), name
         setattr(target, last, yaml.safe_load(value))
-    with open(own["model"]) as file:
-        spec = ModelSpec.from_dict({k: v for k, v in yaml.safe_load(file).items() if k != "defaults"})
+    spec = read_spec(own["model"])
     spec.depth = int(own["depth"] or spec.depth)
     length, micro, accumulation, warm_up, steps = (
         int(own[name]) for name in ("length", "micro", "accumulation", "warm", "steps")

@@ -32,10 +32,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
+from specs import read_spec
 
 from trainer.config import Config
-from trainer.config.model import ModelSpec
 from trainer.distributed.world import World, join, local_device
 from trainer.model.attention import kernel_priority
 from trainer.planning.estimate.hardware import load_hardware
@@ -67,8 +66,7 @@ def main(out: Path, options: dict[str, str]) -> None:
     ranks, device = int(os.environ["WORLD_SIZE"]), local_device(config.run)
     config.precision.compute = "bf16" if device.type == "cuda" else "fp32"
     config.compile = options["compile"] == "true"
-    values = yaml.safe_load(Path(options["model"]).read_text())
-    config.model = ModelSpec.from_dict({name: value for name, value in values.items() if name != "defaults"})
+    config.model = read_spec(options["model"])
     config.batch.sequence_length, config.batch.global_size = int(options["length"]), int(options["size"])
     torch.set_float32_matmul_precision(config.precision.matmul)
     hardware = load_hardware(options["hardware"], [f"devices={ranks}"])
