@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from unittest.mock import patch
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.estimates import estimated, shipped
 from support.estimates import settings as planned
+from support.launch import launch
 from support.reference import random_batch, rows, tiny_spec
 from support.reference import settings as config_with
 from torch import Tensor
@@ -219,6 +221,24 @@ def test_predicted_steps_are_faster():
         estimated(config, 8, load_hardware("a100"))
 
 
+def test_gathered_in_fp8_a_run_has_the_same_bits(tmp_path):
+    """Embedding, head and norms travel in bf16, the matrices of both layers in fp8."""
+    launch("float8_gather.py", 2, tmp_path / "out.json", forks=True)
+    for stage, found in json.loads((tmp_path / "out.json").read_text()).items():
+        assert found["equal"] and len(set(found["losses"])) == 3, stage
+        plain, narrow = found["bytes"]
+        assert 0.5 * plain < narrow < 0.6 * plain, stage
+
+
+def test_gathers_in_fp8_are_predicted_to_take_less_between_nodes():
+    found = []
+    for gather in (False, True):
+        config = planned(shipped("llama3_8b"), compile=True, parallel__zero__stage=3, batch__sequence_length=2048)
+        config.precision.float8 = Float8Config("tensorwise", gather=gather)
+        found.append(estimated(config, 32, load_hardware("h200", ["devices=8"])).terms["sharding collectives"])
+    assert 0.7 * found[0] < found[1] < 0.95 * found[0]  # what is not hidden: gathers, and reductions in fp32
+
+
 def test_layers_that_share_an_input_may_differ():
     batch = random_batch(0, 2, 16, SPEC.vocab_size, False)
     losses = []
@@ -247,10 +267,26 @@ REFUSED = [
         ["batch.sequence_length=1000", "batch.sequence_length=1008", "rowwise_with_gw_hp"],
     ),
     (["activation=full", "activation.tile=1000"], ["activation.tile=1000", "activation.tile=1008"]),
+    (
+        ["precision.float8.gather=true", "precision.float8.recipe=rowwise"],
+        ["precision.float8.gather=true", "recipe=rowwise has no one scale", "precision.float8.recipe=tensorwise"],
+    ),
+    (
+        ["precision.float8.gather=true", "parallel.zero.stage=0"],
+        ["precision.float8.gather=true", "parallel.zero.stage=0 gathers nothing", "parallel.zero.stage=1, 2 or 3"],
+    ),
+    (
+        ["precision.float8.gather=true", "precision.float8.recipe=none"],
+        ["precision.float8.gather=true", "recipe=none has no one scale"],
+    ),
+    (
+        ["precision.float8.gather=true", "parallel.zero.transport=copy_engine", "parallel.zero.stage=3"],
+        ["precision.float8.gather=true", "parallel.zero.transport=collectives"],
+    ),
 ]
 
 
-@pytest.mark.parametrize("changes, words", REFUSED, ids=[changes[-1] for changes, _ in REFUSED])
+@pytest.mark.parametrize("changes, words", REFUSED, ids=[" ".join(changes) for changes, _ in REFUSED])
 def test_what_is_refused(changes, words):
     with pytest.raises(ConfigError) as error:
         compose([*FP8, *changes], world_size=1)

@@ -336,6 +336,9 @@ FLOAT8 = [
     PLAIN | {"bias": False, "micro_batches": 2} | more
     for more in (
         {"float8": "tensorwise", "dp": 2, "stage": 3, "recompute": "selective"},
+        {"float8": "tensorwise", "gather": True, "dp": 2, "stage": 3, "tied": True, "compile": "graphs"},
+        {"float8": "tensorwise", "gather": True, "dp": 4, "shard": 2, "stage": 2, "recompute": "full"},
+        {"float8": "tensorwise", "gather": True, "dp": 2, "stage": 3, "pp": 2, "schedule": "zb_v", "offload": True},
         {"float8": "rowwise", "tp": 2, "recompute": "full", "bias": True},
         {"float8": "tensorwise", "pp": 2, "schedule": "zb_v", "tied": True},
         {"float8": "rowwise_with_gw_hp", "cp": 2, "stage": 2, "recompute": "tiles"},

@@ -131,7 +131,7 @@ def config_of(case: Case, folder: Path) -> Config:
         parallel__zero__engine=case.get("engine", "torch"),
         parallel__zero__transport=case.get("transport", "collectives"),
         precision__compute="bf16" if "float8" in case and torch.cuda.is_available() else case["precision"],
-        precision__float8=Float8Config(case.get("float8", "none"), ends=0),
+        precision__float8=Float8Config(case.get("float8", "none"), ends=0, gather=case.get("gather", False)),
         precision__reduce=case.get("reduce", "fp32"),
         compile="compile" in case,
         optimizer__name="muon" if case.get("optimizer") == "muon" else "adamw",

@@ -346,6 +346,9 @@ class Float8Config:
     ends: int = option(
         1, "layers at the beginning and at the end of the model that have none", unit="layers", range="[0, inf)"
     )
+    gather: bool = option(
+        False, "tensorwise: ZeRO gathers their matrices in fp8, half the bytes, with the same numbers in the products"
+    )
 
 
 @dataclass

@@ -29,6 +29,7 @@ from trainer.model.stage import Stage
 from trainer.optim.groups import Policy
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.compress.reduction import Compression, Uncompressed, compression_of
+from trainer.parallel.float8_gather import gather_in_float8
 from trainer.parallel.fsdp_internals import (
     accumulate_gradients,
     copy_shards,
@@ -82,6 +83,8 @@ class FSDP:
             )
         if self.config.parallel.zero.transport == "copy_engine" and plan.shard > 1:
             copy_shards([model, *model.layers.values()], self.world.mesh["shard"].get_group())
+        if self.config.precision.float8.gather and plan.shard > 1:
+            gather_in_float8(model, self.config.compile)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # Losses are already divided by the global count of valid tokens: gradients are sums. A rank that is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from math import prod
 
 from trainer.config import Config, Float8Config, PrecisionConfig
 from trainer.config.model import ModelSpec
@@ -36,6 +37,15 @@ def float8_linears(float8: Float8Config, spec: ModelSpec) -> dict[str, Parameter
     }
 
 
+def gathered_in_float8(config: Config, spec: ModelSpec, tp: int) -> list[float]:
+    """Elements of each layer, on one of `tp` tensor-parallel ranks, that ZeRO gathers in fp8."""
+    found = [0.0] * spec.depth
+    if config.precision.float8.gather:
+        for name, info in float8_linears(config.precision.float8, spec).items():
+            found[int(name.split(".")[1])] += prod(info.multiplied(tp))
+    return found
+
+
 def _projections(index: int, table: Mapping[str, ParameterInfo]) -> Iterator[tuple[str, ParameterInfo]]:
     for name, info in table.items():
         if info.role == "matrix" and len(info.shape) == 2:
@@ -45,8 +55,24 @@ def _projections(index: int, table: Mapping[str, ParameterInfo]) -> Iterator[tup
 def check_float8(config: Config, spec: ModelSpec, plan: Plan) -> Iterator[str]:
     """What of the chosen linear layers cannot be multiplied in fp8, one sentence each."""
     float8 = config.precision.float8
+    if float8.gather and float8.recipe != "tensorwise":
+        yield (
+            f"precision.float8.gather=true: precision.float8.recipe={float8.recipe} has no one scale for a "
+            "matrix, with which it could travel; set precision.float8.recipe=tensorwise, or "
+            "precision.float8.gather=false"
+        )
     if float8.recipe == "none":
         return
+    if float8.gather and config.parallel.zero.transport != "collectives":
+        yield (
+            f"precision.float8.gather=true: parallel.zero.transport={config.parallel.zero.transport} copies parameters "
+            "in the compute type; set parallel.zero.transport=collectives, or precision.float8.gather=false"
+        )
+    if float8.gather and plan.stage == 0:
+        yield (
+            "precision.float8.gather=true: parallel.zero.stage=0 gathers nothing; set parallel.zero.stage=1, 2 or 3, "
+            "or precision.float8.gather=false"
+        )
     chosen = float8_linears(float8, spec)
     if not chosen:
         yield (

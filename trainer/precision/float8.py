@@ -44,14 +44,19 @@ CAPABILITY = (8, 9)
 Quantise = Callable[[Tensor, int, torch.dtype, bool], tuple[Tensor, Tensor]]
 
 
+def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """What numbers of which these are the largest are multiplied with, fp32: in fp64, since compiled divisions in fp32
+    round otherwise than eager ones."""
+    return (torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float()
+
+
 def quantise(x: Tensor, summed: int, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor]:
     """An operand in fp8, with the dimension that is summed over last, and the factors that scale it back.
 
     x: [rows, n], or [n, rows] with summed=0. Returns [rows, n], row-major, and in fp32 [rows, 1], or a scalar for all
     rows."""
     largest = x.abs().amax(summed, keepdim=True) if rowwise else x.abs().amax()
-    # In fp64, since compiled divisions in fp32 round otherwise than eager ones.
-    scale = (torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float()
+    scale = scale_of(largest, dtype)
     if rowwise:
         # A NaN has the exponent of an infinity, of which kernels differ in what they cast it to.
         scale = torch.where(scale.isnan(), scale, (scale.view(torch.int32) & EXPONENT).view(torch.float32))

@@ -30,6 +30,7 @@ from trainer.planning.cost.memory import (
 )
 from trainer.planning.cost.parameters import head, head_rows, layer_specs
 from trainer.planning.cost.updates import Updates
+from trainer.planning.float8 import gathered_in_float8
 from trainer.planning.pipeline import estimated_costs
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout
@@ -161,6 +162,9 @@ class _Model:
         self.shard = plan.shard if plan.stage else 1
         self.every = plan.stage >= 2 and not once  # whether each micro-batch's gradients are reduced
         self.copied = config.parallel.zero.transport == "copy_engine"
+        self.narrow = max(
+            gathered_in_float8(config, spec, plan.tp), default=0.0
+        )  # bytes of a layer in fp8 on their way
 
     def gathered_keys(self) -> list[float]:
         """Bytes of the gathered keys and values of each layer. Its backward pass has those of a group of heads, of the
@@ -224,7 +228,7 @@ class _Replay:
             self.hold("gathered parameters", sum(self.gathered.values()))
         self.ahead = 0.0
         if model.plan.stage == 3:  # the layer that is gathered while one computes
-            self.ahead = model.element * max(max(units[1:]) for units in self.units.values())
+            self.ahead = model.element * max(max(units[1:]) for units in self.units.values()) + model.narrow
         self.keeps_reduced = not states.offloaded or states.sums > 0
         self.backwards = dict.fromkeys(self.stages, layout.batch.accumulation)  # to come
         self.accumulated: set[int] = set()  # stages that have gradients

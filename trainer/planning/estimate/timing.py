@@ -18,7 +18,7 @@ from trainer.planning.cost.memory import ELEMENT_BYTES
 from trainer.planning.cost.parameters import head, layer_specs
 from trainer.planning.cost.stages import LayerCosts
 from trainer.planning.estimate.pace import Pace, Ring
-from trainer.planning.float8 import float8_linears
+from trainer.planning.float8 import float8_linears, gathered_in_float8
 from trainer.planning.gradient_comm import asked
 from trainer.planning.pipeline import estimated_costs
 from trainer.planning.resolve import Layout
@@ -137,11 +137,12 @@ class _Timer:
         left = left_by_recompute(works, self.config.activation)
         known: dict[tuple[int, int, frozenset[str]], Unit] = {}
         layers, float8 = [], float8_linears(self.config.precision.float8, spec)
+        travelling = gathered_in_float8(self.config, spec, plan.tp)
         for index, (work, remaining, layer) in enumerate(zip(works, left, layer_specs(spec))):
             narrow = frozenset(name for name in work.shapes if f"layers.{index}.{name}" in float8)
             key = id(work), id(remaining), narrow  # of layers that are equal, and keep the same
             if key not in known:
-                known[key] = self._layer(work, remaining, layer.attention, narrow)
+                known[key] = self._layer(work, remaining, layer.attention, narrow, travelling[index])
             layers.append(known[key])
         units = (self._embedding(), *layers, self._head())
         return Timing(
@@ -184,8 +185,10 @@ class _Timer:
             total += exchanged + seconds
         return terms[0], terms[1], total
 
-    def _layer(self, work: LayerWork, left: Remaining, spec: AttentionSpec, float8: frozenset[str]) -> Unit:
-        """float8: the projections that multiply in fp8."""
+    def _layer(
+        self, work: LayerWork, left: Remaining, spec: AttentionSpec, float8: frozenset[str], narrow: float
+    ) -> Unit:
+        """float8: the projections that multiply in fp8; narrow: elements that are gathered so."""
         tokens, pace = self.tokens, self.pace
 
         def products_of(narrow: frozenset[str]) -> dict[str, float]:
@@ -223,7 +226,8 @@ class _Timer:
         launches = (len(products) + kernels + 1) * pace.launch
         forward["launching"] = max(0.0, launches - sum(forward.values()))
         backward["launching"] = max(0.0, (2 + bool(left.again)) * launches - sum(backward.values()) - for_weights)
-        return self._sharded(work.weights, forward, backward, {"matrix products": for_weights}, 2 + repeated, shared)
+        weight = {"matrix products": for_weights}
+        return self._sharded(work.weights, forward, backward, weight, 2 + repeated, shared, narrow)
 
     def _embedding(self) -> Unit:
         """The look-up, and the gradient of the whole table, most of which is zero."""
@@ -254,18 +258,27 @@ class _Timer:
         return self._sharded(size, forward, backward, weight, 0.5)
 
     def _sharded(
-        self, size: float, forward: dict, backward: dict, weight: dict, tensor: float, context: float = 0.0
+        self,
+        size: float,
+        forward: dict,
+        backward: dict,
+        weight: dict,
+        tensor: float,
+        context: float = 0.0,
+        narrow: float = 0.0,
     ) -> Unit:
         """A unit of `size` parameters with what data-parallel ranks do around its passes: gathers, reductions, and
         copies in and out of flat buffers. tensor: tensor collectives of a micro-batch, in units of four; context:
-        seconds of those among ranks that share sequences."""
+        seconds of those among ranks that share sequences; narrow: elements that are gathered in fp8."""
         plan, pace, shards = self.plan, self.pace, self.rings["shard"]
         axes = {"tensor": 4 * tensor * self.collective, "context": context}
-        gather = shards.seconds(self.element * size) if plan.stage else 0.0
+        gather = shards.seconds(self.element * (size - narrow) + narrow) if plan.stage else 0.0
         copied = self.config.parallel.zero.transport == "copy_engine"  # in the type in which gradients were computed
         reduce = shards.seconds((self.element if copied else self.gradient) * size)
         replicas = 2 * self.rings["replicate"].seconds(self.gradient * size / shards.ranks)
         copy_in = ((MASTER + self.element) / shards.ranks + 2 * self.element * (shards.ranks > 1)) * size / pace.copy
+        # Read for the scale and again, written, and cast back.
+        copy_in += ((2 * self.element + 1) / shards.ranks + self.element + 1) * narrow / pace.copy
         copy_out = (self.element + MASTER) * size / pace.copy
         if copied:  # what is cast, kept and added up takes from the products beside it what it needs
             copy_in = (MASTER + 3 * self.element) / shards.ranks * size / pace.copy

@@ -1,0 +1,73 @@
+"""Training with parameters that ZeRO gathers in fp8, beside the same with parameters in bf16: the same bits, and fewer
+bytes on their way."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from support.launch import fork, leave
+from support.reference import random_batch, rows, settings, tiny_spec
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.config import Float8Config
+from trainer.distributed.tensors import local
+from trainer.distributed.world import World, join
+from trainer.planning.batch import BatchPlan
+from trainer.planning.pipeline import resolve_pipeline
+from trainer.planning.plan import resolve_plan
+from trainer.training.state import TrainState
+from trainer.training.step import train_step
+
+LENGTH = 16
+
+
+class Bytes(TorchDispatchMode):
+    """Adds up what all-gathers bring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function.namespace == "c10d" and "allgather" in function._opname:
+            self.gathered += arguments[0].nbytes
+        return function(*arguments, **(keywords or {}))
+
+
+def train(stage: int, gather: bool, world: World) -> tuple[list[float], list[torch.Tensor], int]:
+    """Losses of three steps, this rank's part of the parameters then, and bytes that were gathered."""
+    config = settings(parallel__zero__stage=stage, precision__compute="bf16")
+    config.precision.float8 = Float8Config("tensorwise", ends=0, gather=gather)
+    spec = tiny_spec(depth=2, width=64, feed_forward={"width": 96}, vocab_size=64)
+    plan, batch = resolve_plan(config.parallel, world.size), BatchPlan(LENGTH, 2 * world.size, 2, 1)
+    state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), world)
+    losses = []
+    with Bytes() as bytes_:
+        for step in range(3):
+            whole = random_batch(step, 2 * world.size, LENGTH, spec.vocab_size, False)
+            mine = rows(whole, 2 * world.rank, 2 * world.rank + 2)
+            losses.append(train_step(state, [mine], False)["loss"].item())
+    parameters = [local(parameter).clone() for parameter in state.parameters.values()]
+    state.free()
+    return losses, parameters, bytes_.gathered
+
+
+def main(out: str) -> None:
+    world = join(resolve_plan(settings(parallel__zero__stage=3).parallel, 2).mesh, torch.device("cpu"))
+    found = {}
+    for stage in (2, 3):
+        (losses, parameters, sent), (others, same, less) = (train(stage, gather, world) for gather in (False, True))
+        equal = losses == others and all(map(torch.equal, parameters, same))
+        found[stage] = {"equal": equal, "losses": losses, "bytes": [sent, less]}
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    fork()
+    main(*sys.argv[1:])
+    leave()
