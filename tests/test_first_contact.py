@@ -46,8 +46,8 @@ def test_two_runs_in_one_python(tmp_path):
 
 @pytest.fixture
 def sweep(tmp_path) -> Path:
-    """The folder of a sweep of three trials, the last of which was refused."""
-    (tmp_path / "results.jsonl").write_text("{}\n")
+    """The folder of a sweep of three trials, the last of which was refused; none has ended yet."""
+    (tmp_path / "results.jsonl").touch()
     for trial in ("peak-0.1", "peak-0.2"):
         (tmp_path / trial).mkdir()
         lines = [metrics.line({"step": n, "loss": 5 - n, "time": 1e9 + 1800 * n}, metrics.STEP) for n in (1, 2, 3)]
