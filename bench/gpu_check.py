@@ -130,6 +130,11 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
             *("parallel=zero3", "parallel.zero.transport=copy_engine"),
             *("compile=true", "precision=bf16", "activation=selective"),
         ),
+        run(
+            "fp8_gathered",
+            *("parallel=zero3", "precision=fp8", "precision.float8.ends=0", "precision.float8.gather=true"),
+            *("compile=true", "activation=selective"),
+        ),
         run("documents", "data.mask_documents=true", "compile=true", "precision=bf16"),
         run("offload", "parallel=zero3_offload"),
         run("fp16", "precision=fp16", "parallel=zero2"),

@@ -16,7 +16,7 @@ from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import keep_buffers
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-PROMPTS = [[3, 1, 4], [1], [5] * 61]
+PROMPTS = [[3, 1, 4], [1], [5] * 63]
 
 
 def build(family: str, dtype: torch.dtype = torch.float64) -> PlacedModel:

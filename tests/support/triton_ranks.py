@@ -114,6 +114,7 @@ def compile_for_hopper(
     )
     options = {"num_warps": warps, "num_stages": stages}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert made.metadata.shared <= 227 * 2**10, f"{numbers}: {made.metadata.shared} bytes of shared memory"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(made.asm["cubin"])
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -62,7 +62,16 @@ def said_by(made: ModuleType, size: int, epochs: int, late: float, limit: int) -
 LLAMA = {"DIM": 128, "RANK": 1, "SIZE": 2}
 """Of an 8B model whose cache two ranks share, or one has."""
 CUTS = [
-    ("_attend_slots", LLAMA | {"GROUP": 4, "PARTS": 33, "CAPPED": False, "SLOTS": 64, "QUERIES": 16, "WIDTH": 128}, 4),
+    *(
+        (
+            "_attend_slots",
+            LLAMA
+            | {"GROUP": 4, "PARTS": 33, "CAPPED": False, "QUERIES": 16}
+            | {"DIM": dim, "WIDTH": dim, "SLOTS": slots, "dtype": dtype},
+            warps,
+        )
+        for dim, slots, dtype, warps in ((128, 64, "*bf16", 4), (256, 64, "*bf16", 4), (256, 32, "*fp32", 8))
+    ),
     *(
         (
             "_combine",
@@ -80,10 +89,13 @@ TYPES = {"positions": "*i64", "attended": "*fp32", "logsum": "*fp32", "scale": "
 
 
 def inspect(name: str, numbers: dict, warps: int) -> None:
-    ptx, resources = compile_for_hopper(getattr(kernels, name), numbers, TYPES, warps)
+    numbers, types = dict(numbers), TYPES
+    if dtype := numbers.pop("dtype", ""):
+        types = TYPES | dict.fromkeys(("query", "key", "value"), dtype)
+    ptx, resources = compile_for_hopper(getattr(kernels, name), numbers, types, warps)
     assert re.search(r"STACK:0 .*LOCAL:0", resources), f"{name} {numbers} spills registers: {resources}"
     if name == "_attend_slots":
-        assert "mma.sync" in ptx or "wgmma" in ptx
+        assert dtype == "*fp32" or "mma.sync" in ptx or "wgmma" in ptx
         assert "cp.async" in ptx, "keys are not loaded ahead"
     sends = name == "_combine" and numbers["SIZE"] > 1
     operations = re.findall(r"bar\.sync|[\w.]*release[\w.]*|st\.global[\w.]*|[\w.]*sys\.acquire[\w.]*", ptx)

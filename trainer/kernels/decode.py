@@ -21,7 +21,11 @@ from torch import Tensor
 from trainer.kernels.exchange import Region, peer, signal, wait
 
 SLOTS = 64
-"""Slots that a program looks at at a time."""
+"""Slots that a program looks at at a time, at most."""
+
+TILE = 2**15
+"""Bytes of keys, and as many of values, that it looks at at a time, at most: some are loaded ahead, and 227 KiB of
+shared memory hold them all."""
 
 PROGRAMS = 264
 """Of the first kernel, at least, where there are slots for so many: two for each multiprocessor of a Hopper GPU."""
@@ -178,7 +182,9 @@ def attend_slots(
     a slot."""
     rows, heads, _, dim = query.shape
     kv_heads, slots = key.shape[1:3]
-    parts = max(1, min(ceil(PROGRAMS / (rows * kv_heads)), ceil(slots / SLOTS)))
+    width = max(16, triton.next_power_of_2(dim))
+    at_once = max(16, min(SLOTS, TILE // (width * key.element_size())))
+    parts = max(1, min(ceil(PROGRAMS / (rows * kv_heads)), ceil(slots / at_once)))
     attended = query.new_empty((rows, heads, parts, dim), dtype=torch.float32)
     logsum = query.new_empty((rows, heads, parts), dtype=torch.float32)
     _attend_slots[(rows, kv_heads, parts)](
@@ -199,9 +205,10 @@ def attend_slots(
         RANK=rank,
         SIZE=size,
         CAPPED=soft_cap > 0,
-        SLOTS=SLOTS,
+        SLOTS=at_once,
         QUERIES=max(16, triton.next_power_of_2(heads // kv_heads)),
-        WIDTH=max(16, triton.next_power_of_2(dim)),
+        WIDTH=width,
+        num_warps=4 if key.element_size() == 2 else 8,  # sums of fp32 spilled registers with 4
     )
     return attended, logsum
 
