@@ -79,7 +79,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logits = _logits(hidden, aligned(weight), group)[0]
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        objective, entropy, added = _loss(logits[:, : len(weight)], targets, settings, group, start, wanted)
+        objective, entropy, added = _loss(logits, len(weight), targets, settings, group, start, wanted)
         if wanted:
             ctx.group = group
             ctx.save_for_backward(hidden, weight, logits)
@@ -130,7 +130,7 @@ class TiledCrossEntropy(torch.autograd.Function):
         for rows in tiles(len(hidden), settings.tile):
             logits, part = _logits(hidden[rows], weight, group)
             mine = by_rank[:, rows]
-            of_tile = _loss(logits[:, :vocabulary], mine.flatten(), settings, group, start, wanted)
+            of_tile = _loss(logits, vocabulary, mine.flatten(), settings, group, start, wanted)
             objective, added, entropy[:, rows] = objective + of_tile[0], added + of_tile[2], of_tile[1].view(mine.shape)
             if to_hidden is not None:
                 gradient = matmul(logits, weight, Role.INPUT_GRADIENT)
@@ -154,8 +154,8 @@ class TiledCrossEntropy(torch.autograd.Function):
 
 
 def aligned(weight: Tensor) -> Tensor:
-    """Rows of the vocabulary with zeros behind them, up to `head_rows`. Their logits are zeros, of which the loss sees
-    nothing; they are their own gradient then, and add nothing to the products."""
+    """Rows of the vocabulary with zeros behind them, up to `head_rows`. The loss sees nothing of their logits, whose
+    gradient is zeros, and adds nothing to the products."""
     missing = int(head_rows(len(weight))) - len(weight)
     return F.pad(weight, (0, 0, 0, missing)) if missing else weight
 
@@ -170,18 +170,24 @@ def _logits(hidden: Tensor, weight: Tensor, group: TensorGroup | None) -> tuple[
 
 
 def _loss(
-    logits: Tensor, targets: Tensor, settings: LossSettings, group: TensorGroup | None, start: int, wanted: bool
+    logits: Tensor,
+    vocabulary: int,
+    targets: Tensor,
+    settings: LossSettings,
+    group: TensorGroup | None,
+    start: int,
+    wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Objective of logits, cross-entropy of each token, and terms; where `wanted`, the logits become the objective's
-    gradient, chunk by chunk."""
-    statistics, gradient = (
-        (compiled_once(loss_statistics), compiled_once(loss_gradient))
+    """Objective of the logits of `vocabulary` rows, what is behind them aside; cross-entropy of each token, and terms;
+    where `wanted`, the logits become the objective's gradient, chunk by chunk."""
+    statistics, to_gradient = (
+        (compiled_once(loss_statistics), compiled_once(to_loss_gradient))
         if settings.compiled
-        else (loss_statistics, loss_gradient)
+        else (loss_statistics, to_loss_gradient)
     )
     chunks, index = list(tiles(len(logits), settings.chunk or max(1, len(logits)))), targets - start
     normalizer, score = torch.cat(
-        [statistics(logits[rows], index[rows], settings.soft_cap) for rows in chunks], 1
+        [statistics(logits[rows], vocabulary, index[rows], settings.soft_cap) for rows in chunks], 1
     ).unbind()
     if group is not None:
         parts = group.wait(group.gather(torch.stack([normalizer, score]))).view(group.size, 2, -1)
@@ -191,11 +197,13 @@ def _loss(
     objective = entropy.sum() + settings.z_loss * torch.where(valid, normalizer, 0).square().sum()
     added = objective.new_zeros(len(settings.terms))
     for rows in chunks if wanted else ():
-        whole = gradient(logits[rows], index[rows], valid[rows], normalizer[rows], settings.soft_cap, settings.z_loss)
-        if settings.terms:
-            of_terms, values = term_gradients(logits[rows], targets[rows], settings)
-            whole, added = whole + of_terms, added + values
-        logits[rows] = whole
+        seen = logits[rows, :vocabulary]
+        terms = term_gradients(seen, targets[rows], settings) if settings.terms else None
+        of_chunk = index[rows], valid[rows], normalizer[rows]
+        to_gradient(logits[rows], vocabulary, *of_chunk, settings.soft_cap, settings.z_loss)
+        if terms is not None:
+            seen += terms[0]
+            added = added + terms[1]
     return objective + added.sum(), entropy, added
 
 
@@ -216,27 +224,27 @@ def capped(logits: Tensor, soft_cap: float) -> Tensor:
     return soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
 
 
-def loss_statistics(logits: Tensor, index: Tensor, soft_cap: float) -> Tensor:
-    """Of each token the log-normaliser over these logits [tokens, vocab / t], and the score at `index` or 0 where that
-    is not among them: [2, tokens]."""
-    scores = capped(logits, soft_cap)
-    here = torch.arange(logits.shape[1], device=logits.device) == index[:, None]
+def loss_statistics(logits: Tensor, vocabulary: int, index: Tensor, soft_cap: float) -> Tensor:
+    """Of each token the log-normaliser over the first `vocabulary` of these logits [tokens, rows], and the score at
+    `index` or 0 where that is not among them: [2, tokens]. Whole rows are read, which begin where loads of many numbers
+    may."""
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    scores = torch.where(columns < vocabulary, capped(logits, soft_cap), -torch.inf)
+    here = (columns == index[:, None]) & (columns < vocabulary)
     return torch.stack([torch.logsumexp(scores, -1), torch.where(here, scores, 0).sum(-1)])
 
 
-def loss_gradient(
-    logits: Tensor, index: Tensor, valid: Tensor, normalizer: Tensor, soft_cap: float, z_loss: float
-) -> Tensor:
-    """The gradient of the objective with respect to `logits` [tokens, vocab / t], given the normaliser of all of
-    them."""
-    scores = capped(logits, soft_cap)
+def to_loss_gradient(
+    logits: Tensor, vocabulary: int, index: Tensor, valid: Tensor, normalizer: Tensor, soft_cap: float, z_loss: float
+) -> None:
+    """Writes the gradient of the objective over the logits [tokens, rows] of its first `vocabulary` rows, and zeros
+    over the others; normalizer: of the logits of all ranks."""
+    scores, columns = capped(logits, soft_cap), torch.arange(logits.shape[1], device=logits.device)
     gradient = torch.exp(scores - normalizer[:, None]) * (1 + 2 * z_loss * normalizer[:, None])
-    gradient = torch.where(
-        torch.arange(logits.shape[1], device=logits.device) == index[:, None], gradient - 1, gradient
-    )
+    gradient = torch.where(columns == index[:, None], gradient - 1, gradient)
     if soft_cap:
         gradient = gradient * (1 - (scores / soft_cap).square())
-    return torch.where(valid[:, None], gradient, 0).to(logits.dtype)
+    logits.copy_(torch.where(valid[:, None] & (columns < vocabulary), gradient, 0))
 
 
 @cache
