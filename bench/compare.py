@@ -107,10 +107,16 @@ def told(text: str) -> dict[str, Any]:
     """What the line of a step says."""
     found = [json.loads(line) for line in text.splitlines() if line.startswith('{"case"')]
     if not found:
-        return {"error": text.strip().splitlines()[-1:]}
+        return {"error": last_error(text)}
     shares = {name: share for name, share in found[0].get("shares", {}).items() if name != "longest_kernels"}
     line = {"tokens": found[0]["tokens_per_second_per_gpu"], "reserved": found[0].get("reserved_gib", 0.0)}
     return line | ({"shares": shares, "without_work": found[0]["without_work"]} if shares else {})
+
+
+def last_error(text: str) -> str:
+    """The last error that a log names, or its last line."""
+    lines = text.strip().splitlines() or [""]
+    return next((line for line in reversed(lines) if re.search(r"\b\w+(Error|Exception): ", line)), lines[-1])
 
 
 def torchtitan(
@@ -125,13 +131,15 @@ def torchtitan(
     logged = re.findall(r"step: +(\d+) .*?memory: +([\d.]+)GiB.*?tps: +([\d,]+)", text)
     speeds = [float(tokens.replace(",", "")) for step, _, tokens in logged if int(step) > DROPPED]
     if not speeds:
-        return {"error": text.strip().splitlines()[-1:]}
+        return {"error": last_error(text)}
     return {"tokens": statistics.median(speeds), "reserved": max(float(memory) for _, memory, _ in logged)}
 
 
 def transformers(name: str, out: Path, model: Path, length: int, sequences: int, settings: Settings) -> dict[str, Any]:
     shape = [f"model={model}", f"length={length}", f"micro={sequences}", f"warm={DROPPED}", f"steps={STEPS - DROPPED}"]
-    return told(launch(name, out, ["bench/transformers_zero3.py", *shape, *settings], ROOT))
+    built_for = "{}.{}".format(*torch.cuda.get_device_capability())  # DeepSpeed cannot read names such as 9.0a
+    arguments = ["bench/transformers_zero3.py", *shape, *settings]
+    return told(launch(name, out, arguments, ROOT, TORCH_CUDA_ARCH_LIST=built_for))
 
 
 def make_assets(folder: Path) -> Path:
