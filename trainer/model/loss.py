@@ -197,12 +197,12 @@ def _loss(
     objective = entropy.sum() + settings.z_loss * torch.where(valid, normalizer, 0).square().sum()
     added = objective.new_zeros(len(settings.terms))
     for rows in chunks if wanted else ():
-        seen = logits[rows, :vocabulary]
-        terms = term_gradients(seen, targets[rows], settings) if settings.terms else None
-        of_chunk = index[rows], valid[rows], normalizer[rows]
-        to_gradient(logits[rows], vocabulary, *of_chunk, settings.soft_cap, settings.z_loss)
+        chunk, terms = logits[rows], None
+        if settings.terms:
+            terms = term_gradients(chunk[:, :vocabulary], targets[rows], settings)
+        to_gradient(chunk, vocabulary, index[rows], valid[rows], normalizer[rows], settings.soft_cap, settings.z_loss)
         if terms is not None:
-            seen += terms[0]
+            chunk[:, :vocabulary] += terms[0]
             added = added + terms[1]
     return objective + added.sum(), entropy, added
 
@@ -228,9 +228,11 @@ def loss_statistics(logits: Tensor, vocabulary: int, index: Tensor, soft_cap: fl
     """Of each token the log-normaliser over the first `vocabulary` of these logits [tokens, rows], and the score at
     `index` or 0 where that is not among them: [2, tokens]. Whole rows are read, which begin where loads of many numbers
     may."""
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    scores = torch.where(columns < vocabulary, capped(logits, soft_cap), -torch.inf)
-    here = (columns == index[:, None]) & (columns < vocabulary)
+    scores, columns = capped(logits, soft_cap), torch.arange(logits.shape[1], device=logits.device)
+    here = columns == index[:, None]
+    if logits.shape[1] > vocabulary:
+        inside = columns < vocabulary
+        scores, here = torch.where(inside, scores, -torch.inf), here & inside
     return torch.stack([torch.logsumexp(scores, -1), torch.where(here, scores, 0).sum(-1)])
 
 
@@ -244,7 +246,10 @@ def to_loss_gradient(
     gradient = torch.where(columns == index[:, None], gradient - 1, gradient)
     if soft_cap:
         gradient = gradient * (1 - (scores / soft_cap).square())
-    logits.copy_(torch.where(valid[:, None] & (columns < vocabulary), gradient, 0))
+    seen = valid[:, None]
+    if logits.shape[1] > vocabulary:
+        seen = seen & (columns < vocabulary)
+    logits.copy_(torch.where(seen, gradient, 0))
 
 
 @cache
