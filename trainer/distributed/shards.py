@@ -69,10 +69,10 @@ class Shards:
             length = sum(stop - start for _, start, stop in piece)
             boxes.begin(length, self.size, wholes[0].device)
             own = placed(boxes.box(self.rank, (1, length)), piece)
-            torch._foreach_copy_(own, [shards[number][start:stop] for number, start, stop in piece])
+            copy_together(own, [shards[number][start:stop] for number, start, stop in piece])
             for to in away:
                 raise_flag(boxes.flag(to, self.rank), boxes.epoch)
-            torch._foreach_copy_([wholes[number][self.rank, start:stop] for number, start, stop in piece], own)
+            copy_together([wholes[number][self.rank, start:stop] for number, start, stop in piece], own)
             for source in reversed(away):
                 await_flag(boxes.flag(self.rank, source), boxes.epoch)
                 into = [wholes[number][source, start:stop] for number, start, stop in piece]
@@ -139,4 +139,9 @@ def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     for target, source in large:
         target.copy_(source)
     if small := [pair for pair in pairs if not pair[0].is_cuda or pair[0].nbytes < SMALL]:
-        torch._foreach_copy_(*map(list, zip(*small)))
+        copy_together(*zip(*small))
+
+
+def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies tensors, of other types too, by as few kernels as there can be."""
+    torch._foreach_copy_(list(targets), list(sources))

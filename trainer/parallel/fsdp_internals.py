@@ -6,6 +6,7 @@ the way through a step their gathered copies and what has been accumulated."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
-from trainer.distributed.shards import Shards, go_on
+from trainer.distributed.shards import Shards, copy_together, go_on
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
@@ -115,21 +116,52 @@ class CopiedShards:
         self.message = None
         go_on(self.shards.sum(input_tensor.gradients, output_tensor))
 
+    def gather(self, shards: list[Tensor], wholes: list[Tensor]) -> torch.Event | None:
+        return self.shards.gather(shards, [whole.view(self.shards.size, -1) for whole in wholes])
+
+
+class WholeShards:
+    """FSDP's custom all-gather and reduce-scatter of a rank whose shards are whole: a cast to where parameters are
+    used, and one of gradients to where they are added up. FSDP's own go through two flat buffers each.
+
+    FSDP calls `allocate` for a message and then for its result, which is the message here, and copies one to the
+    other."""
+
+    def __init__(self) -> None:
+        self.message: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        result, self.message = self.message, None
+        if result is None:
+            result = self.message = torch.empty(size, dtype=dtype, device=device)
+        return result
+
+    def __call__(self, *_: object, **__: object) -> None:
+        """FSDP asks for no collective of one rank."""
+        raise AssertionError("a collective of whole shards")
+
+    def gather(self, shards: list[Tensor], wholes: list[Tensor]) -> None:
+        copy_together(wholes, shards)
+
 
 def copy_shards(units: list[FSDPModule], group: dist.ProcessGroup) -> None:
     """Has FSDP gather and reduce units by copies between GPUs, each while the one before it computes."""
+    set_transport(units, CopiedShards(group))
+    for unit, following in itertools.pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
+
+
+def set_transport(units: list[FSDPModule], transport: CopiedShards | WholeShards) -> None:
+    """Has FSDP gather and reduce units without flat buffers."""
     take_over()
-    comm = CopiedShards(group)
-    for unit, following in zip(units, [*units[1:], None]):
-        unit.set_custom_all_gather(comm)
-        unit.set_custom_reduce_scatter(comm)
-        if following is not None:
-            unit.set_modules_to_forward_prefetch([following])
+    for unit in units:
+        unit.set_custom_all_gather(transport)
+        unit.set_custom_reduce_scatter(transport)
 
 
 @cache
 def take_over() -> None:
-    """Puts what units of `CopiedShards` do in the place of FSDP's copies into and out of flat buffers."""
+    """Puts what units with a transport of ours do in the place of FSDP's copies into and out of flat buffers."""
     group, collectives = _fsdp_param_group, _fsdp_collectives
     group.foreach_all_gather = instead(group.foreach_all_gather, gather)
     group.foreach_all_gather_copy_out = instead(group.foreach_all_gather_copy_out, end_gather)
@@ -152,7 +184,7 @@ def gather(parameters: list[Any], group: dist.ProcessGroup, *more: Any) -> Any:
     """Starts gathering a unit's parameters to where they are used. Memory for them is the current stream's, of which
     the other one waits for what is done by now: not for the layer before, whose kernels are yet to be launched."""
     *_, device, comm = more
-    if not isinstance(comm, CopiedShards):
+    if not isinstance(comm, CopiedShards | WholeShards):
         return NotImplemented
     shards, wholes = [], []
     for parameter in parameters:
@@ -160,9 +192,9 @@ def gather(parameters: list[Any], group: dist.ProcessGroup, *more: Any) -> Any:
         parameter.init_all_gather_outputs([shard.numel()], [dtype], group.size(), device)
         parameter.alloc_all_gather_outputs()
         shards.append(shard)
-        wholes.append(parameter.all_gather_outputs[0].view(group.size(), -1))
+        wholes.append(parameter.all_gather_outputs[0])
     with torch.autograd._unsafe_preserve_version_counter(tuple(wholes)):
-        ended = comm.shards.gather(shards, wholes)
+        ended = comm.gather(shards, wholes)
     return SimpleNamespace(all_gather_event=ended, all_gather_work=None)
 
 
@@ -175,7 +207,12 @@ def end_gather(gathered: Any, *_: Any) -> Any:
 
 
 def take_gradients(gradients: list[Tensor], message: Tensor, ranks: int) -> Any:
-    """Keeps gradients, which FSDP drops, until they have been sent."""
+    """Keeps gradients, which FSDP drops, until they have been sent. In a CUDA graph of one rank it casts them: FSDP's
+    own kernel reads addresses that are gone when the graph is replayed."""
+    if ranks == 1 and message.is_cuda and torch.cuda.is_current_stream_capturing():
+        parts = message.split([gradient.numel() for gradient in gradients])
+        copy_together(parts, [gradient.reshape(-1) for gradient in gradients])
+        return None
     if not hasattr(message, "gradients"):
         return NotImplemented
     message.gradients += [gradient.contiguous() for gradient in gradients]
