@@ -18,7 +18,6 @@ import sys
 import time
 from collections import Counter
 from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ import yaml
 from specs import read_spec
 
 from trainer.config import Config
+from trainer.data.batches import Batch
 from trainer.distributed.world import join, local_device
 from trainer.model.attention import kernel_priority
 from trainer.planning.batch import BatchPlan
@@ -36,6 +36,7 @@ from trainer.planning.pipeline import Pipeline, resolve_pipeline
 from trainer.planning.plan import node_size, resolve_plan
 from trainer.planning.resolve import Layout
 from trainer.training.auto_schedule import Auto
+from trainer.training.recorded import RecordedStep
 from trainer.training.room import Undecided, free_memory
 from trainer.training.session import memory_of
 from trainer.training.state import TrainState
@@ -90,21 +91,26 @@ def main() -> None:
     config, layout = undecided.settle(free)
     chosen, pipeline = undecided.explain(config, layout, free), layout.pipeline
     state = TrainState.build(config, spec, plan, pipeline, world)
+    recorded = RecordedStep(state) if config.cuda_graphs else None
     built = time.perf_counter() - started
     config.batch.micro_size, config.batch.accumulation = micro, accumulation  # given: auto keeps them
     generator = torch.Generator(device).manual_seed(world.data.get_local_rank())
     batches = [
-        SimpleNamespace(
-            tokens=torch.randint(spec.vocab_size, (micro, length), device=device, generator=generator),
-            targets=torch.randint(spec.vocab_size, (micro, length), device=device, generator=generator),
+        Batch(
+            torch.randint(spec.vocab_size, (micro, length), device=device, generator=generator),
+            torch.randint(spec.vocab_size, (micro, length), device=device, generator=generator),
             documents=None,
+            ids=[],
         )
         for _ in range(accumulation)
     ]
 
+    def train() -> dict[str, torch.Tensor]:
+        return recorded(batches, 0) if recorded else train_step(state, batches, 0)
+
     def step() -> float:
         begun = time.perf_counter()
-        scalars = train_step(state, batches, False)
+        scalars = train()
         loss = scalars["loss"].item()
         assert loss == loss and scalars["found_inf"].item() == 0, scalars
         return time.perf_counter() - begun
@@ -122,7 +128,7 @@ def main() -> None:
         seconds = [step() for _ in range(steps)]
         begun = time.perf_counter()
         for _ in range(steps):
-            scalars = train_step(state, batches, False)
+            scalars = train()
         scalars["loss"].item()
         unread = (time.perf_counter() - begun) / steps
         shares = profile(step, own["trace"] if world.rank == 0 else "") if device.type == "cuda" else {}

@@ -636,6 +636,11 @@ class Config:
     guard: GuardConfig = option(GuardConfig(), "when a run ends itself: non-finite steps, no progress; slow ranks")
     logging: LoggingConfig = option(LoggingConfig(), "metrics")
     compile: bool = option(False, "compile each block with torch.compile")
+    cuda_graphs: bool = option(
+        False,
+        "a process that is alone on its GPU replays the training step as one CUDA graph: small models then wait for no "
+        "host",
+    )
     imports: list[str] = option(
         [], "modules that are imported first, and register data sources, optimizers, callbacks and more"
     )

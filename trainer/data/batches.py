@@ -39,6 +39,15 @@ class Batch:
         """In page-locked memory, from which copies to a GPU need not block."""
         return self._each(Tensor.pin_memory)
 
+    def clone(self) -> Batch:
+        return self._each(Tensor.clone)
+
+    def copy_(self, other: Batch) -> None:
+        """Takes over the numbers of a batch of the same shapes, which may be on another device, in place."""
+        for name in ("tokens", "targets", "documents"):
+            if (mine := getattr(self, name)) is not None:
+                mine.copy_(getattr(other, name), non_blocking=True)
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         documents = None if self.documents is None else change(self.documents)
         return Batch(change(self.tokens), change(self.targets), documents, self.ids)

@@ -32,7 +32,10 @@ COARSE = 0.3
 NUMBERS = ("precision.", "parallel.grad_comm.")
 """Settings that change the numbers of training."""
 
-UNFORESEEN = ("data.", "checkpoint.", "eval.")
+ON_GPUS = {"precision.matmul", "cuda_graphs"}
+"""Settings that do nothing on CPUs, or are refused there."""
+
+UNFORESEEN = ("data.", "checkpoint.", "eval.", "logging.", "cuda_graphs")
 """Settings of which the estimator knows nothing."""
 
 
@@ -67,7 +70,7 @@ class Workshop:
         """The override of these changes, with what keeps the batch as it is; None where it is illegal, changes nothing,
         does not fit, or is predicted to make the step slower."""
         changed = self._changed(changes)
-        if changed is None or self.machine.device == "CPU" and "precision.matmul" in changes:
+        if changed is None or self.machine.device == "CPU" and not ON_GPUS.isdisjoint(changes):
             return None
         config, layout = changed
         before, after = (typed.flat(typed.plain(some)) for some in (self.config, config))
@@ -191,6 +194,7 @@ def _bubble(config: Config, layout: Layout, part: str) -> Iterator[Changes]:
 def _host(config: Config, layout: Layout, part: str) -> Iterator[Changes]:
     if not config.compile:
         yield {"compile": True}
+    yield {"cuda_graphs": True, "logging.profile": 0, "logging.trace": []}
     yield from _larger(layout)
 
 

@@ -54,6 +54,22 @@ def check_optimizers(config: Config, plan: Plan) -> list[str]:
     ]
 
 
+def check_graphs(config: Config, plan: Plan, world_size: int) -> list[str]:
+    """What of a step cannot be replayed as a CUDA graph."""
+    if not config.cuda_graphs:
+        return []
+    without = "or cuda_graphs=false"
+    reasons = {
+        f"{world_size} processes: their collectives are not recorded; start 1": world_size > 1,
+        "parallel.zero.engine=deepspeed decides on the host; set parallel.zero.engine=torch": plan.engine != "torch",
+        "parallel.zero.offload=true updates on the host; set parallel.zero.offload=false": plan.offload,
+        "activation.offload=true copies to the host; set activation.offload=false": bool(config.activation.offload),
+        "logging.profile and logging.trace look at the operations of a step, of which a graph shows none; set "
+        "logging.profile=0 and logging.trace=[]": bool(config.logging.profile or config.logging.trace),
+    }
+    return [f"cuda_graphs=true with {reason}, {without}" for reason, applies in reasons.items() if applies]
+
+
 def _unused(registry: Registry, section: str, settings: dict, used: set[str]) -> Iterator[str]:
     for name in settings.keys() - used:
         place = join(section, f"settings.{name}")

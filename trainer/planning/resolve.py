@@ -82,7 +82,7 @@ def _decide(
     if plan and spec:
         problems = problems + list(check_float8(config, spec, plan))
     if plan:
-        problems = problems + checks.check_optimizers(config, plan)
+        problems = problems + checks.check_optimizers(config, plan) + checks.check_graphs(config, plan, world_size)
         problems = problems + check_grad_comm(config.parallel.grad_comm, config.precision.types, plan, node)
     return layout, problems
 

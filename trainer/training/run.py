@@ -33,6 +33,7 @@ from trainer.training.auto_schedule import saved_choice
 from trainer.training.history import settle_status, way_on
 from trainer.training.ledger import NonFinite
 from trainer.training.out_of_memory import advice
+from trainer.training.recorded import check_recording
 from trainer.training.room import Undecided, free_memory
 from trainer.training.saving import Start
 from trainer.training.session import (
@@ -79,6 +80,7 @@ def run(config: Config) -> Result:
     config = lasting(config, layout.batch)
     check_compiler(config, device)
     check_engine(config, device)
+    check_recording(config, device)
     check_model(config, spec, device)
     check_fit(config, layout, world_size, node, memory)
     corpus = open_corpus(config)

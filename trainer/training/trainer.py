@@ -32,6 +32,7 @@ from trainer.training.auto_schedule import write_schedule
 from trainer.training.hooks import Hooks
 from trainer.training.ledger import Ledger
 from trainer.training.profiling import Profiling
+from trainer.training.recorded import RecordedStep
 from trainer.training.samples import draw_samples
 from trainer.training.saving import Progress, Start, contents
 from trainer.training.session import Clock, memory_of, stop_signals
@@ -79,6 +80,7 @@ class Trainer:
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
         for text in messages:
             self.ledger.log.event(text)
+        self.recorded = RecordedStep(self.state) if config.cuda_graphs else None
         self.hooks.load(progress.callbacks)
         self.hooks.run.begin(self.state, self.tokens, self.ledger.latest, self.ledger.log)
 
@@ -140,7 +142,7 @@ class Trainer:
         self.watchdog.enter(STEP, number)
         torch.manual_seed(name_seed(self.config.run.seed, f"step {state.step} rank {self.world.data.get_local_rank()}"))
         asked = self.hooks.run.take_asked() | (Ask.STOP if self.stop_wanted or self.time_is_up() else Ask(0))
-        scalars = train_step(state, batches, asked)
+        scalars = self.recorded(batches, asked) if self.recorded else train_step(state, batches, asked)
         self.tokens += self.batch.tokens
         self.hooks.run.advance(state, scalars, self.tokens)
         if self.ledger.due(number):

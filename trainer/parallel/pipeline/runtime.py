@@ -153,9 +153,11 @@ class Runtime:
             raise ValueError(
                 f"{len(batches)} micro-batches for schedule {self.schedule.name} of {self.schedule.microbatches}"
             )
-        times = self._times.popleft() if len(self._times) == STEPS_TIMED else StepTimes(self.device)
-        times.restart()
-        self._times.append(times)
+        times = None
+        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # a graph's events have no time
+            times = self._times.popleft() if len(self._times) == STEPS_TIMED else StepTimes(self.device)
+            times.restart()
+            self._times.append(times)
         for stage in self.stages:
             self.sharding.begin(stage)
         flight = _Flight(batches, scale, times, self.probe)

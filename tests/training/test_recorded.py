@@ -1,0 +1,87 @@
+"""Steps that are replayed as one CUDA graph beside those that run as they come, and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.reference import random_batch, settings, tiny_spec
+
+import trainer
+from trainer.config import ConfigError
+from trainer.distributed.tensors import local
+from trainer.distributed.world import join
+from trainer.planning.batch import BatchPlan
+from trainer.planning.pipeline import resolve_pipeline
+from trainer.planning.plan import resolve_plan
+from trainer.training.recorded import WARM, RecordedStep
+from trainer.training.state import TrainState
+from trainer.training.step import Ask, train_step
+
+TINY = ["+config=debug", "run.steps=3", "lr.warmup=1", "checkpoint=never", "logging=quiet"]
+STEPS = WARM + 4
+
+
+@pytest.fixture
+def process():
+    joined = dist.is_initialized()
+    yield
+    if not joined and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_replayed_steps_on_a_gpu_train_alike(process: None, compute: str, stage: int) -> None:
+    """In fp16 the loss scale is so large that the first steps overflow, those that are replayed too."""
+    device, spec = torch.device("cuda", 0), tiny_spec(vocab_size=1029, max_length=64)
+    config = settings(precision__compute=compute, parallel__zero__stage=stage, optimizer__ema__decay=0.9)
+    config.precision.loss_scale = 2.0**25
+    plan = resolve_plan(config.parallel, 1, spec)
+    pipeline = resolve_pipeline(config, spec, plan, BatchPlan(16, 4, 2, 2))
+    world, found = join(plan.mesh, device), []
+    for recorded in (False, True):
+        state = TrainState.build(config, spec, plan, pipeline, world)
+        step = RecordedStep(state) if recorded else partial(train_step, state)
+        losses, asked = [], []
+        for number in range(STEPS):
+            batches = [random_batch(2 * number + part, 2, 16, spec.vocab_size, False, device) for part in range(2)]
+            scalars = step(batches, Ask.SAVE if number == STEPS - 2 else Ask(0))
+            losses.append([scalars[name].item() for name in ("loss", "grad_norm", "loss_scale", "found_inf", "lr")])
+            asked.append(scalars["asked"].tolist())
+        tensors = [*state.optimizer.parameters.values(), *state.optimizer.tensors().values()]
+        found.append((losses, asked, state.step, [local(tensor).detach().clone() for tensor in tensors]))
+        assert not recorded or step.graph is not None
+    plain, replayed = found
+    torch.testing.assert_close(replayed[0], plain[0], rtol=1e-5, atol=1e-7, equal_nan=True)
+    assert replayed[1:3] == plain[1:3] and replayed[1][-2] != replayed[1][-1]
+    torch.testing.assert_close(replayed[3], plain[3], rtol=1e-4, atol=1e-6)
+    if compute == "fp16":
+        assert [loss[3] for loss in plain[0]][WARM + 1] == 1, "no replayed step overflows"
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["parallel=zero1", "parallel.zero.engine=deepspeed"], "parallel.zero.engine=torch"),
+        (["parallel=zero3_offload"], "parallel.zero.offload=false"),
+        (["activation=full", "activation.offload=true"], "activation.offload=false"),
+        (["logging.profile=5"], "logging.profile=0"),
+        (["logging.trace=[3]"], "logging.trace=[]"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        trainer.compose([*TINY, "cuda_graphs=true", *overrides], world_size=1)
+    assert any("cuda_graphs=true" in text and words in text for text in refusal.value.problems), refusal.value.problems
+
+
+def test_several_processes_and_cpus_are_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="cuda_graphs=true with 2 processes.*start 1, or cuda_graphs=false"):
+        trainer.compose([*TINY, "cuda_graphs=true"], world_size=2)
+    config = trainer.compose([*TINY, "cuda_graphs=true", "run.device=cpu", f"run.dir={tmp_path}"], world_size=1)
+    with pytest.raises(ConfigError, match="runs on the CPU.*set cuda_graphs=false"):
+        trainer.run(config)

@@ -1,0 +1,77 @@
+"""Training steps as one CUDA graph: a small model's kernels are shorter than the host takes to start them.
+
+`train_step` reads nothing back and keeps its state in place, so that a process that is alone on its GPU can record it
+as it is. What it allocates lies in memory of the graph's own."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import Tensor
+
+from trainer.config import Config, ConfigError
+from trainer.data.batches import Batch
+from trainer.training.state import TrainState
+from trainer.training.step import Ask, train_step
+
+WARM = 2
+"""Steps that run as they come: they compile, measure kernels, and leave tables on the device."""
+
+
+class RecordedStep:
+    """`train_step` of a state: the first `WARM` steps as they come, the next is recorded, and replayed like all that
+    follow. Raises `ConfigError` where it cannot be recorded."""
+
+    def __init__(self, state: TrainState):
+        self.state = state
+        self.before = WARM
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.batches: list[Batch] = []
+        self.scalars: dict[str, Tensor] = {}
+
+    def __call__(self, batches: list[Batch], asked: int) -> dict[str, Tensor]:
+        if self.before:
+            self.before -= 1
+            return train_step(self.state, batches, asked)
+        if self.graph is None:
+            self.record(batches)
+        else:
+            for mine, batch in zip(self.batches, batches, strict=True):
+                mine.copy_(batch)
+            self.state.step += 1
+        self.graph.replay()
+        scalars = {name: value.clone() for name, value in self.scalars.items()}  # the next replay overwrites its own
+        if asked:
+            bits = [float(bool(asked & ask)) for ask in Ask]
+            scalars["asked"] = torch.tensor(bits, dtype=torch.float64, device=self.state.world.device)
+        return scalars
+
+    def record(self, batches: list[Batch]) -> None:
+        device = self.state.world.device
+        self.batches = [batch.clone() for batch in batches]
+        torch.cuda.synchronize(device)
+        gc.collect()
+        torch.cuda.empty_cache()  # what steps took so far, the graph will take
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        try:
+            with torch.cuda.stream(stream):
+                graph.capture_begin(capture_error_mode="thread_local")  # other threads may wait for the device
+                try:
+                    self.scalars = train_step(self.state, self.batches, Ask(0))
+                finally:
+                    graph.capture_end()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cuda_graphs=true: a step of this run cannot be recorded ({str(error).splitlines()[0]}); set "
+                "cuda_graphs=false"
+            ) from error
+        self.graph = graph
+
+
+def check_recording(config: Config, device: torch.device) -> None:
+    """Raises `ConfigError` where the device has no CUDA graphs."""
+    if config.cuda_graphs and device.type != "cuda":
+        raise ConfigError("cuda_graphs=true: this process runs on the CPU, which has none; set cuda_graphs=false")
