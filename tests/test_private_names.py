@@ -109,6 +109,12 @@ PRIVATE = [
         "where a shard is, where it is gathered to, and who does it",
     ),
     Private(
+        "_all_gather_result wait_for_unshard init_unsharded_param _to_unsharded",
+        FSDP,
+        FULLY_SHARD,
+        "parameters of one rank, each of which FSDP casts and then copies",
+    ),
+    Private(
         "_unsafe_preserve_version_counter", FSDP, "torch.autograd", "parameters that are gathered again for backward"
     ),
     Private("_apply", ("model/transformer.py",), "torch.nn.Module", "buffers that stay fp32 when a model is cast"),

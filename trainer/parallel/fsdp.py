@@ -31,14 +31,13 @@ from trainer.optim.optimizer import Optimizer
 from trainer.parallel.compress.reduction import Compression, Uncompressed, compression_of
 from trainer.parallel.float8_gather import gather_in_float8
 from trainer.parallel.fsdp_internals import (
-    WholeShards,
     accumulate_gradients,
+    cast_shards,
     copy_shards,
     end_backward,
     fsdp_units,
     is_set_up,
     reduce_accumulated,
-    set_transport,
 )
 from trainer.parallel.gradients import SharedParameters
 from trainer.planning.cost.memory import sums_on_device
@@ -85,7 +84,7 @@ class FSDP:
             )
         shards, units = self.world.mesh["shard"].get_group(), [model, *model.layers.values()]
         if shards.size() == 1 and not plan.offload:
-            set_transport(units, WholeShards())
+            cast_shards(units)
         elif self.config.parallel.zero.transport == "copy_engine":
             copy_shards(units, shards)
         if self.config.precision.float8.gather and plan.shard > 1:

@@ -6,9 +6,8 @@ the way through a step their gathered copies and what has been accumulated."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,16 +115,10 @@ class CopiedShards:
         self.message = None
         go_on(self.shards.sum(input_tensor.gradients, output_tensor))
 
-    def gather(self, shards: list[Tensor], wholes: list[Tensor]) -> torch.Event | None:
-        return self.shards.gather(shards, [whole.view(self.shards.size, -1) for whole in wholes])
-
 
 class WholeShards:
-    """FSDP's custom all-gather and reduce-scatter of a rank whose shards are whole: a cast to where parameters are
-    used, and one of gradients to where they are added up. FSDP's own go through two flat buffers each.
-
-    FSDP calls `allocate` for a message and then for its result, which is the message here, and copies one to the
-    other."""
+    """FSDP's custom reduce-scatter of a rank whose shards are whole. FSDP calls `allocate` for a message and then for
+    its result, to which it copies it: here they are one."""
 
     def __init__(self) -> None:
         self.message: Tensor | None = None
@@ -140,28 +133,32 @@ class WholeShards:
         """FSDP asks for no collective of one rank."""
         raise AssertionError("a collective of whole shards")
 
-    def gather(self, shards: list[Tensor], wholes: list[Tensor]) -> None:
-        copy_together(wholes, shards)
-
 
 def copy_shards(units: list[FSDPModule], group: dist.ProcessGroup) -> None:
     """Has FSDP gather and reduce units by copies between GPUs, each while the one before it computes."""
-    set_transport(units, CopiedShards(group))
-    for unit, following in itertools.pairwise(units):
-        unit.set_modules_to_forward_prefetch([following])
+    take_over()
+    comm = CopiedShards(group)
+    for unit, following in zip(units, [*units[1:], None]):
+        unit.set_custom_all_gather(comm)
+        unit.set_custom_reduce_scatter(comm)
+        if following is not None:
+            unit.set_modules_to_forward_prefetch([following])
 
 
-def set_transport(units: list[FSDPModule], transport: CopiedShards | WholeShards) -> None:
-    """Has FSDP gather and reduce units without flat buffers."""
+def cast_shards(units: list[FSDPModule]) -> None:
+    """Of a rank whose shards are whole: has FSDP cast parameters to where they are used, and gradients to where they
+    are added up, where its own goes through a buffer each time."""
     take_over()
     for unit in units:
-        unit.set_custom_all_gather(transport)
-        unit.set_custom_reduce_scatter(transport)
+        unit.set_custom_reduce_scatter(WholeShards())
+        if (group := parameter_group(unit)) is not None:
+            group.wait_for_unshard = partial(cast_parameters, group)
 
 
 @cache
 def take_over() -> None:
-    """Puts what units with a transport of ours do in the place of FSDP's copies into and out of flat buffers."""
+    """Puts what units of `CopiedShards` and `WholeShards` do in the place of FSDP's copies into and out of flat
+    buffers."""
     group, collectives = _fsdp_param_group, _fsdp_collectives
     group.foreach_all_gather = instead(group.foreach_all_gather, gather)
     group.foreach_all_gather_copy_out = instead(group.foreach_all_gather_copy_out, end_gather)
@@ -184,18 +181,37 @@ def gather(parameters: list[Any], group: dist.ProcessGroup, *more: Any) -> Any:
     """Starts gathering a unit's parameters to where they are used. Memory for them is the current stream's, of which
     the other one waits for what is done by now: not for the layer before, whose kernels are yet to be launched."""
     *_, device, comm = more
-    if not isinstance(comm, CopiedShards | WholeShards):
+    if not isinstance(comm, CopiedShards):
         return NotImplemented
-    shards, wholes = [], []
-    for parameter in parameters:
-        shard, dtype = parameter._sharded_param_data, parameter.param_dtype or parameter.orig_dtype
-        parameter.init_all_gather_outputs([shard.numel()], [dtype], group.size(), device)
-        parameter.alloc_all_gather_outputs()
-        shards.append(shard)
-        wholes.append(parameter.all_gather_outputs[0])
+    shards, wholes = places(parameters, group.size(), device)
     with torch.autograd._unsafe_preserve_version_counter(tuple(wholes)):
-        ended = comm.gather(shards, wholes)
+        ended = comm.shards.gather(shards, [whole.view(group.size(), -1) for whole in wholes])
     return SimpleNamespace(all_gather_event=ended, all_gather_work=None)
+
+
+def places(parameters: list[Any], ranks: int, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """This rank's shards of a unit's parameters, and the memory of the whole ones, which it allocates: flat."""
+    for parameter in parameters:
+        dtype = parameter.param_dtype or parameter.orig_dtype
+        parameter.init_all_gather_outputs([parameter._sharded_param_data.numel()], [dtype], ranks, device)
+        parameter.alloc_all_gather_outputs()
+    return (
+        [parameter._sharded_param_data for parameter in parameters],
+        [parameter.all_gather_outputs[0] for parameter in parameters],
+    )
+
+
+def cast_parameters(group: Any) -> None:
+    """A group's `wait_for_unshard`: FSDP's own, of one rank, with the cast and the copy of each parameter in one."""
+    if group._all_gather_result is None:
+        return
+    shards, wholes = places(group.fsdp_params, 1, group.device)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(wholes)):
+        copy_together(wholes, shards)
+    for parameter in group.fsdp_params:
+        parameter.init_unsharded_param()
+    group._to_unsharded()
+    group._all_gather_result = None
 
 
 def end_gather(gathered: Any, *_: Any) -> Any:
