@@ -136,7 +136,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
             *("parallel=zero3", "precision=fp8", "precision.float8.ends=0", "precision.float8.gather=true"),
             *("compile=true", "activation=selective"),
         ),
-        *(run(name, "cuda_graphs=true", "compile=true", "eval.every=10") for name in ["recorded"] if gpus == 1),
+        *(run(name, "run.cuda_graphs=true", "compile=true", "eval.every=10") for name in ["recorded"] if gpus == 1),
         run("documents", "data.mask_documents=true", "compile=true", "precision=bf16"),
         run("offload", "parallel=zero3_offload"),
         run("fp16", "precision=fp16", "parallel=zero2"),

@@ -91,7 +91,7 @@ def main() -> None:
     config, layout = undecided.settle(free)
     chosen, pipeline = undecided.explain(config, layout, free), layout.pipeline
     state = TrainState.build(config, spec, plan, pipeline, world)
-    recorded = RecordedStep(state) if config.cuda_graphs else None
+    recorded = RecordedStep(state) if config.run.cuda_graphs else None
     built = time.perf_counter() - started
     config.batch.micro_size, config.batch.accumulation = micro, accumulation  # given: auto keeps them
     generator = torch.Generator(device).manual_seed(world.data.get_local_rank())

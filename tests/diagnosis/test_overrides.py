@@ -96,8 +96,8 @@ def test_what_the_machine_of_is_not_known_is_offered_unpredicted():
 def test_a_host_that_is_slow_to_start_kernels_records_them_where_a_process_is_alone_on_its_gpu(name, offered):
     known, overrides = evidence(name)
     texts = [one.text for one in Workshop(known, 1.0).against("host", "launch")]
-    assert any(set(text.split()) == {"cuda_graphs=true", "logging.profile=0"} for text in texts) == offered, texts
+    assert any(set(text.split()) == {"run.cuda_graphs=true", "logging.profile=0"} for text in texts) == offered, texts
     if offered:
         compose([*overrides, *texts[0].split()], world_size=1)
         cpu = Evidence(known.folder, (), None, known.config, known.layout, Machine(1, 8, "CPU"), None)
-        assert not any("cuda_graphs" in one.text for one in Workshop(cpu, 1.0).against("host", "launch"))
+        assert not any("run.cuda_graphs" in one.text for one in Workshop(cpu, 1.0).against("host", "launch"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 from support.variations import small
@@ -82,6 +82,7 @@ BPE = train_tokenizer(["aab ba€€ éß 😀😀 ab\nab", "ab ab ba ba éé"],
 
 
 @budget(max_examples=80, deadline=None)
+@example("", " aa", ["a", " aa"], False)
 @given(TEXTS, TEXTS, st.lists(st.text(st.sampled_from("ab \né😀"), min_size=1, max_size=3), max_size=2), st.booleans())
 def test_the_pieces_of_a_text_are_the_text_up_to_the_first_stop(before, text, stops, merges) -> None:
     tokenizer: Tokenizer = BPE if merges else byte_tokenizer()
@@ -91,9 +92,9 @@ def test_the_pieces_of_a_text_are_the_text_up_to_the_first_stop(before, text, st
         if stream.stopped:
             break
     pieces.append(stream.end())
-    places = [text.find(stop) for stop in stops if stop in text]
-    assert "".join(pieces) == (text[: min(places)] if places else text)
-    assert stream.stopped == bool(places) and not any("\ufffd" in piece for piece in pieces)
+    found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    assert "".join(pieces) == (text[: min(found)[1]] if found else text)
+    assert stream.stopped == bool(found) and not any("\ufffd" in piece for piece in pieces)
 
 
 def test_text_comes_while_more_is_computed_and_stops_at_a_word(model) -> None:

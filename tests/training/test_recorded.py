@@ -75,13 +75,15 @@ def test_replayed_steps_on_a_gpu_train_alike(process: None, compute: str, stage:
 )
 def test_what_cannot_be_replayed_is_refused(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        trainer.compose([*TINY, "cuda_graphs=true", *overrides], world_size=1)
-    assert any("cuda_graphs=true" in text and words in text for text in refusal.value.problems), refusal.value.problems
+        trainer.compose([*TINY, "run.cuda_graphs=true", *overrides], world_size=1)
+    assert any("run.cuda_graphs=true" in text and words in text for text in refusal.value.problems), (
+        refusal.value.problems
+    )
 
 
 def test_several_processes_and_cpus_are_refused(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="cuda_graphs=true with 2 processes.*start 1, or cuda_graphs=false"):
-        trainer.compose([*TINY, "cuda_graphs=true"], world_size=2)
-    config = trainer.compose([*TINY, "cuda_graphs=true", "run.device=cpu", f"run.dir={tmp_path}"], world_size=1)
-    with pytest.raises(ConfigError, match="runs on the CPU.*set cuda_graphs=false"):
+    with pytest.raises(ConfigError, match="run.cuda_graphs=true with 2 processes.*start 1, or run.cuda_graphs=false"):
+        trainer.compose([*TINY, "run.cuda_graphs=true"], world_size=2)
+    config = trainer.compose([*TINY, "run.cuda_graphs=true", "run.device=cpu", f"run.dir={tmp_path}"], world_size=1)
+    with pytest.raises(ConfigError, match="runs on the CPU.*set run.cuda_graphs=false"):
         trainer.run(config)

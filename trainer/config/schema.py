@@ -36,6 +36,11 @@ class RunConfig:
     )
     device: str = option("auto", "auto takes a GPU where there is one", ("auto", "cpu", "cuda"))
     deterministic: bool = option(False, "deterministic kernels: the same plan gives the same bits")
+    cuda_graphs: bool = option(
+        False,
+        "a process that is alone on its GPU replays the training step as one CUDA graph: small models then wait for no "
+        "host",
+    )
     force: bool = option(False, "go on although the model's states will not fit into memory, by what is predicted")
 
 
@@ -636,11 +641,6 @@ class Config:
     guard: GuardConfig = option(GuardConfig(), "when a run ends itself: non-finite steps, no progress; slow ranks")
     logging: LoggingConfig = option(LoggingConfig(), "metrics")
     compile: bool = option(False, "compile each block with torch.compile")
-    cuda_graphs: bool = option(
-        False,
-        "a process that is alone on its GPU replays the training step as one CUDA graph: small models then wait for no "
-        "host",
-    )
     imports: list[str] = option(
         [], "modules that are imported first, and register data sources, optimizers, callbacks and more"
     )

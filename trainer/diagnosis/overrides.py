@@ -32,10 +32,10 @@ COARSE = 0.3
 NUMBERS = ("precision.", "parallel.grad_comm.")
 """Settings that change the numbers of training."""
 
-ON_GPUS = {"precision.matmul", "cuda_graphs"}
+ON_GPUS = {"precision.matmul", "run.cuda_graphs"}
 """Settings that do nothing on CPUs, or are refused there."""
 
-UNFORESEEN = ("data.", "checkpoint.", "eval.", "logging.", "cuda_graphs")
+UNFORESEEN = ("data.", "checkpoint.", "eval.", "logging.", "run.cuda_graphs")
 """Settings of which the estimator knows nothing."""
 
 
@@ -194,7 +194,7 @@ def _bubble(config: Config, layout: Layout, part: str) -> Iterator[Changes]:
 def _host(config: Config, layout: Layout, part: str) -> Iterator[Changes]:
     if not config.compile:
         yield {"compile": True}
-    yield {"cuda_graphs": True, "logging.profile": 0, "logging.trace": []}
+    yield {"run.cuda_graphs": True, "logging.profile": 0, "logging.trace": []}
     yield from _larger(layout)
 
 

@@ -13,7 +13,7 @@ HALF = "\ufffd"
 
 
 class Stream:
-    """The text of tokens that come one by one, up to the first of `stops`.
+    """The text of tokens that come one by one, up to the first of `stops` that is complete.
 
     Held back is what later tokens may change: half a character, and what a stop may begin with."""
 
@@ -34,9 +34,10 @@ class Stream:
 
     def release(self, text: str) -> str:
         self.held += text
-        if found := [place for stop in self.stops if (place := self.held.find(stop)) >= 0]:
+        found = [(place + len(stop), place) for stop in self.stops if (place := self.held.find(stop)) >= 0]
+        if found:
             self.stopped = True
-            certain, self.held = self.held[: min(found)], ""
+            certain, self.held = self.held[: min(found)[1]], ""
             return certain
         begun = max((begins(self.held, stop) for stop in self.stops), default=0)
         certain, self.held = self.held[: len(self.held) - begun], self.held[len(self.held) - begun :]

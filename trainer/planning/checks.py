@@ -56,9 +56,9 @@ def check_optimizers(config: Config, plan: Plan) -> list[str]:
 
 def check_graphs(config: Config, plan: Plan, world_size: int) -> list[str]:
     """What of a step cannot be replayed as a CUDA graph."""
-    if not config.cuda_graphs:
+    if not config.run.cuda_graphs:
         return []
-    without = "or cuda_graphs=false"
+    without = "or run.cuda_graphs=false"
     reasons = {
         f"{world_size} processes: their collectives are not recorded; start 1": world_size > 1,
         "parallel.zero.engine=deepspeed decides on the host; set parallel.zero.engine=torch": plan.engine != "torch",
@@ -67,7 +67,7 @@ def check_graphs(config: Config, plan: Plan, world_size: int) -> list[str]:
         "logging.profile and logging.trace look at the operations of a step, of which a graph shows none; set "
         "logging.profile=0 and logging.trace=[]": bool(config.logging.profile or config.logging.trace),
     }
-    return [f"cuda_graphs=true with {reason}, {without}" for reason, applies in reasons.items() if applies]
+    return [f"run.cuda_graphs=true with {reason}, {without}" for reason, applies in reasons.items() if applies]
 
 
 def _unused(registry: Registry, section: str, settings: dict, used: set[str]) -> Iterator[str]:

@@ -65,13 +65,15 @@ class RecordedStep:
             raise
         except RuntimeError as error:
             raise ConfigError(
-                f"cuda_graphs=true: a step of this run cannot be recorded ({str(error).splitlines()[0]}); set "
-                "cuda_graphs=false"
+                f"run.cuda_graphs=true: a step of this run cannot be recorded ({str(error).splitlines()[0]}); set "
+                "run.cuda_graphs=false"
             ) from error
         self.graph = graph
 
 
 def check_recording(config: Config, device: torch.device) -> None:
     """Raises `ConfigError` where the device has no CUDA graphs."""
-    if config.cuda_graphs and device.type != "cuda":
-        raise ConfigError("cuda_graphs=true: this process runs on the CPU, which has none; set cuda_graphs=false")
+    if config.run.cuda_graphs and device.type != "cuda":
+        raise ConfigError(
+            "run.cuda_graphs=true: this process runs on the CPU, which has none; set run.cuda_graphs=false"
+        )

@@ -80,7 +80,7 @@ class Trainer:
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
         for text in messages:
             self.ledger.log.event(text)
-        self.recorded = RecordedStep(self.state) if config.cuda_graphs else None
+        self.recorded = RecordedStep(self.state) if config.run.cuda_graphs else None
         self.hooks.load(progress.callbacks)
         self.hooks.run.begin(self.state, self.tokens, self.ledger.latest, self.ledger.log)
 
