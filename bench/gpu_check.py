@@ -85,6 +85,14 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         *("model.attention.head_dim=64", "model.feed_forward.width=512", "model.vocab_size=4096"),
         *("model.attention.window=64", "precision=bf16"),
     ]
+    if gpus > 1:
+        by_count = run(
+            "fp8_gathered",
+            *("parallel=zero3", "precision=fp8", "precision.float8.ends=0", "precision.float8.gather=true"),
+            *("compile=true", "activation=selective"),
+        )
+    else:
+        by_count = run("recorded", "run.cuda_graphs=true", "compile=true", "precision=bf16", "eval.every=10")
     return [
         # GPUs that others use are refused.
         Case("preflight", [*faults, "preflight"], 60, 2, alone=True),
@@ -131,12 +139,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
             *("parallel=zero3", "parallel.zero.transport=copy_engine"),
             *("compile=true", "precision=bf16", "activation=selective"),
         ),
-        run(
-            "fp8_gathered",
-            *("parallel=zero3", "precision=fp8", "precision.float8.ends=0", "precision.float8.gather=true"),
-            *("compile=true", "activation=selective"),
-        ),
-        *(run(name, "run.cuda_graphs=true", "compile=true", "eval.every=10") for name in ["recorded"] if gpus == 1),
+        by_count,
         run("documents", "data.mask_documents=true", "compile=true", "precision=bf16"),
         run("offload", "parallel=zero3_offload"),
         run("fp16", "precision=fp16", "parallel=zero2"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainer.config import ConfigError
 from trainer.planning.schedules.templates import TEMPLATES
+from trainer.sweep.plan import setting_of
 from trainer.sweep.results import Results
 from trainer.util.exit_codes import REFUSED, refuse
 
@@ -83,19 +84,13 @@ def draw_folders(given: argparse.Namespace) -> list[Path]:
     if len(given.runs) > 1 or not folder.is_dir():
         return written
     trials = [
-        Trial(dict(of_override(text) for text in line["overrides"]), {name: line[name] for name in MEASURES})
+        Trial(dict(map(setting_of, line["overrides"])), {name: line[name] for name in MEASURES})
         for line in Results(folder).lines.values()
     ]
     out = given.out.with_name(f"{given.out.stem}-sweep{given.out.suffix}") if given.out else folder / "sweep.png"
     if draw_sweep(trials, out):
         written.append(out)
     return written
-
-
-def of_override(text: str) -> tuple[str, str]:
-    """The setting and the value of an override."""
-    name, _, value = text.lstrip("+~").partition("=")
-    return name, value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

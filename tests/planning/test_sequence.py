@@ -51,6 +51,13 @@ def test_what_the_host_does_not_hold_does_not_go_there():
     assert chosen(262144, 2, Room(140 * GIB, 20 * GIB))[0][2] is False
 
 
+def test_a_step_that_is_replayed_copies_nothing_to_the_host():
+    room = Room(70 * GIB, 1000 * GIB)
+    for recorded, expected in ((False, True), (True, False)):
+        changes = {"model__depth": 4, "run__cuda_graphs": recorded}
+        assert chosen(524288, 1, room, **changes)[0][2] is expected
+
+
 def test_the_choice_fits_and_is_said():
     for length, world in ((131072, 2), (524288, 2), (1048576, 8)):
         one = estimated(config_of(length), world, h200())

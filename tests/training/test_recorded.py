@@ -36,10 +36,10 @@ def process():
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
 def test_replayed_steps_on_a_gpu_train_alike(process: None, compute: str, stage: int) -> None:
-    """In fp16 the loss scale is so large that the first steps overflow, those that are replayed too."""
+    """In fp16 the loss scale is so large that the first steps overflow, of those that are replayed as well."""
     device, spec = torch.device("cuda", 0), tiny_spec(vocab_size=1029, max_length=64)
     config = settings(precision__compute=compute, parallel__zero__stage=stage, optimizer__ema__decay=0.9)
-    config.precision.loss_scale = 2.0**25
+    config.precision.loss_scale = 2.0**23
     plan = resolve_plan(config.parallel, 1, spec)
     pipeline = resolve_pipeline(config, spec, plan, BatchPlan(16, 4, 2, 2))
     world, found = join(plan.mesh, device), []
@@ -60,7 +60,7 @@ def test_replayed_steps_on_a_gpu_train_alike(process: None, compute: str, stage:
     assert replayed[1:3] == plain[1:3] and replayed[1][-2] != replayed[1][-1]
     torch.testing.assert_close(replayed[3], plain[3], rtol=1e-4, atol=1e-6)
     if compute == "fp16":
-        assert [loss[3] for loss in plain[0]][WARM + 1] == 1, "no replayed step overflows"
+        assert {loss[3] for loss in plain[0][WARM:]} == {0, 1}, "of the replayed steps, not some overflow"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ OUT_OF_REACH: set[str] = set()
 
 
 class SlotGroup(TensorGroup):
-    """They gather each other's."""
+    """Ranks that gather each other's parts."""
 
     def combine(self, attended: Tensor, logsum: Tensor, dtype: torch.dtype) -> Tensor:
         """Attention to the slots of all ranks [rows, heads, 1, head_dim], the same bits on each. attended: [rows,
@@ -28,8 +28,8 @@ class SlotGroup(TensorGroup):
 
 
 class SlotsInReach(SlotGroup):
-    """The GPUs of a node write theirs into each other's memory, within the kernel that adds them up; where they cannot,
-    they gather."""
+    """The GPUs of a node, which write their parts into each other's memory, within the kernel that adds them up; where
+    they cannot, they gather."""
 
     def combine(self, attended: Tensor, logsum: Tensor, dtype: torch.dtype) -> Tensor:
         from trainer.distributed.fused import calls

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainer.generate.placed import PlacedModel
 from trainer.model.cache import Cache
+from trainer.model.compiled import recorded
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +42,8 @@ class Graphs:
         return logits
 
     def record(self, extent: int) -> None:
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.stream(self.stream):
-                graph.capture_begin(self.pool, "thread_local")  # other threads may wait for the device meanwhile
-                try:
-                    logits = self.model.logits(self.tokens, self.cache)
-                finally:
-                    graph.capture_end()
+            self.recorded[extent] = recorded(lambda: self.model.logits(self.tokens, self.cache), self.stream, self.pool)
         except RuntimeError as error:
             self.records = False
             log.warning("tokens are generated without CUDA graphs: %s", str(error).splitlines()[0])
-        else:
-            self.recorded[extent] = graph, logits

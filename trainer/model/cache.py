@@ -28,9 +28,9 @@ class Cache:
 
     group: the ranks that share the slots of each row, None where each rank has all. keeps: whether keys and values are
     kept at all; without, every pass has to be over whole contexts. fused: whether kernels attend to the slots, which
-    see by themselves which are taken. lengths: int [rows]: in a pass over contexts, their
-    lengths; in a pass of one token a row, the tokens before it. extent: slots, of all ranks together, that such a pass
-    looks at. Who runs the passes sets both.
+    see by themselves which are taken. lengths: int [rows]: in a pass over contexts, their lengths; in a pass of one
+    token a row, the tokens before it. extent: slots, of all ranks together, that such a pass looks at. Who runs the
+    passes sets both.
     """
 
     def __init__(

@@ -37,12 +37,12 @@ def float8_linears(float8: Float8Config, spec: ModelSpec) -> dict[str, Parameter
     }
 
 
-def gathered_in_float8(config: Config, spec: ModelSpec, tp: int) -> list[float]:
-    """Elements of each layer, on one of `tp` tensor-parallel ranks, that ZeRO gathers in fp8."""
+def gathered_in_float8(config: Config, spec: ModelSpec, plan: Plan) -> list[float]:
+    """Elements of each layer, on one tensor-parallel rank, that ZeRO gathers in fp8."""
     found = [0.0] * spec.depth
-    if config.precision.float8.gather:
+    if config.precision.float8.gather and plan.shard > 1:
         for name, info in float8_linears(config.precision.float8, spec).items():
-            found[int(name.split(".")[1])] += prod(info.multiplied(tp))
+            found[int(name.split(".")[1])] += prod(info.multiplied(plan.tp))
     return found
 
 

@@ -79,7 +79,7 @@ def draw_setting(axes: Axes, trials: Sequence[Trial], name: str, measure: str, s
         low = axes.get_xaxis_transform()
         axes.plot(missing, [0.02] * len(missing), "x", color="#888888", transform=low, label="a trial without a result")
     if measure == "tokens_per_second":
-        axes.set_ylim(0, None)
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # from zero, and no mark is cut
     axes.set(xlabel=name, ylabel=MEASURES[measure])
     if 1 < len(lines) + bool(missing) <= LEGEND:
         axes.legend(fontsize=7)

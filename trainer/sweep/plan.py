@@ -282,13 +282,19 @@ def fewest_processes(parallel: ParallelConfig) -> int:
     return parallel.tp * parallel.pp * max(max(parallel.dp, 1) * parallel.cp, parallel.shard)
 
 
+def setting_of(override: str) -> tuple[str, str]:
+    """The setting and the value of an override."""
+    name, _, value = override.lstrip("+~").partition("=")
+    return name, value
+
+
 def names(swept: list[list[str]]) -> list[str]:
     """A readable name for each trial, fit for a folder: `parallel-zero1_peak-0.001`; of a setting, as much as tells it
     from others.
 
     A name depends on the trial's own values, so that trials added to a sweep leave those of others.
     """
-    keys = [text.partition("=")[0].lstrip("+~") for text in swept[0]]
+    keys = [setting_of(text)[0] for text in swept[0]]
     short = [
         next(
             tail
@@ -300,7 +306,7 @@ def names(swept: list[list[str]]) -> list[str]:
     ]
     found: list[str] = []
     for values in swept:
-        tried = [re.sub(r"[^\w.+-]+", "-", text.partition("=")[2]).strip("-") for text in values]
+        tried = [re.sub(r"[^\w.+-]+", "-", setting_of(text)[1]).strip("-") for text in values]
         name = "_".join(f"{name}-{value}" for name, value in zip(short, tried)) or "single"
         if name in found or len(name) > 120:
             name = f"{name[:100]}-{hashlib.blake2b(' '.join(values).encode(), digest_size=4).hexdigest()}"

@@ -6,12 +6,14 @@ as it is. What it allocates lies in memory of the graph's own."""
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from trainer.config import Config, ConfigError
 from trainer.data.batches import Batch
+from trainer.model.compiled import recorded
 from trainer.training.state import TrainState
 from trainer.training.step import Ask, train_step
 
@@ -53,14 +55,9 @@ class RecordedStep:
         torch.cuda.synchronize(device)
         gc.collect()
         torch.cuda.empty_cache()  # what steps took so far, the graph will take
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        step = partial(train_step, self.state, self.batches, Ask(0))
         try:
-            with torch.cuda.stream(stream):
-                graph.capture_begin(capture_error_mode="thread_local")  # other threads may wait for the device
-                try:
-                    self.scalars = train_step(self.state, self.batches, Ask(0))
-                finally:
-                    graph.capture_end()
+            self.graph, self.scalars = recorded(step, torch.cuda.Stream(device))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -68,7 +65,6 @@ class RecordedStep:
                 f"run.cuda_graphs=true: a step of this run cannot be recorded ({str(error).splitlines()[0]}); set "
                 "run.cuda_graphs=false"
             ) from error
-        self.graph = graph
 
 
 def check_recording(config: Config, device: torch.device) -> None:

@@ -178,6 +178,7 @@ def head(spec: ModelSpec) -> ParameterInfo:
 
 
 HEAD_ROWS, FEW_ROWS = 64, 1024
+"""Of which a head's rows are made a multiple, and how many stay as they are."""
 
 
 def head_rows(rows: float) -> float:

@@ -162,9 +162,8 @@ class _Model:
         self.shard = plan.shard if plan.stage else 1
         self.every = plan.stage >= 2 and not once  # whether each micro-batch's gradients are reduced
         self.copied = config.parallel.zero.transport == "copy_engine"
-        self.narrow = max(
-            gathered_in_float8(config, spec, plan.tp), default=0.0
-        )  # bytes of a layer in fp8 on their way
+        # Bytes of a layer in fp8 on their way.
+        self.narrow = max(gathered_in_float8(config, spec, plan), default=0.0)
 
     def gathered_keys(self) -> list[float]:
         """Bytes of the gathered keys and values of each layer. Its backward pass has those of a group of heads, of the

@@ -102,7 +102,8 @@ def choices(config: Config, tokens: float) -> Iterator[Config]:
     more: list[dict[str, object]] = []
     if activation.tile is None and tokens > TILE and activation.mode != "budget" and not activation.modules:
         more.append({"tile": TILE})
-    if activation.offload is None and activation.mode in ("full", "selective", "auto") and not activation.modules:
+    recomputed = activation.mode in ("full", "selective", "auto") and not activation.modules
+    if activation.offload is None and recomputed and not config.run.cuda_graphs:  # a replay would copy to old places
         more.append({"offload": True})
     yield from (with_section(chosen, "activation", **values) for values in more)
     if len(more) > 1:

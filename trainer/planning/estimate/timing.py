@@ -137,7 +137,7 @@ class _Timer:
         left = left_by_recompute(works, self.config.activation)
         known: dict[tuple[int, int, frozenset[str]], Unit] = {}
         layers, float8 = [], float8_linears(self.config.precision.float8, spec)
-        travelling = gathered_in_float8(self.config, spec, plan.tp)
+        travelling = gathered_in_float8(self.config, spec, plan)
         for index, (work, remaining, layer) in enumerate(zip(works, left, layer_specs(spec))):
             narrow = frozenset(name for name in work.shapes if f"layers.{index}.{name}" in float8)
             key = id(work), id(remaining), narrow  # of layers that are equal, and keep the same
