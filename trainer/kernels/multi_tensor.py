@@ -20,8 +20,6 @@ UPDATE = {"TILE": 1024, "num_warps": 4, "enable_fp_fusion": False}
 """Elements of a tile, and options of the launch."""
 FOLD = 2048
 """Partial sums that are read at a time."""
-RECORDED: list[Tensor] = []
-"""Tables in host memory that CUDA graphs read, which are never given up."""
 
 
 @triton.jit
@@ -205,7 +203,4 @@ def _table(rows: list[list[int]], device: torch.device) -> Tensor:
     table = torch.tensor(rows)
     if device.type != "cuda":
         return table
-    if torch.cuda.is_current_stream_capturing():  # each replay copies it anew
-        RECORDED.append(table)
-        return table.to(device, non_blocking=True)
     return table.pin_memory().to(device, non_blocking=True)
