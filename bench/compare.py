@@ -57,6 +57,8 @@ OPERATIONS = ["--activation_checkpoint.mode", "selective", "--activation_checkpo
 BUDGET = ["--activation_checkpoint.mode", "memory_budget", "--activation_checkpoint.memory_budget"]
 KEPT = ["activation.mode=selective", "activation.save=[attention,matmul]"]
 WITHOUT = ["activation.mode=none"]
+RECORDED = [*WITHOUT, "run.cuda_graphs=true"]
+"""For one GPU."""
 COPIED = "parallel.zero.transport=copy_engine"
 SMALL = {"width": 768, "depth": 12, "attention": {"heads": 12}, "feed_forward": {"width": 2048}, "tied": False}
 ROWS = {
@@ -66,8 +68,8 @@ ROWS = {
     "best_2": Row(
         2, [KEPT, [*KEPT, COPIED]], [[*BUDGET, "0.7"], [*BUDGET, "0.85"], [*OPERATIONS, "2"], [*OPERATIONS, "4"]]
     ),
-    "1b": Row(16, [WITHOUT, KEPT], [NONE], [["recompute=false"]], 2048, "tinyllama_1b"),
-    "100m": Row(32, [WITHOUT], [NONE], [["recompute=false"]], 1024, "llama_60m", SMALL),
+    "1b": Row(16, [WITHOUT, RECORDED], [NONE], [["recompute=false"]], 2048, "tinyllama_1b"),
+    "100m": Row(32, [WITHOUT, RECORDED], [NONE], [["recompute=false"]], 1024, "llama_60m", SMALL),
 }
 
 

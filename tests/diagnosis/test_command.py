@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from support.accounts import QUIET, Case, accounts
 from trainer import diagnose
 from trainer.diagnosis.account import ACCOUNTS
 from trainer.observe.watchdog import Heartbeat, RankReport
+from trainer.pages.folder import Run
 
 
 def lines(folder: Path, count: int = 4, **values: float) -> Path:
@@ -83,3 +84,31 @@ def test_hardware_tells_rooflines_and_throttled_clocks(tmp_path):
     assert (first.kind, first.detail, first.layer) == ("straggler", "rank 2", "hardware")
     assert any("900 MHz" in text and "thermal" in text for text in first.evidence)
     assert found.points[0].kind == "products" and found.points[0].bytes
+
+
+def test_what_a_profiler_costs_the_host_is_not_the_run_s(tmp_path):
+    """A GPU whose host keeps up, but not in profiled steps: each, the one before and the one after take longer."""
+    run = lines(tmp_path / "run")
+    base = accounts(Case(QUIET), random.Random(0))[0]
+    late = {**base.terms, "host/launch": 0.5 * base.seconds}
+    usual = base.seconds - base.spent("host/launch") + 0.01
+    profiled = (8, 16)
+    records = [
+        {"step": step, "step_seconds": usual * (2 if any(abs(step - one) < 2 for one in profiled) else 1)}
+        for step in range(1, 25)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    made = [replace(base, step=step, device="NVIDIA H200", terms=late, seconds=sum(late.values())) for step in profiled]
+    (run / ACCOUNTS).write_text("".join(account.dumps() + "\n" for account in made))
+    found = diagnose.examine(run, "h200")
+    (rank,) = found.evidence.profile.ranks
+    assert found.kind == "compute" and found.seconds == pytest.approx(usual)
+    assert rank.seconds == pytest.approx(usual) and rank.spent("host/launch") == pytest.approx(0.01)
+    assert rank.spent("products") == base.spent("products")
+    assert any("the profiler costs the host" in note for note in found.notes)
+    page = Run("run", run)
+    page.read()
+    assert page.profile.ranks[0].seconds == pytest.approx(usual)
+    slow = [record | {"step_seconds": sum(late.values())} for record in records]  # the others are as slow
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in slow))
+    assert diagnose.examine(run, "h200").kind == "host"

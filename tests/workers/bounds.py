@@ -4,50 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from support.disturbance import TERM
 from support.launch import fork, leave
 
 import trainer
-from trainer import option, register
 from trainer.data.batches import Loader
 from trainer.diagnosis.__main__ import main as write_accounts
 from trainer.distributed.world import join
 from trainer.planning.plan import resolve_plan
 from trainer.training.profiling import Profiling
-
-TERM = "loss.terms.disturbance"
-BALLAST: list[torch.Tensor] = []
-
-
-@dataclass
-class Disturbance:
-    """Work beside a micro-batch's forward pass."""
-
-    products: int = option(0, "matrix products")
-    copies: int = option(0, "passes over a large tensor")
-    sleep: float = option(0.0, "without any operator", unit="seconds")
-    held: int = option(0, "more memory", unit="MiB")
-    rank: int = option(-1, "the only rank; -1 means all")
-
-
-@register.loss_term("disturbance", Disturbance)
-def disturbance(settings, scores, targets):
-    with torch.no_grad():
-        if settings.rank in (-1, dist.get_rank()):
-            square, large = torch.ones(384, 384), torch.ones(1 << 21)
-            for _ in range(settings.products):
-                square @ square
-            for _ in range(settings.copies):
-                large.add_(1.0)
-            time.sleep(settings.sleep)
-            if settings.held and not BALLAST:
-                BALLAST.append(torch.ones(settings.held << 18))
-    return scores.sum(-1) * 0
 
 
 def run(folder: Path, steps: int, **overrides: object) -> None:
@@ -85,14 +54,6 @@ def run(folder: Path, steps: int, **overrides: object) -> None:
             write_accounts(folder, step, [0, 1])
 
 
-def slow_data(before=Loader._step):
-    def step(self, position):
-        time.sleep(0.5)
-        return before(self, position)
-
-    return step
-
-
 WIDE = {"model.width": 448, "model.feed_forward.width": 1792, "model.depth": 2, "batch.sequence_length": 256}
 CASES = {
     # The link between ranks is slow beside what they compute: the parameters of few tokens are gathered for each pass.
@@ -105,7 +66,7 @@ CASES = {
         "model.depth": 2,
     },
     "bubble": {**WIDE, "parallel.pp": 2, "parallel.pipeline.split": "[3,1]", "model.depth": 4, "batch.micro_size": 2},
-    "data": {"data.prefetch": 0},
+    "data": {"data.prefetch": 0, "loading": 0.5},
     "host": {"sleep": 0.5},
     "straggler": {"products": 150, "rank": 1},
     "memory bandwidth": {"copies": 200},
@@ -118,11 +79,10 @@ def main(root: str, *names: str) -> None:
     """names: of `CASES`; all without."""
     join(resolve_plan(trainer.Config().parallel, 2).mesh, torch.device("cpu"))
     Profiling.read = lambda self, number, ranks: None  # a process for each profiled step would take a second
-    before, slow = Loader._step, slow_data()
     for name, values in CASES.items():
         if names and name not in names:
             continue
-        Loader._step = slow if name == "data" else before
+        Loader.slow = 0.0
         named = {key if "." in key or key == "parallel" else f"{TERM}.{key}": value for key, value in values.items()}
         run(Path(root) / name.replace(" ", "_"), 5 if name == "straggler" else 3, **named)
 

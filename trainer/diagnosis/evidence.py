@@ -12,10 +12,11 @@ from trainer.config import Config, ConfigError, typed
 from trainer.config.compose import CONFIGS
 from trainer.config.hardware import HardwareConfig
 from trainer.diagnosis.account import Account
-from trainer.diagnosis.typical import Typical, typical
+from trainer.diagnosis.typical import Typical, at_pace, pace, typical
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.resolve import Layout, check, resolve
 from trainer.util.reading import brief, mismatch, parse_json, read_bytes, read_yaml
+from trainer.util.tables import duration
 
 SETTINGS, STARTS = "config.yaml", "starts.jsonl"
 START = {"processes": int, "hosts": {str: int}, "devices": {str: int}}
@@ -59,6 +60,11 @@ class Evidence:
     throttle: str = ""
     notes: Sequence[str] = ()
 
+    @property
+    def pace(self) -> float | None:
+        """Seconds of an ordinary step."""
+        return _pace(self.records, self.profile)
+
     def values(self, key: str) -> list[float]:
         """What is known of a metric, oldest first."""
         return [record[key] for record in self.records if record.get(key) is not None]
@@ -92,9 +98,22 @@ def gather(
     if profile and profile.unusual:
         left = ", ".join(map(str, profile.unusual))
         notes.append(f"step {left} took far longer than the other profiled ones, and is left out")
+    ordinary = _pace(steps, profile)
+    if profile and ordinary is not None:
+        usual, profile = profile.seconds, at_pace(profile, ordinary)
+        if profile.seconds < 0.98 * usual:
+            notes.append(
+                f"profiled steps take {duration(usual)}, others {duration(ordinary)}: what the profiler costs the host "
+                "is left out of its time"
+            )
     return Evidence(
         folder, steps, profile, config, layout, machine, kind, status, tuple(stalled), throttle, tuple(notes)
     )
+
+
+def _pace(records: Sequence[Mapping[str, Any]], profile: Typical | None) -> float | None:
+    logged = [record for record in records if record.get("step_seconds") is not None]
+    return pace([(record.get("step", 0), float(record["step_seconds"])) for record in logged], profile)
 
 
 def machine_of(folder: Path, accounts: Sequence[Account]) -> Machine:

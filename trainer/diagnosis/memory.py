@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass
 
 from trainer.diagnosis.evidence import Evidence
@@ -44,10 +43,3 @@ def memory(evidence: Evidence, planned: float | None) -> Memory | None:
     stride = -(-len(points) // POINTS)
     capacity = evidence.hardware.memory if evidence.hardware else None
     return Memory(tuple(points[::stride]), peak, grown, capacity, planned)
-
-
-def pace(evidence: Evidence) -> float | None:
-    """Seconds of an ordinary step without a profiler: the median of what was logged. The first line of a start, whose
-    step compiles and allocates, is left out where there are others."""
-    seconds = [float(value) for value in evidence.values("step_seconds")]
-    return statistics.median(seconds[1:] or seconds) if seconds else None

@@ -68,7 +68,7 @@ def _launched(event: Event, launches: dict[int, Launch]) -> int:
 
 def share_out(found: Recording, mine: list[Event], launches: dict[int, Launch], trace: Trace) -> None:
     """Gives what the device did to its terms and kernels."""
-    tally, counts, counted = Tally(), Counter[str](), set[tuple[int, int]]()
+    tally, counts, longest = Tally(), Counter[str](), longest_of(mine, launches)
     delays, lengths = [], []
     for event in mine:
         launch = launches.get(event.details.get("correlation", -2))
@@ -87,10 +87,8 @@ def share_out(found: Recording, mine: list[Event], launches: dict[int, Launch], 
         term = term_of(event.name, launch.about if launch else Context(None, False, False))
         found.work[term].append(event.interval)
         operator = launch.operator if launch else None
-        if operator is not None and (operator.thread, operator.start) in counted:
-            operator = None  # of several kernels of an operator, the first has its operations
-        elif operator is not None:
-            counted.add((operator.thread, operator.start))
+        if operator is not None and longest[operator.thread, operator.start] is not event:
+            operator = None
         repeated = term == "recompute"
         tally.add(
             event.name,
@@ -104,6 +102,19 @@ def share_out(found: Recording, mine: list[Event], launches: dict[int, Launch], 
     found.kernels, found.launches = tally.kernels(), len(lengths)
     found.kernel_seconds = median(lengths) / 1e9 if lengths else None
     found.launch_delay = median(delays) / 1e9 if delays else None
+
+
+def longest_of(mine: list[Event], launches: dict[int, Launch]) -> dict[tuple[int, int], Event]:
+    """Of what each operator made the device do, by the operator's thread and start: it has the operator's operations,
+    and not what clears memory before."""
+    found: dict[tuple[int, int], Event] = {}
+    for event in mine:
+        launch = launches.get(event.details.get("correlation", -2))
+        if launch is not None and launch.operator is not None:
+            key = launch.operator.thread, launch.operator.start
+            if key not in found or event.end - event.start > found[key].end - found[key].start:
+                found[key] = event
+    return found
 
 
 def idle(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import fsum
 
 from trainer.diagnosis.account import Account
@@ -15,6 +15,9 @@ RECENT = 20
 UNUSUAL = 1.5
 """A profiled step that took so many times the median is left out: it stalled, compiled, or was disturbed."""
 
+LAUNCH = "host/launch"
+"""The term of a device that has nothing to do because nothing was launched."""
+
 Cost = Callable[[Account], float]
 """Seconds of a rank's step."""
 
@@ -22,12 +25,13 @@ Cost = Callable[[Account], float]
 @dataclass(frozen=True)
 class Typical:
     """ranks: the mean account of each, in order of rank, over `steps`; unusual: steps that were left out; single: all
-    accounts of `steps`, by step."""
+    accounts of `steps`, by step; profiled: all steps that have accounts."""
 
     ranks: tuple[Account, ...]
     steps: tuple[int, ...]
     unusual: tuple[int, ...]
     single: Mapping[int, tuple[Account, ...]]
+    profiled: frozenset[int]
 
     @property
     def seconds(self) -> float:
@@ -95,7 +99,32 @@ def typical(accounts: Iterable[Account]) -> Typical | None:
     single = {step: tuple(by_step[step][rank] for rank in sorted(by_step[step])) for step in steps}
     ranks = sorted({account.rank for accounts in single.values() for account in accounts})
     means = (mean([account for some in single.values() for account in some if account.rank == rank]) for rank in ranks)
-    return Typical(tuple(means), tuple(steps), tuple(step for step in newest if step not in steps), single)
+    unusual = tuple(step for step in newest if step not in steps)
+    return Typical(tuple(means), tuple(steps), unusual, single, frozenset(by_step))
+
+
+def pace(steps: Iterable[tuple[int, float]], profile: Typical | None) -> float | None:
+    """Seconds of an ordinary step: the median of what was logged, given as steps with their seconds. The first of a
+    start, which compiles and allocates, is left out where there are others, and so are those that a profiler takes
+    longer: it records the step before too, and then writes."""
+    logged = list(steps)
+    logged = logged[1:] or logged
+    disturbed = {step + near for step in profile.profiled for near in (-1, 0, 1)} if profile else set()
+    calm = [seconds for step, seconds in logged if step not in disturbed] or [seconds for _, seconds in logged]
+    return statistics.median(calm) if calm else None
+
+
+def at_pace(profile: Typical, seconds: float) -> Typical:
+    """The typical step in a run whose other steps take `seconds`. A profiler slows down the host, and not what a device
+    computes, so that what profiled steps take longer is taken from the host's time before launches. On CPUs, where the
+    host computes, all is left as it is."""
+    ranks = []
+    for account in profile.ranks:
+        launch = account.spent(LAUNCH)
+        less = min(launch, max(0.0, account.seconds - seconds)) if account.device != "cpu" else 0.0
+        terms = {**account.terms, LAUNCH: launch - less}
+        ranks.append(replace(account, terms=terms, seconds=fsum(terms.values())) if less else account)
+    return replace(profile, ranks=tuple(ranks))
 
 
 def mean(accounts: list[Account]) -> Account:

@@ -10,7 +10,7 @@ from typing import Any
 from trainer.diagnosis import metrics_rules, rules
 from trainer.diagnosis.advice import Advice, advise
 from trainer.diagnosis.evidence import Evidence
-from trainer.diagnosis.memory import Memory, memory, pace
+from trainer.diagnosis.memory import Memory, memory
 from trainer.diagnosis.overrides import Override, Workshop
 from trainer.diagnosis.roofline import Ceilings, Point, ceilings, roofline
 from trainer.planning.estimate.step import GIB
@@ -60,7 +60,7 @@ class Diagnosis:
 
 def diagnose(evidence: Evidence) -> Diagnosis:
     """What the evidence says."""
-    profile, seconds, notes = evidence.profile, pace(evidence), list(evidence.notes)
+    profile, seconds, notes = evidence.profile, evidence.pace, list(evidence.notes)
     if seconds is None and profile:
         seconds = profile.seconds
     found = rules.costs(profile, evidence) if profile else []

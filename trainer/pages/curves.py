@@ -109,6 +109,12 @@ class Curves:
         found = self.points[name].finite() if name in self.points else numpy.empty(0)
         return None if not len(found) else float(found.min() if least else found.max())
 
+    def by_step(self, name: str) -> list[tuple[int, float]]:
+        """The numbers of a metric, each with its step."""
+        points = self.points.get(name, Points())
+        found = zip((self.places["step"][line] for line in points.lines), points.values, strict=True)
+        return [(int(step), value) for step, value in found if math.isfinite(step) and math.isfinite(value)]
+
     @property
     def seconds(self) -> float | None:
         """Between the first line and the last, pauses included."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from trainer.config import ConfigError, typed
 from trainer.diagnosis import account
-from trainer.diagnosis.typical import Typical, typical
+from trainer.diagnosis.typical import Typical, at_pace, pace, typical
 from trainer.diagnosis.verdict import to_json
 from trainer.observe.examine import examine
 from trainer.observe.metrics import LONGEST
@@ -119,8 +119,10 @@ class Run:
 
     @property
     def profile(self) -> Typical | None:
-        """The typical step of the newest profiled ones; None without any."""
-        return self._found[account.ACCOUNTS].value
+        """The typical step of the newest profiled ones, at the pace of the others; None without any."""
+        profile = self._found[account.ACCOUNTS].value
+        seconds = pace(self.curves.by_step("step_seconds"), profile)
+        return at_pace(profile, seconds) if profile and seconds is not None else profile
 
     @property
     def diagnosis(self) -> dict[str, Any] | None:

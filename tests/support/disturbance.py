@@ -1,0 +1,61 @@
+"""Causes of slowness of known kind, as settings of a loss term: `imports=[support.disturbance]`, and
+`loss.terms.disturbance.NAME=VALUE`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from trainer import option, register
+from trainer.data.batches import Loader
+
+TERM = "loss.terms.disturbance"
+BALLAST: list[torch.Tensor] = []
+
+
+@dataclass
+class Disturbance:
+    """Work beside a micro-batch's forward pass."""
+
+    products: int = option(0, "matrix products")
+    size: int = option(384, "rows and columns of their matrices")
+    copies: int = option(0, "passes over a large tensor")
+    reads: int = option(0, "numbers that the host waits for")
+    sleep: float = option(0.0, "without any operator", unit="seconds")
+    loading: float = option(0.0, "the same, of the loader before each step from the second on", unit="seconds")
+    held: int = option(0, "more memory", unit="MiB")
+    rank: int = option(-1, "the only rank; -1 means all")
+
+
+@register.loss_term("disturbance", Disturbance)
+def disturbance(settings, scores, targets):
+    Loader.slow = settings.loading
+    with torch.no_grad():
+        if settings.rank in (-1, dist.get_rank()):
+            device = scores.device
+            square = torch.ones(settings.size, settings.size, device=device, dtype=scores.dtype)
+            large = torch.ones(1 << 21, device=device)
+            for _ in range(settings.products):
+                square @ square
+            for _ in range(settings.copies):
+                large.add_(1.0)
+            for _ in range(settings.reads):
+                large[:1].sum().item()
+            time.sleep(settings.sleep)
+            if settings.held and not BALLAST:
+                BALLAST.append(torch.ones(settings.held << 18, device=device))
+    return scores.sum(-1) * 0
+
+
+def slow(step=Loader._step):
+    def _step(self, position):
+        time.sleep(self.slow)
+        return step(self, position)
+
+    return _step
+
+
+Loader.slow, Loader._step = 0.0, slow()
