@@ -8,6 +8,7 @@ from math import inf
 import pytest
 import torch
 from support.estimates import h200, settings, shipped
+from support.launch import CAN_COMPILE
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.checkpointing.activation import apply_recompute
@@ -16,8 +17,10 @@ from trainer.config.compose import CONFIGS
 from trainer.config.model import ModelSpec, NormSpec, RopeSpec
 from trainer.model.initial import initialize
 from trainer.model.transformer import Transformer
+from trainer.parallel.parallelize import compile_layers
 from trainer.planning.cost.layers import layer_costs, left_by_recompute, model_work
 from trainer.planning.cost.saved import saved_in
+from trainer.planning.estimate.memory import peaks
 from trainer.planning.estimate.recompute import Decided, decide, decided
 from trainer.planning.resolve import resolve
 
@@ -38,12 +41,12 @@ POLICIES = {
 
 def layer_of(name: str) -> ModelSpec:
     """The layer of a shipped model, small, without what keeps more in eager mode on a CPU: RMSNorm in several
-    operations, copies of shared key-value heads, and of rotated queries."""
+    operations, copies of shared key-value heads."""
     spec = shipped(name)
     spec.pattern, spec.overrides, spec.depth, spec.width, spec.vocab_size = [], {}, 1, WIDTH, 61
     spec.attention.heads = spec.attention.kv_heads = 4
     spec.attention.head_dim, spec.feed_forward.width = 16, 160
-    spec.attention.positions, spec.attention.window, spec.attention.soft_cap = "none", 0, 0
+    spec.attention.window, spec.attention.soft_cap = 0, 0
     spec.learned_positions, spec.norm = False, NormSpec(kind="layer", placement=spec.norm.placement)
     spec.attention.rope = RopeSpec()
     return spec
@@ -52,13 +55,14 @@ def layer_of(name: str) -> ModelSpec:
 def held(model: Transformer) -> int:
     """Bytes that the layers' forward pass has allocated and not freed. Its output stands for its input, of that
     size."""
-    x = torch.randn(SEQUENCES * LENGTH, WIDTH, requires_grad=True)
+    x, angles = torch.randn(SEQUENCES * LENGTH, WIDTH, requires_grad=True), torch.randn(1, LENGTH, 1, 8)
+    rotation = angles.cos(), angles.sin()
     gc.disable()  # what others left behind is freed before or after, not meanwhile
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             kept = x
             for layer in model.layers.values():
-                kept = layer(kept, (SEQUENCES, LENGTH), None, None)
+                kept = layer(kept, (SEQUENCES, LENGTH), rotation, None)
     finally:
         gc.enable()
     assert kept.shape == x.shape
@@ -111,3 +115,21 @@ def test_what_auto_keeps_of_each_layer_is_what_is_planned(share):
     assert sum(costs.activation[1:-1]) / held(model) == pytest.approx(1.0, abs=0.05)
     kinds = {saved_in(chosen.activation.save, layer) for layer in range(spec.depth)}
     assert (chosen.activation.mode, len(kinds)) == (("full", 1) if share == 0 else ("selective", 2))
+
+
+@pytest.mark.skipif(not CAN_COMPILE, reason="needs a compiler")
+def test_compiled_layers_hold_what_is_planned():
+    """Not what a gated block's non-linearity gives, which is a part of the kernel that needs it again."""
+    spec, model = layer_of("qwen3_8b"), Transformer(layer_of("qwen3_8b"))
+    initialize(model, spec, 0, torch.device("cpu"))
+    compile_layers(model, deferring=False)
+    held(model)  # compiles
+    config = settings(spec, compile=True, batch__sequence_length=LENGTH, batch__micro_size=SEQUENCES)
+    planned = {}
+    for compiled in (True, False):
+        config.compile, config.precision.compute = compiled, "fp32"
+        (peak,) = peaks(config, resolve(config, 1, spec, 1))
+        planned[compiled] = peak.categories["activations"]
+    (work,) = model_work(spec, LENGTH, 1, 4)
+    assert planned[False] - planned[True] == work.fused * LENGTH * SEQUENCES > 0
+    assert LENGTH * SEQUENCES * (work.saved - work.fused) == pytest.approx(held(model), rel=0.03)

@@ -84,6 +84,6 @@ def test_frequencies_follow_the_sequence_where_they_do(spec, limit):
         cos, sin = rotary(part, length)
         angles = part[:, None] * expected
         factor = attention_factor(spec)
-        assert torch.equal(cos, angles.cos()[None, None] * factor)
-        assert torch.equal(sin, angles.sin()[None, None] * factor)
+        assert torch.equal(cos, angles.cos()[None, :, None] * factor)
+        assert torch.equal(sin, angles.sin()[None, :, None] * factor)
     assert torch.equal(rotary(part, 32)[0], rotary(part, 20)[0])

@@ -185,9 +185,9 @@ class Attention(Block):
         )  # [batch, length, heads, head_dim]
         if self.qk_norm == "head":
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = (y.transpose(1, 2) for y in (query, key, value))
         if self.rotary:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
+        query, key, value = (y.transpose(1, 2) for y in (query, key, value))
         meet = MEETINGS.get(type(mask), attend)
         attended = meet(query, key, value, mask, self.scale, self.soft_cap)
         return self.o(attended.transpose(1, 2).reshape(shape[0] * shape[1], -1))

@@ -32,9 +32,9 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor, length: int | Tensor) -> tuple[Tensor, Tensor]:
         """positions: [length] or [batch, length], of sequences of `length` tokens (int, or [batch], of each by itself),
-        of which they may be a part. Returns cos and sin, fp32, each [batch or 1, 1, positions, size / 2]."""
+        of which they may be a part. Returns cos and sin, fp32, each [batch or 1, positions, 1, size / 2]."""
         angles = positions.float()[..., None] * (self.at(length) if isinstance(length, int) else self.each(length))
-        angles = angles[None, None] if angles.dim() == 2 else angles[:, None]
+        angles = angles[None, :, None] if angles.dim() == 2 else angles[:, :, None]
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)
 
@@ -141,8 +141,9 @@ def _temperature(factor: float, scale: float) -> float:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the leading dimensions of each head, pairing dimension i with i + size / 2. x: [batch, heads, length,
-    head_dim]."""
+    """Rotates the leading dimensions of each head, pairing dimension i with i + size / 2. x: [batch, length, heads,
+    head_dim]. Heads lie side by side in the result, and so in what attention makes of it: a product takes that as it
+    is."""
     half = cos.shape[-1]
     first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

@@ -115,6 +115,7 @@ class LayerWork:
     weights: elements of the projections' matrices.
     input: bytes of the layer's input.
     saved: bytes held for backward where nothing is recomputed. blocks: those inside of attention and feed-forward.
+    fused: those of `saved` that a compiled layer computes again in any case, as a part of another kernel.
     deferred: bytes held for the weight gradients: inputs of the projections and gradients of their outputs.
     between: bytes of the input of the layer's second half, its feed-forward block and norms; 0 where that is the
     layer's. feed, feed_deferred: what `saved`, beside `between`, and `deferred` have of the second half.
@@ -127,6 +128,7 @@ class LayerWork:
     weights: float
     input: float
     saved: float
+    fused: float
     blocks: Mapping[str, float]
     deferred: float
     between: float
@@ -182,6 +184,7 @@ def layer_work(
         "attention": block_saved(registry.ATTENTION, ATTENTION_SAVED, a.kind)(layer, outputs),
         "feed_forward": block_saved(registry.FEED_FORWARD, FEED_FORWARD_SAVED, layer.feed_forward.kind)(layer, outputs),
     }
+    gated = layer.feed_forward.kind == "gated"  # what its non-linearity gives follows from the projection
     return LayerWork(
         flops=MappingProxyType(flops),
         outputs=MappingProxyType(outputs),
@@ -190,6 +193,7 @@ def layer_work(
         weights=sum(map(prod, shapes.values())),
         input=stream,
         saved=streams * stream + statistics + sum(blocks.values()),
+        fused=outputs["feed_forward.gate"] if gated else 0.0,
         blocks=MappingProxyType(blocks),
         deferred=deferred,
         between=0.0 if parallel_residual else stream,

@@ -130,7 +130,8 @@ class _Model:
         left, keys = left_by_recompute(works, config.activation), self.gathered_keys()
         if config.compile:  # which keeps gathered keys instead of the rank's own, where nothing is recomputed
             more = [
-                size * (rest.saved == work.saved) * (1 - 1 / plan.cp) for size, rest, work in zip(keys, left, works)
+                (size * (1 - 1 / plan.cp) - self.tokens * work.fused) * (rest.saved == work.saved)
+                for size, rest, work in zip(keys, left, works)
             ]
             self.activation = tuple(map(sum, zip(self.activation, [0.0, *more, 0.0])))
         self.tile = min(config.activation.tile or 0, self.tokens / plan.tp)
