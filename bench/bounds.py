@@ -49,15 +49,15 @@ LARGE = {"model": "tinyllama_1b", "batch.micro_size": 8}
 CASES: dict[str, tuple[str, int, dict[str, object]]] = {
     "compute": ("compute", 1, LARGE),
     "eager": ("memory bandwidth", 1, {**LARGE, "model.width": 512, "batch.micro_size": 64, "compile": "false"}),
-    "copies": ("memory bandwidth", 1, {**SMALL, "copies": 4000}),
+    "copies": ("memory bandwidth", 1, {**SMALL, "copies": 20, "elements": 1 << 27}),
     "tiny kernels": ("host", 1, {**SMALL, "batch.micro_size": 1, "compile": "false"}),
-    "reads": ("host", 1, {**SMALL, "reads": 400}),
+    "reads": ("host", 1, {**SMALL, "reads": 60}),
     "data": ("data", 1, {**SMALL, "data.prefetch": 0, "loading": 0.2}),
     "recompute": ("recompute", 1, {**LARGE, "activation": "full"}),
     "full memory": ("memory capacity", 1, LARGE),
     "slow link": ("communication", 2, {**LARGE, "parallel": "zero3", "batch.micro_size": 1}),
     "split": ("bubble", 2, {**LARGE, "parallel": "pp2", "parallel.pipeline.split": "[17,5]", "batch.accumulation": 8}),
-    "slow rank": ("straggler", 2, {**LARGE, "parallel": "zero2", "products": 40, "size": 8192, "rank": 1}),
+    "slow rank": ("straggler", 2, {**LARGE, "parallel": "zero2", "products": 4, "size": 8192, "rank": 1}),
 }
 """Name: what is to be told, processes, and settings; those without a dot or a group's name are of the disturbance."""
 GROUPS = ("model", "parallel", "activation", "compile")

@@ -117,6 +117,19 @@ def test_an_unknown_device_has_the_best_that_was_reached_as_its_peaks():
         assert sum(said) == pytest.approx(one_pass.forward + one_pass.backward, rel=0.1)
 
 
+def test_layers_count_as_often_as_a_step_has_them():
+    """Time that belongs to no layer, as of a head that the model puts too low, does not make all layers slower."""
+    hardware, config = h200(), recipe()
+    measured = measure(hardware, config)
+    passes = [replace(one, forward=one.forward + 5e-4, backward=one.backward + 5e-4) for one in measured.passes]
+    found = calibrate(replace(measured, passes=passes), config, hardware).hardware
+
+    def whole(machine) -> float:
+        return sum(pass_seconds(*cut(config, config.model.depth, 1024, 4), machine))
+
+    assert whole(found) == pytest.approx(whole(hardware) + 1e-3, rel=0.005)
+
+
 def test_what_does_not_fit_widens_the_band():
     config = recipe()
     measured = measure(h200(), config)

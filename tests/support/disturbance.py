@@ -18,11 +18,12 @@ BALLAST: list[torch.Tensor] = []
 
 @dataclass
 class Disturbance:
-    """Work beside a micro-batch's forward pass."""
+    """Work beside each chunk of a micro-batch's loss."""
 
     products: int = option(0, "matrix products")
     size: int = option(384, "rows and columns of their matrices")
     copies: int = option(0, "passes over a large tensor")
+    elements: int = option(1 << 21, "of that tensor")
     reads: int = option(0, "numbers that the host waits for")
     sleep: float = option(0.0, "without any operator", unit="seconds")
     loading: float = option(0.0, "the same, of the loader before each step from the second on", unit="seconds")
@@ -37,7 +38,7 @@ def disturbance(settings, scores, targets):
         if settings.rank in (-1, dist.get_rank()):
             device = scores.device
             square = torch.ones(settings.size, settings.size, device=device, dtype=scores.dtype)
-            large = torch.ones(1 << 21, device=device)
+            large = torch.ones(settings.elements, device=device)
             for _ in range(settings.products):
                 square @ square
             for _ in range(settings.copies):

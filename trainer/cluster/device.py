@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from statistics import median
 from typing import Any
 
@@ -29,7 +30,7 @@ from trainer.parallel.gradients import squared_norms
 from trainer.parallel.parallelize import compile_layers, keep_buffers
 from trainer.planning.cost.flops import attention_flops, flops_per_token, seen_keys
 from trainer.planning.cost.layers import ATTENTION_BACKWARD, model_work
-from trainer.planning.cost.memory import ELEMENT_BYTES
+from trainer.planning.cost.memory import ELEMENT_BYTES, MASTER_BYTES
 from trainer.planning.cost.parameters import head, layer_specs
 from trainer.planning.estimate.calibrate import Pass, Product, Work, cut
 from trainer.planning.estimate.memory import peaks
@@ -48,8 +49,11 @@ STREAM = {"cuda": 2**28, "cpu": 2**24}
 TINY = 100
 """Kernels without work that are timed together."""
 
-ROOM = 0.7
-"""Share of a device's memory that a measured pass may take."""
+ROOM, STATES = 0.7, 0.06
+"""Shares of a device's memory that a measured pass may take, and what the optimizer's update is measured on."""
+
+DEEP = 3
+"""Layers of the deeper pass: what they take beside the first is theirs, and neither head's nor loss's."""
 
 
 class DeviceProbe:
@@ -144,20 +148,22 @@ class DeviceProbe:
             return Work(work(), self.watch.seconds(both, limit))
 
     def passes(self, rate: float) -> list[Pass]:
-        """Forward and backward passes of the model cut to one and to two layers, of a micro-batch or as much of it as
+        """Forward and backward passes of the model cut to one and to three layers, of a micro-batch or as much of it as
         memory and time allow."""
-        return [self._pass(depth, rate) for depth in dict.fromkeys((1, min(2, self.layout.spec.depth)))]
-
-    def _pass(self, depth: int, rate: float) -> Pass:
         limit, sequences, length = 0.15 * self.budget, self.layout.batch.micro_size, self.length
+        few, many = 1, min(DEEP, self.layout.spec.depth)
         while True:
-            config, layout = cut(self.config, depth, length, sequences)
+            config, layout = cut(self.config, many, length, sequences)
             work = flops_per_token(layout.spec, length, causal=True) * length * sequences
             held = max(peaks(config, layout), key=lambda peak: peak.reserved)
             fits = held.reserved - held.categories["optimizer"] < ROOM * self.memory
             if fits and 5 * work / (0.5 * rate) <= limit or sequences == 1 and length <= 64:
                 break
             sequences, length = (sequences // 2, length) if sequences > 1 else (sequences, length // 2)
+        return [self._pass(depth, length, sequences, limit) for depth in dict.fromkeys((few, many))]
+
+    def _pass(self, depth: int, length: int, sequences: int, limit: float) -> Pass:
+        config, layout = cut(self.config, depth, length, sequences)
         model = self._model(config, layout)
         tokens = torch.randint(layout.spec.vocab_size, (sequences, length), device=self.device)
         forward: list[Tensor] = []
@@ -196,8 +202,8 @@ class DeviceProbe:
         return Work(3 * count * self.element, self.watch.seconds(lambda: torch.add(a, b, out=out), 0.03 * self.budget))
 
     def update(self) -> Work:
-        """Gradient norm and AdamW's update of a layer's parameters."""
-        parameters, plain = self._layer(), replace(self.config, optimizer=OptimizerConfig())
+        """Gradient norm and AdamW's update of the parameters of many layers: of few the host would be timed."""
+        parameters, plain = self._layers(), replace(self.config, optimizer=OptimizerConfig())
         policies = parameter_policies(self.infos, plain.precision.types, plain.optimizer)
         policies = {name: replace(policies[name], optimizer="adamw", state_dtype=torch.float32) for name in parameters}
         optimizer = Optimizer(parameters, policies, plain.optimizer)
@@ -213,8 +219,8 @@ class DeviceProbe:
         return Work(update_bytes(plain) * size, self.watch.seconds(step, 0.04 * self.budget))
 
     def copy(self) -> Work:
-        """Casts of a layer's parameters into one flat buffer of the compute type, and back."""
-        whole = [parameter.detach().flatten() for parameter in self._layer().values()]
+        """Casts of these parameters into one flat buffer of the compute type, and back."""
+        whole = [parameter.detach().flatten() for parameter in self._layers().values()]
         flat = torch.empty(sum(one.numel() for one in whole), device=self.device, dtype=self.dtype)
         parts = flat.split([one.numel() for one in whole])
 
@@ -225,17 +231,22 @@ class DeviceProbe:
                 one.copy_(part)
 
         moved = 2 * (4 + self.element) * flat.numel()
-        return Work(moved, self.watch.seconds(there_and_back, 0.04 * self.budget))
+        work = graphed(there_and_back) if self.device.type == "cuda" else there_and_back
+        return Work(moved, self.watch.seconds(work, 0.04 * self.budget))
 
-    def _layer(self) -> dict[str, nn.Parameter]:
-        """The parameters of the first layer, in fp32."""
-        _, layout = cut(self.config, 1, self.length, 1)
-        with torch.device("meta"):
-            self.infos = parameter_infos(Transformer(layout.spec))
+    def _layers(self) -> dict[str, nn.Parameter]:
+        """The parameters of the first layers, in fp32."""
+
+        def shapes(depth: int) -> dict[str, torch.Size]:
+            _, layout = cut(self.config, depth, self.length, 1)
+            with torch.device("meta"):
+                self.infos = parameter_infos(Transformer(layout.spec))
+            return {name: info.shape for name, info in self.infos.items() if name.startswith("layers.")}
+
+        layer = 4 * MASTER_BYTES * sum(map(prod, shapes(1).values()))  # with gradients and both moments
+        depth = min(self.layout.spec.depth, max(1, int(STATES * self.memory / layer)))
         return {
-            name: nn.Parameter(torch.full(info.shape, 0.02, device=self.device))
-            for name, info in self.infos.items()
-            if name.startswith("layers.")
+            name: nn.Parameter(torch.full(shape, 0.02, device=self.device)) for name, shape in shapes(depth).items()
         }
 
     def kernel(self) -> float:

@@ -96,9 +96,10 @@ class Sent:
 @dataclass(frozen=True)
 class Measurements:
     """What was measured. memory, fixed: bytes; devices: processes of a node, or GPUs that it has; products: of the
-    model's own matrices, sweep: square ones; attention: forward and backward; stream, update, copy: bytes of kernels
-    that only move them, of the optimizer's update, of casts into and out of flat buffers; kernel, launch: seconds;
-    hidden: as in `AchievedConfig`, None without other ranks; float8: a large product in fp8, None without any."""
+    model's own matrices, sweep: square ones; attention: forward and backward; passes: of one shape, through few layers
+    and, if the model has them, through more; stream, update, copy: bytes of kernels that only move them, of the
+    optimizer's update, of casts into and out of flat buffers; kernel, launch: seconds; hidden: as in `AchievedConfig`,
+    None without other ranks; float8: a large product in fp8, None without any."""
 
     device: str
     memory: float
@@ -191,14 +192,22 @@ def _fit_device(found: HardwareConfig, measured: Measurements, config: Config, p
 
     def passes(part: float) -> float:
         reached.memory = part
-        return sum(sum(pass_seconds(small, layout, found)) for small, layout in cuts)
+        return whole([sum(pass_seconds(small, layout, found)) for small, layout in cuts])
+
+    def whole(seconds: Sequence[float]) -> float:
+        """Of a pass through all layers, from passes through some: what a layer takes counts as often as it does in a
+        step."""
+        if len(seconds) == 1:
+            return seconds[0]
+        few, many = (one.depth for one in measured.passes)
+        return seconds[0] + (config.model.depth - few) * max(0.0, seconds[1] - seconds[0]) / (many - few)
 
     for _ in range(4):  # each depends on the other a little
         solve(products, sum(one.count * one.seconds for one in measured.products))
         reached.attention = reached.product
         if one := measured.attention:
             reached.attention = share(one.amount / max(one.seconds - 2 * measured.kernel, 0.1 * one.seconds), peak)
-        solve(passes, sum(one.forward + one.backward for one in measured.passes))
+        solve(passes, whole([one.forward + one.backward for one in measured.passes]))
     if not published:
         most = max(reached.memory, *(share(rate, bandwidth) for rate in rates))
         found.bandwidth *= most
