@@ -46,8 +46,8 @@ from trainer.tuning.space import Plan, plans
 GRID = {
     "schedule": ("", "1f1b", "interleaved", "zb_v"),
     "chunks": (1, 2),
-    "micro": (1, 2, 4, 8),
-    "recompute": ("none", "selective"),
+    "micro": (1, 2, 4, 8, 16),
+    "recompute": ("none", "selective", "full"),
 }
 """Beside these values: all ZeRO stages, tp and pp that the ranks allow."""
 
