@@ -163,7 +163,7 @@ def saved_bytes(run: Callable[[], Tensor], model: Transformer) -> tuple[int, Ten
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if tensor.dim() == 4 and tensor.shape[:2] == (1, 1):
+        if tensor.dim() == 4 and tensor.shape[0] == tensor.shape[2] == 1:
             shared.add(storage.data_ptr())
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor
