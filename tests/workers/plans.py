@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import gc
 import hashlib
 import json
 import os
@@ -242,6 +243,8 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
                 dataclasses.asdict(result)
                 | {"case": case, "digest": digest(seen), "seconds": time.perf_counter() - started}
             )
+        if "compile" in case or number == 1:
+            gc.freeze()  # what was imported and compiled stays: after each case the collector would look at it again
     faulthandler.cancel_dump_traceback_later()
     return results
 
