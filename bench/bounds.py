@@ -67,13 +67,12 @@ SLOW_LINK = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 def train(folder: Path, name: str, settings: dict[str, object], processes: int, more: list[str]) -> str:
     """Runs a case; what it printed if it failed."""
-    named = {
-        key if "." in key or key in (*GROUPS, *BASE) else f"{TERM}.{key}": value for key, value in settings.items()
-    }
     if name == "full memory":
-        free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (1 << 34, 1 << 34)
-        named[f"{TERM}.held"] = int((0.955 * total - 30 * 2**30) / 2**20)
-    words = [f"{key}={value}" for key, value in {**BASE, **named, "run.dir": folder}.items()]
+        total = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 1 << 35
+        settings = settings | {"held": int((0.955 * total - 30 * 2**30) / 2**20)}
+    plain = {key: value for key, value in settings.items() if "." in key or key in GROUPS}
+    disturbed = {f"{TERM}.{key}": value for key, value in settings.items() if key not in plain}
+    words = [f"{key}={value}" for key, value in {**BASE, **plain, **disturbed, "run.dir": folder}.items()]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = os.environ | (SLOW_LINK if name == "slow link" else {})
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])

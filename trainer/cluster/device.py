@@ -219,7 +219,7 @@ class DeviceProbe:
         return Work(update_bytes(plain) * size, self.watch.seconds(step, 0.04 * self.budget))
 
     def copy(self) -> Work:
-        """Casts of these parameters into one flat buffer of the compute type, and back."""
+        """Casts of the same parameters into one flat buffer of the compute type, and back."""
         whole = [parameter.detach().flatten() for parameter in self._layers().values()]
         flat = torch.empty(sum(one.numel() for one in whole), device=self.device, dtype=self.dtype)
         parts = flat.split([one.numel() for one in whole])

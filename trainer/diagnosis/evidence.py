@@ -99,13 +99,12 @@ def gather(
         left = ", ".join(map(str, profile.unusual))
         notes.append(f"step {left} took far longer than the other profiled ones, and is left out")
     ordinary = _pace(steps, profile)
-    if profile and ordinary is not None:
-        usual, profile = profile.seconds, at_pace(profile, ordinary)
-        if profile.seconds < 0.98 * usual:
-            notes.append(
-                f"profiled steps take {duration(usual)}, others {duration(ordinary)}: what the profiler costs the host "
-                "is left out of its time"
-            )
+    if profile and (as_trained := at_pace(profile, ordinary)) is not profile:
+        notes.append(
+            f"profiled steps take {duration(profile.seconds)}, others {duration(ordinary)}: what the profiler costs "
+            "the host is left out of its time"
+        )
+        profile = as_trained
     return Evidence(
         folder, steps, profile, config, layout, machine, kind, status, tuple(stalled), throttle, tuple(notes)
     )

@@ -15,6 +15,9 @@ RECENT = 20
 UNUSUAL = 1.5
 """A profiled step that took so many times the median is left out: it stalled, compiled, or was disturbed."""
 
+SLOWED = 1.02
+"""A profiled step that takes so many times an ordinary one is slowed down by the profiler; less is noise."""
+
 LAUNCH = "host/launch"
 """The term of a device that has nothing to do because nothing was launched."""
 
@@ -114,17 +117,19 @@ def pace(steps: Iterable[tuple[int, float]], profile: Typical | None) -> float |
     return statistics.median(calm) if calm else None
 
 
-def at_pace(profile: Typical, seconds: float) -> Typical:
-    """The typical step in a run whose other steps take `seconds`. A profiler slows down the host, and not what a device
-    computes, so that what profiled steps take longer is taken from the host's time before launches. On CPUs, where the
-    host computes, all is left as it is."""
+def at_pace(profile: Typical, seconds: float | None) -> Typical:
+    """The typical step in a run whose other steps take `seconds`; itself where they take as long, or are not known. A
+    profiler slows down the host, and not what a device computes, so that what profiled steps take longer is taken from
+    the host's time before launches. On CPUs, where the host computes, all is left as it is."""
+    if seconds is None or profile.seconds < SLOWED * seconds:
+        return profile
     ranks = []
     for account in profile.ranks:
-        launch = account.spent(LAUNCH)
-        less = min(launch, max(0.0, account.seconds - seconds)) if account.device != "cpu" else 0.0
+        launch = account.spent(LAUNCH) if account.device != "cpu" else 0.0
+        less = min(launch, max(0.0, account.seconds - seconds))
         terms = {**account.terms, LAUNCH: launch - less}
         ranks.append(replace(account, terms=terms, seconds=fsum(terms.values())) if less else account)
-    return replace(profile, ranks=tuple(ranks))
+    return replace(profile, ranks=tuple(ranks)) if ranks != list(profile.ranks) else profile
 
 
 def mean(accounts: list[Account]) -> Account:

@@ -121,8 +121,7 @@ class Run:
     def profile(self) -> Typical | None:
         """The typical step of the newest profiled ones, at the pace of the others; None without any."""
         profile = self._found[account.ACCOUNTS].value
-        seconds = pace(self.curves.by_step("step_seconds"), profile)
-        return at_pace(profile, seconds) if profile and seconds is not None else profile
+        return profile and at_pace(profile, pace(self.curves.by_step("step_seconds"), profile))
 
     @property
     def diagnosis(self) -> dict[str, Any] | None:
