@@ -27,6 +27,8 @@ QUIET = (
     "test_simulator_predicts_measured_times",
     "test_int8_is_faster_at_fifty_megabits",
     "test_eight_causes_of_eight_are_named",
+    "test_the_file_is_hardware_and_says_what_was_measured",
+    "test_the_estimate_with_it_is_near_a_run",
 )
 """Tests that measure times: nothing else runs beside them."""
 

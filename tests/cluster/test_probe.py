@@ -16,7 +16,8 @@ from trainer.planning.plan import resolve_plan
 from trainer.probe import main
 
 FACTOR = 3.0
-"""Within which the estimate is to be of a run beside other tests: the bounds of what a busy machine does to either."""
+"""Within which the estimate is to be of a run: half of a step this small is Python between kernels, which on a CPU is
+nobody's time in the estimate, and machines are shared."""
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,12 @@ from trainer.config.compose import quoted
 from trainer.observe import metrics
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = "launch/slurm/train.sbatch"
+SCRIPT, TESTS = "launch/slurm/train.sbatch", str(ROOT / "tests")
+SLOW, FULL = (
+    ["+config=debug", "batch.global_size=2", "imports=[support.disturbance]", f"loss.terms.disturbance.sleep={seconds}"]
+    for seconds in (0.2, 0.0)
+)
+"""A run that mostly sleeps, so that it lasts without taking a core for itself, and the same at full speed."""
 
 
 # What to do when a start has ended
@@ -309,6 +314,7 @@ def submit(cluster: Cluster, log: Path, *arguments: str, options: tuple[str, ...
     variables = {
         "TRAINER_PYTHON": sys.executable,  # torchrun has to be a process of Slurm's, which signals what it has started
         "PYTHON_EXEC": warm_python(),
+        "PYTHONPATH": TESTS,
         "TRAINER_FREE_GIB": "0.1",
         "OMP_NUM_THREADS": "1",
         **environment,
@@ -365,8 +371,6 @@ def test_a_run_survives_time_limit_kill_and_preemption(cluster, tmp_path):
     """One job, four starts; its losses are those of a run that nothing disturbed."""
     run, log, steps = tmp_path / "run", tmp_path / "run.log", tmp_path / "steps.txt"
     settings = [
-        "+config=debug",
-        "batch.global_size=32",
         "checkpoint.every=10",
         "checkpoint.at_end=true",
         "run.deterministic=true",
@@ -378,6 +382,7 @@ def test_a_run_survives_time_limit_kill_and_preemption(cluster, tmp_path):
     number = submit(
         cluster,
         log,
+        *SLOW,
         *settings,
         f"run.dir={run}",
         f"@{steps}",
@@ -432,6 +437,7 @@ def test_a_run_survives_time_limit_kill_and_preemption(cluster, tmp_path):
             "2",
             "-m",
             "trainer",
+            *FULL,
             *settings,
             f"run.dir={calm}",
             f"run.steps={third['step'] + 5}",
@@ -441,7 +447,7 @@ def test_a_run_survives_time_limit_kill_and_preemption(cluster, tmp_path):
         check=True,
         timeout=300,
         capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": warm_python()},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": warm_python(), "PYTHONPATH": TESTS},
     )
     assert [line["loss"] for line in lines] == [line["loss"] for line in metrics.read(calm)]
 
@@ -451,7 +457,7 @@ def test_a_task_of_an_array_stops_and_is_requeued_alone(cluster, tmp_path):
     number = submit(
         cluster,
         tmp_path / "%a.log",
-        "+config=debug",
+        *SLOW,
         "run.steps=100000",
         f"run.dir={tmp_path}/run-{{task}}",
         options=("--array=1-2", "--nodes=1", "--time=60"),
@@ -473,7 +479,7 @@ def test_a_task_of_an_array_stops_and_is_requeued_alone(cluster, tmp_path):
 
 def test_a_cancelled_run_saves_and_stays_cancelled(cluster, tmp_path):
     run, log = tmp_path / "run", tmp_path / "run.log"
-    number = submit(cluster, log, "+config=debug", "run.steps=100000", f"run.dir={run}", TRAINER_PREFLIGHT="0")
+    number = submit(cluster, log, *SLOW, "run.steps=100000", f"run.dir={run}", TRAINER_PREFLIGHT="0")
     wait_for(lambda: last_step(run) > 3, 180, "step")
     cluster.ask("scancel", number)
     wait_for(lambda: ended(cluster, number), 60, "end after scancel")

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from support.launch import warm_python
 
 import trainer
 
@@ -28,6 +29,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
+        "PYTHON_EXEC": warm_python(),
         "IPYTHONDIR": str(folder / "ipython"),
         "JUPYTER_RUNTIME_DIR": str(folder / "jupyter"),
     }

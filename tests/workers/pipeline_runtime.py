@@ -578,9 +578,8 @@ def bubbles(out: Path) -> None:
             runtime = sleeping(schedule, costs(schedule.stages), channels)
             predicted = simulate(schedule, costs(schedule.stages, sleep, host=host, transfer=transfer))
             measured: list[tuple[float, float]] = []
-            while (
-                len(measured) < 2
-                or len(measured) < 24
+            while not measured or (
+                len(measured) < 24
                 and (  # the machine may be busy
                     min(measured)[0] > 1.05 * predicted.makespan or abs(min(measured)[1] - predicted.bubble) > 0.04
                 )
