@@ -91,6 +91,7 @@ def fork() -> None:
     processes that import for themselves would take minutes."""
     gc.collect()
     gc.freeze()  # what is imported stays, and need not be looked at after each case
+    gc.set_threshold(20_000, 20, 50)  # plans leave cycles behind, and many small collections took a tenth of the time
     gc.unfreeze = lambda: None  # as a run asks for at its end: the next would look at all of it again, on every rank
     if "RANK" in os.environ:  # torchrun has made them
         return

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import ConfigError, RunConfig
-from trainer.distributed.c10d_internals import give_gloo_one_thread, set_timeout
+from trainer.distributed.c10d_internals import give_gloo_one_thread, interrupt_nobody, set_timeout
 
 T = TypeVar("T")
 
@@ -154,6 +154,8 @@ def join(shape: Mapping[str, int], device: torch.device, timeout: float = 1200.0
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
     backend, limit = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=timeout)
     give_gloo_one_thread()
+    if device.type == "cpu" and "RANK" in os.environ:
+        interrupt_nobody()
     if not dist.is_initialized():
         rendezvous = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(
