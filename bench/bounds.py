@@ -53,8 +53,8 @@ CASES: dict[str, tuple[str, int, dict[str, object]]] = {
     "tiny kernels": ("host", 1, {**SMALL, "batch.micro_size": 1, "compile": "false"}),
     "reads": ("host", 1, {**SMALL, "reads": 60}),
     "data": ("data", 1, {**SMALL, "data.prefetch": 0, "loading": 0.2}),
-    "recompute": ("recompute", 1, {**LARGE, "activation": "full"}),
-    "full memory": ("memory capacity", 1, LARGE),
+    "recompute": ("memory capacity", 1, {**LARGE, "activation": "full"}),
+    "full memory": ("memory capacity", 1, {**LARGE, "batch.micro_size": 16}),
     "slow link": ("communication", 2, {**LARGE, "parallel": "zero3", "batch.micro_size": 1}),
     "split": ("bubble", 2, {**LARGE, "parallel": "pp2", "parallel.pipeline.split": "[17,5]", "batch.accumulation": 8}),
     "slow rank": ("straggler", 2, {**LARGE, "parallel": "zero2", "products": 4, "size": 8192, "rank": 1}),
@@ -69,7 +69,7 @@ def train(folder: Path, name: str, settings: dict[str, object], processes: int, 
     """Runs a case; what it printed if it failed."""
     if name == "full memory":
         total = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 1 << 35
-        settings = settings | {"held": int((0.955 * total - 30 * 2**30) / 2**20)}
+        settings = settings | {"held": int((0.955 * total - 40 * 2**30) / 2**20)}
     plain = {key: value for key, value in settings.items() if "." in key or key in GROUPS}
     disturbed = {f"{TERM}.{key}": value for key, value in settings.items() if key not in plain}
     words = [f"{key}={value}" for key, value in {**BASE, **plain, **disturbed, "run.dir": folder}.items()]

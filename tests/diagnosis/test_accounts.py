@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.traces import AUTOGRAD, GLOO, NODE, Written
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.checkpoint import checkpoint
 
 from trainer.config import ConfigError
 from trainer.diagnosis import __main__ as command
@@ -69,6 +74,53 @@ def test_kernels_belong_to_what_launched_them(of):
     assert account.launches == 8 and account.seconds == pytest.approx(70e-6)
     by_name = {(kernel.name, kernel.kind): kernel.calls for kernel in account.kernels}
     assert by_name["nvjet_tst", "products"] == 2 and by_name["multi_tensor_apply_kernel", "optimizer"] == 1
+
+
+def shaped(*shapes: list[int], strides: list[list[int]]) -> dict[str, Any]:
+    return {"Input Dims": list(shapes), "Input Strides": strides, "Input type": ["c10::BFloat16"] * len(shapes)}
+
+
+FORWARD = shaped([32, 64], [64, 64], strides=[[64, 1], [1, 64]])
+INPUT_GRADIENT = shaped([32, 64], [64, 64], strides=[[64, 1], [64, 1]])
+WEIGHT_GRADIENT = shaped([64, 32], [32, 64], strides=[[1, 64], [64, 1]])
+CAST = shaped([32, 64], [64, 64], [1], strides=[[64, 1], [1, 64], [1]])
+NODE_OF_COMPILED = "autograd::engine::evaluate_function: CompiledFunctionBackward"
+
+
+@pytest.mark.parametrize("name,forward", [("aten::mm", FORWARD), ("aten::_scaled_mm", CAST), ("aten::mm", {})])
+def test_a_compiled_layer_repeats_the_products_that_lie_like_forward_s(of, name, forward):
+    """Of a square matrix, by their strides; in fp8, and without strides, nothing tells."""
+    written = device(end=60).op(name, 0, 4, **forward).kernel("nvjet_tst", 1, 4, 10)
+    written.op(NODE_OF_COMPILED, 10, 50, AUTOGRAD)
+    for number, details in enumerate((forward, INPUT_GRADIENT, WEIGHT_GRADIENT)):
+        start = 12 + 10 * number
+        written.op(name, start, start + 5, AUTOGRAD, **details).kernel(
+            "nvjet_tst", start + 1, start + 5, start + 9, AUTOGRAD
+        )
+    (account,) = of(written)
+    found = terms(account)
+    assert (found["products"], found.get("recompute", 0)) == ((14, 4) if forward is FORWARD else (18, 0))
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_a_real_compiled_layer_says_what_it_repeats(of, tmp_path, recomputed):
+    """Of four products of each matrix (forward, again, and both gradients) one is recompute."""
+    up, down = (torch.nn.Linear(512, 512, bias=False) for _ in range(2))
+
+    def layer(x):
+        return x + down(torch.nn.functional.silu(up(x)))
+
+    whole = partial(checkpoint, layer, use_reentrant=False) if recomputed else layer
+    step, x = torch.compile(whole, backend="aot_eager"), torch.randn(1024, 512, requires_grad=True)
+    step(x).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded, record_function(traces.STEP):
+        step(x).sum().backward()
+    recorded.export_chrome_trace(str(tmp_path / "recorded.json"))
+    written = Written(device="cpu")
+    written.events = json.loads((tmp_path / "recorded.json").read_text())["traceEvents"]
+    (account,) = of(written)
+    products, again = account.spent("products"), account.spent("recompute")
+    assert 0.1 < again / (products + again) < 0.4 if recomputed else again == 0 < products
 
 
 def test_computation_hides_communication_and_copies_come_after_it(of):

@@ -9,7 +9,7 @@ import pytest
 
 from trainer.config import Config, typed
 from trainer.diagnosis.evidence import Evidence, Machine
-from trainer.diagnosis.overrides import WAYS, Workshop
+from trainer.diagnosis.overrides import FREED, WAYS, Workshop
 from trainer.planning.cost.devices import peak_flops
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.step import estimate
@@ -59,15 +59,15 @@ def test_overrides_can_be_pasted(name):
     for kind in WAYS:
         for detail in DETAILS.get(kind, ("",)):
             for one in workshop.against(kind, detail):
-                offered.setdefault(one.text, (kind, one))
-    for text, (kind, one) in list(offered.items())[:6]:
+                offered.setdefault(one.text, ((kind, detail), one))
+    for text, (bound, one) in list(offered.items())[:6]:
         pasted = compose([*overrides, *shlex.split(text)], world_size=world)
         layout = resolve(pasted, world, pasted.model, 8)
         assert layout.batch.global_size == known.layout.batch.global_size, text
         after = estimate(pasted, layout, H200)
         if one.seconds is not None:
             assert one.seconds == pytest.approx(after.seconds / before.seconds, rel=1e-6), text
-            assert after.memory < 1.01 * before.memory if kind == "memory capacity" else one.seconds < 1, text
+            assert after.memory < 1.01 * before.memory if bound == FREED else one.seconds < 1, text
     assert len(offered) >= 3 and peak_flops(H200.device, "bf16")
 
 
@@ -82,6 +82,15 @@ def test_what_helps_is_found():
     first = workshop.against("bubble", "imbalance")[0]
     assert "parallel.pipeline.split=balanced" in first.text and first.seconds < 1.5
     assert not workshop.against("straggler", "rank 3")
+
+
+def test_recompute_that_no_lack_of_memory_asks_for_is_left_out():
+    config = compose(["+config=llama_60m", "model=tinyllama_1b", "activation=full", "compile=true"], world_size=1)
+    layout = resolve(config, 1, config.model, 1)
+    known = Evidence(Path("x"), (), None, config, layout, Machine(1, 1, H200.device), H200)
+    assert known.layout.batch.micro_size and estimate(config, layout, H200).memory < 0.5 * H200.memory * 2**30
+    texts = [one.text for one in Workshop(known, 1.0).against("memory capacity", "recompute")]
+    assert {text.split()[0] for text in texts} == {"activation.mode=auto", "activation.mode=none"}
 
 
 def test_what_the_machine_of_is_not_known_is_offered_unpredicted():

@@ -18,6 +18,7 @@ from trainer.diagnosis.slow_ranks import slowest
 from trainer.diagnosis.typical import computed, typical, work
 from trainer.diagnosis.verdict import Diagnosis, diagnose, to_json
 from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.resolve import compose
 
 
 def told(case: Case, seed: int = 0, **more) -> Diagnosis:
@@ -124,6 +125,14 @@ def test_memory_that_is_full_bounds_where_nothing_else_does():
     assert told(Case({**QUIET, "data": 0.5}), records=full, hardware=hardware).kind == "data"
     again = told(Case({**QUIET, "recompute": 0.3})).findings[0].cost
     assert again.kind == "memory capacity" and again.detail == "recompute"
+
+
+@pytest.mark.parametrize("moved,kind", [(0.79, "memory bandwidth"), (0.40, "host")])
+def test_compiled_kernels_beyond_what_is_usual_bound_a_run(moved, kind):
+    """A device that waits for its host for an eighth of the step is no excuse for four fifths of moving bytes."""
+    config = compose(["+config=debug", "compile=true"], world_size=1)
+    shares = {"host/launch": 0.13, "memory_bound": moved, "products": 0.87 - moved}
+    assert told(Case(shares), config=config).kind == kind
 
 
 def test_metrics_alone_say_what_they_can():

@@ -9,7 +9,16 @@ from statistics import median
 from typing import NamedTuple
 
 from trainer.diagnosis.intervals import Interval, gaps
-from trainer.diagnosis.recording import Collective, Context, Recording, Tally, context, kind_of, term_of
+from trainer.diagnosis.recording import (
+    Collective,
+    Context,
+    Recording,
+    Tally,
+    context,
+    forward_products,
+    kind_of,
+    term_of,
+)
 from trainer.diagnosis.traces import COLLECTOR, DATA, HOST_KINDS, STEP, Event, Trace, nested
 
 DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -36,16 +45,17 @@ def record(trace: Trace) -> Recording:
     if not steps:
         raise ValueError(f"the trace of rank {trace.rank} has no step")
     step, before = steps[-1], steps[-2].end if len(steps) > 1 else steps[-1].start
-    launches, waits = dict[int, Launch](), list[Interval]()
-    for thread in {event.thread for event in trace.events if event.kind in HOST_KINDS}:
-        for one in nested(event for event in trace.events if event.kind in HOST_KINDS and event.thread == thread):
-            if one.event.kind in ("cuda_runtime", "cuda_driver"):
-                operator = next((event for event in reversed(one.around) if event.kind == "cpu_op"), None)
-                launches[one.event.details.get("correlation", -1)] = Launch(
-                    one.event.start, context(one.around), operator
-                )
-                if "Synchronize" in one.event.name or one.event.name == "cudaMemcpy":
-                    waits.append(one.event.interval)
+    host = [event for event in trace.events if event.kind in HOST_KINDS]
+    threads = {event.thread for event in host}
+    done = [one for thread in threads for one in nested(event for event in host if event.thread == thread)]
+    launches, waits, forward = dict[int, Launch](), list[Interval](), forward_products(done)
+    for one in done:
+        if one.event.kind in ("cuda_runtime", "cuda_driver"):
+            operator = next((event for event in reversed(one.around) if event.kind == "cpu_op"), None)
+            about = context(one.around, forward)
+            launches[one.event.details.get("correlation", -1)] = Launch(one.event.start, about, operator)
+            if "Synchronize" in one.event.name or one.event.name == "cudaMemcpy":
+                waits.append(one.event.interval)
     device = [event for event in trace.events if event.kind in DEVICE_KINDS]
     earlier = [event for event in device if _launched(event, launches) < step.start]
     mine = [event for event in device if step.start <= _launched(event, launches) < step.end]

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 
 from trainer.diagnosis.account import AXES
 from trainer.diagnosis.intervals import Interval
-from trainer.diagnosis.recording import Collective, Recording, Tally, context, kind_of, term_of
+from trainer.diagnosis.recording import Collective, Recording, Tally, context, forward_products, kind_of, term_of
 from trainer.diagnosis.traces import COLLECTOR, DATA, GROUP, STEP, WAIT, Event, Trace, nested
 
 COMPILED = "## Call CompiledFxGraph"
@@ -26,11 +26,13 @@ def record(trace: Trace) -> Recording:
         raise ValueError(f"the trace of rank {trace.rank} has no step")
     step = steps[-1]
     found, tally = Recording(step.interval), Tally()
-    for one in nested(event for event in trace.events if event.thread == step.thread and step.start <= event.start):
+    done = list(nested(event for event in trace.events if event.thread == step.thread and step.start <= event.start))
+    forward = forward_products(done)
+    for one in done:
         name = one.event.name
         if not _computes(one.event):
             continue
-        about = context((*one.around, one.event))
+        about = context((*one.around, one.event), forward)
         if about.loading:
             continue
         term = term_of(name, about)

@@ -20,6 +20,9 @@ from trainer.planning.plan import resolve_plan
 from trainer.planning.resolve import Layout, check, resolve
 from trainer.planning.variants import fit_batch
 
+FREED = "memory capacity", "full"
+"""The bound against which less memory helps, and not a faster step."""
+
 Changes = dict[str, Any]
 """Values by setting."""
 
@@ -62,13 +65,17 @@ class Workshop:
         """At most `SHOWN` overrides against a bound of this kind, the fastest first where they are predicted.
 
         kind: of `rules.KINDS`; detail: which axis, or which part of it."""
-        found = [one for changes in WAYS[kind](self.config, self.layout, detail) if (one := self.offer(changes, kind))]
+        found = [
+            one
+            for changes in WAYS[kind](self.config, self.layout, detail)
+            if (one := self.offer(changes, kind, detail))
+        ]
         found.sort(key=lambda one: self.seconds if one.seconds is None else one.seconds)
         return found[:SHOWN]
 
-    def offer(self, changes: Changes, kind: str) -> Override | None:
+    def offer(self, changes: Changes, kind: str, detail: str) -> Override | None:
         """The override of these changes, with what keeps the batch as it is; None where it is illegal, changes nothing,
-        does not fit, or is predicted to make the step slower."""
+        does not fit, or is predicted to make the step slower (where memory is full: to need no less)."""
         changed = self._changed(changes)
         if changed is None or self.machine.device == "CPU" and not ON_GPUS.isdisjoint(changes):
             return None
@@ -84,7 +91,7 @@ class Workshop:
                 return None
             seconds = self.seconds * found.seconds / self.predicted.seconds
             smaller = found.memory < self.predicted.memory
-            if not (smaller if kind == "memory capacity" else seconds < self.seconds):
+            if not (smaller if (kind, detail) == FREED else seconds < self.seconds):
                 return None
         note = "changes the numbers of training" if any(name.startswith(NUMBERS) for name in changes) else ""
         return Override(" ".join(map(words, named.items())), seconds, note)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
 from trainer.diagnosis.account import Kernel
 from trainer.diagnosis.intervals import Interval
-from trainer.diagnosis.shapes import work_of
-from trainer.diagnosis.traces import DATA, OPTIMIZER, Event
+from trainer.diagnosis.shapes import Factors, factors, work_of
+from trainer.diagnosis.traces import DATA, OPTIMIZER, Event, Nested
 
 COMPUTE = ("optimizer", "recompute", "attention", "products", "memory_bound")
 """Terms of computation; where several run at once, the first has the time."""
@@ -64,11 +64,12 @@ class Recording:
     synchronisations: int = 0
 
 
-def context(around: Sequence[Event]) -> Context:
-    """What a moment of the host belongs to, by the events around it, the outermost first.
+def context(around: Sequence[Event], forward: Container[Factors | None]) -> Context:
+    """What a moment of the host belongs to, by the events around it, the outermost first. forward: the products of
+    forward passes.
 
     Backward runs without gradients of its own, so an operator in it that has a number in the graph is a forward pass
-    that is repeated."""
+    that is repeated; and so is a product of forward's, which a compiled layer repeats without one."""
     backward = attention = product = repeated = optimizer = loading = False
     for event in around:
         name = event.name
@@ -78,11 +79,21 @@ def context(around: Sequence[Event]) -> Context:
         elif name.startswith(_BACKWARD):
             backward = True
         elif name.startswith("aten::"):
-            repeated |= backward and event.details.get("Sequence number", -1) >= 0
+            repeated |= backward and (event.details.get("Sequence number", -1) >= 0 or factors(event) in forward)
             attention |= kind_of(name) == "attention"
             product |= kind_of(name) == "products"
     found = ("optimizer", optimizer), ("recompute", repeated), ("attention", attention), ("products", product)
     return Context(next((term for term, holds in found if holds), None), backward, loading)
+
+
+def forward_products(events: Iterable[Nested]) -> set[Factors]:
+    """The products outside of backward."""
+    found = ((factors(one.event), one.around) for one in events)
+    return {
+        product
+        for product, around in found
+        if product is not None and not any(outer.name.startswith(_BACKWARD) for outer in around)
+    }
 
 
 def term_of(name: str, about: Context) -> str:
@@ -90,7 +101,7 @@ def term_of(name: str, about: Context) -> str:
     if about.term in ("optimizer", "recompute"):
         return about.term
     if about.backward and _FORWARD_OF_ATTENTION.search(name):
-        return "recompute"  # of a compiled layer: there, its other kernels are not told apart
+        return "recompute"  # of a compiled layer, whose element-wise kernels are not told apart
     return about.term or kind_of(name)
 
 

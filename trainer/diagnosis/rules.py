@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trainer.config.hardware import HardwareConfig
 from trainer.diagnosis.account import AXES, Account
 from trainer.diagnosis.evidence import Evidence
 from trainer.diagnosis.limits import LIMITS
 from trainer.diagnosis.slow_ranks import peers_median, slowest, throttled
 from trainer.diagnosis.typical import Typical, computed, transfers, work
-from trainer.planning.estimate.timing import EAGER
 from trainer.util.tables import duration, number, percent
 
 MODEL, PLAN, RUNTIME, COMPILER, HARDWARE = LAYERS = (
@@ -201,13 +201,13 @@ def memory_capacity(profile: Typical, evidence: Evidence) -> Cost | None:
     without = profile.without(lambda account: account.spent("recompute") + account.spent("copies"))
     detail = "recompute" if not full else "full"
     share = again / profile.seconds
-    title = "the device's memory is full" if full else "recompute, for want of memory"
+    title = "the device's memory is full" if full else "recompute, and copies to host memory"
     return Cost("memory capacity", detail, HARDWARE, title, share, without, 0.0, bounds, tuple(said))
 
 
 def memory_bandwidth(profile: Typical, evidence: Evidence) -> Cost | None:
     """Kernels that wait for memory: norms, activations, losses, and the update. Compiled, they would move a fraction of
-    the bytes; the rest is the model's own."""
+    the bytes; of compiled ones, what is more than usual is the model's own choice."""
     kernels, update = profile.mean(_kernels), profile.mean(lambda account: account.spent("optimizer"))
     moved = update + profile.mean(lambda account: account.spent("memory_bound"))
     part = "optimizer" if update > moved / 2 else "kernels"
@@ -222,7 +222,9 @@ def memory_bandwidth(profile: Typical, evidence: Evidence) -> Cost | None:
     title = {"optimizer": "the update of the weights", "kernels": "element-wise kernels, which move bytes"}[part]
     layer = MODEL if compiled else COMPILER
     bounds, share = bool(kernels) and moved / kernels >= LIMITS.memory_bound, moved / profile.seconds
-    avoidable = 0.0 if compiled else (1 - 1 / EAGER) * (moved - update) / profile.seconds
+    eager = (evidence.hardware or HardwareConfig).eager
+    saved = moved - LIMITS.memory_bound * kernels if compiled else (1 - 1 / eager) * (moved - update)
+    avoidable = max(0.0, saved) / profile.seconds
     return Cost("memory bandwidth", part, layer, title, share, without, avoidable, bounds, tuple(said))
 
 

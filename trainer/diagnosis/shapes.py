@@ -34,6 +34,10 @@ FACTORS = {"mm": 0, "_scaled_mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 """Where the first factor of a product is among the arguments of its operator; the second follows."""
 
 
+Factors = tuple[tuple[int, ...], ...]
+"""Of a product: the shapes of both factors, then their strides."""
+
+
 def work_of(operator: Event) -> tuple[float | None, float | None]:
     """Floating-point operations and bytes of one call; None where the trace has no shapes, or of an operator whose
     operations do not count.
@@ -56,6 +60,26 @@ def work_of(operator: Event) -> tuple[float | None, float | None]:
         return 2.0 * prod(batch) * m * k * n, float(sum(sizes) + element * prod(batch) * m * n)
     result = 0 if operator.name.startswith("triton") else max(sizes, default=0)
     return _attention(name, shapes, operator.details), float(sum(sizes) + result)
+
+
+def factors(operator: Event) -> Factors | None:
+    """The shapes and strides of the two factors of a product by a matrix of weights; None for anything else, and where
+    the trace has none.
+
+    They tell a forward product from those of backward: the gradient of the input has the matrix as it lies in memory
+    where forward has it transposed. Factors in fp8 always lie as the kernel needs them, so that those of a square
+    matrix tell nothing."""
+    name = operator.name.partition("::")[2]
+    place = FACTORS.get(name)
+    shapes, strides = (operator.details.get(key, ()) for key in ("Input Dims", "Input Strides"))
+    if place is None or name.endswith("bmm") or min(len(shapes), len(strides)) < place + 2:
+        return None
+    found = [list(values[place : place + 2]) for values in (shapes, strides)]
+    if not all(_is_shape(one) for pair in found for one in pair):
+        return None
+    if name == "_scaled_mm" and len(set(found[0][1])) == 1:
+        return None
+    return tuple(tuple(one) for pair in found for one in pair)
 
 
 def _attention(name: str, shapes: list[Any], details: dict[str, Any]) -> float | None:
