@@ -1,11 +1,12 @@
 """The probe's predictions beside runs, and what the machine's counters say during them.
 
-    python bench/probe.py OUT_FOLDER [+config=llama3_8b] [SETTING=VALUE ...]
+    python bench/probe.py OUT_FOLDER [PLAN...] [+config=llama3_8b] [SETTING=VALUE ...]
 
 Measures all GPUs of this machine at the shapes of the recipe (OUT_FOLDER/hardware.yaml), then trains each plan of
-`PLANS` that the GPUs allow for 12 steps, and prints predicted and measured seconds of a step, with the shipped file and
-with the measured one, predicted and measured memory (GiB allocated at the peak of the fullest GPU), and the metrics
-`hardware/*` of the last steps. Without GPUs it does the same on two CPU processes with a tiny model, to try it out."""
+`PLANS` (or those that are named) that the GPUs allow for 12 steps, and prints predicted and measured seconds of a step,
+with the shipped file and with the measured one, predicted and measured memory (GiB allocated at the peak of the fullest
+GPU), and the metrics `hardware/*` of the last steps. Without GPUs it does the same on two CPU processes with a tiny
+model, to try it out."""
 
 from __future__ import annotations
 
@@ -52,13 +53,14 @@ def main(arguments: list[str]) -> None:
     processes = gpus or 2
     alone = ["+config=llama_60m", "compile=true", "data.vocab_size=4096", *BILLION]
     small = alone if gpus else ["+config=debug", "run.device=cpu", "batch.micro_size=4"]
-    recipe = arguments[1:] or (["+config=llama3_8b"] if gpus > 1 else small)
+    named = [word for word in arguments[1:] if word in PLANS]
+    recipe = [word for word in arguments[1:] if word not in PLANS] or (["+config=llama3_8b"] if gpus > 1 else small)
     recipe += ["batch.accumulation=2", "batch.global_size=null", "run.steps=12", "lr.warmup=2"]
     shipped = "cpu" if not gpus else torch.cuda.get_device_name().split()[-1].lower()
     file = out / "hardware.yaml"
     torchrun(processes, "trainer.probe", *recipe, f"out={file}")
     for plan, (needed, settings) in PLANS.items():
-        if processes % needed:
+        if processes % needed or named and plan not in named:
             continue
         words, folder = [*recipe, *settings], out / plan
         given = {name: predicted(words, processes, name, out / "estimate.json") for name in (shipped, str(file))}

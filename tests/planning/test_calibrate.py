@@ -36,7 +36,7 @@ def recipe(**changes):
     return settings(spec, batch__sequence_length=1024, batch__micro_size=4, compile=True, **changes)
 
 
-def measure(hardware, config, slower=1.0, links=("node", "network"), device=None, float8=True):
+def measure(hardware, config, slower=1.0, links=("node", "network"), device=None, float8=True, eager=True):
     """What would be measured on such a machine. slower: factor on passes."""
     pace = Pace.of(hardware, config.precision)
     [work, *_] = model_work(config.model, 1024, 1, 2)
@@ -46,10 +46,10 @@ def measure(hardware, config, slower=1.0, links=("node", "network"), device=None
         seconds = math.hypot(2 * tokens * rows * columns / pace.products, moved / pace.memory) + pace.kernel
         return Product(name, tokens, rows, columns, seconds, count)
 
-    passes = []
-    for depth in (1, 2):
-        times = pass_seconds(*cut(config, depth, 1024, 4), hardware)
-        passes.append(Pass(depth, 1024, 4, *(slower * one for one in times)))
+    def through(depth, **changes):
+        times = pass_seconds(*cut(replace(config, **changes), depth, 1024, 4), hardware)
+        return Pass(depth, 1024, 4, *(slower * one for one in times))
+
     sent = []
     for place in links:
         link = getattr(hardware, place)
@@ -68,7 +68,8 @@ def measure(hardware, config, slower=1.0, links=("node", "network"), device=None
         products=[product(name, round(rows), round(columns)) for name, (rows, columns) in work.shapes.items()],
         sweep=[product("1024", 1024, 1024, 1024)],
         attention=Work(1e12, 1e12 / pace.attention + 2 * pace.kernel),
-        passes=passes,
+        passes=[through(depth) for depth in (1, 2)],
+        eager=[through(depth, compile=False) for depth in (1, 2)] if eager else [],
         stream=Work(1e9, 1e9 / (bandwidth * hardware.achieved.memory)),
         update=Work(1e9, 1e9 / (bandwidth * hardware.achieved.optimizer)),
         copy=Work(1e9, 1e9 / (bandwidth * hardware.achieved.copy)),
@@ -83,18 +84,21 @@ def measure(hardware, config, slower=1.0, links=("node", "network"), device=None
 
 
 def test_a_machine_is_found_again_in_what_it_would_show():
-    hardware, config = h200(), recipe()
+    hardware, config = load_hardware("h200", ["eager=2.7"]), recipe()
     other = load_hardware(
         "h200", ["achieved.product=0.5", "achieved.memory=0.4", "achieved.float8=0.5", "kernel=9", "node.latency=50"]
     )
     found = calibrate(measure(hardware, config), config, other)
     for name in ("product", "attention", "memory", "optimizer", "copy", "hidden", "float8"):
         assert getattr(found.hardware.achieved, name) == pytest.approx(getattr(hardware.achieved, name), rel=0.02), name
+    assert found.hardware.eager == pytest.approx(2.7, rel=0.02)
     for place in ("node", "network"):
         one, expected = getattr(found.hardware, place), getattr(hardware, place)
         assert (one.bandwidth, one.latency) == pytest.approx((expected.bandwidth, expected.latency), rel=1e-6)
         assert one.achieved == pytest.approx(expected.achieved, rel=1e-6)
     assert (found.hardware.kernel, found.hardware.launch) == pytest.approx((4, 6)) and found.kept == ("bandwidth",)
+    unmeasured = calibrate(measure(hardware, config, eager=False), config, other)
+    assert unmeasured.kept == ("eager", "bandwidth") and unmeasured.hardware.eager == other.eager == 3.5
     assert found.hardware.band == LEAST_BAND and max(abs(said / took - 1) for _, took, said in found.errors) < 0.02
 
 

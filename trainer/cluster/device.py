@@ -147,23 +147,27 @@ class DeviceProbe:
         with kernel_priority(self.config.run.deterministic):
             return Work(work(), self.watch.seconds(both, limit))
 
-    def passes(self, rate: float) -> list[Pass]:
+    def passes(self, rate: float) -> tuple[list[Pass], list[Pass]]:
         """Forward and backward passes of the model cut to one and to three layers, of a micro-batch or as much of it as
-        memory and time allow."""
+        memory and time allow; and the same with eager layers, where they are compiled."""
         limit, sequences, length = 0.15 * self.budget, self.layout.batch.micro_size, self.length
-        few, many = 1, min(DEEP, self.layout.spec.depth)
+        few, many, eager = 1, min(DEEP, self.layout.spec.depth), replace(self.config, compile=False)
         while True:
-            config, layout = cut(self.config, many, length, sequences)
+            config, layout = cut(eager, many, length, sequences)  # they hold more
             work = flops_per_token(layout.spec, length, causal=True) * length * sequences
             held = max(peaks(config, layout), key=lambda peak: peak.reserved)
             fits = held.reserved - held.categories["optimizer"] < ROOM * self.memory
             if fits and 5 * work / (0.5 * rate) <= limit or sequences == 1 and length <= 64:
                 break
             sequences, length = (sequences // 2, length) if sequences > 1 else (sequences, length // 2)
-        return [self._pass(depth, length, sequences, limit) for depth in dict.fromkeys((few, many))]
 
-    def _pass(self, depth: int, length: int, sequences: int, limit: float) -> Pass:
-        config, layout = cut(self.config, depth, length, sequences)
+        def through(config: Config) -> list[Pass]:
+            return [self._pass(config, depth, length, sequences, limit) for depth in dict.fromkeys((few, many))]
+
+        return through(self.config), through(eager) if self.config.compile else []
+
+    def _pass(self, config: Config, depth: int, length: int, sequences: int, limit: float) -> Pass:
+        config, layout = cut(config, depth, length, sequences)
         model = self._model(config, layout)
         tokens = torch.randint(layout.spec.vocab_size, (sequences, length), device=self.device)
         forward: list[Tensor] = []

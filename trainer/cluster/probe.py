@@ -66,7 +66,7 @@ def measure(config: Config, layout: Layout, world: World, seconds: float, float8
     sweep = one.sweep()
     rate = max(product.flops / product.seconds for product in sweep)
     products, kernel = one.products(rate), one.kernel()
-    attention, passes = one.attention(rate), one.passes(rate)
+    attention, (passes, eager) = one.attention(rate), one.passes(rate)
     stream, update, copy = one.stream(), one.update(), one.copy()
     launch, hidden, sent = one.launch(kernel), None, list[Sent]()
     if world.size > 1:
@@ -88,6 +88,7 @@ def measure(config: Config, layout: Layout, world: World, seconds: float, float8
         copy=copy,
         kernel=kernel,
         launch=launch,
+        eager=eager,
         hidden=hidden,
         sent=sent,
         float8=None if float8 == "none" else one.float8(float8, sweep[-1].tokens),

@@ -61,6 +61,12 @@ class HardwareConfig:
     )
     kernel: float = option(NEEDED, "what a kernel takes beside its work", unit="microseconds", range="[0, inf)")
     launch: float = option(NEEDED, "what the host takes to launch a kernel", unit="microseconds", range="[0, inf)")
+    eager: float = option(
+        3.5,
+        "how many times the bytes of fused kernels those of eager layers move: docs/performance.md, eager instead of "
+        "compiled, until it is measured",
+        range="[1, inf)",
+    )
     fixed: float = option(
         NEEDED, "memory that the allocator does not see: context, communicators", unit="GiB", range="[0, inf)"
     )

@@ -58,6 +58,10 @@ class Pass:
     forward: float
     backward: float
 
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
 
 @dataclass(frozen=True)
 class Work:
@@ -97,9 +101,10 @@ class Sent:
 class Measurements:
     """What was measured. memory, fixed: bytes; devices: processes of a node, or GPUs that it has; products: of the
     model's own matrices, sweep: square ones; attention: forward and backward; passes: of one shape, through few layers
-    and, if the model has them, through more; stream, update, copy: bytes of kernels that only move them, of the
-    optimizer's update, of casts into and out of flat buffers; kernel, launch: seconds; hidden: as in `AchievedConfig`,
-    None without other ranks; float8: a large product in fp8, None without any."""
+    and, if the model has them, through more; eager: the same again, where the recipe is compiled; stream, update, copy:
+    bytes of kernels that only move them, of the optimizer's update, of casts into and out of flat buffers; kernel,
+    launch: seconds; hidden: as in `AchievedConfig`, None without other ranks; float8: a large product in fp8, None
+    without any."""
 
     device: str
     memory: float
@@ -114,6 +119,7 @@ class Measurements:
     copy: Work
     kernel: float
     launch: float
+    eager: Sequence[Pass] = ()
     hidden: float | None = None
     sent: Sequence[Sent] = ()
     float8: Work | None = None
@@ -143,7 +149,10 @@ def calibrate(measured: Measurements, config: Config, base: HardwareConfig) -> C
     found.kernel, found.launch = measured.kernel * 1e6, measured.launch * 1e6
     found.achieved.hidden = base.achieved.hidden if measured.hidden is None else measured.hidden
     errors = _fit_device(found, measured, config, published)
-    kept = ["bandwidth"] * published + ["achieved.hidden"] * (measured.hidden is None)
+    if measured.eager:
+        _fit_eager(found, measured, config)
+    taken = {"eager": not measured.eager, "bandwidth": published, "achieved.hidden": measured.hidden is None}
+    kept = [name for name, known in taken.items() if known]
     for place, link in (("node", found.node), ("network", found.network)):
         if sent := [one for one in measured.sent if one.place == place]:
             errors += _fill_link(link, sent, published)
@@ -168,6 +177,25 @@ def _fit_float8(found: HardwareConfig, rate: float, published: bool) -> None:
     reached.float8 = share(rate, peak * reached.product)
 
 
+def _fit_eager(found: HardwareConfig, measured: Measurements, config: Config) -> None:
+    """Sets what eager layers move: so much more that a pass through all layers takes as many times as long as it
+    does."""
+    compiled, eager = cuts_of(measured.passes, config), cuts_of(measured.eager, replace(config, compile=False))
+
+    def predicted(cuts: Sequence[tuple[Config, Layout]]) -> float:
+        return whole(measured.passes, [sum(pass_seconds(*one, found)) for one in cuts], config.model.depth)
+
+    def seconds(part: float) -> float:
+        found.eager = 1 / part
+        return predicted(eager)
+
+    took, before = (
+        whole(passes, [one.seconds for one in passes], config.model.depth)
+        for passes in (measured.eager, measured.passes)
+    )
+    solve(seconds, took / before * predicted(compiled))
+
+
 def _fit_device(found: HardwareConfig, measured: Measurements, config: Config, published: bool) -> list[Error]:
     """Sets the peaks of a device and the shares of them; returns how far the measured passes are off."""
     kind, element = product_type(config.precision), ELEMENT_BYTES[config.precision.compute]
@@ -180,7 +208,7 @@ def _fit_device(found: HardwareConfig, measured: Measurements, config: Config, p
     bandwidth = found.bandwidth * 1e9 if published else 100 * max(rates)
     found.bandwidth, reached = bandwidth / 1e9, found.achieved
     reached.memory, reached.optimizer, reached.copy = (share(rate, bandwidth) for rate in rates)
-    cuts = [cut(config, one.depth, one.length, one.sequences) for one in measured.passes]
+    cuts, depth = cuts_of(measured.passes, config), config.model.depth
 
     def products(part: float) -> float:
         reached.product = part
@@ -192,22 +220,14 @@ def _fit_device(found: HardwareConfig, measured: Measurements, config: Config, p
 
     def passes(part: float) -> float:
         reached.memory = part
-        return whole([sum(pass_seconds(small, layout, found)) for small, layout in cuts])
-
-    def whole(seconds: Sequence[float]) -> float:
-        """Of a pass through all layers, from passes through some: what a layer takes counts as often as it does in a
-        step."""
-        if len(seconds) == 1:
-            return seconds[0]
-        few, many = (one.depth for one in measured.passes)
-        return seconds[0] + (config.model.depth - few) * max(0.0, seconds[1] - seconds[0]) / (many - few)
+        return whole(measured.passes, [sum(pass_seconds(small, layout, found)) for small, layout in cuts], depth)
 
     for _ in range(4):  # each depends on the other a little
         solve(products, sum(one.count * one.seconds for one in measured.products))
         reached.attention = reached.product
         if one := measured.attention:
             reached.attention = share(one.amount / max(one.seconds - 2 * measured.kernel, 0.1 * one.seconds), peak)
-        solve(passes, whole([one.forward + one.backward for one in measured.passes]))
+        solve(passes, whole(measured.passes, [one.seconds for one in measured.passes], depth))
     if not published:
         most = max(reached.memory, *(share(rate, bandwidth) for rate in rates))
         found.bandwidth *= most
@@ -236,6 +256,20 @@ def _fill_link(link: LinkConfig, sent: Sequence[Sent], published: bool) -> list[
         for one in sent
         if one.size >= LARGE
     ]
+
+
+def whole(passes: Sequence[Pass], seconds: Sequence[float], depth: int) -> float:
+    """Of a pass through all layers, from those of `passes` through some: what a layer takes counts as often as it does
+    in a step."""
+    if len(seconds) == 1:
+        return seconds[0]
+    few, many = (one.depth for one in passes)
+    return seconds[0] + (depth - few) * max(0.0, seconds[1] - seconds[0]) / (many - few)
+
+
+def cuts_of(passes: Sequence[Pass], config: Config) -> list[tuple[Config, Layout]]:
+    """What passes went through."""
+    return [cut(config, one.depth, one.length, one.sequences) for one in passes]
 
 
 def cut(config: Config, depth: int, length: int, sequences: int) -> tuple[Config, Layout]:

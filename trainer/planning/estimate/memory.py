@@ -136,7 +136,7 @@ class _Model:
             self.activation = tuple(map(sum, zip(self.activation, [0.0, *more, 0.0])))
         self.tile = min(config.activation.tile or 0, self.tokens / plan.tp)
         self.working = tuple(
-            self.of_layer(work, rest, size * (3 + (count > 1)) / count)
+            self.of_layer(work, rest, size * (3 + (count > 1)) / count, count)
             for work, rest, size, count in zip(works, left, keys, self.groups_of_heads())
         )
         self.host = tuple(self.tokens * rest.host for rest in left)
@@ -181,17 +181,20 @@ class _Model:
         context = layout.context
         return [1 if context is None else context.parts(layer.attention, layout.plan.tp) for layer in layers]
 
-    def of_layer(self, work: LayerWork, left: Remaining, keys: float) -> float:
+    def of_layer(self, work: LayerWork, left: Remaining, keys: float, groups: int) -> float:
         """What the backward pass of a layer holds beside: what it computes again, gradients of the hidden states and of
         the widest products, and the whole tokens where ranks share them. With tiles: the more of that of both halves.
-        keys: bytes of gathered keys and their gradients."""
+        In any case no less than while attention's kernel runs. keys: bytes of gathered keys and their gradients;
+        groups: of heads, one after the other."""
         whole = self.plan.tp if self.plan.tp > 1 else 0
+        attending = work.saved - work.feed - left.saved - left.host + (1 + whole) * work.input
+        attending += self.of_attention(work, groups)
         first, saved = work.outputs, work.saved
         if self.tile:
             first = {name: size for name, size in work.outputs.items() if not fed(name)}
             saved -= work.feed
         computed = saved - left.saved - left.host + (2 + whole) * work.input + 2 * max(first.values())
-        working = self.tokens * computed + keys
+        working = self.tokens * max(computed, attending) + keys
         if not self.tile:
             return working
         second = {name: size for name, size in work.outputs.items() if fed(name)}
@@ -199,6 +202,16 @@ class _Model:
         tile = tokens * (work.feed + (2 + whole) * work.input + 2 * max(second.values()))
         weights = sum(prod(shape) for name, shape in work.shapes.items() if fed(name))
         return max(working, 2 * self.stream + tile + MASTER_BYTES * weights)
+
+    def of_attention(self, work: LayerWork, groups: int) -> float:
+        """Bytes of a token in the backward kernel of attention: the gradients of its output and of its inputs, and what
+        cuDNN and FlashAttention-2 take to add them up, of a group of heads: those of the queries in fp32, and those of
+        shared keys and values for each head that reads them."""
+        if "attention.q" not in work.outputs:  # a registered block
+            return 0.0
+        queries, keys, values = (work.outputs[f"attention.{name}"] for name in "qkv")
+        added_up = (MASTER_BYTES / self.element + 2 * (keys < queries)) * queries
+        return 2 * queries + keys + values + added_up / groups
 
 
 class _Replay:

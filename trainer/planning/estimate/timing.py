@@ -38,11 +38,16 @@ TERMS = (
 
 Terms = Mapping[str, float]
 
-EAGER = 3.5
-"""How many times the bytes of fused kernels eager ones move: docs/performance.md, eager instead of compiled."""
-
 KERNELS = {True: 6, False: 25}
 """Memory-bound kernels of a layer's forward pass, by whether it is compiled."""
+
+HOST = {True: 1.0, False: 5.0}
+"""How many times `launch` a kernel takes the host of a GPU, by whether the layer is compiled: modules, dispatch and
+autograd. Fitted, as `REPEATED` is, to steps of a 1.1B model in micro-batches of 1 and 2 on an H200: `bench/tune.py`."""
+
+REPEATED = {False: 3.9, True: 6.0}
+"""How many forward passes of an eager layer the host takes to repeat one, by whether some operators' results are kept:
+each tensor goes through hooks of `torch.utils.checkpoint`, and then each operator through Python. Compiled: one."""
 
 CODEC_BYTES = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
 """Of an element of quantised gradients, less the scales."""
@@ -118,7 +123,12 @@ class _Timer:
             self.neighbours = Ring.among(hardware, first[: self.context.inner])
             self.gatherers = Ring.among(hardware, first[:: self.context.inner])
         self.rings = {name: Ring.of(hardware, self.plan, name) for name in ("tp", "shard", "replicate", "pp")}
-        self.fused = 1.0 if config.compile else EAGER
+        self.fused = 1.0 if config.compile else hardware.eager
+        self.launch, self.repeated, recompute = self.pace.launch, 1.0, config.activation
+        if hardware.device != "CPU":
+            self.launch *= HOST[config.compile]
+        if hardware.device != "CPU" and not config.compile:
+            self.repeated = REPEATED[recompute.mode == "selective" and bool(recompute.save) and not recompute.modules]
         stream = self.element * self.tokens * self.spec.width
         self.collective = self.rings["tp"].seconds(stream)
         self.transfer = self.rings["pp"].transfer(stream / self.plan.tp) if self.plan.pp > 1 else 0.0
@@ -223,9 +233,10 @@ class _Timer:
         }
         shared_forward, shared_backward, shared = self._shared(spec, attention)
         forward, backward = {**forward, **shared_forward}, {**backward, **shared_backward}
-        launches = (len(products) + kernels + 1) * pace.launch
+        launches = (len(products) + kernels + 1) * self.launch
         forward["launching"] = max(0.0, launches - sum(forward.values()))
-        backward["launching"] = max(0.0, (2 + bool(left.again)) * launches - sum(backward.values()) - for_weights)
+        launches *= 2 + self.repeated * bool(left.again)
+        backward["launching"] = max(0.0, launches - sum(backward.values()) - for_weights)
         weight = {"matrix products": for_weights}
         return self._sharded(work.weights, forward, backward, weight, 2 + repeated, shared, narrow)
 
