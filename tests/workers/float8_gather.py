@@ -1,5 +1,8 @@
 """Training with parameters that ZeRO gathers in fp8, beside the same with parameters in bf16: the same bits, and fewer
-bytes on their way."""
+bytes on their way.
+
+    float8_gather.py OUT.json [cuda]
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from support.gpus import shared_device
 from support.launch import fork, leave
 from support.reference import random_batch, rows, settings, tiny_spec
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,9 +42,9 @@ class Bytes(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def train(stage: int, gather: bool, world: World) -> tuple[list[float], list[torch.Tensor], int]:
+def train(stage: int, compiled: bool, gather: bool, world: World) -> tuple[list[float], list[torch.Tensor], int]:
     """Losses of three steps, this rank's part of the parameters then, and bytes that were gathered."""
-    config = settings(parallel__zero__stage=stage, precision__compute="bf16")
+    config = settings(parallel__zero__stage=stage, precision__compute="bf16", compile=compiled)
     config.precision.float8 = Float8Config("tensorwise", ends=0, gather=gather)
     spec = tiny_spec(depth=2, width=64, feed_forward={"width": 96}, vocab_size=64)
     plan, batch = resolve_plan(config.parallel, world.size), BatchPlan(LENGTH, 2 * world.size, 2, 1)
@@ -48,7 +52,7 @@ def train(stage: int, gather: bool, world: World) -> tuple[list[float], list[tor
     losses = []
     with Bytes() as bytes_:
         for step in range(3):
-            whole = random_batch(step, 2 * world.size, LENGTH, spec.vocab_size, False)
+            whole = random_batch(step, 2 * world.size, LENGTH, spec.vocab_size, False, world.device)
             mine = rows(whole, 2 * world.rank, 2 * world.rank + 2)
             losses.append(train_step(state, [mine], False)["loss"].item())
     parameters = [local(parameter).clone() for parameter in state.parameters.values()]
@@ -56,13 +60,16 @@ def train(stage: int, gather: bool, world: World) -> tuple[list[float], list[tor
     return losses, parameters, bytes_.gathered
 
 
-def main(out: str) -> None:
-    world = join(resolve_plan(settings(parallel__zero__stage=3).parallel, 2).mesh, torch.device("cpu"))
+def main(out: str, kind: str = "cpu") -> None:
+    device = torch.device("cpu") if kind == "cpu" else shared_device()
+    world = join(resolve_plan(settings(parallel__zero__stage=3).parallel, 2).mesh, device)
     found = {}
-    for stage in (2, 3):
-        (losses, parameters, sent), (others, same, less) = (train(stage, gather, world) for gather in (False, True))
+    for stage, compiled in ((2, False), (3, False), *(((3, True),) if kind == "cuda" else ())):
+        runs = (train(stage, compiled, gather, world) for gather in (False, True))
+        (losses, parameters, sent), (others, same, less) = runs
         equal = losses == others and all(map(torch.equal, parameters, same))
-        found[stage] = {"equal": equal, "losses": losses, "bytes": [sent, less]}
+        name = f"{stage}, compiled" if compiled else stage
+        found[name] = {"equal": equal, "losses": losses, "bytes": [sent, less]}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found))
 

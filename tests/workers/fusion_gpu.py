@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.gpus import shared_device
 from torch import Tensor
 
-from trainer.config import RunConfig
 from trainer.distributed import boxes
 from trainer.distributed.chunks import Chunks
 from trainer.distributed.collectives import TensorGroup
@@ -26,7 +26,7 @@ from trainer.distributed.copied import Copied
 from trainer.distributed.fused import Fused
 from trainer.distributed.slots import OUT_OF_REACH, SlotGroup, SlotsInReach
 from trainer.distributed.symmetric_memory import Shared, share
-from trainer.distributed.world import World, join, local_device
+from trainer.distributed.world import World, join
 from trainer.kernels import decode
 from trainer.parallel.context import member
 from trainer.precision.products import Role
@@ -116,8 +116,7 @@ def share_slots(world: World, epochs: int, late: random.Random) -> float:
 
 
 def main(out: str, epochs: int = 40) -> None:
-    device = local_device(RunConfig())
-    size = int(os.environ["WORLD_SIZE"])
+    size, device = int(os.environ["WORLD_SIZE"]), shared_device()
     world = join({"pp": 1, "replicate": 1, "shard": 1, "tp": size}, device)
     name, rank = world.dimensions["tp"].get_group().group_name, world.place("tp")
     boxes.share = poisoned
