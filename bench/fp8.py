@@ -1,12 +1,13 @@
 """Products in fp8 beside bf16, on all GPUs of this machine: Llama-3 8B's matrices alone, whole steps, and the loss.
 
-    python bench/fp8.py OUT_FOLDER [products] [steps] [loss] [rounds=1] [depth=8] [seeds=3] [sequences=32] [text=GLOB]
+    python bench/fp8.py OUT_FOLDER [products] [steps] [loss] [rounds=1] [depth=8] [seeds=3] [first=0] [sequences=32] \
+        [text=GLOB]
 
 products, on one GPU: each matrix of a layer under 8,192 tokens, its three products, with their casts compiled and each
 without its casts. steps: the step of Llama-3 8B under ZeRO-3, cut to `depth` layers (32 needs two GPUs or more), bf16
 and each recipe in turn. loss: 1,000 steps of a 97M model by recipe and seed, beside bf16 with the same seeds; those of
-one seed run at the same time. It reads the default corpus several times over, or the UTF-8 files of `text`. Lines go to
-OUT_FOLDER/fp8.jsonl, tables to the terminal."""
+one seed run at the same time; `first` leaves out seeds. It reads the default corpus several times over, or the UTF-8
+files of `text`. Lines go to OUT_FOLDER/fp8.jsonl, tables to the terminal."""
 
 from __future__ import annotations
 
@@ -118,7 +119,7 @@ def loss(out: Path, given: dict[str, str]) -> Iterator[dict[str, Any]]:
         return {"case": case, "seed": seed} | found | {"train_loss": statistics.mean(trained[-LAST:] or [math.nan])}
 
     with ThreadPoolExecutor(len(CASES)) as pool:
-        for seed in range(int(given["seeds"])):
+        for seed in range(int(given["first"]), int(given["seeds"])):
             yield from pool.map(partial(run, seed=seed), CASES)
 
 
@@ -142,7 +143,7 @@ def report(name: str, lines: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    own = {"rounds": "1", "depth": "8", "seeds": "3", "sequences": "32", "text": ""}
+    own = {"rounds": "1", "depth": "8", "seeds": "3", "first": "0", "sequences": "32", "text": ""}
     given = own | dict(text.split("=", 1) for text in arguments if "=" in text)
     out, *wanted = (text for text in arguments if "=" not in text)
     folder, parts = Path(out).absolute(), {"products": products, "steps": steps, "loss": loss}
