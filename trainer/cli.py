@@ -122,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command line. The exit code: what `trainer.training.run.main` returns, 2 for a wrong configuration, 1
     for a crash."""
     try:
-        if not arguments:
+        if not set(arguments) - {"--multirun", "-m"}:
             if rank() == 0:
                 print(USAGE + "\n--help has recipes, groups and sections of settings", file=sys.stderr, flush=True)
             return REFUSED

@@ -12,7 +12,7 @@ from trainer.config.options import parse, usage
 from trainer.planning.variants import split_words
 from trainer.tuning.engines import ENGINES
 from trainer.tuning.search import search
-from trainer.util.exit_codes import DONE, refuse
+from trainer.util.exit_codes import DONE, REFUSED, refuse
 
 PROGRAM = "trainer.tune"
 
@@ -48,9 +48,13 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[TuneOptions, list[str], l
 def main(arguments: Sequence[str]) -> int:
     """The command line. The exit code: 0 where a plan was measured, 1 where no trial was, 75 after a stop, 2 after one
     message about what is wrong."""
+    page = usage(TuneOptions, PROGRAM).replace(PROGRAM, f"{PROGRAM} +config=RECIPE [SETTING=VALUE[,VALUE] ...]", 1)
     if {"-h", "--help"} & set(arguments):
-        print(usage(TuneOptions, PROGRAM).replace(PROGRAM, f"{PROGRAM} +config=RECIPE [SETTING=VALUE[,VALUE] ...]", 1))
+        print(page)
         return DONE
+    if not arguments:
+        print(page, file=sys.stderr)
+        return REFUSED
     try:
         options, changes, overrides, config_dir = parse_arguments(arguments)
         return search(**vars(options), changes=changes, overrides=overrides, config_dir=config_dir)

@@ -256,11 +256,18 @@ class ModelSpec:
 
 
 def layer_range(where: str, depth: int) -> range:
-    """The layers that '3', '-1' or '2:5' names."""
-    if ":" in str(where):
-        first, last = (int(part) if part else default for part, default in zip(str(where).split(":"), (0, depth)))
-        return range(depth)[first:last]
-    index = int(where)
-    if not -depth <= index < depth:
-        raise ValueError(f"layer {where} is outside the model; model.depth={depth} allows {-depth} to {depth - 1}")
-    return range(index % depth, index % depth + 1)
+    """The layers that '3', '-1' or '2:5' names. Raises `ValueError` where that is no such text, or names no layer of
+    the model."""
+    first, colon, last = str(where).partition(":")
+    try:
+        start = int(first) if first or not colon else 0
+        end = int(last) if last else depth if colon else start + 1 or depth
+    except ValueError:
+        raise ValueError(
+            f"'{where}' names no layers; write the number of one, such as 3 or -1, or a range, such as 2:5"
+        ) from None
+    start, end = (start + depth if start < 0 else start), (end + depth if end < 0 else end)
+    if not 0 <= start < end <= depth:
+        legal = f"ranges within 0:{depth}" if colon else f"{-depth} to {depth - 1}"
+        raise ValueError(f"layer {where} is outside the model; model.depth={depth} allows {legal}")
+    return range(start, end)

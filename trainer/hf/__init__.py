@@ -3,6 +3,7 @@
 Whoever renders a chat template or opens a tokenizer here, as each process that tokenises does, needs no torch."""
 
 import importlib
+from typing import Any
 
 _HOMES = {
     "HFWeights": "trainer.hf.weights",
@@ -14,7 +15,7 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'trainer.hf' has no attribute '{name}'")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -110,10 +110,10 @@ def disagreement(spec: ModelSpec, config: dict[str, Any]) -> str | None:
             )
             if reason := other_sizes(replace(shallow, depth=spec.depth), whole) or other_shapes(shallow, opened):
                 return f"{who} {reason}"
-            error = difference(*narrowed(shallow, shallow_config), folder / "small")
+            off = difference(*narrowed(shallow, shallow_config), folder / "small")
         except Exception as error:  # whatever class of error transformers refuses an option with
             return f"{who} refuses it ({type(error).__name__}: {brief(error)})"
-    return None if error <= TOLERANCE else f"{who} computes other logits (relative difference {error:.1g})"
+    return None if off <= TOLERANCE else f"{who} computes other logits (relative difference {off:.1g})"
 
 
 def other_sizes(spec: ModelSpec, opened: Any) -> str | None:

@@ -76,7 +76,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         settings: LossSettings,
         group: TensorGroup | None,
         start: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logits = _logits(hidden, aligned(weight), group)[0]
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         objective, entropy, added = _loss(logits, len(weight), targets, settings, group, start, wanted)
@@ -118,7 +118,7 @@ class TiledCrossEntropy(torch.autograd.Function):
         settings: LossSettings,
         group: TensorGroup | None,
         start: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         wide, vocabulary, dtype = torch.promote_types(hidden.dtype, torch.float32), len(weight), weight.dtype
         weight = aligned(weight)
         by_rank = targets.view(1 if group is None else group.size, -1)  # a tile's tokens are some of every rank's

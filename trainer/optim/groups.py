@@ -27,13 +27,9 @@ def parameter_policies(
     infos: dict[str, ParameterInfo], types: ParameterTypes, optimizer: OptimizerConfig
 ) -> dict[str, Policy]:
     """Global name -> policy; see `Updates.policies`."""
-    return {
-        name: Policy(
-            chosen.optimizer,
-            DTYPES[chosen.state_dtype],
-            chosen.weight_decay,
-            float(chosen.lr_scale),
-            bool(chosen.quantise),
-        )
-        for name, chosen in Updates(optimizer, types).policies(infos).items()
-    }
+    found = {}
+    for name, chosen in Updates(optimizer, types).policies(infos).items():
+        assert chosen.optimizer is not None and chosen.weight_decay is not None  # nothing is left open
+        dtype, scale = DTYPES[chosen.state_dtype], float(chosen.lr_scale)
+        found[name] = Policy(chosen.optimizer, dtype, chosen.weight_decay, scale, bool(chosen.quantise))
+    return found

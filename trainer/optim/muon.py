@@ -135,16 +135,17 @@ class Orthogonaliser:
         if not self.rounds:
             return
         arriving = self._gather(self.rounds[0], direction)
-        leaving: Callable[[], None] | None = None
+        leaving: list[Callable[[], None]] = []
         for number, some in enumerate(self.rounds):
             wholes = arriving()
             if number + 1 < len(self.rounds):
                 arriving = self._gather(self.rounds[number + 1], direction)
             done = [orthogonalise(whole, self.steps) for whole in wholes]
-            if leaving is not None:
-                leaving()
-            leaving = self._scatter(some, done, apply)
-        leaving()
+            for finish in leaving:
+                finish()
+            leaving = [self._scatter(some, done, apply)]
+        for finish in leaving:
+            finish()
 
     def _own(self, some: list[Matrix]) -> list[Matrix]:
         return [matrix for matrix in some if matrix.owner == self.rank]

@@ -171,6 +171,7 @@ class Optimizer:
             weight.mul_(1 - step * policy.weight_decay)
             weight.sub_(part.to(weight) * (step * lr_factor(config.adjust_lr, parameter.shape)))
 
+        assert self.orthogonaliser is not None  # made where there is a matrix
         self.orthogonaliser.run(direction, apply)
 
     def _registered(

@@ -78,6 +78,10 @@ def _unused(registry: Registry, section: str, settings: dict, used: set[str]) ->
 
 def _contradictions(config: Config) -> Iterator[str]:
     model, data = config.model, config.data
+    if not config.run.dir.strip():
+        yield f"run.dir={config.run.dir} names no folder; leave it out for runs/NAME"
+    elif not config.run.name.strip():
+        yield f"run.name={config.run.name} would put the run into the folder of all runs, runs/; give it a name"
     if config.run.tokens is None:
         yield from check_length(config, config.run.steps)
     if model.learned_positions and not model.from_hf and config.batch.sequence_length > model.max_length:
@@ -150,7 +154,7 @@ def _contradictions(config: Config) -> Iterator[str]:
 
 
 def check_length(config: Config, steps: int) -> Iterator[str]:
-    """What of the learning rate's schedule does not fit a run of so many steps."""
+    """What does not fit a run of so many steps: of the learning rate's schedule, and steps that never come."""
     run, lr = config.run, config.lr
     length = f"run.steps={steps}" if run.tokens is None else f"the {steps} steps of run.tokens={run.tokens}"
     if steps > 0 and lr.warmup >= steps:
@@ -158,6 +162,8 @@ def check_length(config: Config, steps: int) -> Iterator[str]:
     elif lr.schedule == "wsd" and lr.warmup + (lr.decay or steps // 5) > steps:
         decay = f"lr.decay={lr.decay}" if lr.decay else f"lr.decay={steps // 5} (a fifth of the run)"
         yield f"lr.warmup={lr.warmup} + {decay} exceeds {length}; set lr.decay={steps - lr.warmup} or less"
+    if late := [step for step in config.logging.trace if step > steps]:
+        yield f"logging.trace={late} comes after {length}; name steps from 1 to {steps}"
 
 
 def _evaluations(config: Config) -> Iterator[str]:
