@@ -60,8 +60,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.set_threshold(20_000, 20, 20)
+    keep()
+
+
+def keep() -> None:
+    """What is imported, compiled and remembered stays, and need not be looked at by each collection to come."""
     gc.collect()
-    gc.freeze()  # what is imported stays, and need not be looked at by each collection to come
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept() -> Iterator[None]:
+    """At the end of a file, when what its fixtures made is gone."""
+    yield
+    keep()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
