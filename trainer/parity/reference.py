@@ -66,20 +66,7 @@ def reference(
     if float8 is not None:
         multiply_in_float8(model, spec, float8)
     initialize(model, spec, config.run.seed, device, weights)
-    policies = parameter_policies(parameter_infos(model), config.precision.types, config.optimizer)
-    groups: dict[Any, list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        groups.setdefault(policies[name], []).append(parameter)
-    by_optimizer: dict[str, list[dict[str, Any]]] = {}
-    for policy, parameters in groups.items():
-        by_optimizer.setdefault(policy.optimizer, []).append(
-            {"params": parameters, "weight_decay": policy.weight_decay, "scale": policy.lr_scale}
-        )
-    betas, eps = (config.optimizer.beta1, config.optimizer.beta2), config.optimizer.eps
-    optimizers = [
-        Muon(some, config.optimizer.muon) if name == "muon" else torch.optim.AdamW(some, betas=betas, eps=eps)
-        for name, some in by_optimizer.items()
-    ]
+    optimizers = optimizers_of(model, config)
     seen, scale = Trajectory(initial=snapshot(model)), LOSS_SCALE if compute is torch.float16 else 1.0
     for number, batches in enumerate(steps):
         valid = max(1, sum(int((batch.targets != IGNORE).sum()) for batch in batches))
@@ -87,14 +74,7 @@ def reference(
         for batch in batches:
             copies = {name: parameter.to(compute) for name, parameter in model.named_parameters()}
             output = torch.func.functional_call(model, copies, (batch.tokens,), {"documents": batch.documents})
-            logits, report = apart(output)
-            logits = logits.flatten(0, 1).float()
-            auxiliary = 0.0 if report is None or report.objective is None else report.objective
-            targets = batch.targets.flatten()
-            entropy = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-            normalizers = logits.logsumexp(-1)[targets != IGNORE]
-            added = sum(term(logits, targets)[targets != IGNORE].sum() for term in loss_terms(config.loss).values())
-            objective = entropy + config.loss.z_loss * normalizers.square().sum() + added + auxiliary
+            objective, entropy = losses_of(output, batch.targets.flatten(), config)
             (objective * (scale / valid)).backward()
             loss += entropy.item() / valid
         for parameter in model.parameters():
@@ -116,6 +96,37 @@ def reference(
             optimizer.zero_grad()
     seen.parameters = snapshot(model)
     return seen
+
+
+def optimizers_of(model: Transformer, config: Config) -> list[torch.optim.Optimizer]:
+    """torch's AdamW, and `Muon`, with a parameter group for each policy."""
+    policies = parameter_policies(parameter_infos(model), config.precision.types, config.optimizer)
+    groups: dict[Any, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        groups.setdefault(policies[name], []).append(parameter)
+    by_optimizer: dict[str, list[dict[str, Any]]] = {}
+    for policy, parameters in groups.items():
+        by_optimizer.setdefault(policy.optimizer, []).append(
+            {"params": parameters, "weight_decay": policy.weight_decay, "scale": policy.lr_scale}
+        )
+    betas, eps = (config.optimizer.beta1, config.optimizer.beta2), config.optimizer.eps
+    return [
+        Muon(some, config.optimizer.muon) if name == "muon" else torch.optim.AdamW(some, betas=betas, eps=eps)
+        for name, some in by_optimizer.items()
+    ]
+
+
+def losses_of(output: Any, targets: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    """The objective and the cross-entropy of a micro-batch, both sums over its valid targets.
+
+    output: what the model returned, logits [batch, length, vocab]; targets: [batch x length]."""
+    logits, report = apart(output)
+    logits, valid = logits.flatten(0, 1).float(), targets != IGNORE
+    entropy = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    auxiliary = 0.0 if report is None or report.objective is None else report.objective
+    added = sum(term(logits, targets)[valid].sum() for term in loss_terms(config.loss).values())
+    square = logits.logsumexp(-1)[valid].square().sum()
+    return entropy + config.loss.z_loss * square + added + auxiliary, entropy
 
 
 class Muon(torch.optim.Optimizer):
