@@ -27,7 +27,7 @@ from trainer.config import ActivationConfig, Config
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.world import World, join
-from trainer.generate.placed import PlacedModel
+from trainer.generate.placed import PlacedModel, sharing
 from trainer.generate.sampling import Sampling, generate_tokens
 from trainer.model import shared_attention
 from trainer.model.cache import Cache
@@ -37,7 +37,6 @@ from trainer.model.transformer import Transformer
 from trainer.parallel.context import share_sequences
 from trainer.parallel.parallelize import keep_buffers
 from trainer.planning.plan import resolve_plan
-from trainer.training.samples import sharing
 
 LENGTH, BATCH, RANKS = 32, 2, 4
 CPU = torch.device("cpu")
