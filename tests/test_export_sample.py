@@ -14,6 +14,7 @@ from support.launch import warm_python
 from trainer import export, sample
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.saved import open_saved
+from trainer.command import main as trainer_main
 from trainer.config import CheckpointConfig
 from trainer.config.model import ModelSpec
 from trainer.data.tokenizer import byte_tokenizer
@@ -214,6 +215,10 @@ def test_command_line(tmp_path: Path, capsys, monkeypatch) -> None:
         assert sample.main([*command, *degrees]) == 2
         assert words in capsys.readouterr().err
     monkeypatch.delenv("WORLD_SIZE")
+    assert trainer_main(["sample", "--processes", "3", *command, "tp=2", "seed=x"]) == 2  # before any process starts
+    assert capsys.readouterr().err == "trainer.sample: seed=x must be a whole number\n"
+    assert trainer_main(["sample", "--processes", "3", *command, "tp=2"]) == 2
+    assert capsys.readouterr().err.startswith("trainer.sample: tp=2 x cp=1 needs a multiple of 2 processes, but 3 run")
     (tmp_path / "tokenizer").rename(tmp_path / "elsewhere")
     assert sample.main([f"checkpoint={tmp_path}"]) == 2
     assert "tokenizer" in capsys.readouterr().err

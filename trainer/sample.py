@@ -182,6 +182,11 @@ def action(options: SampleOptions) -> None:
         raise
 
 
+def refused(arguments: list[str], processes: int) -> int:
+    """The exit code that so many processes would end with for their options alone, told of once."""
+    return run_command(SampleOptions, lambda options: check(options, processes), "trainer.sample", arguments, WORDS)
+
+
 def main(arguments: list[str] | None = None) -> int:
     return run_command(SampleOptions, action, "trainer.sample", arguments, WORDS)
 
