@@ -14,12 +14,16 @@ from support.launch import warm_python
 from trainer import export, sample
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.saved import open_saved
+from trainer.command import main as trainer_main
 from trainer.config import CheckpointConfig
 from trainer.config.model import ModelSpec
 from trainer.data.tokenizer import byte_tokenizer
+from trainer.generate.placed import place_saved
 from trainer.model.cache import BLOCK
 from trainer.model.initial import initialize
+from trainer.model.rotary import Rotary
 from trainer.model.transformer import Transformer
+from trainer.parallel.parallelize import keep_buffers
 
 transformers = pytest.importorskip("transformers")
 
@@ -66,7 +70,7 @@ def make_run(
 def test_exported_run_opens_and_generates_the_same(tmp_path: Path, spec: ModelSpec, capsys) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     models = make_run(run, spec, (1, 2))
-    assert export.main([f"checkpoint={run}", f"out={out}", "dtype=fp32"]) == 0
+    assert export.main([str(run), str(out), "dtype=fp32"]) == 0
     assert f"{out}: weights in fp32\n" in capsys.readouterr().out
     opened = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
@@ -78,8 +82,25 @@ def test_exported_run_opens_and_generates_the_same(tmp_path: Path, spec: ModelSp
         torch.testing.assert_close(models[2](tokens), opened(tokens, use_cache=False).logits, rtol=1e-5, atol=1e-5)
     expected = opened.generate(tokens, max_new_tokens=30, do_sample=False)[0].tolist()
     capsys.readouterr()
-    assert sample.main([f"checkpoint={run}", f"prompt={PROMPT}", "tokens=30", "temperature=0", "device=cpu"]) == 0
-    assert capsys.readouterr().out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+    assert sample.main([str(run), f"prompt={PROMPT}", "tokens=30", "temperature=0", "device=cpu"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == tokenizer.decode(expected, skip_special_tokens=True) + "\n" and not shown.err
+
+
+def test_positions_are_rotated_by_the_same_angles_in_every_type(tmp_path: Path) -> None:
+    """Frequencies that were rounded to bf16 would turn late positions by another angle."""
+    spec = mistral()
+    make_run(tmp_path, spec)
+    exact = Rotary(spec.attention.rope, spec.layer(0).attention.head_dim, spec.max_length)
+    exact.reset_buffers()
+    cpu, late = torch.device("cpu"), torch.tensor([spec.max_length - 1])
+    model = place_saved(open_saved(str(tmp_path)), cpu, "bf16").stages[0]
+    cast = Transformer(spec).to(torch.bfloat16)
+    keep_buffers(cast, cpu)
+    for (rotary,) in (model.rotaries, cast.rotaries):
+        for one, other in zip(rotary(late, spec.max_length), exact(late, spec.max_length)):
+            assert one.dtype == torch.float32 and torch.equal(one, other)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
 def test_a_checkpoint_folder_names_its_own_step(tmp_path: Path) -> None:
@@ -115,11 +136,28 @@ def test_prompts_of_a_file_are_continued_together(tmp_path: Path, capsys) -> Non
         assert sample.main([*command, f"prompt={prompt}"]) == 0
         texts.append(capsys.readouterr().out)
         assert texts[-1].startswith(prompt)
-    assert sample.main([*command, f"prompts={tmp_path / 'prompts.txt'}"]) == 0
+    together = [*command, f"prompts={tmp_path / 'prompts.txt'}"]
+    assert sample.main(together) == 0
     assert capsys.readouterr().out == f"--- 1\n{texts[0]}--- 2\n{texts[1]}"
     stop = texts[1][len("class Queue") + 4 : -1][:2]
-    assert sample.main([*command, "prompt=class Queue", f"stop=[{stop}]"]) == 0
-    assert capsys.readouterr().out == texts[1].partition(stop)[0] + "\n"
+    assert sample.main([*command, "prompt=class Queue", f"stop=[\"{stop}\", 'never, ever']"]) == 0
+    stopped = texts[1].partition(stop)[0] + "\n"
+    assert capsys.readouterr().out == stopped
+    assert over_processes(4, [*together, "tp=2", "cp=2", f'stop=["{stop}"]']) == f"--- 1\n{texts[0]}--- 2\n{stopped}"
+
+
+def over_processes(count: int, command: list[str]) -> str:
+    """What the command prints on several processes."""
+    done = subprocess.run(
+        [warm_python(), "-m", "trainer", "sample", "--processes", str(count), *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": warm_python(), "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_help_needs_no_torch() -> None:
@@ -142,9 +180,16 @@ def test_command_line(tmp_path: Path, capsys, monkeypatch) -> None:
             "checkpoint=... is needed",
         )
     )
-    assert sample.main(["checkpoint=x", "temperature=-1", "tokens=0", "top_p=1.5", "prompt=a", "prompts=b"]) == 2
-    error = capsys.readouterr().err
-    assert all(text in error for text in ("temperature=-1", "tokens=0", "top_p=1.5 must lie in (0, 1]", "prompts=b ex"))
+    wrong = ["temperature=-1", "tokens=0", "top_p=1.5", "prompt=a", "prompts=b", 'stop=[""]', "seed=-1", "cp=0"]
+    assert sample.main(["x", *wrong]) == 2
+    error, ranges = capsys.readouterr().err, ("temperature=-1", "tokens=0", "top_p=1.5 must lie in (0, 1]", "seed=-1")
+    assert all(
+        text in error for text in (*ranges, "cp=0", "prompts=b ex", "stop=['']: every text begins with an empty")
+    )
+    assert sample.main(["x", "y"]) == 2
+    assert "'y' is one word too many; checkpoint can stand without a key" in capsys.readouterr().err
+    assert sample.main(["nowhere"]) == 2
+    assert "checkpoint=nowhere is no folder; give a run's folder" in capsys.readouterr().err
     (tmp_path / "empty").touch()
     for prompts, words in (("nowhere", "nowhere cannot be read"), (tmp_path / "empty", "is empty; write a prompt")):
         assert sample.main(["checkpoint=x", f"prompts={prompts}"]) == 2
@@ -159,19 +204,21 @@ def test_command_line(tmp_path: Path, capsys, monkeypatch) -> None:
     assert sample.main(command) == 0
     alone = capsys.readouterr().out
     assert alone.startswith("a = ") and len(alone) > len("a = \n")
-    done = subprocess.run(
-        [warm_python(), "-m", "trainer", "sample", "--processes", "2", *command, "tp=2"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(__file__).parent.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": warm_python(), "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0 and done.stdout == alone, done.stderr
+    assert sample.main([*command, "tokens=260"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(alone[:-1]) and "sees 256 tokens (model.max_length), and a prompt of 4" in said.err
     monkeypatch.setenv("WORLD_SIZE", "6")
-    assert sample.main([*command, "tp=3"]) == 2
-    assert "tp=3 does not divide" in capsys.readouterr().err
+    for degrees, words in (
+        (["tp=3"], "tp=3 does not divide"),
+        (["tp=2", "cp=2"], "tp=2 x cp=2 needs a multiple of 4 processes, but 6 run; start 4 or 8 with"),
+    ):
+        assert sample.main([*command, *degrees]) == 2
+        assert words in capsys.readouterr().err
     monkeypatch.delenv("WORLD_SIZE")
+    assert trainer_main(["sample", "--processes", "3", *command, "tp=2", "seed=x"]) == 2  # before any process starts
+    assert capsys.readouterr().err == "trainer.sample: seed=x must be a whole number\n"
+    assert trainer_main(["sample", "--processes", "3", *command, "tp=2"]) == 2
+    assert capsys.readouterr().err.startswith("trainer.sample: tp=2 x cp=1 needs a multiple of 2 processes, but 3 run")
     (tmp_path / "tokenizer").rename(tmp_path / "elsewhere")
     assert sample.main([f"checkpoint={tmp_path}"]) == 2
     assert "tokenizer" in capsys.readouterr().err

@@ -60,9 +60,10 @@ def sample(arguments: Sequence[str]) -> int:
         processes, rest = _launch(arguments, "sample")
     except ConfigError as error:
         return refuse(error)
+    module = importlib.import_module(OTHERS["sample"])
     if processes == 1:
-        return importlib.import_module(OTHERS["sample"]).main(rest)
-    return start(processes, OTHERS["sample"], rest)
+        return module.main(rest)
+    return module.refused(rest, processes) or start(processes, OTHERS["sample"], rest)
 
 
 def train(arguments: Sequence[str]) -> int:

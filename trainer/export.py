@@ -1,4 +1,4 @@
-"""A checkpoint as a transformers folder: `python -m trainer.export checkpoint=runs/NAME out=DIR [dtype=bf16]`."""
+"""A checkpoint as a transformers folder: `trainer export runs/NAME DIR [dtype=bf16]`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from trainer.config.imports import load
 from trainer.config.options import WEIGHTS, run_command
 from trainer.hf import export
 from trainer.precision.dtypes import DTYPES
+
+WORDS = ("checkpoint", "out")
+"""Options that need no key."""
 
 
 @dataclass
@@ -33,7 +36,7 @@ def run(options: ExportOptions) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_command(ExportOptions, run, "trainer.export", arguments)
+    return run_command(ExportOptions, run, "trainer.export", arguments, WORDS)
 
 
 if __name__ == "__main__":

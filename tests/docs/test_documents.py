@@ -237,6 +237,8 @@ def module(
         "trainer.preflight": PreflightOptions,
     }
     plain = {
+        "trainer.sample": sample.WORDS,
+        "trainer.export": export.WORDS,
         "trainer.merge": merge.WORDS,
         "trainer.evaluate": evaluate.WORDS,
         "trainer.report": report.WORDS,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 from support.variations import small
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
 from trainer.generate.placed import PlacedModel
 from trainer.generate.sampling import Sampling, generate_tokens
-from trainer.generate.text import Stream, continuations, generate_text
+from trainer.generate.text import Piece, Stream, continuations, generate_text, in_order
 from trainer.model.initial import initialize
 from trainer.model.transformer import Transformer
 
@@ -27,37 +30,95 @@ def model() -> PlacedModel:
     return PlacedModel(spec, {0: model}, CPU, torch.float32)
 
 
-def shares(sampling: Sampling, logits: list[float], count: int = 4000) -> torch.Tensor:
-    """How often each token is drawn."""
-    rows = torch.tensor(logits).expand(count, -1)
-    draws = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return sampling.choose(rows, draws).bincount(minlength=len(logits)) / count
+def shares(sampling: Sampling, logits: list[float], count: int = 1000) -> list[float]:
+    """How often each token is chosen, by draws that lie evenly."""
+    draws = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    found = sampling.choose(torch.tensor(logits).expand(count, -1), draws)
+    return (found.bincount(minlength=len(logits)) / count).tolist()
 
 
-def test_temperature_and_the_number_of_tokens_shape_the_distribution() -> None:
-    logits = [0.0, 3.0, 1.0, 2.0]
-    wanted = torch.softmax(torch.tensor(logits) / 2, 0)
-    assert (shares(Sampling(2.0), logits) - wanted).abs().max() < 0.03
-    wanted = torch.tensor([0, torch.sigmoid(torch.tensor(0.5)), 0, 1 - torch.sigmoid(torch.tensor(0.5))])
-    assert (shares(Sampling(2.0, top_k=2), logits) - wanted).abs().max() < 0.03
-    assert shares(Sampling(0.0), logits).tolist() == shares(Sampling(9.0, top_k=1), logits).tolist() == [0, 1, 0, 0]
+def expected(sampling: Sampling, logits: list[float]) -> list[float]:
+    """The probability of each token, by the definition of every option; of equal ones the first are kept."""
+    size, top = len(logits), max(logits)
+    order = sorted(range(size), key=lambda token: -logits[token])
+    if sampling.temperature == 0:
+        return [float(token == order[0]) for token in range(size)]
+    weights = [math.exp((logit - top) / sampling.temperature) for logit in logits]
+    weights = [weights[token] * (token in order[: sampling.top_k or size]) for token in range(size)]
+    probabilities = [weight / sum(weights) for weight in weights]
+    before = 0.0
+    for token in order * (sampling.top_p < 1):
+        assume(abs(before - sampling.top_p) > 1e-5)  # where rounding decides
+        kept, before = before < sampling.top_p, before + probabilities[token]
+        weights[token] *= kept
+    return [weight / sum(weights) for weight in weights]
 
 
-@budget(max_examples=60, deadline=None)
+@budget(max_examples=150, deadline=None)
+@example([0.0, 3.0, 1.0, 2.0], 2.0, 0, 1.0)
+@example([-math.inf, 1.0, -math.inf, 1.0], 1.0, 0, 1.0)
+@example([900.0, 1.0, 900.0], 1e-40, 0, 1.0)
 @given(
-    logits=st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=8),
-    temperature=st.floats(0.1, 5),
-    top_p=st.floats(0.01, 1),
+    logits=st.lists(st.sampled_from([-math.inf, -90.0, -2.0, -0.5, 0.0, 0.3, 1.0, 2.5]), min_size=1, max_size=8),
+    temperature=st.sampled_from([0.0, 1e-40, 0.3, 1.0, 4.0]),
     top_k=st.integers(0, 9),
-    draw=st.floats(0, 1 - 2**-53),
+    top_p=st.sampled_from([1.0]) | st.floats(0.01, 1),
 )
-def test_tokens_are_among_the_fewest_that_add_up(logits, temperature, top_p, top_k, draw) -> None:
-    chosen = Sampling(temperature, top_k, top_p).choose(torch.tensor([logits]), torch.tensor([draw]).double()).item()
-    ordered = sorted(range(len(logits)), key=lambda token: -logits[token])[: top_k or None]
-    weights = torch.softmax(torch.tensor(logits).double()[ordered] / temperature, 0)
-    likelier = sum(weight for token, weight in zip(ordered, weights) if logits[token] > logits[chosen])
-    assert chosen in ordered or any(logits[token] == logits[chosen] for token in ordered)
-    assert likelier <= top_p + 1e-6
+def test_tokens_are_chosen_as_often_as_they_should_be(logits, temperature, top_k, top_p) -> None:
+    """Also among equal ones, where any may be left out, and at both ends of what can be drawn."""
+    assume(max(logits) > -math.inf)
+    sampling = Sampling(temperature, top_k, top_p)
+    found, wanted = shares(sampling, logits), expected(sampling, logits)
+    assert sorted(found) == pytest.approx(sorted(wanted), abs=2e-3)
+    left = [logit for logit, share in zip(logits, wanted) if share == 0]
+    assert all(logit <= min(one for one, share in zip(logits, found) if share) for logit in left)
+    ends = torch.tensor([0, 2**-60, 1 - 2**-53], dtype=torch.float64)
+    for token in sampling.choose(torch.tensor(logits).expand(3, -1), ends).tolist():
+        assert wanted[token] > 0 or logits[token] in [one for one, share in zip(logits, wanted) if share]
+
+
+class Noted(TorchDispatchMode):
+    """Names of the operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.names.append(function._schema.name.removeprefix("aten::"))
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize(
+    "sampling, sorts",
+    [
+        (Sampling(), []),
+        (Sampling(1.0), []),
+        (Sampling(1.0, 5), ["topk"]),
+        (Sampling(1.0, 99), []),
+        (Sampling(1.0, 5, 0.9), ["topk"]),
+        (Sampling(1.0, 0, 0.9), ["topk"]),
+    ],
+)
+def test_a_vocabulary_is_sorted_only_where_tokens_are_left_out(sampling, sorts) -> None:
+    """And no value goes to the host, which would wait for the device and could not be part of a CUDA graph."""
+    with Noted() as noted:
+        sampling.choose(torch.randn(2, 40), torch.tensor([0.1, 0.7], dtype=torch.float64))
+    assert [name for name in noted.names if name in ("topk", "sort")] == sorts
+    assert not {"_local_scalar_dense", "nonzero", "item", "masked_select", "is_nonzero"} & set(noted.names)
+
+
+def test_logits_that_are_no_numbers_choose_some_token() -> None:
+    for sampling in (Sampling(1.0), Sampling(1.0, 3), Sampling(1.0, 0, 0.9)):
+        assert 0 <= sampling.choose(torch.full((1, 5), math.nan), torch.tensor([0.5]).double()).item() < 5
+
+
+def test_draws_are_made_as_they_are_needed(monkeypatch) -> None:
+    """However many tokens may be asked for; blocks of them change none."""
+    some = [draw.tolist() for draw in Sampling(seed=4).draws(2, 10, CPU)]
+    monkeypatch.setattr("trainer.generate.sampling.DRAWN", 3)
+    assert [draw.tolist() for draw in Sampling(seed=4).draws(2, 10, CPU)] == some
+    assert next(Sampling(seed=4).draws(2, 10**15, CPU)).tolist() == some[0]
 
 
 def test_a_prompt_draws_the_same_whatever_else_is_in_its_batch(model) -> None:
@@ -100,12 +161,27 @@ def test_the_pieces_of_a_text_are_the_text_up_to_the_first_stop(before, text, st
 def test_text_comes_while_more_is_computed_and_stops_at_a_word(model) -> None:
     tokenizer, prompts, sampling = byte_tokenizer(), ["def ", "", "x"], Sampling(1.0, seed=2)
     whole = continuations(model, tokenizer, prompts, 30, sampling)
-    pieces = []
     with model.inference():
-        for row, text in generate_text(model, tokenizer, prompts, 30, sampling):
-            pieces.append((row, text))
-    assert ["".join(text for number, text in pieces if number == row) for row in range(3)] == whole
+        pieces = list(generate_text(model, tokenizer, prompts, 30, sampling))
+        shown = list(in_order(generate_text(model, tokenizer, prompts, 30, sampling)))
+    for some in (pieces, shown):
+        assert ["".join(text for number, text, _ in some if number == row) for row in range(3)] == whole
+        assert sorted(row for row, _, last in some if last) == [0, 1, 2]
     assert len(pieces) > 10 and all(whole)
     stop = whole[0][5:7]
     stopped = continuations(model, tokenizer, prompts, 30, sampling, [stop])
     assert stopped == [text.partition(stop)[0] for text in whole] != whole
+
+
+def test_prompts_are_shown_one_behind_the_other_as_soon_as_that_goes() -> None:
+    """The first as it comes; what others have by then follows at once, and they go on as they come."""
+    taken = []
+    coming = [Piece(1, "b", False), Piece(0, "a", False), Piece(2, "c", True), Piece(0, "", True), Piece(1, "d", False)]
+
+    def computed():
+        for number, piece in enumerate([*coming, Piece(1, "e", True)]):
+            taken.append(number)
+            yield piece
+
+    found = [(piece.row, piece.text, taken[-1]) for piece in in_order(computed())]
+    assert found == [(0, "a", 1), (0, "", 3), (1, "b", 3), (1, "d", 4), (1, "e", 5), (2, "c", 5)]

@@ -74,7 +74,7 @@ def test_what_a_terminal_would_obey_is_not_shown(tmp_path, capsys) -> None:
         ("{every: 2, prompts: []}", "eval.generate.prompts=[] has nothing to continue; name a text"),
         (
             "{every: 2, stop: [a, '']}",
-            "eval.generate.stop=['a', '']: every text begins with an empty one; leave it out",
+            "eval.generate.stop=['a', '']: every text begins with an empty one, so nothing would be generated",
         ),
         ("{every: 2, top_p: 0}", "eval.generate.top_p=0.0 must lie in (0, 1]"),
         ("{every: 2, temperature: -1}", "eval.generate.temperature=-1.0 must be at least 0"),

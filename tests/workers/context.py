@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.launch import fork, leave
+from support.launch import ROOT, fork, leave
 from support.reference import tiny_spec
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from trainer.config import ActivationConfig, Config
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.world import World, join
-from trainer.generate.placed import PlacedModel
+from trainer.generate.placed import PlacedModel, sharing
 from trainer.generate.sampling import Sampling, generate_tokens
 from trainer.model import shared_attention
 from trainer.model.cache import Cache
@@ -37,7 +37,6 @@ from trainer.model.transformer import Transformer
 from trainer.parallel.context import share_sequences
 from trainer.parallel.parallelize import keep_buffers
 from trainer.planning.plan import resolve_plan
-from trainer.training.samples import sharing
 
 LENGTH, BATCH, RANKS = 32, 2, 4
 CPU = torch.device("cpu")
@@ -236,10 +235,20 @@ def generated(worlds: dict[int, World]) -> list[dict[str, Any]]:
     return results
 
 
+def benched(world: World) -> list[dict[str, Any]]:
+    """What bench/decode_shared.py says of small cases."""
+    sys.path.append(str(ROOT / "bench"))
+    import decode_shared
+
+    sizes = {"tokens": "5,40", "batch": "2", "heads": "6", "kv_heads": "2", "dim": "16", "dtype": "fp32", "repeat": "2"}
+    return list(decode_shared.measure(world, decode_shared.OWN | sizes))
+
+
 def main(out: str) -> None:
     mesh = resolve_plan(Config().parallel, RANKS).mesh
     worlds = {size: join(mesh, CPU, cp=size) for size in (2, 4)}
     results = {"ways": measure(worlds), "recompute": recomputed(worlds[4]), "generated": generated(worlds)}
+    results["benched"] = benched(worlds[4])
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
 

@@ -368,25 +368,30 @@ class Noting(Sampling):
 
 
 def generate(tp: int) -> dict:
-    """Of a model from a checkpoint, over all processes of which `tp` share layers: whether tokens are those of one
-    process, the largest difference of a logit, and the share of the layers' parameters that this rank holds."""
+    """Of a model from a checkpoint over all processes, of which `tp` share layers, by how many share kept keys: whether
+    tokens are those of one process, likeliest and drawn; the largest difference of a logit; what this rank holds of the
+    layers' parameters, in bytes of bf16 each, and of 100 slots for keys."""
     spec = spec_of(**UNEVEN, depth=2, max_length=90, init={"std": 0.3})
     model = Transformer(spec)
     initialize(model, spec, 0, CPU)
     whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
     saved = SavedModel(Path(), spec, whole.__getitem__, None, None)
-    found, logits = [], []
-    for processes in (1, 4):
-        placed = place_saved(saved, CPU, "fp32", tp if processes > 1 else 1, processes)
+    results, expected = {}, None
+    for processes, cp in ((1, 1), *((4, cp) for cp in (1, 2, 4) if tp * cp <= 4)):
+        placed = place_saved(saved, CPU, "fp32", tp if processes > 1 else 1, processes, cp)
         Noting.seen = []
-        found.append(generate_tokens(placed, [[1, 2, 3], [4] * 61, [5]], 6, Noting(1.0, top_k=20)))
-        logits.append(torch.stack(Noting.seen))
-        held = sum(local(parameter).numel() for parameter in placed.stages[0].layers.parameters())
-    return {
-        "same": found[0] == found[1],
-        "worst": ((logits[0] - logits[1]).abs().max() / logits[0].abs().max()).item(),
-        "held": held / sum(parameter.numel() for parameter in model.layers.parameters()),
-    }
+        prompts, ways = [[1, 2, 3], [4] * 61, [5]], (Noting(), Noting(1.0, top_k=20))
+        found = [generate_tokens(placed, prompts, 6, sampling) for sampling in ways], torch.stack(Noting.seen)
+        expected = expected or found
+        in_bf16 = place_saved(saved, CPU, "bf16", tp, 4, cp).stages[0].layers if processes > 1 else model.layers
+        held = sum(local(parameter).nbytes for parameter in in_bf16.parameters())
+        results[str(cp)] = {
+            "same": found[0] == expected[0],
+            "worst": ((found[1] - expected[1]).abs().max() / found[1].abs().max()).item(),
+            "held": held / sum(2 * parameter.numel() for parameter in model.layers.parameters()),
+            "slots": placed.cache(1, 100).of("0", torch.empty(1, 1, 0, 4))[0].shape[2],
+        }
+    return results
 
 
 def main(out: str) -> None:

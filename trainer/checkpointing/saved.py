@@ -82,14 +82,18 @@ def find_whole(checkpoint: str) -> Path:
                 f"checkpoint={checkpoint}: {damage}; give the run's folder to take its newest whole checkpoint"
             ) from None
         return folder
+    ways = "give a run's folder (runs/NAME), one of its checkpoints (runs/NAME/checkpoints/step-00000100), or a "
+    ways += "transformers folder"
+    if not folder.is_dir():
+        raise ConfigError(f"checkpoint={checkpoint} is no folder; {ways}")
     nested = folder / "checkpoints"
     path, warnings = find_resume("auto", nested if list_checkpoints(nested) else folder, True)
     for warning in warnings:
         print(warning, file=sys.stderr)
     if path is None:
         raise ConfigError(
-            f"checkpoint={checkpoint} holds no whole checkpoint; give a run's folder (runs/NAME), one of its "
-            "checkpoints (runs/NAME/checkpoints/step-00000100), or a transformers folder"
+            f"checkpoint={checkpoint} holds no whole checkpoint, which runs save with checkpoint.every=STEPS or "
+            f"checkpoint.at_end=true; {ways}"
         )
     return path
 

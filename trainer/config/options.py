@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -19,13 +20,17 @@ WEIGHTS = ("trained", "ema")
 Options = TypeVar("Options", bound="DataclassInstance")
 KINDS = {int: "a whole number", float: "a number", list[str]: "a list [a,b]", list[float]: "a list of numbers [1,2]"}
 
+ITEMS = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^,]*?))\s*(?:,|$)""")
+"""The items of a list: in quotes of either kind, or up to the next comma."""
+
 
 def parse(schema: type[Options], arguments: Sequence[str], words: Sequence[str] = ()) -> Options:
     """`key=value` arguments as an instance of `schema`; an option whose default is None has to be given.
 
     words: options that arguments without a key stand for, in this order; the first takes several if it is a list.
-    Values are taken literally, spaces and all; those of a list stand in brackets, between commas. Raises `ConfigError`
-    with everything that is wrong.
+    Values are taken literally, spaces and all; those of a list stand in brackets, between commas, and may be quoted, as
+    they have to be with commas, spaces at an end, or nothing in them. Raises `ConfigError` with everything that is
+    wrong.
     """
     fields, hints = {f.name: f for f in dataclasses.fields(schema)}, typing.get_type_hints(schema)
     values: dict[str, Any] = {}
@@ -71,7 +76,8 @@ def _value(kind: Any, text: str) -> Any:
     if not (text.startswith("[") and text.endswith("]")):
         raise ValueError
     (item,) = typing.get_args(kind)
-    return [item(part.strip()) for part in text[1:-1].split(",") if part.strip()]
+    parts = (match.groups() for match in ITEMS.finditer(text[1:-1]))
+    return [item(next(part for part in groups if part is not None)) for groups in parts if groups != (None, None, "")]
 
 
 def usage(schema: type[DataclassInstance], program: str, words: Sequence[str] = ()) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -15,15 +15,17 @@ from trainer.checkpointing.saved import SavedModel
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.distributed.channels import Channels
-from trainer.distributed.slots import SlotGroup
+from trainer.distributed.slots import SlotGroup, SlotsInReach
 from trainer.distributed.world import World, join
 from trainer.model.cache import BLOCK, Cache
 from trainer.model.initial import fill
 from trainer.model.layers import Layer, keep_here
+from trainer.model.stage import Stage
 from trainer.model.transformer import Transformer
+from trainer.parallel.context import member
 from trainer.parallel.fsdp import FSDP
 from trainer.parallel.parallelize import keep_buffers, parallelize
-from trainer.planning.plan import resolve_plan
+from trainer.planning.plan import node_size, resolve_plan
 from trainer.precision.dtypes import DTYPES
 
 PADDED = {"cuda": BLOCK, "cpu": 8}
@@ -130,31 +132,54 @@ def rotaries(stage: nn.Module) -> Iterator[nn.Module]:
     return (module for module in stage.modules() if hasattr(module, "reach"))
 
 
-def place_saved(saved: SavedModel, device: torch.device, dtype: str, tp: int = 1, processes: int = 1) -> PlacedModel:
-    """The model of a checkpoint on one process, or over `processes`, of which `tp` share each layer and the others
-    parameters, which each layer gathers when it computes (ZeRO-3). Parameters are read one at a time. Raises
-    `ConfigError` where so many processes cannot share the model."""
+def place_saved(
+    saved: SavedModel, device: torch.device, dtype: str, tp: int = 1, processes: int = 1, cp: int = 1
+) -> PlacedModel:
+    """The model of a checkpoint, in the type that it computes in, on one process or over `processes`. Of these, `tp`
+    share each layer, and `cp` have the same part of the model each and share the kept keys of every sequence; the
+    others share parameters, which each layer gathers when it computes (ZeRO-3). Parameters are read one at a time.
+    Raises `ConfigError` where so many processes cannot share the model."""
 
     def value(name: str, info: object) -> Tensor:
         return saved.tensor(name)
 
     compute = DTYPES[dtype]
-    if processes == 1 and tp == 1:
+    if processes == tp == cp == 1:
         with torch.device("meta"):
             model = Transformer(saved.spec)
-        model.to_empty(device=device)
-        fill(model, value)
-        model.to(compute)
+        model.to(compute).to_empty(device=device)
         keep_buffers(model, device)
+        fill(model, value)
         return PlacedModel(saved.spec, {0: model.eval()}, device, compute)
     config = Config()
-    config.parallel.tp, config.parallel.zero.stage, config.precision.compute = tp, 3, dtype
+    config.parallel.tp, config.parallel.cp, config.precision.compute = tp, cp, dtype
+    config.parallel.zero.stage, config.parallel.shard = 3, max(1, processes // (tp * cp))
     try:
         plan = resolve_plan(config.parallel, processes, saved.spec)
     except ConfigError as error:
-        raise ConfigError([problem.replace("parallel.tp", "tp") for problem in error.problems]) from None
-    world = join(plan.mesh, device)
-    engine = FSDP(config, plan, world)
-    model = parallelize(config, saved.spec, range(saved.spec.depth), plan, world, engine)
+        named = [problem.replace("parallel.tp", "tp").replace("parallel.cp", "cp") for problem in error.problems]
+        raise ConfigError(named) from None
+    world = join(plan.mesh, device, cp=cp)
+    # Ranks that share keys compute all tokens: what training shares sequences by is left out.
+    alone = replace(plan, cp=1)
+    model = parallelize(config, saved.spec, range(saved.spec.depth), alone, world, ReadOnly(config, alone, world))
     fill(model, value)
-    return PlacedModel(saved.spec, {0: model.eval()}, device, compute, tp, world=world)
+    return PlacedModel(saved.spec, {0: model.eval()}, device, compute, tp, world=world, sequence=sharing(world))
+
+
+class ReadOnly(FSDP):
+    """Parameters that are never trained: in the compute type, and no engine around layers that no ranks share."""
+
+    def shard(self, model: Stage) -> None:
+        model.to(DTYPES[self.config.precision.compute])
+        if self.plan.shard > 1:
+            super().shard(model)
+
+
+def sharing(world: World) -> SlotGroup | None:
+    """The ranks that share sequences, and so the slots of a cache."""
+    if world.context is None:
+        return None
+    group, node = world.context.get_group(), node_size(world.size)
+    near = world.device.type == "cuda" and len({rank // node for rank in dist.get_process_group_ranks(group)}) == 1
+    return member(group, SlotsInReach if near else SlotGroup)

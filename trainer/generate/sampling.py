@@ -12,6 +12,9 @@ from trainer.generate.graphs import Graphs
 from trainer.generate.placed import PlacedModel
 from trainer.model.initial import name_seed
 
+DRAWN = 256
+"""Tokens of which the draws go to the device at once."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -24,32 +27,45 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
 
-    def draws(self, rows: int, count: int, device: torch.device) -> Tensor:
-        """For each token of each row a number between 0 and 1 that decides it: fp64 [count, rows]."""
+    def draws(self, rows: int, count: int, device: torch.device) -> Iterator[Tensor]:
+        """For each of `count` tokens, a number between 0 and 1 for each row that decides it: fp64 [rows]."""
         generators = [torch.Generator().manual_seed(name_seed(self.seed, f"prompt {row}")) for row in range(rows)]
-        numbers = [torch.rand(count, generator=generator, dtype=torch.float64) for generator in generators]
-        return torch.stack(numbers, 1).to(device)
+        for begin in range(0, count, DRAWN):
+            size = min(DRAWN, count - begin)
+            numbers = [torch.rand(size, generator=generator, dtype=torch.float64) for generator in generators]
+            yield from torch.stack(numbers, 1).to(device)
 
     def choose(self, logits: Tensor, draw: Tensor) -> Tensor:
-        """Token ids [rows] of logits [rows, vocab] and a draw of each row. The host does not wait for them."""
+        """Token ids [rows] of logits [rows, vocab] and a draw of each row: the first token with which the probabilities
+        add up to more than the draw says. The host does not wait for them.
+
+        Tokens are taken from the likeliest to the least likely only where that says which are left out: to sort a
+        vocabulary takes a hundred times as long as to add it up."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        size = logits.shape[-1]
-        values, ids = logits.float().topk(min(self.top_k or size, size))  # from the likeliest to the least likely
-        probabilities = torch.softmax(values / self.temperature, -1).double()
+        values, ids = logits.float(), None
+        if self.top_p < 1 or 0 < self.top_k < values.shape[-1]:
+            values, ids = values.topk(min(self.top_k or values.shape[-1], values.shape[-1]))
+        # However small the temperature is, and its inverse, by which GPUs multiply.
+        below = values - values.amax(-1, keepdim=True)
+        probabilities = torch.softmax(below / max(self.temperature, torch.finfo(below.dtype).tiny), -1)
         sums = running_sums(probabilities)
-        kept = (sums - probabilities < self.top_p).sum(-1, keepdim=True)  # at least the first
-        place = (sums <= draw[:, None] * sums.gather(-1, kept - 1)).sum(-1, keepdim=True)
-        return ids.gather(-1, torch.minimum(place, kept - 1)).squeeze(-1)
+        total = sums[:, -1:]
+        if self.top_p < 1:
+            kept = (sums - probabilities < self.top_p).sum(-1, keepdim=True)
+            total = sums.gather(-1, (kept - 1).clamp(min=0))
+        place = torch.searchsorted(sums, draw[:, None] * total, right=True)
+        place = place.clamp(max=values.shape[-1] - 1)  # where a model's logits are no numbers
+        return (place if ids is None else ids.gather(-1, place)).squeeze(-1)
 
 
 def running_sums(x: Tensor) -> Tensor:
-    """Along the last dimension. torch refuses this on GPUs under `run.deterministic`; what may differ here is the last
-    bit of a sum, and all ranks take the tokens of one."""
+    """Along the last dimension, in fp64. torch refuses this on GPUs under `run.deterministic`; what may differ here is
+    the last bit of a sum, and all ranks take the tokens of one."""
     strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:
-        return x.cumsum(-1)
+        return x.cumsum(-1, dtype=torch.float64)
     finally:
         torch.use_deterministic_algorithms(strict, warn_only=warns)
 

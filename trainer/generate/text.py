@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from trainer.data.tokenizer import Tokenizer
 from trainer.generate.placed import PlacedModel
@@ -58,6 +59,14 @@ def begins(text: str, stop: str) -> int:
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
+class Piece(NamedTuple):
+    """More of the text that follows a prompt. row: number of the prompt; last: whether no more comes."""
+
+    row: int
+    text: str
+    last: bool
+
+
 def generate_text(
     model: PlacedModel,
     tokenizer: Tokenizer,
@@ -65,24 +74,36 @@ def generate_text(
     count: int,
     sampling: Sampling,
     stops: Sequence[str] = (),
-) -> Iterator[tuple[int, str]]:
-    """What follows each of `prompts`, piece by piece: (number of the prompt, more of its text). An empty prompt begins
-    a document. Ends after `count` tokens, before the end mark, or before the first of `stops`. All ranks call it
+) -> Iterator[Piece]:
+    """What follows each of `prompts`, piece by piece as it is computed, of all prompts at a time. An empty prompt
+    begins a document. Ends after `count` tokens, before the end mark, or before the first of `stops`. All ranks call it
     together and take all of it, within `model.inference()`."""
     tokens = [tokenizer.encode(prompt) or [tokenizer.end_id] for prompt in prompts]
     generation = Generation(model, tokens, count, sampling, tokenizer.end_id)
-    streams = [Stream(tokenizer.decode, prompt, stops) for prompt in tokens]
+    streams = {row: Stream(tokenizer.decode, prompt, stops) for row, prompt in enumerate(tokens)}
     for found in generation:
-        for row, token in enumerate(found):
-            if token is None:
-                continue
-            if text := streams[row].add(token):
-                yield row, text
-            if streams[row].stopped:
+        for row, stream in list(streams.items()):
+            token = found[row]
+            text = stream.end() if token is None else stream.add(token)
+            if stream.stopped:
                 generation.stop(row)
-    for row, stream in enumerate(streams):
-        if text := stream.end():
-            yield row, text
+            if last := token is None or stream.stopped:
+                del streams[row]
+            if text or last:
+                yield Piece(row, text, last)
+    for row, stream in streams.items():
+        yield Piece(row, stream.end(), True)
+
+
+def in_order(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The pieces of one prompt behind those of another, each as soon as those before it have come."""
+    waiting: dict[int, list[Piece]] = {}
+    row = 0
+    for piece in pieces:
+        waiting.setdefault(piece.row, []).append(piece)
+        while ready := waiting.pop(row, []):
+            yield from ready
+            row += ready[-1].last
 
 
 def continuations(
@@ -96,6 +117,6 @@ def continuations(
     """The same, whole: what follows each of `prompts`."""
     texts = [""] * len(prompts)
     with model.inference():
-        for row, text in generate_text(model, tokenizer, prompts, count, sampling, stops):
+        for row, text, _ in generate_text(model, tokenizer, prompts, count, sampling, stops):
             texts[row] += text
     return texts

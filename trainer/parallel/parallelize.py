@@ -152,6 +152,8 @@ def compile_layers(model: Stage, deferring: bool) -> None:
 
 
 def keep_buffers(model: Stage, device: torch.device) -> None:
-    """Buffers stay with the computation when parameters are offloaded, and in fp32."""
+    """Buffers stay with the computation when parameters are offloaded, and in fp32: angles of rounded frequencies would
+    be others, the more the longer a sequence is. A model that is cast has rounded them, so they are computed anew."""
     for rotary in model.rotaries:
         rotary.to(device, torch.float32)
+        rotary.reset_buffers()

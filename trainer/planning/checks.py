@@ -196,8 +196,13 @@ def _samples(generate: GenerateConfig) -> Iterator[str]:
         )
     if not generate.prompts:
         yield "eval.generate.prompts=[] has nothing to continue; name a text, or [''] for new documents"
-    if "" in generate.stop:
-        yield f"eval.generate.stop={generate.stop}: every text begins with an empty one; leave it out"
+    yield from empty_stop("eval.generate.stop", generate.stop)
+
+
+def empty_stop(setting: str, stop: list[str]) -> Iterator[str]:
+    """What is wrong with the texts before which continuations end."""
+    if "" in stop:
+        yield f"{setting}={stop}: every text begins with an empty one, so nothing would be generated; leave it out"
 
 
 def _conversations(config: Config, corpora: dict[str, CorpusConfig]) -> Iterator[str]:

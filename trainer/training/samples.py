@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
 from trainer.config import GenerateConfig
 from trainer.data.tokenizer import Tokenizer
-from trainer.distributed.slots import SlotGroup, SlotsInReach
-from trainer.distributed.world import World
-from trainer.generate.placed import PlacedModel
+from trainer.generate.placed import PlacedModel, sharing
 from trainer.generate.sampling import Sampling
 from trainer.generate.text import continuations
-from trainer.parallel.context import member
-from trainer.planning.plan import node_size
 from trainer.precision.dtypes import DTYPES
 from trainer.training.state import TrainState
 
@@ -30,15 +24,6 @@ def placed(state: TrainState) -> PlacedModel:
         state.world,
         sharing(state.world),
     )
-
-
-def sharing(world: World) -> SlotGroup | None:
-    """The ranks that share sequences."""
-    if world.context is None:
-        return None
-    group, node = world.context.get_group(), node_size(world.size)
-    near = world.device.type == "cuda" and len({rank // node for rank in dist.get_process_group_ranks(group)}) == 1
-    return member(group, SlotsInReach if near else SlotGroup)
 
 
 def draw_samples(state: TrainState, settings: GenerateConfig, tokenizer: Tokenizer) -> list[tuple[str, str]]:
