@@ -12,9 +12,11 @@ from trainer.config import Config, ConfigError, typed
 from trainer.config.compose import CONFIGS
 from trainer.config.hardware import HardwareConfig
 from trainer.diagnosis.account import Account
+from trainer.diagnosis.shortage import Shortage
 from trainer.diagnosis.typical import Typical, at_pace, pace, typical
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.resolve import Layout, check, resolve
+from trainer.util.memory_errors import lacks_memory, said
 from trainer.util.reading import brief, mismatch, parse_json, read_bytes, read_yaml
 from trainer.util.tables import duration
 
@@ -46,7 +48,8 @@ class Evidence:
     """folder: the run's. records: lines of metrics.jsonl of steps, oldest first. profile: the typical profiled step,
     None where none is profiled. config, layout: of the last start, None where they cannot be read. hardware: the kind
     of machine, None where it is not known. status: status.json. stalled: lines of the watchdog's last report, where the
-    run has stalled. throttle: why clocks are held down, in words. notes: what could not be known, and why."""
+    run has stalled. throttle: why clocks are held down, in words. shortage: what it left when memory ran out.
+    notes: what could not be known, and why."""
 
     folder: Path
     records: Sequence[Mapping[str, Any]] = ()
@@ -58,7 +61,14 @@ class Evidence:
     status: Mapping[str, Any] = field(default_factory=dict)
     stalled: Sequence[str] = ()
     throttle: str = ""
+    shortage: Shortage | None = None
     notes: Sequence[str] = ()
+
+    @property
+    def lacked(self) -> str:
+        """What a run that has ended for lack of memory said of it; empty for any other."""
+        reason = str(self.status.get("reason", ""))
+        return said(reason) if self.status.get("status") == "failed" and lacks_memory(reason) else ""
 
     @property
     def pace(self) -> float | None:
@@ -78,6 +88,7 @@ def gather(
     stalled: Sequence[str] = (),
     throttle: str = "",
     hardware: str = "",
+    shortage: Shortage | None = None,
 ) -> Evidence:
     """What the folder of a run tells beside what is given.
 
@@ -106,7 +117,7 @@ def gather(
         )
         profile = as_trained
     return Evidence(
-        folder, steps, profile, config, layout, machine, kind, status, tuple(stalled), throttle, tuple(notes)
+        folder, steps, profile, config, layout, machine, kind, status, tuple(stalled), throttle, shortage, tuple(notes)
     )
 
 

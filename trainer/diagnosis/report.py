@@ -60,12 +60,14 @@ def _sections(diagnosis: Diagnosis) -> dict[str, tables.Rows]:
 
 def _finding(finding: Finding) -> list[tuple[str, Any]]:
     cost = finding.cost
-    rows: list[tuple[str, Any]] = [("layer", cost.layer), ("what", f"{cost.title}: {tables.percent(cost.share)}")]
+    share = f": {tables.percent(cost.share)}" if finding.seconds is not None else ""
+    rows: list[tuple[str, Any]] = [("layer", cost.layer), ("what", f"{cost.title}{share}")]
     rows += [("", printable(text)) for text in cost.evidence]
-    rows.append(("without it", f"a step of {tables.duration(finding.seconds)}"))
+    if finding.seconds is not None:
+        rows.append(("without it", f"a step of {tables.duration(finding.seconds)}"))
     for override in finding.overrides:
         told = f"{tables.duration(override.seconds)} predicted" if override.seconds is not None else ""
-        extra = ", ".join(filter(None, (told, override.note)))
+        extra = override.told if finding.seconds is None else ", ".join(filter(None, (told, override.note)))
         rows.append(("try", override.text + f"  ({extra})" * bool(extra)))
     return rows + [("do", finding.advice)] * bool(finding.advice)
 

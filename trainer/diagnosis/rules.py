@@ -278,6 +278,12 @@ def fullness(evidence: Evidence) -> tuple[list[str], bool]:
     return said, full
 
 
+def ran_out(evidence: Evidence) -> Cost:
+    """Memory that ended the run."""
+    said = [evidence.lacked, *(evidence.shortage.facts if evidence.shortage else []), *fullness(evidence)[0]]
+    return Cost("memory capacity", "full", HARDWARE, "memory ran out", 0.0, 0.0, 0.0, True, tuple(said))
+
+
 def _cost(
     kind: str,
     detail: str,

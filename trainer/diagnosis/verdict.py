@@ -11,8 +11,9 @@ from trainer.diagnosis import metrics_rules, rules
 from trainer.diagnosis.advice import Advice, advise
 from trainer.diagnosis.evidence import Evidence
 from trainer.diagnosis.memory import Memory, memory
-from trainer.diagnosis.overrides import Override, Workshop
+from trainer.diagnosis.overrides import FREED, Workshop
 from trainer.diagnosis.roofline import Ceilings, Point, ceilings, roofline
+from trainer.diagnosis.shortage import NOTHING, Override
 from trainer.planning.estimate.step import GIB
 from trainer.util.tables import percent
 
@@ -69,8 +70,10 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         notes.append(
             f"no step was profiled, and metrics alone say little: with {SAY_MORE} a run accounts for its steps"
         )
+    if evidence.lacked:
+        found = [rules.ran_out(evidence), *(cost for cost in found if cost.kind != "memory capacity")]
     workshop = None
-    if evidence.config is not None and evidence.layout is not None and seconds:
+    if evidence.config is not None and evidence.layout is not None and (seconds or evidence.lacked):
         workshop = Workshop(evidence, seconds)
     scale = seconds / profile.seconds if profile and seconds and profile.seconds else 1.0
     findings = tuple(_finding(cost, scale, workshop, evidence) for cost in found[:TOP])
@@ -98,6 +101,9 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 def _verdict(evidence: Evidence, findings: tuple[Finding, ...], profiled: bool) -> tuple[str, str]:
     if evidence.stalled:
         return HANG, f"the run stalled: {evidence.stalled[0]}"
+    if evidence.lacked:
+        step = evidence.status.get("step", 0)
+        return findings[0].cost.kind, f"memory capacity ended the run (hardware) after step {step}: {evidence.lacked}"
     first = findings[0].cost if findings and (profiled or findings[0].cost.bounds) else None
     if first is None:
         return UNKNOWN, f"metrics alone do not show what bounds the run; go on with {SAY_MORE}"
@@ -105,8 +111,13 @@ def _verdict(evidence: Evidence, findings: tuple[Finding, ...], profiled: bool) 
 
 
 def _finding(cost: rules.Cost, scale: float, workshop: Workshop | None, evidence: Evidence) -> Finding:
-    overrides = workshop.against(cost.kind, cost.detail) if workshop else []
-    return Finding(cost, scale * cost.without, tuple(overrides), _advice(cost, evidence))
+    ended = bool(evidence.lacked) and (cost.kind, cost.detail) == FREED
+    if ended and evidence.shortage:
+        overrides = list(evidence.shortage.overrides)
+    else:
+        overrides = workshop.against(cost.kind, cost.detail) if workshop else []
+    advice = NOTHING if ended and not overrides else _advice(cost, evidence)
+    return Finding(cost, None if ended else scale * cost.without, tuple(overrides), advice)
 
 
 def _advice(cost: rules.Cost, evidence: Evidence) -> str:

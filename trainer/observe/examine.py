@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from trainer.diagnosis import account
+from trainer.diagnosis import account, shortage
 from trainer.diagnosis.evidence import gather, machine_of
 from trainer.diagnosis.verdict import Diagnosis, diagnose
 from trainer.observe import metrics
@@ -28,7 +28,8 @@ def examine(folder: Path, hardware: str = "") -> Diagnosis:
     started = accounts or stalled or status
     records = [] if started and not _logged(folder) else metrics.read(folder)
     throttle = next((record["hardware/throttle"] for record in records[::-1] if record.get("hardware/throttle")), 0)
-    return diagnose(gather(folder, records, accounts, status, stalled, words(int(throttle)), hardware))
+    lacked = shortage.read(folder)
+    return diagnose(gather(folder, records, accounts, status, stalled, words(int(throttle)), hardware, lacked))
 
 
 def _logged(folder: Path) -> bool:
