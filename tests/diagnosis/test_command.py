@@ -84,6 +84,13 @@ def test_hardware_tells_rooflines_and_throttled_clocks(tmp_path):
     assert (first.kind, first.detail, first.layer) == ("straggler", "rank 2", "hardware")
     assert any("900 MHz" in text and "thermal" in text for text in first.evidence)
     assert found.points[0].kind == "products" and found.points[0].bytes
+    records = [
+        {"step": step, "step_seconds": 1.0, "hardware/clock_rank": 2, "hardware/clock_mhz": 900} for step in range(399)
+    ]
+    records[2]["hardware/throttle"] = 64  # long ago, and not known of which rank
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    evidence = diagnose.examine(run, "h200").findings[0].cost.evidence
+    assert any("900 MHz" in text for text in evidence) and not any("held down" in text for text in evidence)
 
 
 def test_what_a_profiler_costs_the_host_is_not_the_run_s(tmp_path):

@@ -48,8 +48,8 @@ class Evidence:
     """folder: the run's. records: lines of metrics.jsonl of steps, oldest first. profile: the typical profiled step,
     None where none is profiled. config, layout: of the last start, None where they cannot be read. hardware: the kind
     of machine, None where it is not known. status: status.json. stalled: lines of the watchdog's last report, where the
-    run has stalled. throttle: why clocks are held down, in words. shortage: what it left when memory ran out.
-    notes: what could not be known, and why."""
+    run has stalled. throttle: why clocks of any rank are held down of late, in words. shortage: what it left when
+    memory ran out. notes: what could not be known, and why."""
 
     folder: Path
     records: Sequence[Mapping[str, Any]] = ()

@@ -26,8 +26,16 @@ TOP = 3
 UNKNOWN, HANG = "unknown", "hang"
 """Kinds of verdicts beside those of `rules.RULES`: metrics alone do not say, and the run has stalled."""
 
-SAY_MORE = "logging.profile=50"
-"""What makes a run say where the time of a step goes."""
+PROFILE_COSTS = 0.3
+"""Seconds that a profile takes with all that belongs to it: docs/outputs.md. It may be 1% of the time."""
+
+
+def say_more(seconds: float | None) -> str:
+    """What makes a run say where the time of a step goes, as often as costs it 1% at most. seconds: of a step; without
+    it, of one that takes a quarter of a second."""
+    least = 100 * PROFILE_COSTS / (seconds or 0.25)
+    sizes = (digit * 10**power for power in range(1, 7) for digit in (1, 2, 5))
+    return f"logging.profile={next((size for size in sizes if size >= least), 10**7)}"
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if not profile:
         found = metrics_rules.costs(evidence, seconds) if seconds else []
         notes.append(
-            f"no step was profiled, and metrics alone say little: with {SAY_MORE} a run accounts for its steps"
+            f"no step was profiled, and metrics alone say little: with {say_more(seconds)} a run accounts for its steps"
         )
     if evidence.lacked:
         found = [rules.ran_out(evidence), *(cost for cost in found if cost.kind != "memory capacity")]
@@ -106,7 +114,7 @@ def _verdict(evidence: Evidence, findings: tuple[Finding, ...], profiled: bool) 
         return findings[0].cost.kind, f"memory capacity ended the run (hardware) after step {step}: {evidence.lacked}"
     first = findings[0].cost if findings and (profiled or findings[0].cost.bounds) else None
     if first is None:
-        return UNKNOWN, f"metrics alone do not show what bounds the run; go on with {SAY_MORE}"
+        return UNKNOWN, f"metrics alone do not show what bounds the run; go on with {say_more(evidence.pace)}"
     return first.kind, f"{first.kind} bounds the run ({first.layer}): {first.title}, {percent(first.share)} of the step"
 
 

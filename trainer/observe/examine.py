@@ -10,8 +10,12 @@ from trainer.diagnosis.evidence import gather, machine_of
 from trainer.diagnosis.verdict import Diagnosis, diagnose
 from trainer.observe import metrics
 from trainer.observe.nvml import words
+from trainer.observe.slowdown import held_down
 from trainer.util.reading import Malformed, read_json
 from trainer.util.run_folder import METRICS_FILE, STATUS
+
+NOW = 20
+"""Logged steps, the newest, that tell why clocks are held down now."""
 
 
 def examine(folder: Path, hardware: str = "") -> Diagnosis:
@@ -27,9 +31,9 @@ def examine(folder: Path, hardware: str = "") -> Diagnosis:
         stalled = last_stall(folder, machine_of(folder, accounts).processes)
     started = accounts or stalled or status
     records = [] if started and not _logged(folder) else metrics.read(folder)
-    throttle = next((record["hardware/throttle"] for record in records[::-1] if record.get("hardware/throttle")), 0)
+    newest = [record for record in records if record.get("step_seconds") is not None][-NOW:]
     lacked = shortage.read(folder)
-    return diagnose(gather(folder, records, accounts, status, stalled, words(int(throttle)), hardware, lacked))
+    return diagnose(gather(folder, records, accounts, status, stalled, words(held_down(newest)), hardware, lacked))
 
 
 def _logged(folder: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median, mode
 from typing import Any
 
@@ -56,14 +56,19 @@ def typical(lines: list[Mapping[str, Any]]) -> dict[str, Any]:
     for name in NAMES:
         values = [value for line in lines if (value := line.get(name)) is not None]
         found[name] = median(values) if values else None
-    bits = [int(line.get("hardware/throttle") or 0) for line in lines]
-    often = [bit for bit in (4, 8, 32, 64, 128) if 2 * sum(bool(some & bit) for some in bits) >= len(bits)]
     ranks = [line["straggler_rank"] for line in lines if line.get("straggler_rank") is not None]
     return found | {
-        "throttle": functools.reduce(operator.or_, often, 0),
+        "throttle": held_down(lines),
         "straggler_rank": mode(ranks) if ranks else None,
         "steps": f"{lines[0]['step']} to {lines[-1]['step']}",
     }
+
+
+def held_down(lines: Sequence[Mapping[str, Any]]) -> int:
+    """The reasons for lower clocks, on any rank, that half of the lines have."""
+    bits = [int(line.get("hardware/throttle") or 0) for line in lines]
+    often = [bit for bit in (4, 8, 32, 64, 128) if bits and 2 * sum(bool(some & bit) for some in bits) >= len(bits)]
+    return functools.reduce(operator.or_, often, 0)
 
 
 def told(recent: Mapping[str, Any], past: Mapping[str, Any]) -> str:
