@@ -14,9 +14,16 @@ import pytest
 from support.accounts import QUIET, Case, accounts
 
 from trainer import diagnose
+from trainer.config import typed
 from trainer.diagnosis.account import ACCOUNTS
 from trainer.observe.watchdog import Heartbeat, RankReport
 from trainer.pages.folder import Run
+from trainer.planning.cost.stages import StageCosts
+from trainer.planning.resolve import compose
+from trainer.planning.schedules import ir
+from trainer.planning.schedules.simulate import simulate
+from trainer.planning.schedules.templates import build_schedule
+from trainer.planning.schedules.timeline import write_timeline
 
 
 def lines(folder: Path, count: int = 4, **values: float) -> Path:
@@ -91,6 +98,31 @@ def test_hardware_tells_rooflines_and_throttled_clocks(tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     evidence = diagnose.examine(run, "h200").findings[0].cost.evidence
     assert any("900 MHz" in text for text in evidence) and not any("held down" in text for text in evidence)
+
+
+@pytest.mark.parametrize("seconds, micro, part", [((0.3, 0.1), 16, "imbalance"), ((0.2, 0.2), 2, "schedule")])
+def test_without_a_profile_a_bubble_is_told_by_the_last_step_s_actions(tmp_path, seconds, micro, part):
+    """Of a split [3,1] the mending one is offered alone, and not behind schedules that hide it."""
+    run, schedule = lines(tmp_path / "run", bubble=0.4), build_schedule("1f1b", 2, micro)
+    given = ["+config=debug", "parallel.pp=2", "parallel.pipeline.split=[3,1]", f"batch.micro_size={16 // micro}"]
+    given += [f"batch.accumulation={micro}", "batch.global_size=16", "model.depth=4", "parallel.pipeline.schedule=1f1b"]
+    (run / "config.yaml").write_text(typed.to_yaml(compose(given, world_size=2)))
+    (run / "starts.jsonl").write_text(json.dumps({"processes": 2, "hosts": {"a": 2}, "devices": {"CPU": 2}}) + "\n")
+    found = diagnose.examine(run)
+    assert (found.kind, found.findings[0].cost.detail) == ("bubble", "")
+    step = simulate(schedule, StageCosts(seconds, seconds, (0.0, 0.0), seconds, (0.0, 0.0)))
+    write_timeline(run / "schedule" / "measured.json", step.spans, step.makespan)
+    (run / "schedule" / "schedule.csv").write_text(ir.dumps(schedule))
+    first = diagnose.examine(run).findings[0]
+    assert first.cost.detail == part and "its own" in first.cost.evidence[1]
+    texts = [one.text for one in first.overrides]
+    assert ("parallel.pipeline.split=balanced" in texts) == (part == "imbalance") and texts
+    if part == "imbalance":
+        assert not any("zb_v" in text or "interleaved" in text for text in texts), texts
+    (run / "schedule" / "measured.json").write_text(
+        '{"makespan": 1, "ranks": [[{"action": "9F0", "start": 0, "end": 1}]]}'
+    )
+    assert diagnose.examine(run).findings[0].cost.detail == ""
 
 
 def test_what_a_profiler_costs_the_host_is_not_the_run_s(tmp_path):

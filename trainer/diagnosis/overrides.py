@@ -254,10 +254,11 @@ def _communication(config: Config, layout: Layout, axis: str) -> Iterator[Change
 def _bubble(config: Config, layout: Layout, part: str) -> Iterator[Changes]:
     pipeline, micro = config.parallel.pipeline, layout.batch.micro_size
     if part == "imbalance":
-        if pipeline.split != "balanced":
-            yield {"parallel.pipeline.split": "balanced"}
         if pipeline.schedule != "auto":
             yield {"parallel.pipeline.schedule": "auto", "parallel.pipeline.split": "balanced"}
+        if pipeline.split != "balanced":  # which mends it: other schedules would hide it
+            yield {"parallel.pipeline.split": "balanced"}
+            return
     yield from ({"batch.micro_size": size} for size in _below(micro))
     free = {"parallel.pipeline.split": "balanced", "parallel.pipeline.chunks": None}
     for schedule in ("zb_v", "interleaved", "zb_h1", "1f1b"):
