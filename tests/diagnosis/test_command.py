@@ -70,6 +70,23 @@ def test_live_looks_until_the_run_ends(tmp_path, capsys):
     assert not (run / "diagnosis.json").exists()
 
 
+def test_live_ends_where_a_run_was_killed(tmp_path, capsys):
+    """It stays `running` for ever, and nothing is written any more."""
+    run = lines(tmp_path / "run", data_seconds=0.4)
+    status(run, "running")
+    assert not [note for note in diagnose.examine(run).notes if "written" in note]
+    long_ago = (time.time() - 100,) * 2
+    for path in (run / "metrics.jsonl", run / "status.json"):
+        os.utime(path, long_ago)
+    live = [str(run), "--live", "--every", "0.1", "--patience"]
+    assert diagnose.main([*live, "100.3"]) == 1
+    said = capsys.readouterr()
+    assert said.out.count("data bounds the run") >= 2 and "nothing has been written for 1m 40s" in said.out
+    assert "taken for dead (--patience 100.3)" in said.err
+    status(run, "failed")  # as the watchdog or a rank writes at last
+    assert diagnose.main([*live, "0"]) == 0 and diagnose.examine(run).evidence.silent is None
+
+
 @pytest.mark.parametrize("content", [None, "", '{"step": 1'])
 def test_what_is_no_run_is_refused(tmp_path, capsys, content):
     if content is not None:

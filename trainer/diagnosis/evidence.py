@@ -54,8 +54,9 @@ class Evidence:
     None where none is profiled. config, layout: of the last start, None where they cannot be read. hardware: the kind
     of machine, None where it is not known. status: status.json. stalled: lines of the watchdog's last report, where the
     run has stalled. throttle: why clocks of any rank are held down of late, in words. shortage: what it left when
-    memory ran out. idle: by pipeline rank, from the timed actions of its last step. notes: what could not be known, and
-    why."""
+    memory ran out. idle: by pipeline rank, from the timed actions of its last step. silent: seconds for which a
+    run that says that it goes on has written nothing; None where it does not say so. notes: what could not be known,
+    and why."""
 
     folder: Path
     records: Sequence[Mapping[str, Any]] = ()
@@ -69,6 +70,7 @@ class Evidence:
     throttle: str = ""
     shortage: Shortage | None = None
     idle: Sequence[Idle] = ()
+    silent: float | None = None
     notes: Sequence[str] = ()
 
     @property
@@ -96,6 +98,7 @@ def gather(
     throttle: str = "",
     hardware: str = "",
     shortage: Shortage | None = None,
+    silent: float | None = None,
 ) -> Evidence:
     """What the folder of a run tells beside what is given.
 
@@ -136,6 +139,7 @@ def gather(
         throttle,
         shortage,
         _idle(folder),
+        silent,
         tuple(notes),
     )
 

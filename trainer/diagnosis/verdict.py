@@ -15,7 +15,7 @@ from trainer.diagnosis.overrides import FREED, Workshop
 from trainer.diagnosis.roofline import Ceilings, Point, ceilings, roofline
 from trainer.diagnosis.shortage import NOTHING, Override
 from trainer.planning.estimate.step import GIB
-from trainer.util.tables import percent
+from trainer.util.tables import duration, percent
 
 FORMAT = 1
 """Of diagnosis.json."""
@@ -25,6 +25,9 @@ TOP = 3
 
 UNKNOWN, HANG = "unknown", "hang"
 """Kinds of verdicts beside those of `rules.RULES`: metrics alone do not say, and the run has stalled."""
+
+SILENT = 60.0
+"""Seconds, and ten intervals of logging, after which it is said that a run writes nothing."""
 
 PROFILE_COSTS = 0.3
 """Seconds that a profile takes with all that belongs to it: docs/outputs.md. It may be 1% of the time."""
@@ -78,6 +81,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         notes.append(
             f"no step was profiled, and metrics alone say little: with {say_more(seconds)} a run accounts for its steps"
         )
+    notes += _silence(evidence, seconds or 0.0)
     if evidence.lacked:
         found = [rules.ran_out(evidence), *(cost for cost in found if cost.kind != "memory capacity")]
     workshop = None
@@ -104,6 +108,17 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         estimate.seconds if estimate else None,
         tuple(notes),
     )
+
+
+def _silence(evidence: Evidence, seconds: float) -> list[str]:
+    """What is to be said of a run that says that it goes on and writes nothing. seconds: of its step."""
+    every = evidence.config.logging.every if evidence.config else 1
+    if evidence.silent is None or evidence.silent < max(SILENT, 10 * every * seconds):
+        return []
+    return [
+        f"status.json says running, and nothing has been written for {duration(evidence.silent)}: the run was killed, "
+        "or it hangs, compiles or evaluates"
+    ]
 
 
 def _verdict(evidence: Evidence, findings: tuple[Finding, ...], profiled: bool) -> tuple[str, str]:
