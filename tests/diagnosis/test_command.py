@@ -111,7 +111,8 @@ def test_hardware_tells_rooflines_and_throttled_clocks(tmp_path):
     records = [
         {"step": step, "step_seconds": 1.0, "hardware/clock_rank": 2, "hardware/clock_mhz": 900} for step in range(399)
     ]
-    records[2]["hardware/throttle"] = 64  # long ago, and not known of which rank
+    for record in (*records[:300], records[395]):  # long ago, and once since
+        record["hardware/throttle"] = 64
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     evidence = diagnose.examine(run, "h200").findings[0].cost.evidence
     assert any("900 MHz" in text for text in evidence) and not any("held down" in text for text in evidence)
