@@ -15,9 +15,10 @@ from trainer.config import ConfigError
 from trainer.diagnosis import report
 from trainer.diagnosis.verdict import Diagnosis, to_json
 from trainer.observe.examine import examine
-from trainer.util.exit_codes import DONE, refuse
+from trainer.util.exit_codes import DONE, FAILED, refuse
 from trainer.util.files import write_atomic
 from trainer.util.run_folder import DIAGNOSIS
+from trainer.util.tables import duration
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -29,6 +30,13 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("run", metavar="RUN", type=Path, help="run folder")
     parser.add_argument("--live", action="store_true", help="look again until the run ends")
     parser.add_argument("--every", metavar="SECONDS", type=float, default=10.0, help="how often --live looks (10)")
+    parser.add_argument(
+        "--patience",
+        metavar="SECONDS",
+        type=float,
+        default=1800.0,
+        help="how long a run may write nothing before --live takes it for dead, with exit code 1 (1800)",
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help=f"where to write all numbers (RUN/{DIAGNOSIS})")
     parser.add_argument(
         "--hardware", metavar="NAME", default="", help="a file of configs/hardware, or its path (that of the device)"
@@ -37,7 +45,8 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the exit code is 0, or 2 after one message about what is wrong."""
+    """The command line; the exit code is 0, 1 where `--live` took the run for dead, or 2 after one message about what
+    is wrong."""
     given = command_line().parse_args(arguments)
     console = Console(highlight=False)
     try:
@@ -49,6 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report.show(diagnosis, console)
             if not given.live or diagnosis.evidence.status.get("status") != "running":
                 return DONE
+            if (silent := diagnosis.evidence.silent or 0.0) >= given.patience:
+                print(
+                    f"{given.run}: nothing has been written for {duration(silent)}, so the run is taken for dead "
+                    f"(--patience {given.patience:g}); its status.json still says running",
+                    file=sys.stderr,
+                )
+                return FAILED
             time.sleep(max(0.1, given.every))
     except ConfigError as error:
         return refuse(error)

@@ -14,9 +14,16 @@ import pytest
 from support.accounts import QUIET, Case, accounts
 
 from trainer import diagnose
+from trainer.config import typed
 from trainer.diagnosis.account import ACCOUNTS
 from trainer.observe.watchdog import Heartbeat, RankReport
 from trainer.pages.folder import Run
+from trainer.planning.cost.stages import StageCosts
+from trainer.planning.resolve import compose
+from trainer.planning.schedules import ir
+from trainer.planning.schedules.simulate import simulate
+from trainer.planning.schedules.templates import build_schedule
+from trainer.planning.schedules.timeline import write_timeline
 
 
 def lines(folder: Path, count: int = 4, **values: float) -> Path:
@@ -63,6 +70,23 @@ def test_live_looks_until_the_run_ends(tmp_path, capsys):
     assert not (run / "diagnosis.json").exists()
 
 
+def test_live_ends_where_a_run_was_killed(tmp_path, capsys):
+    """It stays `running` for ever, and nothing is written any more."""
+    run = lines(tmp_path / "run", data_seconds=0.4)
+    status(run, "running")
+    assert not [note for note in diagnose.examine(run).notes if "written" in note]
+    long_ago = (time.time() - 100,) * 2
+    for path in (run / "metrics.jsonl", run / "status.json"):
+        os.utime(path, long_ago)
+    live = [str(run), "--live", "--every", "0.1", "--patience"]
+    assert diagnose.main([*live, "100.3"]) == 1
+    said = capsys.readouterr()
+    assert said.out.count("data bounds the run") >= 2 and "nothing has been written for 1m 40s" in said.out
+    assert "taken for dead (--patience 100.3)" in said.err
+    status(run, "failed")  # as the watchdog or a rank writes at last
+    assert diagnose.main([*live, "0"]) == 0 and diagnose.examine(run).evidence.silent is None
+
+
 @pytest.mark.parametrize("content", [None, "", '{"step": 1'])
 def test_what_is_no_run_is_refused(tmp_path, capsys, content):
     if content is not None:
@@ -84,6 +108,39 @@ def test_hardware_tells_rooflines_and_throttled_clocks(tmp_path):
     assert (first.kind, first.detail, first.layer) == ("straggler", "rank 2", "hardware")
     assert any("900 MHz" in text and "thermal" in text for text in first.evidence)
     assert found.points[0].kind == "products" and found.points[0].bytes
+    records = [
+        {"step": step, "step_seconds": 1.0, "hardware/clock_rank": 2, "hardware/clock_mhz": 900} for step in range(399)
+    ]
+    for record in (*records[:300], records[395]):  # long ago, and once since
+        record["hardware/throttle"] = 64
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    evidence = diagnose.examine(run, "h200").findings[0].cost.evidence
+    assert any("900 MHz" in text for text in evidence) and not any("held down" in text for text in evidence)
+
+
+@pytest.mark.parametrize("seconds, micro, part", [((0.3, 0.1), 16, "imbalance"), ((0.2, 0.2), 2, "schedule")])
+def test_without_a_profile_a_bubble_is_told_by_the_last_step_s_actions(tmp_path, seconds, micro, part):
+    """Of a split [3,1] the mending one is offered alone, and not behind schedules that hide it."""
+    run, schedule = lines(tmp_path / "run", bubble=0.4), build_schedule("1f1b", 2, micro)
+    given = ["+config=debug", "parallel.pp=2", "parallel.pipeline.split=[3,1]", f"batch.micro_size={16 // micro}"]
+    given += [f"batch.accumulation={micro}", "batch.global_size=16", "model.depth=4", "parallel.pipeline.schedule=1f1b"]
+    (run / "config.yaml").write_text(typed.to_yaml(compose(given, world_size=2)))
+    (run / "starts.jsonl").write_text(json.dumps({"processes": 2, "hosts": {"a": 2}, "devices": {"CPU": 2}}) + "\n")
+    found = diagnose.examine(run)
+    assert (found.kind, found.findings[0].cost.detail) == ("bubble", "")
+    step = simulate(schedule, StageCosts(seconds, seconds, (0.0, 0.0), seconds, (0.0, 0.0)))
+    write_timeline(run / "schedule" / "measured.json", step.spans, step.makespan)
+    (run / "schedule" / "schedule.csv").write_text(ir.dumps(schedule))
+    first = diagnose.examine(run).findings[0]
+    assert first.cost.detail == part and "its own" in first.cost.evidence[1]
+    texts = [one.text for one in first.overrides]
+    assert ("parallel.pipeline.split=balanced" in texts) == (part == "imbalance") and texts
+    if part == "imbalance":
+        assert not any("zb_v" in text or "interleaved" in text for text in texts), texts
+    (run / "schedule" / "measured.json").write_text(
+        '{"makespan": 1, "ranks": [[{"action": "9F0", "start": 0, "end": 1}]]}'
+    )
+    assert diagnose.examine(run).findings[0].cost.detail == ""
 
 
 def test_what_a_profiler_costs_the_host_is_not_the_run_s(tmp_path):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.estimates import every_way, lacking
 
 from trainer.config import Config, typed
 from trainer.diagnosis.evidence import Evidence, Machine
-from trainer.diagnosis.overrides import FREED, WAYS, Workshop
+from trainer.diagnosis.overrides import FREED, SHOWN, WAYS, Workshop
 from trainer.planning.cost.devices import peak_flops
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.step import estimate
@@ -91,6 +93,45 @@ def test_recompute_that_no_lack_of_memory_asks_for_is_left_out():
     assert known.layout.batch.micro_size and estimate(config, layout, H200).memory < 0.5 * H200.memory * 2**30
     texts = [one.text for one in Workshop(known, 1.0).against("memory capacity", "recompute")]
     assert {text.split()[0] for text in texts} == {"activation.mode=auto", "activation.mode=none"}
+
+
+@pytest.mark.parametrize("memory, settings", [(40.0, 1), (20.0, 2)])
+def test_what_ran_out_of_memory_is_offered_what_fits(memory, settings):
+    """The fewest settings that do, however wrong the prediction was; a plan that has to be smaller by half is."""
+    overrides = ["+config=llama_60m", "model=tinyllama_1b", "compile=true", "activation=none", "batch.micro_size=16"]
+    config = compose(overrides := [*overrides, "batch.accumulation=4", "batch.global_size=null"], world_size=1)
+    hardware = replace(H200, memory=memory)
+    workshop = lacking(config, hardware=hardware)
+    found, before = workshop.against(*FREED), workshop.predicted
+    assert before.fits == "no" and 1 <= len(found) <= SHOWN + 1
+    assert [one.relative for one in found] == sorted(one.relative for one in found)
+    for one in found:
+        pasted = compose([*overrides, *shlex.split(one.text)], world_size=1)
+        after = estimate(pasted, resolve(pasted, 1, pasted.model, 1), hardware)
+        assert one.memory == pytest.approx(after.memory / 2**30, rel=0.01) and after.memory < 0.93 * memory * 2**30
+        assert one.relative == pytest.approx(after.seconds / before.seconds, rel=0.01) and one.seconds is None
+    assert min(len({name.partition(".")[0] for name in one.text.split()}) for one in found) == settings
+    assert all(("offload" in one.text) == ("update there" in one.note) for one in found)
+    wrong = lacking(config, hardware=replace(H200, memory=1.3 * before.memory / 2**30))
+    assert wrong.predicted.fits == "yes" and wrong.against(*FREED)
+    assert all(one.memory < 0.95 * before.memory / 2**30 for one in wrong.against(*FREED))
+    assert not lacking(config, hardware=replace(H200, memory=0.5)).against(*FREED)
+
+
+def test_only_what_is_legal_and_of_use_is_offered_to_a_run_without_memory():
+    alone = every_way(compose(["+config=debug"], world_size=1))
+    assert (
+        "activation.mode=full" in alone
+        and "batch.micro_size=4" in alone
+        and "parallel.zero.stage=1 parallel.zero.offload=true" in alone
+    )
+    assert not any("parallel.tp" in text or "stage=2" in text or text == "parallel.zero.stage=1" for text in alone)
+    two = every_way(compose(["+config=debug"], world_size=2), 2)
+    assert {"parallel.zero.stage=2", "parallel.zero.stage=3", "parallel.tp=2"} <= set(two)
+    assert not any("sum_on_host" in text for text in two)
+    given = ["+config=debug", "parallel=zero3_offload", "activation=full", "batch.micro_size=1"]
+    rest = every_way(compose([*given, "batch.accumulation=4"], world_size=2), 2)
+    assert "parallel.zero.sum_on_host=true" in rest and not any("micro" in one or "mode=full" in one for one in rest)
 
 
 def test_what_the_machine_of_is_not_known_is_offered_unpredicted():

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from support.accounts import QUIET, Case, accounts, quiet
 
 from trainer.config import Config
+from trainer.diagnosis.account import metrics
 from trainer.diagnosis.evidence import Evidence, Machine
+from trainer.diagnosis.report import show
 from trainer.diagnosis.rules import LAYERS
 from trainer.diagnosis.slow_ranks import slowest
 from trainer.diagnosis.typical import computed, typical, work
-from trainer.diagnosis.verdict import Diagnosis, diagnose, to_json
+from trainer.diagnosis.verdict import Diagnosis, diagnose, say_more, to_json
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.resolve import compose
+from trainer.util.tables import percent
 
 
 def told(case: Case, seed: int = 0, **more) -> Diagnosis:
@@ -109,6 +114,25 @@ def test_noise_is_no_straggler(seed):
     assert not slowest(typical(accounts(Case(QUIET, slow={1: 9.0}), draw, steps=1))).certain
 
 
+def test_a_share_is_the_same_in_findings_account_and_metrics(capsys):
+    """Also where ranks count steps of different lengths."""
+    case = Case({**QUIET, "data": 0.6, "checkpoint": 0.5})
+    first, *rest = accounts(case, random.Random(0), steps=1)
+    terms = {**first.terms, "other": 0.4}
+    made = [replace(first, terms=terms, seconds=sum(terms.values())), *rest]
+    diagnosis = diagnose(Evidence(Path("runs/x"), profile=typical(made)))
+    expected = sum(one.spent("data") for one in made) / sum(one.seconds for one in made)
+    found = {finding.cost.kind: finding.cost.share for finding in diagnosis.findings}
+    assert found["data"] == pytest.approx(expected) and max(one.seconds for one in made) > 1.1 * rest[0].seconds
+    show(diagnosis, Console(width=120))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    shown = {line[0]: line[1] for line in lines if line and line[0] in ("data", "step", "checkpoint")}
+    assert shown["data"] == percent(expected) and shown["checkpoint"] == percent(found["checkpoint"])
+    assert metrics([replace(one, terms={**one.terms}) for one in made])["exposed/data"] == pytest.approx(
+        sum(one.spent("communication/data") for one in made) / sum(one.seconds for one in made)
+    )
+
+
 def test_the_axis_and_the_part_are_named():
     communication = told(Case({**QUIET, "communication/tensor/transfer": 0.4})).findings[0].cost
     assert communication.detail == "tensor" and "tensor" in communication.title
@@ -143,7 +167,7 @@ def test_metrics_alone_say_what_they_can():
         return diagnose(Evidence(Path("runs/x"), [record(step, **values) for step in range(1, 8)]))
 
     silent = kind()
-    assert silent.kind == "unknown" and "logging.profile" in silent.text
+    assert silent.kind == "unknown" and silent.text.endswith("go on with logging.profile=50")
     data = kind(data_seconds=0.3)
     assert data.kind == "data" and data.findings[0].seconds == pytest.approx(0.7)
     assert data.findings[0].cost.evidence == ("of 1.00 s a step waits 300 ms for its batch on the slowest rank",)
@@ -151,6 +175,13 @@ def test_metrics_alone_say_what_they_can():
     assert slow.kind == "straggler" and slow.findings[0].cost.detail == "rank 3"
     assert kind(straggler=1.02, straggler_rank=3).kind == "unknown"
     assert kind(bubble=0.4).kind == "bubble"
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 0.002, 0.22, 0.61, 1.0, 7.0, 400.0])
+def test_a_profile_is_advised_that_costs_a_hundredth_at_most(seconds):
+    every = int(say_more(seconds).removeprefix("logging.profile="))
+    assert 0.3 <= 0.0101 * every * seconds or seconds < 1e-5
+    assert every == 10 or 0.3 > 0.01 * every / 2.6 * seconds, "and not far less"
 
 
 def test_a_step_that_stalled_is_left_out():

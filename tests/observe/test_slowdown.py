@@ -19,7 +19,15 @@ QUIET = {
     "hardware/clock_mhz": 1980,
     "hardware/throttle": 4,
     "hardware/alloc_retries": 0,
+    "hardware/host_cpu": 0.3,
+    "bubble": 0.1,
+    "profiled_step": 4,
+    "host": 0.02,
+    "exposed/data": 0.1,
+    "exposed/tensor": 0.05,
 }
+NEW = {"profiled_step": 34}
+"""The profiled step is one of the slow ones."""
 
 
 def told(*parts, lines=LINES, factor=1.25):
@@ -36,16 +44,28 @@ def told(*parts, lines=LINES, factor=1.25):
 @pytest.mark.parametrize(
     "changes, layer",
     [
-        ({"data_seconds": 0.39}, "data: a step waits 0.39 s for its batch, and waited 0.01 s"),
-        ({"straggler": 1.4, "straggler_rank": 3}, "one rank: rank 3 takes 1.40 times"),
+        ({"data_seconds": 0.39}, "data (runtime orchestration): a step waits 0.39 s for its batch, and waited 0.01 s"),
+        ({"straggler": 1.4, "straggler_rank": 3}, "one rank (runtime orchestration): rank 3 takes 1.40 times"),
         ({"hardware/clock_mhz": 1300}, "hardware: clocks fell from 1980 to 1300 MHz"),
         (
             {"hardware/clock_mhz": 1300, "hardware/throttle": 68},
             "clocks fell from 1980 to 1300 MHz (hardware thermal slowdown)",
         ),
         ({"hardware/clock_mhz": None, "hardware/throttle": 128}, "hardware: clocks are held down by power brake"),
-        ({"hardware/alloc_retries": 9}, "memory: a GPU's allocator runs out of memory"),
-        ({}, "unknown: neither data, ranks, clocks nor memory have changed with it"),
+        ({"hardware/alloc_retries": 9}, "memory (hardware): a GPU's allocator runs out of memory"),
+        (
+            {"exposed/data": 0.35, **NEW},
+            "communication (parallelisation): that of the data axis, which nothing hides, is 0.49 s of a step, and was "
+            "0.1 s",
+        ),
+        ({"exposed/tensor": 0.3, **NEW}, "communication (parallelisation): that of the tensor axis"),
+        ({"bubble": 0.35}, "bubble (parallelisation): waiting of pipeline ranks for each other is 0.49 s of a step"),
+        ({"host": 0.3, **NEW}, "host (compilation or runtime orchestration): time in which a device has nothing to do"),
+        ({"hardware/host_cpu": 0.97}, "host processors (hardware): 97% of a machine's are busy, and 30% were"),
+        ({}, "unknown: nothing that is logged has changed with it; logging.profile=50 would tell more"),
+        (NEW, "unknown: nothing that is logged has changed with it"),
+        ({"exposed/data": 0.35, "host": 0.3}, "unknown"),  # of a step that was profiled before
+        ({"exposed/data": 0.12, "bubble": 0.12, "host": 0.05, "hardware/host_cpu": 0.45, **NEW}, "unknown"),
         ({"data_seconds": 0.02, "straggler": 1.05, "hardware/clock_mhz": 1950}, "unknown"),
     ],
 )

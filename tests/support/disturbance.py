@@ -14,6 +14,8 @@ from trainer.data.batches import Loader
 
 TERM = "loss.terms.disturbance"
 BALLAST: list[torch.Tensor] = []
+CALLS = [0]
+LACKING = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free"
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Disturbance:
     sleep: float = option(0.0, "without any operator", unit="seconds")
     loading: float = option(0.0, "the same, of the loader before each step from the second on", unit="seconds")
     held: int = option(0, "more memory", unit="MiB")
+    lacking: int = option(0, "the call at which memory runs out; 0: never")
     rank: int = option(-1, "the only rank; -1 means all")
 
 
@@ -46,6 +49,9 @@ def disturbance(settings, scores, targets):
             for _ in range(settings.reads):
                 large[:1].sum().item()
             time.sleep(settings.sleep)
+            CALLS[0] += 1
+            if settings.lacking == CALLS[0]:
+                raise torch.OutOfMemoryError(LACKING)
             if settings.held and not BALLAST:
                 BALLAST.append(torch.ones(settings.held << 18, device=device))
     return scores.sum(-1) * 0

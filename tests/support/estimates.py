@@ -17,6 +17,8 @@ from trainer.config import Config
 from trainer.config.compose import CONFIGS
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, NormSpec, assign
+from trainer.diagnosis.evidence import Evidence, Machine
+from trainer.diagnosis.overrides import FREED, WAYS, Workshop
 from trainer.planning.batch import resolve_batch
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.pace import Pace
@@ -126,3 +128,19 @@ def vtrain_seconds(points: Iterable[tuple[dict[str, int], float]]) -> list[float
     shapes = ({name: value for name, value in point.items() if name != "gpus"} for point, _ in points)
     with patch.dict(REPEATED, {False: 1.0}):
         return [seconds(*megatron(full=True, **shape), hardware) for shape in shapes]
+
+
+def lacking(config: Config, world: int = 1, **more: Any) -> Workshop:
+    """Of a run that has ended for lack of memory."""
+    status, model = {"status": "failed", "reason": "OutOfMemoryError: CUDA out of memory"}, Config().model
+    assign(model, config.model.to_dict(), "model")
+    config.model = model  # as the command line has it
+    layout, machine = resolve(config, world, config.model, world), Machine(world, world, "NVIDIA H200")
+    return Workshop(Evidence(Path("x"), config=config, layout=layout, machine=machine, status=status, **more), None)
+
+
+def every_way(config: Config, world: int = 1) -> list[str]:
+    """Texts of all that is offered where nothing is predicted."""
+    workshop = lacking(config, world)
+    ways = WAYS[FREED[0]](workshop.config, workshop.layout, FREED[1])
+    return [one.text for way in ways if (one := workshop.offer(way, *FREED))]

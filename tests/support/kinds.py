@@ -36,6 +36,8 @@ from trainer.data.tokenizer import byte_tokenizer, load_tokenizer
 from trainer.data.tokens import TokenWriter, file_digest, open_token_file
 from trainer.diagnose import examine
 from trainer.diagnosis import account
+from trainer.diagnosis.shortage import Override, Shortage
+from trainer.diagnosis.shortage import read as read_shortage
 from trainer.diagnosis.traces import read as read_trace
 from trainer.diagnosis.verdict import to_json
 from trainer.distributed import fastest
@@ -56,6 +58,7 @@ from trainer.sweep import results
 from trainer.sweep.plan import Trial
 from trainer.training.auto_schedule import conditions, saved_choice
 from trainer.tuning.study import BEGUN, Study
+from trainer.util.run_folder import SHORTAGE
 
 ROWS = [f"row {number} of a table with ä and €" for number in range(300)]
 SPEC = ModelSpec(vocab_size=512, width=16, depth=2, max_length=32)
@@ -251,6 +254,18 @@ def metrics_lines(folder: Path) -> File:
     return written(folder / "metrics.jsonl", text), lambda: metrics.read(folder)
 
 
+def shortage(folder: Path) -> File:
+    ways = (Override("activation.mode=full", None, "", 1.5, 1.3),)
+    one = Shortage(1, 7, "no room", "CPU", 1e9, {"process": 2e9}, {"activations": 3e9}, "0F0", True, ways)
+    one.write(folder)
+
+    def read() -> None:
+        if (found := read_shortage(folder)) is not None:
+            assert all(isinstance(text, str) for text in [*found.facts, *found.ways])
+
+    return folder / SHORTAGE, read
+
+
 def accounts(folder: Path) -> File:
     kernel = account.Kernel("gemm", "products", 2, 0.5, 1e9, None)
     terms = {"products": 1.0, "communication/data/waiting": 0.5}
@@ -413,6 +428,7 @@ KINDS: dict[str, Callable[[Path], File]] = {
         timeline,
         fusion,
         metrics_lines,
+        shortage,
         accounts,
         trace,
         *map(diagnosed, ("config.yaml", "starts.jsonl", "accounts.jsonl")),

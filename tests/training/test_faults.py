@@ -210,7 +210,9 @@ def test_a_run_that_slows_down_says_so_with_the_reason(calm):
     expected = [text for line in lines if (text := slowdown.add(line))]
     said = re.findall(r"^.{19}  (slow: .*)$", (calm.folder / "console.log").read_text(), re.MULTILINE)
     assert said == expected
-    assert "; one rank: rank 1 takes" in told(typical(lines[20:]), typical(lines[:20])), calm.text()
+    assert "; one rank (runtime orchestration): rank 1 takes" in told(typical(lines[20:]), typical(lines[:20])), (
+        calm.text()
+    )
 
 
 def test_restarts_that_would_fail_are_told_at_the_first_start(calm, folder):

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
+import socket
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from support.disturbance import LACKING, TERM
 from support.estimates import h200, shipped
 from support.estimates import settings as configured
+from support.launch import ROOT, warm_python
 
 import trainer
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.observe import metrics
+from trainer.observe.examine import examine
 from trainer.planning.estimate.recompute import decided, with_section
 from trainer.planning.fit import Memory
 from trainer.planning.resolve import resolve
+from trainer.training.out_of_memory import explained, message
 from trainer.training.room import Undecided
 
 GIB = 2**30
@@ -90,6 +100,83 @@ def test_the_rank_with_least_free_memory_decides_for_all():
     kept = [undecided.settle(free)[0].activation.save for free in ((), (139 * GIB,) * 2, (139 * GIB, 110 * GIB))]
     assert kept[0] == kept[1] == ["attention", "attention.*", "feed_forward.gate", "feed_forward.up"]
     assert kept[2] != kept[1] and kept[2] == undecided.settle([110 * GIB] * 2)[0].activation.save
+
+
+def started(folder: Path, cache: Path, world: int, *more: str) -> list[tuple[int, str]]:
+    """Exit code and messages of each process of a run that lacks memory at the third micro-batch of its last rank."""
+    given = ["model=tiny", "model.width=64", "model.depth=4", "data.tokenizer=bytes", f"data.cache={cache}"]
+    given += ["data.sources.stdlib.limit=20", "batch.sequence_length=64", "batch.global_size=8", "batch.micro_size=4"]
+    given += [f"run.dir={folder}", "run.device=cpu", "run.steps=4", "logging.console=none", "lr.warmup=1"]
+    given += ["imports=[support.disturbance]", f"{TERM}.lacking=3"]
+    given += [f"{TERM}.rank={world - 1}", "checkpoint.at_end=false", *more]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "PYTHONPATH": path}
+    place |= {"LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = [
+        subprocess.Popen(
+            [warm_python(), "-m", "trainer", *given],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    return [(rank.returncode, text) for rank, text in zip(ranks, said)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_that_lacks_memory_says_what_was_planned_what_was_taken_and_what_fits(tmp_path, cache, world):
+    """What is offered is legal for the run's processes, needs less, and is what `diagnose` offers again."""
+    code, text = started(run := tmp_path / "run", cache, world)[-1]
+    lines = text.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("out of memory"))
+    assert code == 1 and lines[first] == f"out of memory on rank {world - 1}: {LACKING}" and "Traceback" not in text
+    assert "  planned on the fullest rank, at " in text and "activations" in lines[first + 1]
+    assert lines[first + 2].startswith(f"  actual on rank {world - 1}: process ")
+    content = json.loads((run / "out_of_memory.json").read_text())
+    assert content["rank"] == world - 1 and content["actual"]["process"] > 2**20 < content["planned"]["activations"]
+    offered = [one["text"] for one in content["overrides"]]
+    assert offered and all(any(one in line for line in lines) for one in offered)
+    for one in content["overrides"]:
+        assert one["memory"] * GIB < sum(content["planned"].values()) and one["relative"] > 0
+        trainer.planning.resolve.compose(["model=tiny", "batch.global_size=8", *shlex.split(one["text"])], None, world)
+    if world == 1:
+        assert not any("parallel" in text for text in offered)
+    status = json.loads((run / "status.json").read_text())
+    assert (status["status"], status["step"]) == ("failed", 2 if world == 2 else 1) and LACKING in status["reason"]
+    found = examine(run)
+    assert found.kind == "memory capacity" and LACKING in found.text
+    assert [one.text for one in found.findings[0].overrides] == offered
+    (run / "out_of_memory.json").unlink()
+    again = examine(run)
+    assert again.kind == "memory capacity" and again.findings[0].overrides and "activations" not in str(again.findings)
+
+
+def test_whatever_fails_beside_it_memory_is_what_is_told(tmp_path, cache, monkeypatch):
+    """An estimator that fails, and a folder that takes nothing."""
+    config, world = composed(tmp_path, cache), SimpleNamespace(rank=3, size=1, device=torch.device("cpu"))
+    layout, memory = resolve(config, 1, config.model), Memory(None, 1000 * GIB)
+
+    def told() -> str:
+        with pytest.raises(MemoryError) as caught, explained(config, layout, world, memory, lambda: 7):
+            raise MemoryError("no room")
+        return message(caught.value, "no room")
+
+    assert "needs less: " in told() and json.loads((tmp_path / "status.json").read_text())["step"] == 7
+    monkeypatch.setattr("trainer.diagnosis.overrides.estimate_within", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("trainer.diagnosis.overrides.check", lambda *_: 1 / 0)
+    text = told()
+    assert "the estimator failed (ZeroDivisionError" in text and "start more processes" in text and "actual" in text
+    monkeypatch.setattr("trainer.training.out_of_memory.actual", lambda *_: 1 / 0)
+    config.run.dir = "/proc/nowhere"
+    assert told() == "out of memory on rank 0: no room"
+    with pytest.raises(ValueError) as other, explained(config, layout, world, memory, lambda: 7):
+        raise ValueError("another")
+    assert not hasattr(other.value, "__notes__")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -68,6 +68,7 @@ CASES = {
     "bubble": {**WIDE, "parallel.pp": 2, "parallel.pipeline.split": "[3,1]", "model.depth": 4, "batch.micro_size": 2},
     "data": {"data.prefetch": 0, "loading": 0.5},
     "host": {"sleep": 0.5},
+    "mixed": {"data.prefetch": 0, "loading": 0.6, "sleep": 0.25},
     "straggler": {"products": 150, "rank": 1},
     "memory bandwidth": {"copies": 200},
     "compute": WIDE,

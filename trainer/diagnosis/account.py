@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from trainer.config import ConfigError
@@ -113,6 +114,10 @@ class Account:
         if not math.isclose(total, self.seconds, rel_tol=1e-6, abs_tol=1e-9):
             raise ValueError(f"terms of {total} seconds in an account of {self.seconds}")
 
+    def term(self, name: str) -> float:
+        """Seconds of a term alone."""
+        return self.terms.get(name, 0.0)
+
     def spent(self, term: str) -> float:
         """Seconds of a term, or of all below it: `bubble` has `bubble/schedule` and `bubble/imbalance`."""
         return math.fsum(seconds for name, seconds in self.terms.items() if name == term or name.startswith(f"{term}/"))
@@ -216,11 +221,18 @@ def newest(accounts: Sequence[Account]) -> list[Account]:
     return [last[rank] for rank in sorted(last)]
 
 
+def share(accounts: Sequence[Account], cost: Callable[[Account], float]) -> float:
+    """What a cost is of the step, 0 to 1: its seconds on all ranks over those that the step took on all of them. The
+    one definition for findings, tables and metrics."""
+    whole = math.fsum(account.seconds for account in accounts)
+    return math.fsum(map(cost, accounts)) / whole if whole else 0.0
+
+
 def metrics(accounts: Sequence[Account]) -> dict[str, float]:
-    """What a line of metrics says of a step's accounts (`observe/metrics.py`); means over ranks."""
+    """What a line of metrics says of a step's accounts (`observe/metrics.py`)."""
     delays = [account.launch_delay for account in accounts if account.launch_delay is not None]
     axes = [axis for axis in AXES if any(account.spent(f"communication/{axis}") for account in accounts)]
     shares = {f"exposed/{axis}": f"communication/{axis}" for axis in axes}
     shares |= {"host": "host", "bubble_imbalance": "bubble/imbalance"}
-    found = {name: fmean(account.share(term) for account in accounts) for name, term in shares.items()}
+    found = {name: share(accounts, methodcaller("spent", term)) for name, term in shares.items()}
     return {"profiled_step": accounts[0].step, **found, **({"launch_delay": median(delays)} if delays else {})}

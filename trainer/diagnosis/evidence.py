@@ -12,13 +12,20 @@ from trainer.config import Config, ConfigError, typed
 from trainer.config.compose import CONFIGS
 from trainer.config.hardware import HardwareConfig
 from trainer.diagnosis.account import Account
+from trainer.diagnosis.ranks import Idle, idle_of
+from trainer.diagnosis.shortage import Shortage
 from trainer.diagnosis.typical import Typical, at_pace, pace, typical
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.resolve import Layout, check, resolve
+from trainer.planning.schedules import ir
+from trainer.planning.schedules.timeline import read_timeline
+from trainer.planning.schedules.validate import validate
+from trainer.util.memory_errors import lacks_memory, said
 from trainer.util.reading import brief, mismatch, parse_json, read_bytes, read_yaml
 from trainer.util.tables import duration
 
 SETTINGS, STARTS = "config.yaml", "starts.jsonl"
+SCHEDULE, TIMELINE = "schedule/schedule.csv", "schedule/measured.json"
 START = {"processes": int, "hosts": {str: int}, "devices": {str: int}}
 """What a line of starts.jsonl has to have to say on what a run trains."""
 
@@ -46,7 +53,10 @@ class Evidence:
     """folder: the run's. records: lines of metrics.jsonl of steps, oldest first. profile: the typical profiled step,
     None where none is profiled. config, layout: of the last start, None where they cannot be read. hardware: the kind
     of machine, None where it is not known. status: status.json. stalled: lines of the watchdog's last report, where the
-    run has stalled. throttle: why clocks are held down, in words. notes: what could not be known, and why."""
+    run has stalled. throttle: why clocks of any rank are held down of late, in words. shortage: what it left when
+    memory ran out. idle: by pipeline rank, from the timed actions of its last step. silent: seconds for which a
+    run that says that it goes on has written nothing; None where it does not say so. notes: what could not be known,
+    and why."""
 
     folder: Path
     records: Sequence[Mapping[str, Any]] = ()
@@ -58,7 +68,16 @@ class Evidence:
     status: Mapping[str, Any] = field(default_factory=dict)
     stalled: Sequence[str] = ()
     throttle: str = ""
+    shortage: Shortage | None = None
+    idle: Sequence[Idle] = ()
+    silent: float | None = None
     notes: Sequence[str] = ()
+
+    @property
+    def lacked(self) -> str:
+        """What a run that has ended for lack of memory said of it; empty for any other."""
+        reason = str(self.status.get("reason", ""))
+        return said(reason) if self.status.get("status") == "failed" and lacks_memory(reason) else ""
 
     @property
     def pace(self) -> float | None:
@@ -78,6 +97,8 @@ def gather(
     stalled: Sequence[str] = (),
     throttle: str = "",
     hardware: str = "",
+    shortage: Shortage | None = None,
+    silent: float | None = None,
 ) -> Evidence:
     """What the folder of a run tells beside what is given.
 
@@ -106,7 +127,20 @@ def gather(
         )
         profile = as_trained
     return Evidence(
-        folder, steps, profile, config, layout, machine, kind, status, tuple(stalled), throttle, tuple(notes)
+        folder,
+        steps,
+        profile,
+        config,
+        layout,
+        machine,
+        kind,
+        status,
+        tuple(stalled),
+        throttle,
+        shortage,
+        _idle(folder),
+        silent,
+        tuple(notes),
     )
 
 
@@ -168,6 +202,17 @@ def _layout(config: Config, machine: Machine, notes: list[str]) -> Layout | None
         except (ConfigError, ValueError, ArithmeticError) as error:
             notes.append(f"the plan is not known: {brief(error)}")
     return None
+
+
+def _idle(folder: Path) -> list[Idle]:
+    """By pipeline rank, where the run has left its schedule and when its actions ran; empty where it has not."""
+    try:
+        schedule, (ranks, _) = ir.load(folder / SCHEDULE, "schedule"), read_timeline(folder / TIMELINE)
+        spans = (span for spans in ranks for span in spans if span.action.kind in ir.COMPUTE)
+        timed = [(span.action, span.end - span.start) for span in spans]
+        return [] if validate(schedule) else idle_of(schedule, timed)
+    except (OSError, ConfigError, ValueError, LookupError, ArithmeticError):
+        return []
 
 
 def _known(device: str) -> HardwareConfig | None:

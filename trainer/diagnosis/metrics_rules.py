@@ -8,7 +8,7 @@ from collections import Counter
 
 from trainer.diagnosis.evidence import Evidence
 from trainer.diagnosis.limits import LIMITS
-from trainer.diagnosis.rules import HARDWARE, PLAN, RUNTIME, Cost, fullness, ordered
+from trainer.diagnosis.rules import BUBBLES, HARDWARE, PLAN, RUNTIME, Cost, fullness, ordered
 from trainer.diagnosis.slow_ranks import throttled
 from trainer.util.tables import duration, percent
 
@@ -62,13 +62,23 @@ def _straggler(evidence: Evidence, seconds: float) -> Cost | None:
 
 
 def _bubble(evidence: Evidence, seconds: float) -> Cost | None:
+    """What ranks wait for each other, by the replay of the step whose actions were timed."""
     shares = _recent(evidence, "bubble")
     if not shares:
         return None
-    share = statistics.median(shares)
-    said = (f"pipeline ranks wait {percent(share)} of the step for each other (bubble)",)
-    title = "the pipeline's bubble"
-    return Cost("bubble", "", PLAN, title, share, seconds * (1 - share), share, share >= LIMITS.bubble, said)
+    share, part = statistics.median(shares), ""
+    said = [f"pipeline ranks wait {percent(share)} of the step for each other (bubble)"]
+    title, lost = "the pipeline's bubble", share
+    if idle := evidence.idle:
+        total = sum(one.measured for one in idle)
+        imbalance = share * sum(max(0.0, one.measured - one.own) for one in idle) / total if total else 0.0
+        part = "imbalance" if imbalance > share - imbalance else "schedule"
+        title, lost = BUBBLES[part], imbalance if part == "imbalance" else share - imbalance
+        said.append(
+            f"by a replay of the schedule (schedule/measured.json), {percent(share - imbalance)} is its own, "
+            f"{percent(imbalance)} follows from stages of unequal cost"
+        )
+    return Cost("bubble", part, PLAN, title, share, seconds * (1 - lost), share, share >= LIMITS.bubble, tuple(said))
 
 
 def _memory(evidence: Evidence, seconds: float) -> Cost | None:

@@ -4,18 +4,22 @@ predicts of them."""
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import shlex
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from math import inf
 from typing import Any
 
 from trainer.config import ActivationConfig, Config, ConfigError, typed
 from trainer.diagnosis.evidence import Evidence
-from trainer.planning.estimate.sequence import GIB, Room, settle
+from trainer.diagnosis.shortage import Override
+from trainer.planning.estimate.memory import replays
+from trainer.planning.estimate.report import left_out
+from trainer.planning.estimate.sequence import GIB, SHARE, TILE, Room, settle
 from trainer.planning.estimate.step import Estimate, estimate_within
+from trainer.planning.fit import Memory, kept, lacking
 from trainer.planning.plan import resolve_plan
 from trainer.planning.resolve import Layout, check, resolve
 from trainer.planning.variants import fit_batch
@@ -29,49 +33,74 @@ Changes = dict[str, Any]
 SHOWN = 2
 """Overrides that are offered against a bound."""
 
+TRIED = 200
+"""Overrides of several settings that are tried, at most, where none of one setting frees enough memory."""
+
+LONG = 16384
+"""Tokens of a sequence that is worth sharing."""
+
 COARSE = 0.3
 """Hardware whose predictions have a wider band predicts nothing here."""
 
 NUMBERS = ("precision.", "parallel.grad_comm.")
 """Settings that change the numbers of training."""
 
-ON_GPUS = {"precision.matmul", "run.cuda_graphs"}
+ON_GPUS = {
+    "precision.matmul",
+    "run.cuda_graphs",
+    "activation.offload",
+    "parallel.zero.offload",
+    "parallel.zero.sum_on_host",
+}
 """Settings that do nothing on CPUs, or are refused there."""
 
 UNFORESEEN = ("data.", "checkpoint.", "eval.", "logging.", "run.cuda_graphs")
 """Settings of which the estimator knows nothing."""
 
 
-@dataclass(frozen=True)
-class Override:
-    """text: what to put behind the run's command line, for this model and plan. seconds: of the step, predicted; None
-    where nothing predicts it. note: what else it changes."""
-
-    text: str
-    seconds: float | None = None
-    note: str = ""
-
-
 class Workshop:
-    """Tries overrides on the settings of a run. seconds: of its step, as measured."""
+    """Tries overrides on the settings of a run. seconds: of its step, as measured; None where none was, and only ratios
+    are predicted. host: bytes of the machine's memory, where they are known.
 
-    def __init__(self, evidence: Evidence, seconds: float):
+    A run that lacked memory is taken to need more than there is, whatever was predicted of it, and every override to be
+    as far from its prediction."""
+
+    def __init__(self, evidence: Evidence, seconds: float | None, host: float | None = None):
         assert evidence.config is not None and evidence.layout is not None
         self.config, self.layout, self.machine = evidence.config, evidence.layout, evidence.machine
-        self.hardware, self.seconds = evidence.hardware, seconds
-        self.wrong = set(self._check(self.config))
+        self.hardware, self.seconds, self.lacked = evidence.hardware, seconds, bool(evidence.lacked)
+        self.host, self.wrong = host, set(self._check(self.config))
+        self.coarse = self.hardware is None or self.hardware.band > COARSE
 
     def against(self, kind: str, detail: str) -> list[Override]:
-        """At most `SHOWN` overrides against a bound of this kind, the fastest first where they are predicted.
+        """At most `SHOWN` overrides against a bound of this kind, the fastest first where they are predicted. Where
+        memory ran out, those of the fewest settings that are predicted to fit.
 
         kind: of `rules.KINDS`; detail: which axis, or which part of it."""
-        found = [
-            one
-            for changes in WAYS[kind](self.config, self.layout, detail)
-            if (one := self.offer(changes, kind, detail))
-        ]
-        found.sort(key=lambda one: self.seconds if one.seconds is None else one.seconds)
+        ways = list(WAYS[kind](self.config, self.layout, detail))
+        if self.lacked and (kind, detail) == FREED:
+            return self._freeing(ways)
+        found = [one for changes in ways if (one := self.offer(changes, kind, detail))]
+        found.sort(key=lambda one: 1.0 if one.relative is None else one.relative)
         return found[:SHOWN]
+
+    def _freeing(self, ways: list[Changes]) -> list[Override]:
+        if self.limit == 0:
+            return []
+        if self.limit is not None:
+            may = {"activation.memory": float(f"{0.995 * self.limit / GIB:.3g}")}  # below the limit, however rounded
+            ways = [way | may if way.get("activation.mode") == "auto" else way for way in ways]
+        for many in (1, 2, 3):
+            several = (some for some in itertools.combinations(ways, many) if _apart(some))
+            offers = (self.offer(_joined(some), *FREED) for some in itertools.islice(several, TRIED))
+            found = [one for one in offers if one]
+            if found or self.limit is None:
+                found.sort(key=lambda one: 1.0 if one.relative is None else one.relative)
+                first: dict[tuple[str, ...], Override] = {}
+                for one in found:  # of a setting's values one is enough
+                    first.setdefault(tuple(part.partition("=")[0] for part in one.text.split()), one)
+                return list(first.values())[: SHOWN + 1]
+        return []
 
     def offer(self, changes: Changes, kind: str, detail: str) -> Override | None:
         """The override of these changes, with what keeps the batch as it is; None where it is illegal, changes nothing,
@@ -82,24 +111,53 @@ class Workshop:
         config, layout = changed
         before, after = (typed.flat(typed.plain(some)) for some in (self.config, config))
         named = {name: value for name, value in after.items() if value != before.get(name)}
-        if not named:
+        if not named or not self._held(config, layout):
             return None
-        seconds = None
-        if self.predicted is not None and any(map(foreseen, named.items())):
-            found = self._estimate(config, layout)
-            if found is None or found.fits == "no" and self.predicted.fits != "no":
-                return None
-            seconds = self.seconds * found.seconds / self.predicted.seconds
-            smaller = found.memory < self.predicted.memory
-            if not (smaller if (kind, detail) == FREED else seconds < self.seconds):
-                return None
-        note = "changes the numbers of training" if any(name.startswith(NUMBERS) for name in changes) else ""
-        return Override(" ".join(map(words, named.items())), seconds, note)
+        notes = ["changes the numbers of training"] if any(name.startswith(NUMBERS) for name in changes) else []
+        text = " ".join(map(words, named.items()))
+        if self.predicted is None or not any(map(foreseen, named.items())):
+            return Override(text, note=", ".join(notes))
+        found = self._estimate(config, layout)
+        if found is None or found.fits == "no" and self.predicted.fits != "no":
+            return None
+        relative = found.seconds / self.predicted.seconds
+        if not (self._frees(found) if (kind, detail) == FREED else relative < 1):
+            return None
+        seconds = None if self.coarse or self.seconds is None else self.seconds * relative
+        notes += [
+            f"not in the time: {missing}" for missing in left_out(found) if missing not in left_out(self.predicted)
+        ]
+        return Override(text, seconds, ", ".join(notes), found.memory / GIB, relative)
+
+    def _frees(self, found: Estimate) -> bool:
+        """Whether a plan needs less memory, or where memory ran out: so much less that it fits."""
+        assert self.predicted is not None
+        if self.limit is None:
+            return found.memory < self.predicted.memory
+        return found.fullest.reserved <= self.limit
+
+    def _held(self, config: Config, layout: Layout) -> bool:
+        """Whether the host holds what a plan keeps there, as far as that is known."""
+        if self.host is None:
+            return True
+        memory = Memory(None if self.machine.device == "CPU" else round(1024 * self.host), round(self.host))
+        return lacking(kept(config, layout, self.machine.node), self.machine.node, memory) is None
+
+    @cached_property
+    def limit(self) -> float | None:
+        """Bytes that the allocator may be predicted to reserve for a plan to fit where memory ran out; None where
+        nothing is predicted, or it did not."""
+        if not self.lacked or self.predicted is None:
+            return None
+        hardware, reserved = self.predicted.hardware, self.predicted.fullest.reserved
+        room, usable = (max(0.0, share * hardware.memory - hardware.fixed) * GIB for share in (1.0, SHARE))
+        return usable * min(1.0, reserved / room) if room else 0.0
 
     @cached_property
     def predicted(self) -> Estimate | None:
-        """The run's own plan, where its machine is known well enough to compare others with it."""
-        if self.hardware is None or self.hardware.band > COARSE:
+        """The run's own plan, where its machine is known well enough to compare others with it. Where memory ran out,
+        memory alone is compared, of which every kind of machine is known well enough, but not every engine."""
+        if self.hardware is None or self.coarse and not self.lacked or self.lacked and not replays(self.layout.plan):
             return None
         return self._estimate(self.config, self.layout)
 
@@ -121,10 +179,10 @@ class Workshop:
                 put(config, name, value)
             try:
                 if fitted:
-                    plan = resolve_plan(config.parallel, self.machine.processes, config.model, self.machine.node)
+                    plan = resolve_plan(config.parallel, self.machine.processes, self.layout.spec, self.machine.node)
                     config.batch.micro_size = config.batch.micro_size or self.layout.batch.micro_size
                     fit_batch(config, plan, self.layout.batch.global_size, set(changes))
-                layout = resolve(config, self.machine.processes, config.model, self.machine.node)
+                layout = resolve(config, self.machine.processes, self.layout.spec, self.machine.node)
             except ConfigError:
                 continue
             if layout.batch.global_size == self.layout.batch.global_size and self.wrong >= set(self._check(config)):
@@ -133,6 +191,16 @@ class Workshop:
 
     def _check(self, config: Config) -> list[str]:
         return check(config, self.machine.processes, self.machine.node)
+
+
+def _apart(changes: Iterable[Changes]) -> bool:
+    """Whether no setting is changed twice."""
+    names = [name for some in changes for name in some]
+    return len(names) == len(set(names))
+
+
+def _joined(changes: Iterable[Changes]) -> Changes:
+    return {name: value for some in changes for name, value in some.items()}
 
 
 def put(config: Config, name: str, value: Any) -> None:
@@ -186,10 +254,11 @@ def _communication(config: Config, layout: Layout, axis: str) -> Iterator[Change
 def _bubble(config: Config, layout: Layout, part: str) -> Iterator[Changes]:
     pipeline, micro = config.parallel.pipeline, layout.batch.micro_size
     if part == "imbalance":
-        if pipeline.split != "balanced":
-            yield {"parallel.pipeline.split": "balanced"}
         if pipeline.schedule != "auto":
             yield {"parallel.pipeline.schedule": "auto", "parallel.pipeline.split": "balanced"}
+        if pipeline.split != "balanced":  # which mends it: other schedules would hide it
+            yield {"parallel.pipeline.split": "balanced"}
+            return
     yield from ({"batch.micro_size": size} for size in _below(micro))
     free = {"parallel.pipeline.split": "balanced", "parallel.pipeline.chunks": None}
     for schedule in ("zb_v", "interleaved", "zb_h1", "1f1b"):
@@ -237,8 +306,30 @@ def _memory_capacity(config: Config, layout: Layout, part: str) -> Iterator[Chan
     modes = ["none", "selective", "full"]
     if config.activation.mode in modes:
         yield from ({"activation.mode": mode} for mode in modes[modes.index(config.activation.mode) + 1 :])
-    yield from ({"parallel.zero.stage": stage} for stage in range(config.parallel.zero.stage + 1, 4))
-    yield from ({f"parallel.{axis}": 2 * getattr(layout.plan, axis)} for axis in ("pp", "tp"))
+    plan, zero = layout.plan, config.parallel.zero
+    if part != "recompute" and config.batch.sequence_length * layout.batch.micro_size / plan.token_ranks > TILE:
+        tiles = {"loss.tile": config.loss.tile, "activation.tile": config.activation.tile}
+        yield from ({name: TILE} for name, tile in tiles.items() if not tile)
+    if plan.dp > 1:
+        yield from ({"parallel.zero.stage": stage} for stage in range(zero.stage + 1, 4))
+    long = config.batch.sequence_length >= LONG
+    axes = ("pp", "tp", "cp") if long else ("pp", "tp")
+    yield from ({f"parallel.{axis}": 2 * getattr(plan, axis)} for axis in axes)
+    if part != "recompute":
+        yield from _to_the_host(config)
+
+
+def _to_the_host(config: Config) -> Iterator[Changes]:
+    """What leaves the device, to host memory or a disk."""
+    zero = config.parallel.zero
+    if not config.activation.offload:
+        yield {"activation.offload": True}
+    if not zero.offload and zero.nvme is None:
+        yield {"parallel.zero.offload": True} | ({} if zero.stage else {"parallel.zero.stage": 1})
+    if zero.offload and not zero.sum_on_host:
+        yield {"parallel.zero.sum_on_host": True}
+    if zero.nvme is None and zero.engine == "deepspeed":
+        yield {"parallel.zero.nvme": "FOLDER"}
 
 
 def _checkpoint(config: Config, layout: Layout, part: str) -> Iterator[Changes]:

@@ -4,7 +4,7 @@ its schedule's."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from trainer.diagnosis.recording import Recording
@@ -73,26 +73,30 @@ def replay(pipeline: Sequence[Trace]) -> dict[int, Idle]:
     """The same of one pipeline's ranks; empty where a stage was not seen."""
     first = pipeline[0]
     schedule = ir.loads("\n".join(first.schedule), first.placement)
-    times: dict[str, list[list[float]]] = {kind: [[] for _ in first.placement] for kind in ir.COMPUTE}
-    for trace in pipeline:
-        for name, start, end in trace.actions:
-            action = ir.parse_action(name)
-            times[action.kind][action.stage].append(end - start)
+    actions = ((ir.parse_action(name), end - start) for trace in pipeline for name, start, end in trace.actions)
+    idle = idle_of(schedule, actions)
+    return {trace.rank: idle[trace.place["pp"]] for trace in pipeline} if idle else {}
+
+
+def idle_of(schedule: ir.Schedule, actions: Iterable[tuple[ir.Action, float]]) -> list[Idle]:
+    """By pipeline rank, from the seconds that actions took on all of them; empty where a stage was not seen."""
+    times: dict[str, list[list[float]]] = {kind: [[] for _ in schedule.placement] for kind in ir.COMPUTE}
+    for action, seconds in actions:
+        times[action.kind][action.stage].append(seconds)
     wanted = {action.kind for order in schedule.orders for action in ir.split_overlaps(order)}
     if not all(times[kind][stage] for kind in wanted for stage in range(schedule.stages)):
-        return {}
+        return []
     by_stage = {kind: [mean(some) for some in stages] for kind, stages in times.items()}
     measured = simulate(schedule, costs(by_stage))
     equal = simulate(schedule, costs({kind: [mean(stages)] * len(stages) for kind, stages in by_stage.items()}))
-    return {
-        trace.rank: Idle(
+    return [
+        Idle(
             equal.makespan - equal.busy[place],
             measured.makespan - measured.busy[place],
             measured.makespan - measured.ends[place][-1],
         )
-        for trace in pipeline
-        for place in [trace.place["pp"]]
-    }
+        for place in range(schedule.ranks)
+    ]
 
 
 def costs(seconds: dict[str, list[float]]) -> StageCosts:

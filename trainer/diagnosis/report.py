@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from operator import methodcaller
 from typing import Any
 
 from rich.console import Console
 
-from trainer.diagnosis.account import Account
+from trainer.diagnosis.account import Account, share
 from trainer.diagnosis.roofline import Point
 from trainer.diagnosis.verdict import Diagnosis, Finding
 from trainer.util import tables
@@ -60,27 +60,27 @@ def _sections(diagnosis: Diagnosis) -> dict[str, tables.Rows]:
 
 def _finding(finding: Finding) -> list[tuple[str, Any]]:
     cost = finding.cost
-    rows: list[tuple[str, Any]] = [("layer", cost.layer), ("what", f"{cost.title}: {tables.percent(cost.share)}")]
+    share = f": {tables.percent(cost.share)}" if finding.seconds is not None else ""
+    rows: list[tuple[str, Any]] = [("layer", cost.layer), ("what", f"{cost.title}{share}")]
     rows += [("", printable(text)) for text in cost.evidence]
-    rows.append(("without it", f"a step of {tables.duration(finding.seconds)}"))
+    if finding.seconds is not None:
+        rows.append(("without it", f"a step of {tables.duration(finding.seconds)}"))
     for override in finding.overrides:
         told = f"{tables.duration(override.seconds)} predicted" if override.seconds is not None else ""
-        extra = ", ".join(filter(None, (told, override.note)))
+        extra = override.told if finding.seconds is None else ", ".join(filter(None, (told, override.note)))
         rows.append(("try", override.text + f"  ({extra})" * bool(extra)))
     return rows + [("do", finding.advice)] * bool(finding.advice)
 
 
 def _account(ranks: tuple[Account, ...]) -> list[dict[str, Any]]:
     """A row for each term: its share of the step as the mean over ranks, and the seconds of the first of them."""
-    sums = Counter[str]()
-    for account in ranks:
-        sums.update(account.terms)
-    whole = sum(account.seconds for account in ranks)
-    terms = [name for name, seconds in sums.most_common() if seconds >= LEAST * whole]
+    names = {name for account in ranks for name in account.terms}
+    shares = {name: share(ranks, methodcaller("term", name)) for name in names}
+    terms = sorted((name for name in names if shares[name] >= LEAST), key=lambda name: -shares[name])
     rows = []
     for name in [*terms, "step"]:
-        seconds = [account.seconds if name == "step" else account.terms.get(name, 0.0) for account in ranks]
-        row: dict[str, Any] = {"term": name, "share": tables.percent(sum(seconds) / whole if whole else 0.0)}
+        seconds = [account.seconds if name == "step" else account.term(name) for account in ranks]
+        row: dict[str, Any] = {"term": name, "share": tables.percent(shares.get(name, 1.0))}
         row |= {f"rank {one.rank}": tables.duration(spent) for one, spent in zip(ranks[:RANKS], seconds)}
         rows.append(row)
     return rows

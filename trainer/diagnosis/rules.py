@@ -122,7 +122,7 @@ def host(profile: Typical, evidence: Evidence) -> Cost | None:
     limit = LIMITS.host_on_cpus if evidence.machine.device == "CPU" else LIMITS.host
     title = {"launch": "the host is too slow for the device", "synchronisation": "the host waits for the device"}
     text = title.get(part, "Python's garbage collector")
-    return _cost("host", part, layer, text, profile, profile.without(common), limit, said)
+    return _cost("host", part, layer, text, profile, profile.without(common), limit, said, profile.share(common))
 
 
 WORDS = {
@@ -140,23 +140,20 @@ def communication(profile: Typical, evidence: Evidence) -> Cost | None:
     )
     parts = [f"{name} {percent(share)}" for name, share in shares.items() if share >= 0.001]
     said = [f"transfers that nothing hides: {', '.join(parts)} of the step; {duration(hidden)} are hidden"]
-    waiting = profile.mean(lambda account: account.waiting)
-    said.append(f"waiting for peers is apart from it: {percent(waiting / profile.seconds)}")
+    waiting = profile.share(lambda account: account.waiting)
+    said.append(f"waiting for peers is apart from it: {percent(waiting)}")
 
     title = f"communication of the {axis} axis ({AXES[axis]})"
     without = profile.without(transfers)
-    return _cost("communication", axis, PLAN, title, profile, without, LIMITS.communication, said)
+    share = profile.share(transfers)
+    return _cost("communication", axis, PLAN, title, profile, without, LIMITS.communication, said, share)
 
 
 def bubble(profile: Typical, evidence: Evidence) -> Cost | None:
     """A pipeline's waiting, by whether other stages would mend it, or another schedule."""
-    schedule = profile.mean(lambda account: account.spent("bubble/schedule"))
-    imbalance = profile.mean(lambda account: account.spent("bubble/imbalance"))
-    total, part = schedule + imbalance, "imbalance" if imbalance > schedule else "schedule"
-    said = [
-        f"{percent(schedule / profile.seconds)} is the schedule's own, {percent(imbalance / profile.seconds)} follows "
-        "from stages of unequal cost"
-    ]
+    schedule, imbalance = profile.share("bubble/schedule"), profile.share("bubble/imbalance")
+    share, part = schedule + imbalance, "imbalance" if imbalance > schedule else "schedule"
+    said = [f"{percent(schedule)} is the schedule's own, {percent(imbalance)} follows from stages of unequal cost"]
     if part == "imbalance":
         by_stage: dict[int, list[float]] = {}
         for account in profile.ranks:
@@ -171,49 +168,52 @@ def bubble(profile: Typical, evidence: Evidence) -> Cost | None:
             f"{pipeline.schedule.name} with {number(batch.accumulation, 'micro-batch', 'es')} over "
             f"{evidence.layout.plan.pp} ranks"
         )
-    title = {"imbalance": "the pipeline's stages are unequal", "schedule": "the pipeline's schedule leaves a bubble"}
-    without, share = profile.seconds - (imbalance if part == "imbalance" else schedule), total / profile.seconds
-    return Cost("bubble", part, PLAN, title[part], share, without, share, share >= LIMITS.bubble, tuple(said))
+    without = profile.seconds * (1 - (imbalance if part == "imbalance" else schedule))
+    return Cost("bubble", part, PLAN, BUBBLES[part], share, without, share, share >= LIMITS.bubble, tuple(said))
+
+
+BUBBLES = {"imbalance": "the pipeline's stages are unequal", "schedule": "the pipeline's schedule leaves a bubble"}
+"""Titles, by part."""
 
 
 def checkpoint(profile: Typical, evidence: Evidence) -> Cost | None:
     without = profile.without(lambda account: account.spent("checkpoint"))
     said = [f"saves stop training for {duration(profile.mean(lambda a: a.spent('checkpoint')))} a step on average"]
-    return _cost("checkpoint", "", RUNTIME, "saving checkpoints", profile, without, LIMITS.checkpoint, said)
+    share = profile.share("checkpoint")
+    return _cost("checkpoint", "", RUNTIME, "saving checkpoints", profile, without, LIMITS.checkpoint, said, share)
 
 
 def evaluation(profile: Typical, evidence: Evidence) -> Cost | None:
     without = profile.without(lambda account: account.spent("evaluation"))
     said = [f"evaluations take {duration(profile.mean(lambda a: a.spent('evaluation')))} a step on average"]
-    return _cost("evaluation", "", RUNTIME, "evaluating", profile, without, LIMITS.evaluation, said)
+    share = profile.share("evaluation")
+    return _cost("evaluation", "", RUNTIME, "evaluating", profile, without, LIMITS.evaluation, said, share)
 
 
 def memory_capacity(profile: Typical, evidence: Evidence) -> Cost | None:
     """Memory that is all but full, or recompute and copies to host memory that lack of it costs."""
     said, full = fullness(evidence)
-    again = profile.mean(lambda account: account.spent("recompute") + account.spent("copies"))
-    kernels = profile.mean(_kernels)
+    again, kernels = profile.share("recompute") + profile.share("copies"), profile.share(_kernels)
     if again and kernels:
-        said.append(f"recompute and copies to host memory take {percent(again / profile.seconds)} of the step")
+        said.append(f"recompute and copies to host memory take {percent(again)} of the step")
     bounds = full or bool(kernels) and again / kernels >= LIMITS.recompute
     if not said:
         return None
     without = profile.without(lambda account: account.spent("recompute") + account.spent("copies"))
     detail = "recompute" if not full else "full"
-    share = again / profile.seconds
     title = "the device's memory is full" if full else "recompute, and copies to host memory"
-    return Cost("memory capacity", detail, HARDWARE, title, share, without, 0.0, bounds, tuple(said))
+    return Cost("memory capacity", detail, HARDWARE, title, again, without, 0.0, bounds, tuple(said))
 
 
 def memory_bandwidth(profile: Typical, evidence: Evidence) -> Cost | None:
     """Kernels that wait for memory: norms, activations, losses, and the update. Compiled, they would move a fraction of
     the bytes; of compiled ones, what is more than usual is the model's own choice."""
-    kernels, update = profile.mean(_kernels), profile.mean(lambda account: account.spent("optimizer"))
-    moved = update + profile.mean(lambda account: account.spent("memory_bound"))
+    kernels, update = profile.share(_kernels), profile.share("optimizer")
+    moved = update + profile.share("memory_bound")
     part = "optimizer" if update > moved / 2 else "kernels"
     said = [
-        f"kernels that the memory bounds take {percent(moved / profile.seconds)} of the step "
-        f"({percent(update / profile.seconds)} of it the update), all kernels {percent(kernels / profile.seconds)}"
+        f"kernels that the memory bounds take {percent(moved)} of the step ({percent(update)} of it the update), all "
+        f"kernels {percent(kernels)}"
     ]
     if (dram := evidence.values("hardware/dram")) and (tensor := evidence.values("hardware/tensor")):
         said.append(f"device memory is {percent(dram[-1])} busy, tensor cores {percent(tensor[-1])}")
@@ -221,11 +221,10 @@ def memory_bandwidth(profile: Typical, evidence: Evidence) -> Cost | None:
     compiled = evidence.config is not None and evidence.config.compile
     title = {"optimizer": "the update of the weights", "kernels": "element-wise kernels, which move bytes"}[part]
     layer = MODEL if compiled else COMPILER
-    bounds, share = bool(kernels) and moved / kernels >= LIMITS.memory_bound, moved / profile.seconds
+    bounds = bool(kernels) and moved / kernels >= LIMITS.memory_bound
     eager = (evidence.hardware or HardwareConfig).eager
     saved = moved - LIMITS.memory_bound * kernels if compiled else (1 - 1 / eager) * (moved - update)
-    avoidable = max(0.0, saved) / profile.seconds
-    return Cost("memory bandwidth", part, layer, title, share, without, avoidable, bounds, tuple(said))
+    return Cost("memory bandwidth", part, layer, title, moved, without, max(0.0, saved), bounds, tuple(said))
 
 
 def compute(profile: Typical, evidence: Evidence) -> Cost | None:
@@ -276,6 +275,12 @@ def fullness(evidence: Evidence) -> tuple[list[str], bool]:
         said.append(f"the allocator gave its cache back {retries[-1] - retries[0]:.0f} times to find memory")
         full = True
     return said, full
+
+
+def ran_out(evidence: Evidence) -> Cost:
+    """Memory that ended the run."""
+    said = [evidence.lacked, *(evidence.shortage.facts if evidence.shortage else []), *fullness(evidence)[0]]
+    return Cost("memory capacity", "full", HARDWARE, "memory ran out", 0.0, 0.0, 0.0, True, tuple(said))
 
 
 def _cost(

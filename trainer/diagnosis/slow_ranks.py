@@ -74,5 +74,5 @@ def throttled(evidence: Evidence, rank: int) -> list[str]:
     clocks = evidence.values(CLOCK)[-20:]
     if not clocks or not named or named.most_common(1)[0][0] != rank:
         return []
-    why = f", held down: {evidence.throttle}" if evidence.throttle else ""
+    why = f"; clocks are held down, of this or another rank: {evidence.throttle}" if evidence.throttle else ""
     return [f"its clock is the lowest of all ranks, {statistics.median(clocks):.0f} MHz{why}"]

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import fsum
+from operator import methodcaller
 
-from trainer.diagnosis.account import Account
+from trainer.diagnosis.account import Account, share
 
 RECENT = 20
 """Profiled steps that are looked at, the newest."""
@@ -45,9 +46,9 @@ class Typical:
         """Seconds of a cost, as the mean over ranks."""
         return fsum(map(cost, self.ranks)) / len(self.ranks)
 
-    def share(self, term: str) -> float:
-        """Of a term or of all below it, as a share of the step."""
-        return self.mean(lambda account: account.spent(term)) / self.seconds if self.seconds else 0.0
+    def share(self, cost: str | Cost) -> float:
+        """Of a cost, or of a term or all below it, as a share of the step."""
+        return share(self.ranks, methodcaller("spent", cost) if isinstance(cost, str) else cost)
 
     def peers(self, account: Account) -> list[Account]:
         """The ranks with the same layers, itself included: they have equal work."""

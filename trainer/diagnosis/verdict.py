@@ -11,10 +11,11 @@ from trainer.diagnosis import metrics_rules, rules
 from trainer.diagnosis.advice import Advice, advise
 from trainer.diagnosis.evidence import Evidence
 from trainer.diagnosis.memory import Memory, memory
-from trainer.diagnosis.overrides import Override, Workshop
+from trainer.diagnosis.overrides import FREED, Workshop
 from trainer.diagnosis.roofline import Ceilings, Point, ceilings, roofline
+from trainer.diagnosis.shortage import NOTHING, Override
 from trainer.planning.estimate.step import GIB
-from trainer.util.tables import percent
+from trainer.util.tables import duration, percent
 
 FORMAT = 1
 """Of diagnosis.json."""
@@ -25,8 +26,19 @@ TOP = 3
 UNKNOWN, HANG = "unknown", "hang"
 """Kinds of verdicts beside those of `rules.RULES`: metrics alone do not say, and the run has stalled."""
 
-SAY_MORE = "logging.profile=50"
-"""What makes a run say where the time of a step goes."""
+SILENT = 60.0
+"""Seconds, and ten intervals of logging, after which it is said that a run writes nothing."""
+
+PROFILE_COSTS = 0.3
+"""Seconds that a profile takes with all that belongs to it: docs/outputs.md. It may be 1% of the time."""
+
+
+def say_more(seconds: float | None) -> str:
+    """What makes a run say where the time of a step goes, as often as costs it 1% at most. seconds: of a step; without
+    it, of one that takes a quarter of a second."""
+    least = 100 * PROFILE_COSTS / (seconds or 0.25)
+    sizes = (digit * 10**power for power in range(1, 7) for digit in (1, 2, 5))
+    return f"logging.profile={next((size for size in sizes if size >= least), 10**7)}"
 
 
 @dataclass(frozen=True)
@@ -67,10 +79,13 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if not profile:
         found = metrics_rules.costs(evidence, seconds) if seconds else []
         notes.append(
-            f"no step was profiled, and metrics alone say little: with {SAY_MORE} a run accounts for its steps"
+            f"no step was profiled, and metrics alone say little: with {say_more(seconds)} a run accounts for its steps"
         )
+    notes += _silence(evidence, seconds or 0.0)
+    if evidence.lacked:
+        found = [rules.ran_out(evidence), *(cost for cost in found if cost.kind != "memory capacity")]
     workshop = None
-    if evidence.config is not None and evidence.layout is not None and seconds:
+    if evidence.config is not None and evidence.layout is not None and (seconds or evidence.lacked):
         workshop = Workshop(evidence, seconds)
     scale = seconds / profile.seconds if profile and seconds and profile.seconds else 1.0
     findings = tuple(_finding(cost, scale, workshop, evidence) for cost in found[:TOP])
@@ -95,18 +110,37 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     )
 
 
+def _silence(evidence: Evidence, seconds: float) -> list[str]:
+    """What is to be said of a run that says that it goes on and writes nothing. seconds: of its step."""
+    every = evidence.config.logging.every if evidence.config else 1
+    if evidence.silent is None or evidence.silent < max(SILENT, 10 * every * seconds):
+        return []
+    return [
+        f"status.json says running, and nothing has been written for {duration(evidence.silent)}: the run was killed, "
+        "or it hangs, compiles or evaluates"
+    ]
+
+
 def _verdict(evidence: Evidence, findings: tuple[Finding, ...], profiled: bool) -> tuple[str, str]:
     if evidence.stalled:
         return HANG, f"the run stalled: {evidence.stalled[0]}"
+    if evidence.lacked:
+        step = evidence.status.get("step", 0)
+        return findings[0].cost.kind, f"memory capacity ended the run (hardware) after step {step}: {evidence.lacked}"
     first = findings[0].cost if findings and (profiled or findings[0].cost.bounds) else None
     if first is None:
-        return UNKNOWN, f"metrics alone do not show what bounds the run; go on with {SAY_MORE}"
+        return UNKNOWN, f"metrics alone do not show what bounds the run; go on with {say_more(evidence.pace)}"
     return first.kind, f"{first.kind} bounds the run ({first.layer}): {first.title}, {percent(first.share)} of the step"
 
 
 def _finding(cost: rules.Cost, scale: float, workshop: Workshop | None, evidence: Evidence) -> Finding:
-    overrides = workshop.against(cost.kind, cost.detail) if workshop else []
-    return Finding(cost, scale * cost.without, tuple(overrides), _advice(cost, evidence))
+    ended = bool(evidence.lacked) and (cost.kind, cost.detail) == FREED
+    if ended and evidence.shortage:
+        overrides = list(evidence.shortage.overrides)
+    else:
+        overrides = workshop.against(cost.kind, cost.detail) if workshop else []
+    advice = NOTHING if ended and not overrides else _advice(cost, evidence)
+    return Finding(cost, None if ended else scale * cost.without, tuple(overrides), advice)
 
 
 def _advice(cost: rules.Cost, evidence: Evidence) -> str:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from trainer.diagnosis import account
+from trainer.diagnosis import account, shortage
 from trainer.diagnosis.evidence import gather, machine_of
 from trainer.diagnosis.verdict import Diagnosis, diagnose
 from trainer.observe import metrics
 from trainer.observe.nvml import words
+from trainer.observe.slowdown import held_down
 from trainer.util.reading import Malformed, read_json
-from trainer.util.run_folder import METRICS_FILE, STATUS
+from trainer.util.run_folder import LOG, METRICS_FILE, STARTS, STATUS
+
+NOW = 20
+"""Logged steps, the newest, that tell why clocks are held down now."""
+
+WRITTEN = (METRICS_FILE, LOG, STATUS, STARTS, account.ACCOUNTS, "checkpoints", "traces", "flight")
+"""What a run that goes on changes, each now and then."""
 
 
 def examine(folder: Path, hardware: str = "") -> Diagnosis:
@@ -27,8 +37,17 @@ def examine(folder: Path, hardware: str = "") -> Diagnosis:
         stalled = last_stall(folder, machine_of(folder, accounts).processes)
     started = accounts or stalled or status
     records = [] if started and not _logged(folder) else metrics.read(folder)
-    throttle = next((record["hardware/throttle"] for record in records[::-1] if record.get("hardware/throttle")), 0)
-    return diagnose(gather(folder, records, accounts, status, stalled, words(int(throttle)), hardware))
+    newest = [record for record in records if record.get("step_seconds") is not None][-NOW:]
+    throttle, lacked, silent = words(held_down(newest)), shortage.read(folder), silence(folder, status)
+    return diagnose(gather(folder, records, accounts, status, stalled, throttle, hardware, lacked, silent))
+
+
+def silence(folder: Path, status: Mapping[str, Any]) -> float | None:
+    """Seconds since a run that says that it goes on has written anything; None of one that does not say so."""
+    if status.get("status") != "running":
+        return None
+    written = [(folder / name).stat().st_mtime for name in WRITTEN if (folder / name).exists()]
+    return max(0.0, time.time() - max(written, default=0.0))
 
 
 def _logged(folder: Path) -> bool:

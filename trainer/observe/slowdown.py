@@ -5,18 +5,30 @@ from __future__ import annotations
 import functools
 import operator
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median, mode
 from typing import Any
 
 from trainer.config import GuardConfig
+from trainer.diagnosis.account import AXES
+from trainer.diagnosis.rules import COMPILER, HARDWARE, PLAN, RUNTIME
+from trainer.diagnosis.verdict import say_more
 from trainer.observe.nvml import words
 
 KEPT = 50
 """Windows of logged steps that a new one is compared with."""
 
-NAMES = ("step_seconds", "data_seconds", "straggler", "hardware/clock_mhz", "hardware/alloc_retries")
-"""What is compared besides reasons for lower clocks."""
+NAMES = (
+    *("step_seconds", "data_seconds", "straggler", "bubble"),
+    *("hardware/clock_mhz", "hardware/alloc_retries", "hardware/host_cpu"),
+)
+"""What is compared besides reasons for lower clocks, and what profiles tell."""
+
+PROFILED = ("host", *(f"exposed/{axis}" for axis in AXES))
+"""What a line repeats of the newest profiled step. Of a slow window it counts where that step is one of its own."""
+
+BUSY, RISE = 0.9, 0.2
+"""Share of a machine's processors that is busy, and by how much more than before, for the host to be spoken of."""
 
 
 class Slowdown:
@@ -53,54 +65,90 @@ def typical(lines: list[Mapping[str, Any]]) -> dict[str, Any]:
     """The medians of a window, its steps and most frequent straggler, and the reasons for lower clocks that half of its
     lines have."""
     found: dict[str, Any] = {}
-    for name in NAMES:
-        values = [value for line in lines if (value := line.get(name)) is not None]
+    fresh = [line for line in lines if (line.get("profiled_step") or 0) >= lines[0]["step"]]
+    for name, some in (*((name, lines) for name in NAMES), *((name, fresh or lines) for name in PROFILED)):
+        values = [value for line in some if (value := line.get(name)) is not None]
         found[name] = median(values) if values else None
-    bits = [int(line.get("hardware/throttle") or 0) for line in lines]
-    often = [bit for bit in (4, 8, 32, 64, 128) if 2 * sum(bool(some & bit) for some in bits) >= len(bits)]
     ranks = [line["straggler_rank"] for line in lines if line.get("straggler_rank") is not None]
     return found | {
-        "throttle": functools.reduce(operator.or_, often, 0),
+        "fresh": bool(fresh),
+        "throttle": held_down(lines),
         "straggler_rank": mode(ranks) if ranks else None,
         "steps": f"{lines[0]['step']} to {lines[-1]['step']}",
     }
 
 
+def held_down(lines: Sequence[Mapping[str, Any]]) -> int:
+    """The reasons for lower clocks, on any rank, that half of the lines have."""
+    bits = [int(line.get("hardware/throttle") or 0) for line in lines]
+    often = [bit for bit in (4, 8, 32, 64, 128) if bits and 2 * sum(bool(some & bit) for some in bits) >= len(bits)]
+    return functools.reduce(operator.or_, often, 0)
+
+
 def told(recent: Mapping[str, Any], past: Mapping[str, Any]) -> str:
-    """The slow-down in words, with the layers that the numbers point to."""
+    """The slow-down in words, with the causes and the layers that the numbers point to."""
     now, before = recent["step_seconds"], past["step_seconds"]
-    why = "; ".join(causes(recent, past)) or "unknown: neither data, ranks, clocks nor memory have changed with it"
+    changed = [*causes(recent, past), *of_the_hardware(recent, past)]
+    blind = "" if recent["fresh"] else f"; {say_more(before)} would tell more"
+    why = "; ".join(changed) or f"unknown: nothing that is logged has changed with it{blind}"
     return (
         f"slow: a step takes {now:.4g} s in steps {recent['steps']}, {now / before:.2f} times the {before:.4g} s of "
         f"steps {past['steps']}; {why}"
     )
 
 
+def both(recent: Mapping[str, Any], past: Mapping[str, Any], name: str) -> tuple[float, float] | None:
+    """A value now and before, where both are known."""
+    pair = recent[name], past[name]
+    return None if None in pair else pair
+
+
 def causes(recent: Mapping[str, Any], past: Mapping[str, Any]) -> Iterator[str]:
-    """What has changed enough to explain half of the time that steps take longer."""
+    """What takes so much more of a step that it explains half of the time that steps take longer."""
     now, before = recent["step_seconds"], past["step_seconds"]
-    half = (now / before - 1) / 2
-
-    def both(name: str) -> tuple[float, float] | None:
-        pair = recent[name], past[name]
-        return None if None in pair else pair
-
-    if (waits := both("data_seconds")) and waits[0] - waits[1] >= half * before:
-        yield f"data: a step waits {waits[0]:.3g} s for its batch, and waited {waits[1]:.3g} s"
-    if (shares := both("straggler")) and shares[0] - shares[1] >= half:
+    half = (now - before) / 2
+    if (waits := both(recent, past, "data_seconds")) and waits[0] - waits[1] >= half:
+        yield f"data ({RUNTIME}): a step waits {waits[0]:.3g} s for its batch, and waited {waits[1]:.3g} s"
+    if (shares := both(recent, past, "straggler")) and (shares[0] - shares[1]) * before >= half:
         yield (
-            f"one rank: rank {recent['straggler_rank']} takes {shares[0]:.2f} times its peers' time in forward passes, "
-            f"where the slowest took {shares[1]:.2f} times"
+            f"one rank ({RUNTIME}): rank {recent['straggler_rank']} takes {shares[0]:.2f} times its peers' time in "
+            f"forward passes, where the slowest took {shares[1]:.2f} times"
         )
+    for name, cause, text in SHARES:
+        if name in PROFILED and not recent["fresh"]:
+            continue
+        if (shares := both(recent, past, name)) and shares[0] * now - shares[1] * before >= half:
+            yield f"{cause}: {text} {shares[0] * now:.3g} s of a step, and was {shares[1] * before:.3g} s"
+
+
+SHARES = (
+    *(
+        (f"exposed/{axis}", f"communication ({PLAN})", f"that of the {axis} axis, which nothing hides, is")
+        for axis in AXES
+    ),
+    ("bubble", f"bubble ({PLAN})", "waiting of pipeline ranks for each other is"),
+    ("host", f"host ({COMPILER} or {RUNTIME})", "time in which a device has nothing to do because of its host is"),
+)
+"""Metrics that are shares of a step, and what is said where one has grown."""
+
+
+def of_the_hardware(recent: Mapping[str, Any], past: Mapping[str, Any]) -> Iterator[str]:
+    """What has changed of devices and machines."""
+    half = (recent["step_seconds"] / past["step_seconds"] - 1) / 2
     reasons = words(recent["throttle"] & ~past["throttle"])
-    if (clocks := both("hardware/clock_mhz")) and clocks[0] and clocks[1] / clocks[0] - 1 >= half:
+    if (clocks := both(recent, past, "hardware/clock_mhz")) and clocks[0] and clocks[1] / clocks[0] - 1 >= half:
         because = f" ({reasons})" if reasons else ""
-        yield f"hardware: clocks fell from {clocks[1]:.0f} to {clocks[0]:.0f} MHz{because}"
+        yield f"{HARDWARE}: clocks fell from {clocks[1]:.0f} to {clocks[0]:.0f} MHz{because}"
     elif reasons:
-        yield f"hardware: clocks are held down by {reasons}"
-    if (retries := both("hardware/alloc_retries")) and retries[0] > retries[1]:
+        yield f"{HARDWARE}: clocks are held down by {reasons}"
+    if (busy := both(recent, past, "hardware/host_cpu")) and busy[0] >= max(BUSY, busy[1] + RISE):
         yield (
-            "memory: a GPU's allocator runs out of memory and gives its cache back; set activation=auto (with a "
-            "smaller activation.memory where it is set), another batch.micro_size, or "
+            f"host processors ({HARDWARE}): {busy[0]:.0%} of a machine's are busy, and {busy[1]:.0%} were: look for "
+            "other programs there"
+        )
+    if (retries := both(recent, past, "hardware/alloc_retries")) and retries[0] > retries[1]:
+        yield (
+            f"memory ({HARDWARE}): a GPU's allocator runs out of memory and gives its cache back; set activation=auto "
+            "(with a smaller activation.memory where it is set), another batch.micro_size, or "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         )

@@ -138,6 +138,11 @@ class Watchdog:
             threading.Thread(target=self._exchange, name="watchdog's store", daemon=True).start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
+    @property
+    def done(self) -> int:
+        """Steps that have been done, as far as phases were told."""
+        return self.step - (self.phase in (DATA, STEP))
+
     def enter(self, phase: str, step: int) -> None:
         """Notes that this rank has entered a phase of a step. This is what counts as progress."""
         now = time.monotonic()

@@ -29,12 +29,23 @@ from trainer.observe.sinks import reason_of, write_status
 from trainer.pages.page import write_page
 from trainer.util.extras import DISTRIBUTION
 from trainer.util.reading import Malformed, mismatch, parse_json, read_bytes, read_json, read_yaml
-from trainer.util.run_folder import DIAGNOSIS, EARLIER, LOG, METRICS_FILE, REPLACED, REPORT, SETTINGS, STARTS, STATUS
+from trainer.util.run_folder import (
+    DIAGNOSIS,
+    EARLIER,
+    LOG,
+    METRICS_FILE,
+    REPLACED,
+    REPORT,
+    SETTINGS,
+    SHORTAGE,
+    STARTS,
+    STATUS,
+)
 from trainer.util.tables import Rows
 
 RECORD = (METRICS_FILE, REPLACED, SAMPLES, STATUS, SETTINGS, STARTS, LOG, ACCOUNTS, "tokenizer", "schedule")
 """What a run leaves beside its checkpoints, without which nobody knows what they are."""
-TRACES = ("checkpoints", *RECORD, DIAGNOSIS, REPORT, "traces", "tensorboard", "wandb", "wandb-id")
+TRACES = ("checkpoints", *RECORD, DIAGNOSIS, REPORT, SHORTAGE, "traces", "tensorboard", "wandb", "wandb-id")
 """All that a run writes itself. What a launcher writes (slurm, torchrun, flight) tells of every start, and stays."""
 START = {"step": int, "processes": int, "settings": dict}
 """What a line of starts.jsonl has to have to be compared with."""

@@ -1,86 +1,110 @@
-"""Out of memory: what a run advises. Needs no torch."""
+"""Out of memory: what a run says of it, and leaves in its folder."""
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
-from trainer.config import ActivationConfig, Config
-from trainer.planning.deepspeed import check_parallel, check_settings
-from trainer.planning.estimate.sequence import TILE, choices
+import torch
 
-LONG = 16384
-"""Tokens of a sequence that is worth sharing."""
-
-
-def advice(config: Config) -> str:
-    """What to override so that a run needs less memory, least costly first: only what it does not have already, and its
-    engine takes."""
-    mode, zero = config.activation.mode, config.parallel.zero
-    stages = [stage for stage in range(zero.stage + 1, 4) if _takes(config, stage=stage)]
-    ways = [
-        *(["activation=auto (recomputes what the memory needs)"] if mode != "auto" and _takes_auto(config) else []),
-        *(["activation.memory below the peak that was predicted"] if mode == "auto" else []),
-        *(["activation=selective (keeps attention and every second product)"] if mode == "none" else []),
-        *(["activation=full"] if mode != "full" else []),
-        *_for_long_sequences(config),
-        *(["a smaller batch.micro_size (the table at the start shows it)"] if config.batch.micro_size is None else []),
-        *([f"batch.micro_size below {config.batch.micro_size}"] if (config.batch.micro_size or 1) > 1 else []),
-    ]
-    if stages:
-        ways.append(f"parallel.zero.stage={stages[0]}" + " or more" * (len(stages) > 1))
-    elif not zero.offload and zero.nvme is None and _takes(config, offload=True):
-        ways.append("parallel.zero.offload=true")
-    elif zero.nvme is None and _takes(config, nvme="FOLDER"):
-        ways.append("parallel.zero.nvme=FOLDER on a local disk")
-    if zero.engine == "torch" and zero.offload and zero.stage >= 2 and not zero.sum_on_host:
-        ways.append("parallel.zero.sum_on_host=true (slow)")
-    if config.batch.sequence_length >= LONG and _takes(config, cp=2 * config.parallel.cp):
-        ways.append(f"parallel.cp={2 * config.parallel.cp}")
-    if _takes(config, tp=2 * config.parallel.tp):
-        ways.append(f"parallel.tp={2 * config.parallel.tp}")
-    return (
-        " or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
-        if ways
-        else "a smaller model, or start more processes"
-    )
+from trainer.config import Config
+from trainer.config.hardware import HardwareConfig
+from trainer.diagnosis.evidence import Evidence, Machine
+from trainer.diagnosis.overrides import FREED, Workshop
+from trainer.diagnosis.shortage import NOTHING, Override, Shortage
+from trainer.distributed.world import World
+from trainer.observe.report import device_name, peak_memory_gib
+from trainer.observe.sinks import reason_of, write_status
+from trainer.planning.estimate.hardware import load_hardware, shipped_for
+from trainer.planning.fit import Memory
+from trainer.planning.plan import node_size
+from trainer.planning.resolve import Layout
+from trainer.util.machine import resident_memory, used_memory
+from trainer.util.memory_errors import missing_memory
 
 
-def _for_long_sequences(config: Config) -> list[str]:
-    """What `auto` would take for the tokens of a rank if nothing fitted, as far as it is not set already."""
-    parallel, batch, given = config.parallel, config.batch, copy.copy(config)
-    tokens = batch.sequence_length * (batch.micro_size or 1) / (parallel.cp * parallel.tp)
-    if tokens <= TILE:
-        return []
-    given.loss = replace(config.loss, tile=config.loss.tile or None)
-    given.activation = replace(
-        config.activation, tile=config.activation.tile or None, offload=config.activation.offload or None
-    )
-    problems = {*check_settings(config)}
-    legal = [one for one in choices(given, tokens) if {*check_settings(one)} <= problems]
-    taken = {
-        f"loss.tile={TILE}": (config.loss.tile, any(one.loss.tile for one in legal)),
-        f"activation.tile={TILE}": (config.activation.tile, any(one.activation.tile for one in legal)),
-        "activation.offload=true": (config.activation.offload, any(one.activation.offload for one in legal)),
+@contextlib.contextmanager
+def explained(config: Config, layout: Layout, world: World, memory: Memory, done: Callable[[], int]) -> Iterator[None]:
+    """Around what may run out of memory: adds what is known of it to such an error (`BaseException.add_note`), and
+    leaves it in the run's folder. done: says how many steps were."""
+    try:
+        yield
+    except Exception as error:
+        if missing := missing_memory(error):
+            with contextlib.suppress(Exception):  # whatever goes wrong here, the error is told
+                error.add_note("\n".join(tell(config, layout, world, memory, done(), missing)))
+            with contextlib.suppress(OSError):  # on any rank: the first one is ended by this, and knows no reason
+                write_status(Path(config.run.dir), "failed", done(), config.run.steps, reason_of(error))
+        raise
+
+
+def tell(config: Config, layout: Layout, world: World, memory: Memory, step: int, missing: str) -> list[str]:
+    """The lines that are to be said of memory that has run out, which are left in the run's folder."""
+    node, device = node_size(world.size), device_name(world.device)
+    capacity = memory.device or memory.host / node
+    found = Shortage(world.rank, step, missing, device, capacity, actual(world.device))
+    try:
+        workshop = workshop_of(config, layout, Machine(world.size, node, device), memory)
+        overrides = tuple(workshop.against(*FREED))
+        if (predicted := workshop.predicted) is None:
+            engine = f"parallel.zero.engine={layout.plan.engine} holds memory that the estimator does not know"
+            found = replace(found, overrides=overrides, problem=engine)
+        else:
+            full, outside = predicted.fullest, predicted.hardware.fixed * 2**30
+            planned = {**full.categories, "allocator's pools": full.pools, "outside of it": outside}
+            where = f"{full.where} of pipeline rank {full.rank}" if layout.plan.pp > 1 else full.where
+            fits = predicted.fits == "yes"
+            found = replace(found, planned=planned, where=where, explained=not fits, overrides=overrides)
+    except Exception as error:
+        found = replace(found, problem=f"the estimator failed ({reason_of(error)})")
+    with contextlib.suppress(OSError):
+        found.write(Path(config.run.dir))
+    return [*found.facts, *found.ways]
+
+
+def workshop_of(config: Config, layout: Layout, machine: Machine, memory: Memory) -> Workshop:
+    """What tries overrides on a run that lacks memory."""
+    lacking = {"status": "failed", "reason": "MemoryError"}
+    hardware = with_memory(load_hardware(shipped_for(machine.device)), memory, machine)
+    folder = Path(config.run.dir)
+    known = Evidence(folder, config=config, layout=layout, machine=machine, hardware=hardware, status=lacking)
+    return Workshop(known, None, memory.host)
+
+
+def with_memory(hardware: HardwareConfig, memory: Memory, machine: Machine) -> HardwareConfig:
+    """A kind of machine with the memory that a process has here."""
+    return replace(hardware, memory=(memory.device or memory.host / machine.node) / 2**30)
+
+
+def ways_out(config: Config, layout: Layout, machine: Machine, memory: Memory) -> str:
+    """What to set so that a run fits, in words."""
+    found: list[Override] = workshop_of(config, layout, machine, memory).against(*FREED)
+    return "set " + ", or ".join(f"{one.text} ({one.told})" for one in found) if found else NOTHING
+
+
+def actual(device: torch.device) -> dict[str, float]:
+    """Bytes that are taken: of a GPU as its allocator counts them, and what it does not see; on CPUs of the process,
+    and of the machine."""
+    if device.type != "cuda":
+        found = {"process at its peak": peak_memory_gib(device) * 2**30}
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            found |= {"process": resident_memory(), "machine": used_memory()}
+        return found
+    stats, (free, total) = torch.cuda.memory_stats(device), torch.cuda.mem_get_info(device)
+    reserved = stats["reserved_bytes.all.current"]
+    return {
+        "allocated": stats["allocated_bytes.all.current"],
+        "allocated at the peak": stats["allocated_bytes.all.peak"],
+        "reserved": reserved,
+        "reserved at the peak": stats["reserved_bytes.all.peak"],
+        "outside of the allocator, other programs included": max(0, total - free - reserved),
     }
-    ways = [(name, before) for name, (before, after) in taken.items() if after and not before]
-    return [name + " (where auto has not taken it)" * (before is None) for name, before in ways]
 
 
-def _takes(config: Config, **changes: Any) -> bool:
-    """Whether the engine still runs the plan after `changes` of it or of its section `zero`."""
-    changed = copy.deepcopy(config)
-    for name, value in changes.items():
-        setattr(changed.parallel.zero if hasattr(changed.parallel.zero, name) else changed.parallel, name, value)
-    before, after = (
-        {*check_parallel(some.parallel, some.parallel.shard, 1), *check_settings(some)} for some in (config, changed)
-    )
-    return after <= before
-
-
-def _takes_auto(config: Config) -> bool:
-    """Whether `activation=auto` may choose less than the run has. It replaces what is said of operations and layers."""
-    changed = copy.copy(config)
-    changed.activation = ActivationConfig(mode="auto")
-    return config.activation.mode != "full" and {*check_settings(changed)} <= {*check_settings(config)}
+def message(error: BaseException, missing: str) -> str:
+    """What a process says that ends for lack of memory."""
+    notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
+    return "\n  ".join([f"out of memory on rank {os.environ.get('RANK', 0)}: {missing}", *notes])

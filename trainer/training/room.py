@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from trainer.config import Config, ConfigError
 from trainer.config.hardware import HardwareConfig
+from trainer.diagnosis.evidence import Machine
 from trainer.observe.report import device_name
 from trainer.planning.estimate.hardware import load_hardware, shipped_for
 from trainer.planning.estimate.recompute import decided
@@ -16,7 +17,7 @@ from trainer.planning.estimate.sequence import SHARE, Room, limit_of, recompute,
 from trainer.planning.fit import Memory
 from trainer.planning.gradient_comm import reduces_once
 from trainer.planning.resolve import Layout
-from trainer.training.out_of_memory import advice
+from trainer.training.out_of_memory import ways_out
 from trainer.util.tables import duration, size
 
 
@@ -63,10 +64,14 @@ class Undecided:
         whole = limit if given else room.device or room.host
         if one.peak > whole and not config.run.force:
             there = f"activation.memory={self.config.activation.memory:g}" if given else f"there are {size(whole)}"
+            place, memory = Machine(plan.world, self.node, self.hardware.device), self.memory
+            ways = ways_out(self.config, layout, place, replace(memory, device=int(whole) if memory.device else None))
+            if given:
+                ways = f"set activation.memory={1.01 * one.peak / 2**30:.3g}, which would do, or {ways}"
             raise ConfigError(
                 f"activation.mode=auto: nothing fits: the least that a step is predicted to take is {size(one.peak)} a "
-                f"rank ({recompute(config.activation)}), and {there}; set {advice(config)}, or go on all the same with "
-                "run.force=true"
+                f"rank ({recompute(config.activation)}), and {there}; {ways}, "
+                "or go on all the same with run.force=true"
             )
         return [
             f"activation=auto chose {recompute(config.activation)}: predicted step {duration(one.seconds)}, peak "

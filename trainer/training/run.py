@@ -22,7 +22,6 @@ from trainer.distributed.channels import PeerError
 from trainer.distributed.world import World, join, local_device
 from trainer.model.initial import Weights
 from trainer.observe import flight, metrics
-from trainer.observe.sinks import reason_of, write_status
 from trainer.parallel.engine import check_engine
 from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.planning.batch import BatchPlan, training_steps
@@ -32,7 +31,7 @@ from trainer.planning.resolve import check, resolve
 from trainer.training.auto_schedule import saved_choice
 from trainer.training.history import settle_status, way_on
 from trainer.training.ledger import NonFinite
-from trainer.training.out_of_memory import advice
+from trainer.training.out_of_memory import explained, message
 from trainer.training.recorded import check_recording
 from trainer.training.room import Undecided, free_memory
 from trainer.training.saving import Start
@@ -107,13 +106,8 @@ def run(config: Config) -> Result:
             say_done(config, start, world)
             code = DONE
         else:
-            try:
-                trainer = Trainer(config, layout, weights, corpus, world, watchdog, start, clock)
-            except Exception as error:
-                if world.rank == 0 and missing_memory(error):  # before there was a log: a model too big for its plan
-                    write_status(folder, "failed", start.step, config.run.steps, reason_of(error))
-                raise
-            code = trainer.train()
+            with explained(config, layout, world, memory, lambda: max(start.step, watchdog.done)):
+                code = Trainer(config, layout, weights, corpus, world, watchdog, start, clock).train()
     if not joined_before:  # not after a failure: other ranks may still wait in a collective
         dist.destroy_process_group()
     return Result(folder, code)
@@ -155,8 +149,7 @@ def main(config: Config) -> int:
         if (missing := missing_memory(error)) is None:
             raise
         get_error_handler().record_exception(error)  # for torchrun's report, which names the first rank that failed
-        text = f"out of memory on rank {os.environ.get('RANK', 0)}: {missing}. To need less, set {advice(config)}"
-        print(text, file=sys.stderr, flush=True)
+        print(message(error, missing), file=sys.stderr, flush=True)
         return FAILED
 
 

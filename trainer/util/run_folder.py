@@ -7,7 +7,7 @@ from pathlib import Path
 
 METRICS_FILE, REPLACED, STATUS, LOG = "metrics.jsonl", "metrics-replaced.jsonl", "status.json", "console.log"
 STARTS, SETTINGS, EARLIER = "starts.jsonl", "config.yaml", "earlier"
-DIAGNOSIS, REPORT = "diagnosis.json", "report.html"
+DIAGNOSIS, REPORT, SHORTAGE = "diagnosis.json", "report.html", "out_of_memory.json"
 
 
 def labels(folders: Sequence[Path]) -> list[str]:

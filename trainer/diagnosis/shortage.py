@@ -1,0 +1,137 @@
+"""What a run leaves that memory ran out of: what was planned, what was taken, and what to override."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.util.files import write_atomic
+from trainer.util.reading import Malformed, printable, read_json
+from trainer.util.run_folder import SHORTAGE
+from trainer.util.tables import size
+
+FORMAT = 1
+"""Of out_of_memory.json."""
+
+NOTHING = "start more processes, or take a smaller model"
+"""Where no override helps."""
+
+
+@dataclass(frozen=True)
+class Override:
+    """text: what to put behind the run's command line, for this model and plan. seconds: of the step, predicted; None
+    where nothing predicts it. note: what else it changes. memory: GiB of the fullest rank, predicted; relative: the
+    step as a multiple of what it takes now, predicted."""
+
+    text: str
+    seconds: float | None = None
+    note: str = ""
+    memory: float | None = None
+    relative: float | None = None
+
+    @property
+    def told(self) -> str:
+        """What it is predicted to need and to take, and its note."""
+        parts = [
+            f"{size(self.memory * 2**30)} a rank" if self.memory is not None else "",
+            f"step x {self.relative:.2f}" if self.relative is not None else "",
+            self.note,
+        ]
+        return ", ".join(filter(None, parts))
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Memory that ran out. Sizes in bytes.
+
+    rank: on which; step: optimizer steps that were done; error: what it said. capacity: of the device, or of the
+    machine for each process. planned: of the fullest rank at its fullest moment (`where`), by category; empty where it
+    is not known, and `problem` says why. explained: whether the plan is predicted to need about what there is, or more.
+    actual: what was taken on this rank, by what counts it."""
+
+    rank: int
+    step: int
+    error: str
+    device: str
+    capacity: float
+    actual: Mapping[str, float]
+    planned: Mapping[str, float] = field(default_factory=dict)
+    where: str = ""
+    explained: bool = True
+    overrides: tuple[Override, ...] = ()
+    problem: str = ""
+
+    @property
+    def facts(self) -> list[str]:
+        """What is to be said of the memory that was lacking."""
+        said = []
+        if self.planned:
+            whole = f"sum {size(sum(self.planned.values()))} of {size(self.capacity)}"
+            said.append(f"planned on the fullest rank, at {self.where}: {_sizes(self.planned)}; {whole}")
+        else:
+            said.append(f"nothing is predicted of it: {self.problem}")
+        said.append(f"actual on rank {self.rank}: {_sizes(self.actual)}")
+        if not self.explained:
+            said.append(
+                "the plan alone is predicted to fit: look at what else takes memory (other programs, a loss term or a "
+                "callback of one's own), or leave it more"
+            )
+        return said
+
+    @property
+    def ways(self) -> list[str]:
+        """What to override, a line each."""
+        if not self.overrides:
+            return [f"no override is known that needs less and fits: {NOTHING}"]
+        predicted = "predicted to fit" if self.planned and self.explained else "needs less"
+        return [f"{predicted}: {one.text}" + f"  ({one.told})" * bool(one.told) for one in self.overrides]
+
+    def write(self, folder: Path) -> None:
+        """Leaves it in the run's folder. Raises `OSError`."""
+        content = {"format": FORMAT, **dataclasses.asdict(self)}
+        write_atomic(folder / SHORTAGE, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def _sizes(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {size(value)}" for name, value in values.items() if value >= 1)
+
+
+_NUMBER = (int, float)
+_MAYBE = (int, float, type(None))
+_SHAPE = {
+    "rank": int,
+    "step": int,
+    "error": str,
+    "device": str,
+    "capacity": _NUMBER,
+    "actual": {str: _NUMBER},
+    "planned": {str: _NUMBER},
+    "where": str,
+    "explained": bool,
+    "overrides": [{"text": str, "seconds": _MAYBE, "note": str, "memory": _MAYBE, "relative": _MAYBE}],
+    "problem": str,
+}
+
+
+def read(folder: Path) -> Shortage | None:
+    """What the last start of a run that lacked memory has left; None where there is none, or something else."""
+    with contextlib.suppress(OSError, Malformed):
+        content = read_json(folder / SHORTAGE, _SHAPE, "")
+        given: dict[str, Any] = {entry.name: content[entry.name] for entry in dataclasses.fields(Shortage)}
+        given["overrides"] = tuple(
+            Override(
+                printable(one["text"]),
+                one.get("seconds"),
+                printable(one["note"]),
+                one.get("memory"),
+                one.get("relative"),
+            )
+            for one in content["overrides"][:10]
+        )
+        return Shortage(**given)
+    return None
