@@ -296,8 +296,7 @@ def run_layers(world: World, plan: Plan, lengths: list[int], hardware: str) -> I
                 result["tflops"] = flops * length / seconds / 1e12 if not packing else None
             else:
                 silent = timed(lambda context=context: step(silenced(context)), 2) / count
-                sent = traffic(attention, context.plan, length, 1)
-                predicted = 2 * (sent.inner + sent.outer) / bandwidth
+                predicted = 2 * traffic(attention, context.plan, length, 1, again=1).all / bandwidth
                 result |= {
                     "speedup": alone / seconds,
                     "exposed": 1 - silent / seconds,

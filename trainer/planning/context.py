@@ -8,19 +8,35 @@ heads of all their tokens; the `outer` ranks with one place in their runs gather
 from __future__ import annotations
 
 import math
+import random
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from statistics import mean
 from typing import NamedTuple
 
 from trainer.config import Config, ConfigError, ContextConfig
 from trainer.config.fields import divisors
+from trainer.config.hardware import AchievedConfig
 from trainer.config.model import AttentionSpec, ModelSpec
+from trainer.planning.cost.flops import attention_flops, seen_keys
+from trainer.planning.cost.layers import ATTENTION_BACKWARD
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.plan import Plan, cuts
 
 BETWEEN_NODES = 8.0
 """What a byte between nodes costs over one inside a node where no hardware is named: 370 over 45 GB/s, H200 with
 NVLink and 400 Gbit/s a GPU."""
+
+ELEMENT = 4200.0
+"""FLOPs of attention that take as long as an element in bf16 takes to arrive from the same node, where no hardware is
+named: 475 TFLOP/s and 225 GB/s, of an H200."""
+
+DOCUMENTS, DRAWS = (8100.0, 18900.0), 8
+"""Median and mean of the tokens of packed documents, where an order's balance depends on them: lognormal, as long as
+documents are for which sequences are shared. How often they are drawn."""
 
 ROWS = {"contiguous": 1, "zigzag": 2}
 """Runs of tokens that each rank holds, where the order says it."""
@@ -75,30 +91,101 @@ def divided(heads: int, most: int) -> int:
     return most
 
 
-class Traffic(NamedTuple):
-    """Elements that a rank receives for one sequence in a layer's forward and backward pass, among the inner and the
-    outer ranks. What recompute repeats is not among them: without it, backward gathers again instead."""
+class Passes(NamedTuple):
+    """Elements that a rank receives for one sequence in a layer's forward pass, and in its backward pass."""
 
-    inner: float
     forward: float
     backward: float
 
     @property
-    def outer(self) -> float:
+    def both(self) -> float:
         return self.forward + self.backward
 
 
-def traffic(attention: AttentionSpec, context: Context, length: int, tp: int) -> Traffic:
-    """What a layer sends. length: of the whole sequence; tp: tensor-parallel ranks."""
+class Traffic(NamedTuple):
+    """What a rank receives among the inner and among the outer ranks."""
+
+    inner: Passes
+    outer: Passes
+
+    @property
+    def all(self) -> float:
+        return self.inner.both + self.outer.both
+
+
+def traffic(
+    attention: AttentionSpec, context: Context, length: int, tp: int, again: float, compiled: bool = False
+) -> Traffic:
+    """What a layer sends. length: of the whole sequence; tp: tensor-parallel ranks; again: how often the backward pass
+    runs attention's block again, and with it all that is sent in the forward pass (`Remaining.attends`).
+
+    Where it does not, an eager layer gathers keys again all the same, and a compiled one has kept them."""
     inner, outer, size = context.inner, context.outer, attention.head_dim
     own, heads, keys = length / (inner * outer), attention.heads / tp, max(attention.kv_heads / tp, 1)
     exchanged = (2 * heads + 2 * max(keys, inner)) * size * own * (inner - 1) / inner
+    among_inner = Passes(exchanged, (1 + again) * exchanged)
     token = 2 * max(keys / inner, 1) * size  # keys and values
     if before := context.fetched(attention.window, length):
-        moved = token * before * context.rows(length)
-        return Traffic(2 * exchanged, moved, moved)
+        moved = token * before * min(context.rows(length), outer - 1)  # of two ranks one has neighbouring runs
+        return Traffic(among_inner, Passes(moved, (1 + again) * moved))
     gathered = token * own * inner * (outer - 1)
-    return Traffic(2 * exchanged, gathered, 2 * gathered)  # gathered again, and gradients summed over ranks
+    # Gradients are summed over ranks.
+    return Traffic(among_inner, Passes(gathered, (1 + (again if compiled else 1)) * gathered))
+
+
+KERNELS = ("attention", "last_queries", "block_mask")
+
+
+def kernel(attention: AttentionSpec, context: Context | None, length: int, masked: bool) -> str:
+    """What computes a layer's attention on a GPU: `attention` for whole sequences, `last_queries` for queries that are
+    not the first of their keys, `block_mask` for any mask. What they reach: `AchievedConfig.of_attention`. masked:
+    whether documents are."""
+    if masked or 0 < attention.window < length or attention.soft_cap:
+        return "block_mask"
+    if context is None or context.outer == 1:
+        return "attention"
+    return "block_mask" if context.order == "blocks" else "last_queries"
+
+
+@lru_cache(1024)
+def balance(context: Context | None, length: int, window: int, masked: bool) -> float:
+    """Keys that the queries of the busiest rank see in a layer with this window (0: none), over the mean of all ranks.
+    masked: whether documents are, in which case those of `DOCUMENTS` are drawn."""
+    if context is None or context.outer == 1:
+        return 1.0
+    drawn = [packed(length, draw) for draw in range(DRAWS)] if masked else [[0]]
+    work = [_work(context, length, window or length, starts) for starts in drawn]
+    return mean(max(ranks) * context.outer / sum(ranks) for ranks in work)
+
+
+def _work(context: Context, length: int, window: int, starts: list[int]) -> list[float]:
+    """Keys that the queries of each outer rank see. starts: first places of documents."""
+
+    def own(queries: int) -> float:  # of the first queries of a document
+        short = min(queries, window)
+        return short * (short + 1) / 2 + (queries - short) * window
+
+    sums = [0.0, *accumulate(own(stop - start) for start, stop in zip(starts, starts[1:]))]
+
+    def seen(place: int) -> float:
+        number = bisect_right(starts, place) - 1
+        return sums[number] + own(place - starts[number])
+
+    size, outer = context.run(length), context.outer
+    ends = [seen(place) for place in range(0, length + 1, size)]
+    runs = [end - start for start, end in zip(ends, ends[1:])]
+    rows = [runs[start : start + outer] for start in range(0, len(runs), outer)]
+    return [sum(parts) for parts in zip(*(row[::-1] if number % 2 else row for number, row in enumerate(rows)))]
+
+
+def packed(length: int, seed: int) -> list[int]:
+    """First places of the documents of a sequence, drawn."""
+    median, average = DOCUMENTS
+    spread = math.sqrt(2 * math.log(average / median))
+    generator, starts = random.Random(seed), [0]
+    while (place := starts[-1] + 1 + int(generator.lognormvariate(math.log(median), spread))) < length:
+        starts.append(place)
+    return starts
 
 
 def gathered(attention: AttentionSpec, context: Context, length: int, tp: int) -> float:
@@ -135,20 +222,29 @@ def resolve_context(config: Config, spec: ModelSpec, plan: Plan, node: int) -> C
         between = [n for n in divisors(plan.cp)[1:-1] if n in legal and inside % n == 0]
         chosen = context(asked.inner or (between[-1] if between else 1))
     else:
+        far = BETWEEN_NODES if plan.cp * plan.tp > node else 1.0
 
         def cost(one: Context) -> float:
-            far = BETWEEN_NODES if plan.cp * plan.tp > node else 1.0
-            sent = [traffic(attention, one, length, plan.tp) for attention in layers]
-            return sum(layer.inner + far * layer.outer for layer in sent)
+            return sum(_cost(layer, one, length, plan, config.data.mask_documents, far) for layer in layers)
 
         fitting = [n for n in legal if inside % n == 0 and (n < plan.cp or asked.order == "auto")]
-        if plan.cp in fitting and plan.cp * plan.tp <= min(a.kv_heads for a in layers) and not windows:
-            fitting = [plan.cp]  # without copies of keys; whole sequences are balanced, and go to one GPU's kernels
-        chosen = min(map(context, fitting), key=cost)
+        ways = [context(n) for n in fitting]
+        dealt = [one for one in ways if not any(_check_length(one, length, plan, layers, asked))]
+        chosen = min(dealt or ways, key=cost)
     problems = [*_check(asked, plan, layers, legal, chosen), *_check_length(chosen, length, plan, layers, asked)]
     if problems:
         raise ConfigError(problems)
     return chosen
+
+
+def _cost(layer: AttentionSpec, context: Context, length: int, plan: Plan, masked: bool, far: float) -> float:
+    """What attention of a layer and all that is sent for it takes, in FLOPs of attention at its best. far: what an
+    element among outer ranks costs. As if it were recomputed: what is, may be decided later, by what fits."""
+    share, again = AchievedConfig().of_attention(kernel(layer, context, length, masked)), 1.0
+    computed = attention_flops(layer, seen_keys(length, layer.window), plan.tp) * length / plan.cp
+    computed *= (1 + again + ATTENTION_BACKWARD) * balance(context, length, layer.window, masked) / share
+    sent = traffic(layer, context, length, plan.tp, again)
+    return computed + ELEMENT * (sent.inner.both + far * sent.outer.both)
 
 
 def _mostly_windows(layers: list[AttentionSpec], cp: int, length: int) -> bool:
