@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import settings, shipped
@@ -18,7 +19,8 @@ from trainer.config.model import ModelSpec
 from trainer.model.attention import first_seen
 from trainer.model.context import ContextGroup
 from trainer.observe.report import sharing
-from trainer.planning.context import DOCUMENTS, DRAWS, Context, balance, packed, resolve_context, traffic
+from trainer.planning.context import DOCUMENTS, DRAWS, Context, balance, packed, traffic
+from trainer.planning.context_choice import resolve_context
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.memory import peaks
 from trainer.planning.estimate.plans import rank_plans
@@ -112,6 +114,16 @@ CHOSEN = [  # model, processes, node, settings -> method, order
     ("windows are fetched", spec_of(32, 8, 64, 64, 0), 4, 4, {"cp": 4}, (1, 4, "zigzag")),
     ("documents", spec_of(32, 1), 2, 2, {"cp": 2, "mask": True}, (1, 2, "blocks")),
     ("documents and windows", spec_of(32, 8, 64, 64, 0), 2, 2, {"cp": 2, "mask": True}, (1, 2, "zigzag")),
+    (
+        "halo keeps runs",
+        spec_of(32, 8, 64, 0),
+        2,
+        2,
+        {"cp": 2, "context__method": "halo", "mask": True},
+        (1, 2, "zigzag"),
+    ),
+    ("blocks are not cut", spec_of(32, 1), 2, 2, {"cp": 2, "mask": True, "length": 4092}, (1, 2, "zigzag")),
+    ("a block means blocks", spec_of(32, 8), 2, 2, {"cp": 2, "mask": True, "context__block": 64}, (1, 2, "blocks")),
     ("an order means gathering", spec_of(32, 8), 8, 8, {"cp": 8, "context__order": "zigzag"}, (4, 2, "zigzag")),
 ]
 
@@ -256,14 +268,19 @@ REFUSED = [  # processes, model, settings, words, a legal neighbour that they na
         2,
         spec_of(4, 2),
         {"cp": 2, "context__method": "gather", "length": 30},
-        ["batch.sequence_length=30", "zigzag order", "28 or 32"],
+        ["batch.sequence_length=30", "zigzag order", "set batch.sequence_length=28, or batch.sequence_length=32"],
         {"cp": 2, "context__method": "gather", "length": 32},
     ),
     (
         2,
         spec_of(4, 2),
         {"cp": 2, "context__order": "blocks", "length": 500},
-        ["batch.sequence_length=500", "blocks order", "legal: 256 or 512", "parallel.context.block"],
+        [
+            "batch.sequence_length=500",
+            "blocks order",
+            "=256, or batch.sequence_length=512",
+            "parallel.context.block=125",
+        ],
         {"cp": 2, "context__order": "blocks", "length": 512},
     ),
     (4, spec_of(4, 2), {"cp": 2, "tp": 2, "length": 510}, ["parallel.cp=2 x parallel.tp=2", "508 or 512"], {"cp": 2}),
@@ -271,7 +288,7 @@ REFUSED = [  # processes, model, settings, words, a legal neighbour that they na
         8,
         spec_of(4, 2),
         {"cp": 8, "context__method": "heads"},
-        ["method=heads", "heads=4, kv_heads=2", "parallel.cp=1 or 2 or 4", "method=gather"],
+        ["method=heads", "heads=4, kv_heads=2", "set parallel.cp=4, or parallel.context.method=gather"],
         {"cp": 8, "context__method": "gather"},
     ),
     (
@@ -285,14 +302,14 @@ REFUSED = [  # processes, model, settings, words, a legal neighbour that they na
         2,
         spec_of(4, 2),
         {"cp": 2, "context__method": "both"},
-        ["method=both", "parallel.cp=2", "set method=gather or heads"],
+        ["method=both", "parallel.cp=2", "method=gather, or parallel.context.method=heads"],
         {"cp": 2, "context__method": "heads"},
     ),
     (
         4,
         spec_of(4, 2),
         {"cp": 4, "context__method": "both", "context__inner": 3},
-        ["parallel.context.inner=3", "legal: parallel.context.inner=2"],
+        ["parallel.context.inner=3", "set parallel.context.inner=2, or"],
         {"cp": 4, "context__method": "both", "context__inner": 2},
     ),
     (
@@ -317,6 +334,41 @@ REFUSED = [  # processes, model, settings, words, a legal neighbour that they na
         ["method=halo", "order=zigzag"],
         {"cp": 2, "context__method": "halo", "context__order": "zigzag"},
     ),
+    (
+        4,
+        spec_of(6, 3),
+        {"cp": 4, "context__method": "both"},
+        ["heads=6, kv_heads=3", "set parallel.context.method=gather"],
+        {"cp": 4, "context__method": "gather"},
+    ),
+    (
+        1,
+        spec_of(4, 2),
+        {"cp": 1, "context__method": "heads", "context__groups": 2},
+        ["method=heads", "groups=2", "parallel.cp=1", "set parallel.context.method=auto parallel.context.groups=4"],
+        {"cp": 1},
+    ),
+    (
+        2,
+        spec_of(4, 2),
+        {"cp": 2, "context__method": "gather", "context__block": 64},
+        ["block=64 has no meaning in zigzag order", "set parallel.context.block=128, or parallel.context.order=blocks"],
+        {"cp": 2, "context__method": "gather", "context__block": 64, "context__order": "blocks"},
+    ),
+    (
+        2,
+        spec_of(4, 2),
+        {"cp": 2, "context__method": "heads", "context__groups": 1},
+        ["groups=1 has no meaning", "method=heads", "set parallel.context.groups=4, or parallel.context.method=gather"],
+        {"cp": 2, "context__groups": 1},
+    ),
+    (
+        2,
+        spec_of(4, 2),
+        {"cp": 2, "context__method": "both", "context__inner": 2, "context__block": 64, "mask": True},
+        ["method=both with", "set parallel.context.method=gather parallel.context.inner=null"],
+        {"cp": 2, "context__block": 64, "mask": True},
+    ),
     (4, spec_of(4, 2), {"cp": 2, "shard": 3, "zero__stage": 3}, ["4 data- and context-parallel ranks"], {"cp": 2}),
     (
         2,
@@ -329,20 +381,74 @@ REFUSED = [  # processes, model, settings, words, a legal neighbour that they na
 ]
 
 
+def problems_of(spec: ModelSpec, world: int, changes: dict[str, Any], node: int | None = None) -> list[str]:
+    """What is wrong with settings by path, on `world` processes."""
+    config = changed(Config(), {"batch__sequence_length": 2048, **changes})
+    for name, value in vars(spec).items():
+        setattr(config.model, name, value)
+    config.data.vocab_size = 16
+    config.data.tokenizer = "bpe"
+    return [text for text in check(config, world, node) if "vocab" not in text]
+
+
 @pytest.mark.parametrize("world, spec, settings, words, legal", REFUSED, ids=[str(case[2]) for case in REFUSED])
 def test_refusals_name_the_setting_and_a_way_out(world, spec, settings, words, legal):
     def problems(settings: dict[str, Any]) -> list[str]:
-        paths = {f"parallel__{name}": value for name, value in settings.items() if name != "length"}
-        config = changed(Config(), {"batch__sequence_length": settings.get("length", 2048), **paths})
-        for name, value in vars(spec).items():
-            setattr(config.model, name, value)
-        config.data.vocab_size = 16
-        config.data.tokenizer = "bpe"
-        return [text for text in check(config, world) if "vocab" not in text]
+        paths = {"length": "batch__sequence_length", "mask": "data__mask_documents"}
+        return problems_of(spec, world, {paths.get(name, f"parallel__{name}"): settings[name] for name in settings})
 
     found = "; ".join(problems(settings))
     assert all(word in found for word in words), found
     assert not problems(legal)
+
+
+def ways_out(problem: str) -> list[dict[str, Any]]:
+    """The settings that a refusal names, by path."""
+    ways = problem.partition("; set ")[2].split(", or ")
+    return [
+        {name.replace(".", "__"): yaml.safe_load(value) for name, value in (word.split("=") for word in way.split())}
+        for way in ways
+    ]
+
+
+@st.composite
+def asked(draw: st.DrawFn) -> tuple[ModelSpec, int, int, dict[str, Any]]:
+    """Model, processes, processes of a node, settings."""
+    kv_heads, cp, tp = (
+        draw(st.sampled_from([1, 2, 3, 4])),
+        draw(st.sampled_from([1, 2, 3, 4, 6, 8])),
+        draw(st.integers(1, 2)),
+    )
+    spec = spec_of(
+        kv_heads * draw(st.integers(1, 6)), kv_heads, *draw(st.lists(st.sampled_from([0, 5, 90]), max_size=3))
+    )
+    world = cp * tp * draw(st.integers(1, 2))
+    lengths = st.one_of(st.sampled_from([1536, 2048, 4096]), st.integers(1, 300).map(lambda n: n * cp * tp))
+    settings = {
+        "parallel__cp": cp,
+        "parallel__tp": tp,
+        "parallel__dp": draw(st.sampled_from([-1, world // cp // tp])),
+        "parallel__context__method": draw(st.sampled_from(["auto", "gather", "heads", "halo", "both"])),
+        "parallel__context__order": draw(st.sampled_from(["auto", "auto", "auto", "contiguous", "zigzag", "blocks"])),
+        "parallel__context__inner": draw(st.sampled_from([None] * 6 + [2, 3])),
+        "parallel__context__block": draw(st.sampled_from([128] * 6 + [64])),
+        "parallel__context__groups": draw(st.sampled_from([4] * 6 + [2])),
+        "batch__sequence_length": draw(lengths),
+        "batch__global_size": draw(st.sampled_from([None, world // cp // tp])),
+        "data__mask_documents": draw(st.booleans()),
+    }
+    return spec, world, draw(st.sampled_from([world, max(world // 2, tp)])), settings
+
+
+@given(asked())
+def test_every_way_out_is_legal(case):
+    """Where one thing is wrong, each way that is named leads to a plan."""
+    spec, world, node, settings = case
+    problems = problems_of(spec, world, settings, node)
+    if len(problems) == 1 and ("parallel.context" in problems[0] or "dealt out" in problems[0]):
+        for way in ways_out(problems[0]):
+            assert way, problems
+            assert not problems_of(spec, world, settings | way, node), (problems, way)
 
 
 def test_an_unknown_model_is_not_judged():

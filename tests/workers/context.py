@@ -130,7 +130,10 @@ def shared(model: Transformer, way: str, spec: ModelSpec, masked: bool, world: W
     config.batch.sequence_length, config.data.mask_documents = LENGTH, masked
     config.parallel.cp, context = size, config.parallel.context
     context.method, context.order, context.inner = WAYS[way]
-    context.block, context.groups = 4, groups
+    if context.order == "blocks":
+        context.block = 4
+    if context.method != "heads":
+        context.groups = groups
     plan = resolve_plan(config.parallel, RANKS, spec)
     share_sequences(model, config, spec, plan, world)
     Counted.seen, Counted.received = Counter(), Counter()

@@ -10,29 +10,13 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from statistics import mean
 from typing import NamedTuple
 
-from trainer.config import Config, ConfigError, ContextConfig
-from trainer.config.fields import divisors
-from trainer.config.hardware import AchievedConfig
-from trainer.config.model import AttentionSpec, ModelSpec
-from trainer.planning.cost.flops import attention_flops, seen_keys
-from trainer.planning.cost.layers import ATTENTION_BACKWARD
-from trainer.planning.cost.parameters import layer_specs
-from trainer.planning.plan import Plan, cuts
-
-BETWEEN_NODES = 8.0
-"""What a byte between nodes costs over one inside a node where no hardware is named: 370 over 45 GB/s, H200 with
-NVLink and 400 Gbit/s a GPU."""
-
-ELEMENT = 4200.0
-"""FLOPs of attention that take as long as an element in bf16 takes to arrive from the same node, where no hardware is
-named: 475 TFLOP/s and 225 GB/s, of an H200."""
+from trainer.config.model import AttentionSpec
 
 DOCUMENTS, DRAWS = (8100.0, 18900.0), 8
 """Median and mean of the tokens of packed documents, where an order's balance depends on them: lognormal, as long as
@@ -193,109 +177,3 @@ def gathered(attention: AttentionSpec, context: Context, length: int, tp: int) -
     if context.outer == 1 or context.fetched(attention.window, length):
         return 0.0
     return 2 * max(max(attention.kv_heads / tp, 1) / context.inner, 1) * attention.head_dim * length
-
-
-def resolve_context(config: Config, spec: ModelSpec, plan: Plan, node: int) -> Context | None:
-    """How sequences are shared under a plan on nodes of `node` processes; None where they are not. Raises `ConfigError`
-    with the way out."""
-    if plan.cp == 1:
-        return None
-    asked, length = config.parallel.context, config.batch.sequence_length
-    layers = [layer.attention for layer in layer_specs(spec)]
-    order = asked.order if asked.order != "auto" else "blocks" if config.data.mask_documents else "zigzag"
-    windows = _mostly_windows(layers, plan.cp, length)
-    if asked.order == "auto" and (length % (plan.cp * asked.block) or windows):
-        order = "zigzag"
-
-    def context(inner: int) -> Context:
-        # One rank alone has one run.
-        mine = order if inner < plan.cp else "contiguous"
-        return Context(inner, plan.cp // inner, mine, asked.block, asked.method != "gather", asked.groups)
-
-    inside = math.gcd(plan.cp, max(node // plan.tp, 1))  # neighbours on one node
-    legal = [n for n in divisors(plan.cp) if all(cuts(a.heads, a.kv_heads, plan.tp * n) for a in layers)]
-    if asked.method in ("gather", "halo"):
-        chosen = context(1)
-    elif asked.method == "heads":
-        chosen = context(plan.cp)
-    elif asked.method == "both":
-        between = [n for n in divisors(plan.cp)[1:-1] if n in legal and inside % n == 0]
-        chosen = context(asked.inner or (between[-1] if between else 1))
-    else:
-        far = BETWEEN_NODES if plan.cp * plan.tp > node else 1.0
-
-        def cost(one: Context) -> float:
-            return sum(_cost(layer, one, length, plan, config.data.mask_documents, far) for layer in layers)
-
-        fitting = [n for n in legal if inside % n == 0 and (n < plan.cp or asked.order == "auto")]
-        ways = [context(n) for n in fitting]
-        dealt = [one for one in ways if not any(_check_length(one, length, plan, layers, asked))]
-        chosen = min(dealt or ways, key=cost)
-    problems = [*_check(asked, plan, layers, legal, chosen), *_check_length(chosen, length, plan, layers, asked)]
-    if problems:
-        raise ConfigError(problems)
-    return chosen
-
-
-def _cost(layer: AttentionSpec, context: Context, length: int, plan: Plan, masked: bool, far: float) -> float:
-    """What attention of a layer and all that is sent for it takes, in FLOPs of attention at its best. far: what an
-    element among outer ranks costs. As if it were recomputed: what is, may be decided later, by what fits."""
-    share, again = AchievedConfig().of_attention(kernel(layer, context, length, masked)), 1.0
-    computed = attention_flops(layer, seen_keys(length, layer.window), plan.tp) * length / plan.cp
-    computed *= (1 + again + ATTENTION_BACKWARD) * balance(context, length, layer.window, masked) / share
-    sent = traffic(layer, context, length, plan.tp, again)
-    return computed + ELEMENT * (sent.inner.both + far * sent.outer.both)
-
-
-def _mostly_windows(layers: list[AttentionSpec], cp: int, length: int) -> bool:
-    """Whether most layers have a window that fits into a run of zigzag order."""
-    return 2 * sum(1 < layer.window <= length // (2 * cp) + 1 for layer in layers) > len(layers)
-
-
-def _check(
-    asked: ContextConfig, plan: Plan, layers: list[AttentionSpec], legal: list[int], chosen: Context
-) -> Iterator[str]:
-    name = f"parallel.context.method={asked.method}"
-    heads = f"heads={layers[0].heads}, kv_heads={layers[0].kv_heads}" + f" and parallel.tp={plan.tp}" * (plan.tp > 1)
-    if asked.method == "heads" and plan.cp not in legal:
-        yield (
-            f"{name} cannot share {heads} over parallel.cp={plan.cp} ranks; legal: parallel.cp="
-            f"{' or '.join(map(str, legal))}; or set parallel.context.method=gather, which has no such limit"
-        )
-    if asked.method == "both" and not (1 < chosen.inner < plan.cp and chosen.inner in legal):
-        ways = [n for n in legal if 1 < n < plan.cp]
-        given = f"with parallel.context.inner={asked.inner} " if asked.inner else ""
-        yield f"{name} {given}needs some of parallel.cp={plan.cp} ranks on a node to share {heads}; " + (
-            f"legal: parallel.context.inner={' or '.join(map(str, ways))}" if ways else "set method=gather or heads"
-        )
-    if asked.inner and asked.method != "both":
-        yield f"parallel.context.inner={asked.inner} is for parallel.context.method=both, not for {asked.method}"
-    if asked.method == "heads" and asked.order != "auto":
-        yield (
-            f"parallel.context.order={asked.order} has no meaning with {name}, where every rank has whole sequences; "
-            "leave it at auto, or set method=gather"
-        )
-
-
-def _check_length(
-    chosen: Context, length: int, plan: Plan, layers: list[AttentionSpec], asked: ContextConfig
-) -> Iterator[str]:
-    unit = chosen.outer * (chosen.block if chosen.order == "blocks" else ROWS[chosen.order])
-    unit = math.lcm(unit, plan.cp * plan.tp)
-    if length % unit:
-        near = [n for n in (length // unit * unit, length // unit * unit + unit) if n]
-        smaller = " or parallel.context.block" * (chosen.order == "blocks")
-        yield (
-            f"batch.sequence_length={length} cannot be dealt out to parallel.cp={plan.cp} ranks in "
-            f"{chosen.order} order; legal: {' or '.join(map(str, near))}, or a smaller parallel.cp{smaller}"
-        )
-    elif asked.method == "halo" and chosen.order == "blocks":
-        yield "parallel.context.method=halo has too little in blocks to attend to; set order=zigzag, or method=gather"
-    elif asked.method == "halo" and not any(chosen.fetched(layer.window, length) for layer in layers):
-        run, windows = chosen.run(length), sorted({layer.window for layer in layers if layer.window})
-        why = f"windows of {', '.join(map(str, windows))}" if windows else "no window in any layer"
-        yield (
-            f"parallel.context.method=halo needs a layer whose window is at most {run + 1}, one more than the run of "
-            f"tokens that parallel.cp={plan.cp} ranks in {chosen.order} order hold, and this model has {why}; set "
-            "method=gather, a longer batch.sequence_length, or a smaller parallel.cp"
-        )
