@@ -24,9 +24,11 @@ from trainer.planning.context_choice import resolve_context
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.memory import peaks
 from trainer.planning.estimate.plans import rank_plans
+from trainer.planning.estimate.report import show
 from trainer.planning.estimate.step import estimate
 from trainer.planning.estimate.timing import time_units
 from trainer.planning.plan import resolve_plan
+from trainer.planning.remarks import remarks
 from trainer.planning.resolve import check, resolve
 
 CPU = torch.device("cpu")
@@ -251,6 +253,35 @@ def test_ways_are_as_fast_as_measured():
 def test_what_is_not_balanced_takes_longer():
     balanced = layer_seconds(8, 2**17, False, "gather", "zigzag")
     assert 1.3 * balanced < layer_seconds(8, 2**17, False, "gather", "contiguous") < 1.875 * balanced
+
+
+REMARKS = [  # processes, of a node, settings, words; no words: nothing is said
+    (1, 1, "batch.sequence_length=131072", ["model.extend={max_length: 131072, scaling: yarn, factor: 16", "=8192"]),
+    (1, 1, "batch.sequence_length=8192", []),
+    (1, 1, "batch.sequence_length=131072 model.attention.rope.scaling=dynamic", []),
+    (16, 8, "parallel.cp=16 parallel.context.method=heads", ["16 ranks", "nodes of 8", "=both", "inner=8"]),
+    (16, 8, "parallel.cp=8 parallel.context.method=heads", []),
+    (16, 8, "parallel.cp=16", []),
+    (16, 4, "parallel.cp=16 parallel.context.method=both parallel.context.inner=8", ["over 8 ranks", "inner=4"]),
+    (
+        2,
+        2,
+        "parallel.cp=2 data.mask_documents=true parallel.context.method=gather batch.sequence_length=8000",
+        ["batch.sequence_length=8000", "zigzag order", "=7936 or 8192 can", "1."],
+    ),
+    (2, 2, "parallel.cp=2 data.mask_documents=true parallel.context.method=gather", []),
+    (2, 2, "parallel.cp=2 parallel.context.method=gather batch.sequence_length=8000", []),
+]
+
+
+@pytest.mark.parametrize("world, node, settings, words", REMARKS, ids=[str(case[2]) for case in REMARKS])
+def test_what_may_be_a_mistake_is_said(world, node, settings, words, capsys):
+    config = trainer.compose(["+config=llama3_8b", *settings.split()], world_size=world)
+    layout = resolve(config, world, config.model, node)
+    found = remarks(config, layout, node)
+    assert len(found) == bool(words) and all(word in found[0] for word in words), found
+    show(estimate(config, layout, load_hardware("h200", [f"devices={node}"])))
+    assert (" note " in capsys.readouterr().out) == bool(words)
 
 
 def test_the_best_plan_of_a_long_sequence_shares_it():

@@ -29,6 +29,7 @@ from trainer.planning.fit import Memory
 from trainer.planning.float8 import numeric_types
 from trainer.planning.gradient_comm import describe, reduces_once
 from trainer.planning.plan import node_size
+from trainer.planning.remarks import remarks
 from trainer.planning.resolve import Layout
 from trainer.util import tables
 
@@ -121,6 +122,7 @@ def start_report(
                 ("recompute", recompute(config.activation)),
                 *([("long sequences", long)] if (long := measures(config, moment)) else []),
                 ("compile", "each block" if config.compile else "off"),
+                *(("note", text) for text in remarks(config, layout, node)),
             ],
             "batch": [
                 ("sequence", f"{batch.sequence_length} tokens"),
