@@ -35,13 +35,14 @@ from trainer.config.model import ModelSpec, assign
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.world import World, join, local_device
 from trainer.model.attention import attend, document_starts, first_seen, kernel_priority, mask_of
-from trainer.model.block_mask import block_mask, block_size
+from trainer.model.block_mask import block_mask
 from trainer.model.context import ContextGroup
 from trainer.model.initial import fill, initial_weights
 from trainer.model.transformer import Transformer
 from trainer.parallel.context import share_sequences
 from trainer.planning.context import traffic
 from trainer.planning.cost.layers import ATTENTION_BACKWARD, model_work
+from trainer.planning.cost.masks import block_size
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.pace import speed
