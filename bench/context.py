@@ -35,13 +35,14 @@ from trainer.config.model import ModelSpec, assign
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.world import World, join, local_device
 from trainer.model.attention import attend, document_starts, first_seen, kernel_priority, mask_of
-from trainer.model.block_mask import block_mask, block_size
+from trainer.model.block_mask import block_mask
 from trainer.model.context import ContextGroup
 from trainer.model.initial import fill, initial_weights
 from trainer.model.transformer import Transformer
 from trainer.parallel.context import share_sequences
 from trainer.planning.context import traffic
 from trainer.planning.cost.layers import ATTENTION_BACKWARD, model_work
+from trainer.planning.cost.masks import block_size
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.pace import speed
@@ -296,8 +297,7 @@ def run_layers(world: World, plan: Plan, lengths: list[int], hardware: str) -> I
                 result["tflops"] = flops * length / seconds / 1e12 if not packing else None
             else:
                 silent = timed(lambda context=context: step(silenced(context)), 2) / count
-                sent = traffic(attention, context.plan, length, 1)
-                predicted = 2 * (sent.inner + sent.outer) / bandwidth
+                predicted = 2 * traffic(attention, context.plan, length, 1, again=1).all / bandwidth
                 result |= {
                     "speedup": alone / seconds,
                     "exposed": 1 - silent / seconds,

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.estimates import settings
+from support.reference import tiny_spec
+from torch.nn.attention.flex_attention import BlockMask
 
-from trainer.model import block_mask
+from trainer.distributed.collectives import TensorGroup
+from trainer.model import attention, context
 from trainer.model.attention import first_seen, mask_of
-from trainer.model.block_mask import block_size, key_tables, query_tables
+from trainer.model.block_mask import block_mask, key_tables, query_tables
+from trainer.model.context import ContextGroup, SharedMask
+from trainer.planning.cost import masks
+from trainer.planning.cost.masks import block_size
+from trainer.planning.estimate.attending import masks as masks_of
+from trainer.planning.estimate.memory import peaks
+from trainer.planning.resolve import resolve
 
 
 def dense(numbers: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
@@ -53,4 +66,52 @@ def test_tables_are_those_of_every_pair(data):
 @pytest.mark.parametrize("queries, keys, size", [(2**17, 2**17, 128), (2**17, 2**20, 128), (2**20, 2**20, 512)])
 def test_tables_of_a_million_tokens_are_bounded(queries, keys, size):
     assert block_size(1, queries, keys) == size
-    assert 16 * (queries // size) * (keys // size) <= block_mask.TABLES == 2**27
+    assert 16 * (queries // size) * (keys // size) <= masks.TABLES == 2**27
+
+
+def held(value: Any) -> dict[int, int]:
+    """Bytes of all tensors in masks, by storage."""
+    if isinstance(value, torch.Tensor):
+        return {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()}
+    parts: Iterable[Any] = ()
+    if isinstance(value, BlockMask):
+        parts = [*vars(value).values(), *(cell.cell_contents for cell in value.mask_mod.__closure__)]
+    elif isinstance(value, SharedMask):
+        parts = [value.order, value.inverse, value.parts, value.halo]
+    elif isinstance(value, tuple):
+        parts = value
+    return {place: size for part in parts for place, size in held(part).items()}
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize(
+    "cp, way, window, packed",
+    [
+        (1, {}, 0, True),
+        (1, {}, 300, False),
+        (4, {"method": "gather", "order": "blocks"}, 0, True),
+        (4, {"method": "gather", "order": "zigzag"}, 0, True),
+        (4, {"method": "gather", "order": "blocks"}, 0, False),
+        (4, {"method": "heads"}, 0, True),
+        (4, {"method": "halo"}, 300, True),
+        (4, {"method": "halo"}, 300, False),
+    ],
+)
+def test_memory_of_masks_is_that_of_their_tensors(cp, way, window, packed, micro, monkeypatch):
+    """Those that a GPU would have, made on a CPU; a rank in the middle, which has most."""
+    length, device = 4096, torch.device("cpu")
+    spec = tiny_spec(depth=3, max_length=length, attention={"window": window})
+    sizes = {"batch__sequence_length": length, "batch__micro_size": micro, "data__mask_documents": packed}
+    ways = {f"parallel__context__{name}": value for name, value in way.items()}
+    config = settings(spec, parallel__cp=cp, **sizes, **ways)
+    layout = resolve(config, cp, spec, cp)
+    for place in (attention, context):
+        monkeypatch.setattr(place, "mask_of", block_mask)
+    documents = (torch.arange(length)[None] // 500).expand(micro, -1).int() if packed else None
+    build = attention.build_mask
+    if layout.context is not None:
+        gathers = TensorGroup("", 1, layout.context.outer) if layout.context.outer > 1 else None
+        build = ContextGroup(layout.context, 1, None, gathers).build_mask
+    found = sum(held(build(documents, length, window, 0.0, device)).values())
+    assert masks_of(layout, packed) == [found, 0, 0]
+    assert peaks(config, layout)[0].categories["activations"] > found > 16 * (length // 128) ** 2 // cp

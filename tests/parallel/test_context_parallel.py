@@ -51,18 +51,36 @@ def fetches(one):
     )
 
 
+def test_what_arrives_is_what_the_plan_says(results):
+    """On the rank that most comes to, forward and backward, in every way, with and without recompute: it repeats all
+    that is sent in the forward pass, and keys are gathered again in any case."""
+    for one in [*results["ways"], *results["recompute"].values()]:
+        # Of two ranks in contiguous order one fetches keys, and the other their gradients.
+        apart = one.get("way") == "halo contiguous" and one["size"] == 2
+        assert max(one["received"]) * (1 + apart) == one["formula"], one
+    found = {name: max(one["received"]) for name, one in results["recompute"].items()}
+    for mode in ("full", "selective", "modules"):
+        assert found[f"gather zigzag {mode} 2"] == found["gather zigzag none 2"]
+        for way in ("heads", "halo zigzag"):
+            assert found[f"{way} {mode} 2"] == 1.5 * found[f"{way} none 2"]
+
+
+def gathering(results):
+    return {name: one for name, one in results["recompute"].items() if "gather" in name}
+
+
 def test_keys_are_gathered_twice_whatever_is_recomputed(results):
     """Two layers. Backward gathers again, or the layer's recompute does; groups of heads change no bit."""
-    found = {name: one for name, one in results["recompute"].items() if name != "kept 2"}
-    assert len({one["digest"] for one in found.values()}) == 1
+    found = {name: one for name, one in gathering(results).items() if "kept" not in name}
+    assert len({one["digest"] for one in found.values()}) == 1 and len(found) == 6
     for name, one in found.items():
-        groups = int(name.split()[1])
+        groups = int(name.split()[-1])
         assert one["counts"] == {"gather": 2 * 2 * groups, "scatter_sum": 2 * groups}, name
 
 
 def test_keys_do_not_stay_until_backward(results):
-    kept = {name: one["kept"] for name, one in results["recompute"].items()}
-    assert kept.pop("kept 2") == 2 * 2 and set(kept.values()) == {0}
+    kept = {name: one["kept"] for name, one in gathering(results).items()}
+    assert kept.pop("gather zigzag kept 2") == 2 * 2 and set(kept.values()) == {0}
 
 
 def test_ranks_that_share_a_cache_compute_the_logits_of_one(results):

@@ -28,6 +28,7 @@ from trainer.planning.estimate.hardware import hardware_text, load_hardware, shi
 from trainer.planning.estimate.pace import Pace
 
 GIB = 2**30
+KERNELS = ("achieved.last_queries", "achieved.block_mask")
 SIZES = (2**12, 2**16, 2**20, 2**24, 2**28)
 
 
@@ -40,6 +41,7 @@ def measure(hardware, config, slower=1.0, links=("node", "network"), device=None
     """What would be measured on such a machine. slower: factor on passes."""
     pace = Pace.of(hardware, config.precision)
     [work, *_] = model_work(config.model, 1024, 1, 2)
+    attended = "block_mask" if config.model.attention.window else "attention"
 
     def product(name, rows, columns, tokens=4096, count=1):
         moved = 2 * (tokens * (rows + columns) + rows * columns)
@@ -67,7 +69,7 @@ def measure(hardware, config, slower=1.0, links=("node", "network"), device=None
         devices=hardware.devices,
         products=[product(name, round(rows), round(columns)) for name, (rows, columns) in work.shapes.items()],
         sweep=[product("1024", 1024, 1024, 1024)],
-        attention=Work(1e12, 1e12 / pace.attention + 2 * pace.kernel),
+        attention=Work(1e12, 1e12 / pace.attention[attended] + 2 * pace.kernel),
         passes=[through(depth) for depth in (1, 2)],
         eager=[through(depth, compile=False) for depth in (1, 2)] if eager else [],
         stream=Work(1e9, 1e9 / (bandwidth * hardware.achieved.memory)),
@@ -96,10 +98,19 @@ def test_a_machine_is_found_again_in_what_it_would_show():
         one, expected = getattr(found.hardware, place), getattr(hardware, place)
         assert (one.bandwidth, one.latency) == pytest.approx((expected.bandwidth, expected.latency), rel=1e-6)
         assert one.achieved == pytest.approx(expected.achieved, rel=1e-6)
-    assert (found.hardware.kernel, found.hardware.launch) == pytest.approx((4, 6)) and found.kept == ("bandwidth",)
+    assert (found.hardware.kernel, found.hardware.launch) == pytest.approx((4, 6)) and found.kept == (
+        "bandwidth",
+        *KERNELS,
+    )
     unmeasured = calibrate(measure(hardware, config, eager=False), config, other)
-    assert unmeasured.kept == ("eager", "bandwidth") and unmeasured.hardware.eager == other.eager == 3.5
+    assert unmeasured.kept == ("eager", "bandwidth", *KERNELS) and unmeasured.hardware.eager == other.eager == 3.5
     assert found.hardware.band == LEAST_BAND and max(abs(said / took - 1) for _, took, said in found.errors) < 0.02
+
+
+def test_attention_with_a_window_is_measured_in_the_kernel_that_it_takes():
+    config = recipe()
+    config.model.attention.window = 256
+    assert calibrate(measure(h200(), config), config, h200()).hardware.achieved.attention == pytest.approx(0.48)
 
 
 def test_an_unknown_device_has_the_best_that_was_reached_as_its_peaks():
@@ -113,9 +124,9 @@ def test_an_unknown_device_has_the_best_that_was_reached_as_its_peaks():
     expected = 4800e9 * h200().achieved.optimizer
     assert one.bandwidth * 1e9 * one.achieved.optimizer == pytest.approx(expected, rel=1e-6)
     assert one.peak["fp8"] * one.achieved.product == pytest.approx(1978.9 * 0.69 * 0.97) and one.achieved.float8 == 1
-    assert found.kept == ("network",) and one.network == base.network
+    assert found.kept == (*KERNELS, "network") and one.network == base.network
     without = calibrate(measure(h200(), config, device="NVIDIA Abacus", float8=False), config, base)
-    assert without.kept == ("achieved.float8",) and without.hardware.peak.keys() == {"bf16"}
+    assert without.kept == (*KERNELS, "achieved.float8") and without.hardware.peak.keys() == {"bf16"}
     for one_pass in measured.passes:
         said = pass_seconds(*cut(config, one_pass.depth, 1024, 4), one)
         assert sum(said) == pytest.approx(one_pass.forward + one_pass.backward, rel=0.1)

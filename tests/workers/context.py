@@ -1,5 +1,5 @@
 """One model in fp64 whose sequences are shared by 2 and by 4 ranks, in every way, beside one process; and which
-collectives each rank took part in.
+collectives each rank took part in, and the elements that came to it.
 
 context.py OUT
 """
@@ -36,6 +36,8 @@ from trainer.model.shared_attention import Arrive
 from trainer.model.transformer import Transformer
 from trainer.parallel.context import share_sequences
 from trainer.parallel.parallelize import keep_buffers
+from trainer.planning.context import Context, traffic
+from trainer.planning.cost.layers import left_by_recompute, model_work
 from trainer.planning.plan import resolve_plan
 
 LENGTH, BATCH, RANKS = 32, 2, 4
@@ -92,21 +94,33 @@ def numbers(model: Transformer, documents: bool) -> dict[str, Tensor]:
 
 
 class Counted(TensorGroup):
-    """A group that notes which collectives its rank starts."""
+    """A group that notes which collectives its rank starts, and how many elements come of other ranks in them."""
 
     seen: Counter = Counter()
+    received: Counter = Counter()
+
+    def note(self, kind: str, elements: int) -> None:
+        self.seen[kind] += 1
+        self.received["elements"] += elements
 
     def gather(self, x: Tensor) -> Tensor:
-        self.seen["gather"] += 1
+        self.note("gather", x.numel() * (self.size - 1))
         return super().gather(x)
 
     def scatter_sum(self, x: Tensor) -> Tensor:
-        self.seen["scatter_sum"] += 1
+        self.note("scatter_sum", x.numel() // self.size * (self.size - 1))
         return super().scatter_sum(x)
 
-    def exchange(self, *arguments: Any) -> Tensor:
-        self.seen["exchange"] += 1
-        return super().exchange(*arguments)
+    def exchange(self, x: Tensor, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
+        tokens = [len(x) // self.size] * self.size if received is None else received
+        self.note("exchange", (sum(tokens) - tokens[self.rank]) * x.shape[1:].numel())
+        return super().exchange(x, received, sent)
+
+
+def formula(spec: ModelSpec, context: Context, again: bool, kept: bool = False) -> float:
+    """What the plan says that the busiest rank receives, where no layer, or each, is recomputed; kept: whether keys
+    are not gathered again."""
+    return BATCH * spec.depth * traffic(spec.layer(0).attention, context, LENGTH, 1, float(again), kept).all
 
 
 def shared(model: Transformer, way: str, spec: ModelSpec, masked: bool, world: World, groups: int = 2) -> Counter:
@@ -115,10 +129,13 @@ def shared(model: Transformer, way: str, spec: ModelSpec, masked: bool, world: W
     config.batch.sequence_length, config.data.mask_documents = LENGTH, masked
     config.parallel.cp, context = size, config.parallel.context
     context.method, context.order, context.inner = WAYS[way]
-    context.block, context.groups = 4, groups
+    if context.order == "blocks":
+        context.block = 4
+    if context.method != "heads":
+        context.groups = groups
     plan = resolve_plan(config.parallel, RANKS, spec)
     share_sequences(model, config, spec, plan, world)
-    Counted.seen = Counter()
+    Counted.seen, Counted.received = Counter(), Counter()
     for name in ("heads", "keys"):
         if (group := getattr(model.context, name)) is not None:
             object.__setattr__(model.context, name, Counted(group.name, group.rank, group.size))
@@ -138,6 +155,8 @@ def measure(worlds: dict[int, World]) -> list[dict[str, Any]]:
                     continue
                 counts = shared(model, way, spec, masked, world)
                 found = numbers(model, masked)
+                # A CPU's soft caps are computed with copies of keys, which are kept.
+                expected_elements = formula(spec, model.context.plan, again=False, kept="soft_cap" in changes)
                 model.context, counts = None, dict(counts)
                 flat = torch.cat([found[name].flatten() for name in expected])
                 dist.all_reduce(flat)  # every group of `size` ranks has computed the whole
@@ -146,10 +165,9 @@ def measure(worlds: dict[int, World]) -> list[dict[str, Any]]:
                     ((part - value.flatten()).abs().max() / value.abs().max()).item()
                     for part, value in zip(parts, expected.values(), strict=True)
                 )
-                everyone = world.gather(counts)
-                results.append(
-                    {"way": way, "mask": mask, "kv_heads": heads, "size": size, "error": error, "counts": everyone}
-                )
+                result = {"way": way, "mask": mask, "kv_heads": heads, "size": size, "error": error}
+                result |= {"counts": world.gather(counts), "formula": expected_elements}
+                results.append(result | {"received": world.gather(Counted.received["elements"])})
     return results
 
 
@@ -159,25 +177,19 @@ def noted(x: Tensor, seen: list[weakref.ref]) -> Tensor:
 
 
 def recomputed(world: World) -> dict[str, dict[str, Any]]:
-    """Collectives of two layers, sums of gradients, and gathered groups of heads that are there after the forward pass,
-    by recompute and number of groups; `kept` is without gathering again."""
+    """Collectives of two layers, what they bring and should bring, sums of gradients, and gathered groups of heads that
+    are there after the forward pass, by way, recompute and number of groups; `kept` is without gathering again."""
     results: dict[str, dict[str, Any]] = {}
-    spec = tiny_spec(depth=2, attention={"kv_heads": 4})
     tokens, targets, _ = batch(False)
-    for mode, groups in (
-        ("none", 1),
-        ("none", 2),
-        ("none", 4),
-        ("kept", 2),
-        ("full", 2),
-        ("selective", 2),
-        ("modules", 2),
-    ):
+    gathering = [("gather zigzag", *case) for case in (("none", 1), ("none", 4), ("kept", 2))]
+    every = itertools.product(("gather zigzag", "heads", "halo zigzag"), ("none", "full", "selective", "modules"), (2,))
+    for way, mode, groups in [*gathering, *every]:
+        spec = tiny_spec(depth=2, attention={"kv_heads": 4, "window": 5 if "halo" in way else 0})
         model = build(spec)
         activation = ActivationConfig(mode={"kept": "none", "modules": "selective"}.get(mode, mode))
         activation.modules = ["*.attention"] if mode == "modules" else []
         apply_recompute(model, activation)
-        counts = shared(model, "gather zigzag", spec, False, world, groups)
+        counts = shared(model, way, spec, False, world, groups)
         if mode == "kept":
             for layer in model.layers.values():
                 layer.attention.recomputed = True  # as the mask is told, and nobody does
@@ -189,7 +201,12 @@ def recomputed(world: World) -> dict[str, dict[str, Any]]:
         shared_attention.Arrive = Arrive
         loss.backward()
         digest = sum(parameter.grad.double().sum().item() for parameter in model.parameters())
-        results[f"{mode} {groups}"] = {"counts": dict(counts), "digest": digest, "kept": kept}
+        works = model_work(spec, LENGTH, 1, 8)
+        again = {left.attends for left in left_by_recompute(works, activation)}
+        expected = formula(spec, model.context.plan, again == {1.0}, mode == "kept")
+        received = world.gather(Counted.received["elements"])
+        result = {"counts": dict(counts), "digest": digest, "kept": kept}
+        results[f"{way} {mode} {groups}"] = result | {"received": received, "formula": expected}
     return results
 
 

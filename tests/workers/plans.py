@@ -111,8 +111,18 @@ def fusion_of(way: int | str) -> dict[str, Any]:
     return {"parallel__fusion": "chunks", "parallel__fusion_chunks": way}
 
 
+def context_of(case: Case) -> dict[str, Any]:
+    method, _, order = case.get("way", "gather zigzag").partition(" ")
+    return {
+        "parallel__context__method": method,
+        "parallel__context__order": order or "auto",
+        "parallel__context__block": 2 if order == "blocks" else 128,
+        "parallel__context__inner": 2 if method == "both" else None,
+    }
+
+
 def config_of(case: Case, folder: Path) -> Config:
-    schedule, (method, _, order) = case["schedule"], case.get("way", "gather zigzag").partition(" ")
+    schedule = case["schedule"]
     config = settings(
         batch__sequence_length=LENGTH,
         data__mask_documents=case["attention"] != "causal",
@@ -120,10 +130,7 @@ def config_of(case: Case, folder: Path) -> Config:
         **fusion_of(case.get("fusion", "off")),
         data__cache=str(folder),
         parallel__cp=case.get("cp", 1),
-        parallel__context__method=method,
-        parallel__context__order=order or "auto",
-        parallel__context__block=2,
-        parallel__context__inner=2 if method == "both" else None,
+        **(context_of(case) if case.get("cp", 1) > 1 else {}),
         parallel__pp=case["pp"],
         parallel__zero__stage=case["stage"],
         parallel__shard=case.get("shard", -1),

@@ -31,6 +31,18 @@ class AchievedConfig:
 
     product: float = option(NEEDED, "share of the peak that large matrix products reach", range="(0, 1]")
     attention: float = option(NEEDED, "share of the peak that causal flash attention reaches", range="(0, 1]")
+    last_queries: float = option(
+        0.58,
+        "what causal attention of queries that are not the first of their keys reaches, as a share of `attention` "
+        "(ranks that share sequences in contiguous or zigzag order); that of an H200 until it is measured",
+        range="(0, inf)",
+    )
+    block_mask: float = option(
+        0.69,
+        "the same of attention with documents, windows, soft caps, or in order of blocks, over the keys that are seen; "
+        "that of an H200 until it is measured",
+        range="(0, inf)",
+    )
     memory: float = option(NEEDED, "share of the memory's bandwidth that fused kernels reach", range="(0, 1]")
     optimizer: float = option(NEEDED, "the same for the kernels of the update", range="(0, 1]")
     copy: float = option(NEEDED, "the same for casts, and copies in and out of flat buffers", range="(0, 1]")
@@ -42,6 +54,10 @@ class AchievedConfig:
     hidden: float = option(
         1.0, "share of the communication behind computation that does not slow it down", range="[0, 1]"
     )
+
+    def of_attention(self, kernel: str) -> float:
+        """What a kernel of attention reaches (see `planning/context.py`), as a share of `attention`."""
+        return 1.0 if kernel == "attention" else getattr(self, kernel)
 
 
 @dataclass

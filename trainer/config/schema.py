@@ -250,15 +250,15 @@ class ContextConfig:
         "auto",
         "gather (keys and values of the whole sequence come to each rank), heads (all-to-all into heads and back), "
         "halo (gather, but where a window is short enough only the keys before each part come), both (heads among "
-        "neighbours, gather among groups of them), auto (heads within a node where there are key-value heads enough; "
-        "else what sends least, a network counted dearer than a node)",
+        "neighbours, gather among groups of them), auto (the fastest by the rate of attention's kernel, the balance of "
+        "the order and the bytes that are sent, a network counted dearer than a node; heads never leave a node)",
         ("auto", "gather", "heads", "halo", "both"),
     )
     order: str = option(
         "auto",
         "which parts of a sequence a rank holds: contiguous (one run), zigzag (an early and a late one, which balances "
         "causal attention), blocks (many, which balances packed documents); auto: zigzag, and blocks with "
-        "data.mask_documents",
+        "data.mask_documents, unless most layers have windows, method=halo, or blocks do not divide the length",
         ("auto", "contiguous", "zigzag", "blocks"),
     )
     block: int = option(128, "order=blocks: tokens of a block", unit="tokens", range="[1, inf)")

@@ -11,11 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 128
-"""Tokens of a block: what FlexAttention's kernels are written for."""
-
-TABLES = 2**27
-"""Bytes that the tables of a mask may take before its blocks become larger."""
+from trainer.planning.cost.masks import block_size
 
 
 def block_mask(first: Tensor, places: Tensor, keys: int) -> Any:
@@ -37,14 +33,6 @@ def block_mask(first: Tensor, places: Tensor, keys: int) -> Any:
             return (key <= place[query]) & (key >= start[batch, query])
 
     return BlockMask((queries, keys), *by_query, *by_key, BLOCK_SIZE=(size, size), mask_mod=mask_mod)
-
-
-def block_size(batch: int, queries: int, keys: int) -> int:
-    """Tokens of a block: `BLOCK`, doubled until four tables of 4 bytes for each pair of blocks fit into `TABLES`."""
-    size = BLOCK
-    while 16 * batch * -(-queries // size) * -(-keys // size) > TABLES:
-        size *= 2
-    return size
 
 
 def seen_blocks(first: Tensor, places: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

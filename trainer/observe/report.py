@@ -20,6 +20,7 @@ from trainer.optim.groups import parameter_policies
 from trainer.planning.context import traffic
 from trainer.planning.cost import flops as cost
 from trainer.planning.cost.devices import peak_flops, product_type
+from trainer.planning.cost.layers import left_by_recompute, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES, StateBytes
 from trainer.planning.cost.parameters import Table, declarations, layer_specs, layer_tables, outer_tables
 from trainer.planning.estimate.memory import peaks, replays
@@ -28,6 +29,7 @@ from trainer.planning.fit import Memory
 from trainer.planning.float8 import numeric_types
 from trainer.planning.gradient_comm import describe, reduces_once
 from trainer.planning.plan import node_size
+from trainer.planning.remarks import remarks
 from trainer.planning.resolve import Layout
 from trainer.util import tables
 
@@ -58,13 +60,19 @@ def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> Me
 
 def sharing(config: Config, layout: Layout) -> str:
     """How ranks share sequences, and what each receives for it in a step, for people."""
-    batch, context = layout.batch, layout.context
+    batch, context, tp = layout.batch, layout.context, layout.plan.tp
     assert context is not None
-    moved = [
-        traffic(layer.attention, context, batch.sequence_length, layout.plan.tp) for layer in layer_specs(layout.spec)
-    ]
-    elements = sum(layer.inner + layer.outer for layer in moved) * batch.micro_size * batch.accumulation
-    received = tables.size(elements * ELEMENT_BYTES[config.precision.compute] / layout.plan.pp)
+    element = ELEMENT_BYTES[config.precision.compute]
+    left = left_by_recompute(model_work(layout.spec, batch.sequence_length, tp, element), config.activation)
+    elements = (
+        batch.micro_size
+        * batch.accumulation
+        * sum(
+            traffic(layer.attention, context, batch.sequence_length, tp, rest.attends, config.compile).all
+            for layer, rest in zip(layer_specs(layout.spec), left)
+        )
+    )
+    received = tables.size(element * elements / layout.plan.pp)
     return f"{context.describe()}; {received} a rank and step"
 
 
@@ -114,6 +122,7 @@ def start_report(
                 ("recompute", recompute(config.activation)),
                 *([("long sequences", long)] if (long := measures(config, moment)) else []),
                 ("compile", "each block" if config.compile else "off"),
+                *(("note", text) for text in remarks(config, layout, node)),
             ],
             "batch": [
                 ("sequence", f"{batch.sequence_length} tokens"),

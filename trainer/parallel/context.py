@@ -12,7 +12,7 @@ from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.world import World
 from trainer.model.context import ContextGroup
 from trainer.model.stage import Stage
-from trainer.planning.context import resolve_context
+from trainer.planning.context_choice import resolve_context
 from trainer.planning.plan import Plan, node_size
 
 Member = TypeVar("Member", bound=TensorGroup)

@@ -8,19 +8,19 @@ heads of all their tokens; the `outer` ranks with one place in their runs gather
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import random
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from statistics import mean
 from typing import NamedTuple
 
-from trainer.config import Config, ConfigError, ContextConfig
-from trainer.config.fields import divisors
-from trainer.config.model import AttentionSpec, ModelSpec
-from trainer.planning.cost.parameters import layer_specs
-from trainer.planning.plan import Plan, cuts
+from trainer.config.model import AttentionSpec
 
-BETWEEN_NODES = 8.0
-"""What a byte between nodes costs over one inside a node where no hardware is named: 370 over 45 GB/s, H200 with
-NVLink and 400 Gbit/s a GPU."""
+DOCUMENTS, DRAWS = (8100.0, 18900.0), 8
+"""Median and mean of the tokens of packed documents, where an order's balance depends on them: lognormal, as long as
+documents are for which sequences are shared. How often they are drawn."""
 
 ROWS = {"contiguous": 1, "zigzag": 2}
 """Runs of tokens that each rank holds, where the order says it."""
@@ -75,30 +75,101 @@ def divided(heads: int, most: int) -> int:
     return most
 
 
-class Traffic(NamedTuple):
-    """Elements that a rank receives for one sequence in a layer's forward and backward pass, among the inner and the
-    outer ranks. What recompute repeats is not among them: without it, backward gathers again instead."""
+class Passes(NamedTuple):
+    """Elements that a rank receives for one sequence in a layer's forward pass, and in its backward pass."""
 
-    inner: float
     forward: float
     backward: float
 
     @property
-    def outer(self) -> float:
+    def both(self) -> float:
         return self.forward + self.backward
 
 
-def traffic(attention: AttentionSpec, context: Context, length: int, tp: int) -> Traffic:
-    """What a layer sends. length: of the whole sequence; tp: tensor-parallel ranks."""
+class Traffic(NamedTuple):
+    """What a rank receives among the inner and among the outer ranks."""
+
+    inner: Passes
+    outer: Passes
+
+    @property
+    def all(self) -> float:
+        return self.inner.both + self.outer.both
+
+
+def traffic(
+    attention: AttentionSpec, context: Context, length: int, tp: int, again: float, compiled: bool = False
+) -> Traffic:
+    """What a layer sends. length: of the whole sequence; tp: tensor-parallel ranks; again: how often the backward pass
+    runs attention's block again, and with it all that is sent in the forward pass (`Remaining.attends`).
+
+    Where it does not, an eager layer gathers keys again all the same, and a compiled one has kept them."""
     inner, outer, size = context.inner, context.outer, attention.head_dim
     own, heads, keys = length / (inner * outer), attention.heads / tp, max(attention.kv_heads / tp, 1)
     exchanged = (2 * heads + 2 * max(keys, inner)) * size * own * (inner - 1) / inner
+    among_inner = Passes(exchanged, (1 + again) * exchanged)
     token = 2 * max(keys / inner, 1) * size  # keys and values
     if before := context.fetched(attention.window, length):
-        moved = token * before * context.rows(length)
-        return Traffic(2 * exchanged, moved, moved)
+        moved = token * before * min(context.rows(length), outer - 1)  # of two ranks one has neighbouring runs
+        return Traffic(among_inner, Passes(moved, (1 + again) * moved))
     gathered = token * own * inner * (outer - 1)
-    return Traffic(2 * exchanged, gathered, 2 * gathered)  # gathered again, and gradients summed over ranks
+    # Gradients are summed over ranks.
+    return Traffic(among_inner, Passes(gathered, (1 + (again if compiled else 1)) * gathered))
+
+
+KERNELS = ("attention", "last_queries", "block_mask")
+
+
+def kernel(attention: AttentionSpec, context: Context | None, length: int, masked: bool) -> str:
+    """What computes a layer's attention on a GPU: `attention` for whole sequences, `last_queries` for queries that are
+    not the first of their keys, `block_mask` for any mask. What they reach: `AchievedConfig.of_attention`. masked:
+    whether documents are."""
+    if masked or 0 < attention.window < length or attention.soft_cap:
+        return "block_mask"
+    if context is None or context.outer == 1:
+        return "attention"
+    return "block_mask" if context.order == "blocks" else "last_queries"
+
+
+@lru_cache(1024)
+def balance(context: Context | None, length: int, window: int, masked: bool) -> float:
+    """Keys that the queries of the busiest rank see in a layer with this window (0: none), over the mean of all ranks.
+    masked: whether documents are, in which case those of `DOCUMENTS` are drawn."""
+    if context is None or context.outer == 1:
+        return 1.0
+    drawn = [packed(length, draw) for draw in range(DRAWS)] if masked else [[0]]
+    work = [_work(context, length, window or length, starts) for starts in drawn]
+    return mean(max(ranks) * context.outer / sum(ranks) for ranks in work)
+
+
+def _work(context: Context, length: int, window: int, starts: list[int]) -> list[float]:
+    """Keys that the queries of each outer rank see. starts: first places of documents."""
+
+    def own(queries: int) -> float:  # of the first queries of a document
+        short = min(queries, window)
+        return short * (short + 1) / 2 + (queries - short) * window
+
+    sums = [0.0, *accumulate(own(stop - start) for start, stop in zip(starts, starts[1:]))]
+
+    def seen(place: int) -> float:
+        number = bisect_right(starts, place) - 1
+        return sums[number] + own(place - starts[number])
+
+    size, outer = context.run(length), context.outer
+    ends = [seen(place) for place in range(0, length + 1, size)]
+    runs = [end - start for start, end in zip(ends, ends[1:])]
+    rows = [runs[start : start + outer] for start in range(0, len(runs), outer)]
+    return [sum(parts) for parts in zip(*(row[::-1] if number % 2 else row for number, row in enumerate(rows)))]
+
+
+def packed(length: int, seed: int) -> list[int]:
+    """First places of the documents of a sequence, drawn."""
+    median, average = DOCUMENTS
+    spread = math.sqrt(2 * math.log(average / median))
+    generator, starts = random.Random(seed), [0]
+    while (place := starts[-1] + 1 + int(generator.lognormvariate(math.log(median), spread))) < length:
+        starts.append(place)
+    return starts
 
 
 def gathered(attention: AttentionSpec, context: Context, length: int, tp: int) -> float:
@@ -106,100 +177,3 @@ def gathered(attention: AttentionSpec, context: Context, length: int, tp: int) -
     if context.outer == 1 or context.fetched(attention.window, length):
         return 0.0
     return 2 * max(max(attention.kv_heads / tp, 1) / context.inner, 1) * attention.head_dim * length
-
-
-def resolve_context(config: Config, spec: ModelSpec, plan: Plan, node: int) -> Context | None:
-    """How sequences are shared under a plan on nodes of `node` processes; None where they are not. Raises `ConfigError`
-    with the way out."""
-    if plan.cp == 1:
-        return None
-    asked, length = config.parallel.context, config.batch.sequence_length
-    layers = [layer.attention for layer in layer_specs(spec)]
-    order = asked.order if asked.order != "auto" else "blocks" if config.data.mask_documents else "zigzag"
-    windows = _mostly_windows(layers, plan.cp, length)
-    if asked.order == "auto" and (length % (plan.cp * asked.block) or windows):
-        order = "zigzag"
-
-    def context(inner: int) -> Context:
-        # One rank alone has one run.
-        mine = order if inner < plan.cp else "contiguous"
-        return Context(inner, plan.cp // inner, mine, asked.block, asked.method != "gather", asked.groups)
-
-    inside = math.gcd(plan.cp, max(node // plan.tp, 1))  # neighbours on one node
-    legal = [n for n in divisors(plan.cp) if all(cuts(a.heads, a.kv_heads, plan.tp * n) for a in layers)]
-    if asked.method in ("gather", "halo"):
-        chosen = context(1)
-    elif asked.method == "heads":
-        chosen = context(plan.cp)
-    elif asked.method == "both":
-        between = [n for n in divisors(plan.cp)[1:-1] if n in legal and inside % n == 0]
-        chosen = context(asked.inner or (between[-1] if between else 1))
-    else:
-
-        def cost(one: Context) -> float:
-            far = BETWEEN_NODES if plan.cp * plan.tp > node else 1.0
-            sent = [traffic(attention, one, length, plan.tp) for attention in layers]
-            return sum(layer.inner + far * layer.outer for layer in sent)
-
-        fitting = [n for n in legal if inside % n == 0 and (n < plan.cp or asked.order == "auto")]
-        if plan.cp in fitting and plan.cp * plan.tp <= min(a.kv_heads for a in layers) and not windows:
-            fitting = [plan.cp]  # without copies of keys; whole sequences are balanced, and go to one GPU's kernels
-        chosen = min(map(context, fitting), key=cost)
-    problems = [*_check(asked, plan, layers, legal, chosen), *_check_length(chosen, length, plan, layers, asked)]
-    if problems:
-        raise ConfigError(problems)
-    return chosen
-
-
-def _mostly_windows(layers: list[AttentionSpec], cp: int, length: int) -> bool:
-    """Whether most layers have a window that fits into a run of zigzag order."""
-    return 2 * sum(1 < layer.window <= length // (2 * cp) + 1 for layer in layers) > len(layers)
-
-
-def _check(
-    asked: ContextConfig, plan: Plan, layers: list[AttentionSpec], legal: list[int], chosen: Context
-) -> Iterator[str]:
-    name = f"parallel.context.method={asked.method}"
-    heads = f"heads={layers[0].heads}, kv_heads={layers[0].kv_heads}" + f" and parallel.tp={plan.tp}" * (plan.tp > 1)
-    if asked.method == "heads" and plan.cp not in legal:
-        yield (
-            f"{name} cannot share {heads} over parallel.cp={plan.cp} ranks; legal: parallel.cp="
-            f"{' or '.join(map(str, legal))}; or set parallel.context.method=gather, which has no such limit"
-        )
-    if asked.method == "both" and not (1 < chosen.inner < plan.cp and chosen.inner in legal):
-        ways = [n for n in legal if 1 < n < plan.cp]
-        given = f"with parallel.context.inner={asked.inner} " if asked.inner else ""
-        yield f"{name} {given}needs some of parallel.cp={plan.cp} ranks on a node to share {heads}; " + (
-            f"legal: parallel.context.inner={' or '.join(map(str, ways))}" if ways else "set method=gather or heads"
-        )
-    if asked.inner and asked.method != "both":
-        yield f"parallel.context.inner={asked.inner} is for parallel.context.method=both, not for {asked.method}"
-    if asked.method == "heads" and asked.order != "auto":
-        yield (
-            f"parallel.context.order={asked.order} has no meaning with {name}, where every rank has whole sequences; "
-            "leave it at auto, or set method=gather"
-        )
-
-
-def _check_length(
-    chosen: Context, length: int, plan: Plan, layers: list[AttentionSpec], asked: ContextConfig
-) -> Iterator[str]:
-    unit = chosen.outer * (chosen.block if chosen.order == "blocks" else ROWS[chosen.order])
-    unit = math.lcm(unit, plan.cp * plan.tp)
-    if length % unit:
-        near = [n for n in (length // unit * unit, length // unit * unit + unit) if n]
-        smaller = " or parallel.context.block" * (chosen.order == "blocks")
-        yield (
-            f"batch.sequence_length={length} cannot be dealt out to parallel.cp={plan.cp} ranks in "
-            f"{chosen.order} order; legal: {' or '.join(map(str, near))}, or a smaller parallel.cp{smaller}"
-        )
-    elif asked.method == "halo" and chosen.order == "blocks":
-        yield "parallel.context.method=halo has too little in blocks to attend to; set order=zigzag, or method=gather"
-    elif asked.method == "halo" and not any(chosen.fetched(layer.window, length) for layer in layers):
-        run, windows = chosen.run(length), sorted({layer.window for layer in layers if layer.window})
-        why = f"windows of {', '.join(map(str, windows))}" if windows else "no window in any layer"
-        yield (
-            f"parallel.context.method=halo needs a layer whose window is at most {run + 1}, one more than the run of "
-            f"tokens that parallel.cp={plan.cp} ranks in {chosen.order} order hold, and this model has {why}; set "
-            "method=gather, a longer batch.sequence_length, or a smaller parallel.cp"
-        )

@@ -16,7 +16,8 @@ from trainer.config import Config, ConfigError, ModelSpec, typed
 from trainer.config.compose import gather, to_config
 from trainer.planning import checks
 from trainer.planning.batch import BatchPlan, resolve_batch, training_steps
-from trainer.planning.context import Context, resolve_context
+from trainer.planning.context import Context
+from trainer.planning.context_choice import resolve_context
 from trainer.planning.cost.parameters import declarations
 from trainer.planning.cost.updates import Updates
 from trainer.planning.float8 import check_float8

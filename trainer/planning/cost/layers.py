@@ -242,12 +242,15 @@ class Remaining(NamedTuple):
     """What a recompute policy leaves of a layer.
 
     saved: bytes of one token that are held for backward. again: operations that the backward pass repeats, and the
-    share of each: below 1 where it is not known which. host: bytes of one token that wait in host memory.
+    share of each: below 1 where it is not known which. host: bytes of one token that wait in host memory. attends: how
+    often it runs attention's block again, whose kernel's result may have been kept: what ranks send there, they send
+    again.
     """
 
     saved: float
     again: Mapping[str, float]
     host: float = 0.0
+    attends: float = 0.0
 
 
 def left_by_recompute(layers: Sequence[LayerWork], config: ActivationConfig | None) -> list[Remaining]:
@@ -272,7 +275,7 @@ def recomputed(layer: LayerWork, index: int, config: ActivationConfig | None) ->
     if config is None:
         return Remaining(layer.saved, {})
     tiled = list(filter(fed, layer.flops)) if config.tile else []  # what tiles repeat, the last product too
-    whole, host = layer.saved - layer.feed * bool(tiled), 0.0
+    whole, host, attends = layer.saved - layer.feed * bool(tiled), 0.0, True
     entries = saved_in(config.save, index) if config.mode == "selective" and not config.modules else ()
     spared = config.mode != "budget" and index % config.every or any(entry.name == ALL for entry in entries)
     if config.mode in ("none", "auto") or spared:  # auto: before it is decided
@@ -281,6 +284,7 @@ def recomputed(layer: LayerWork, index: int, config: ActivationConfig | None) ->
         again = [name for name in layer.flops if matches(index, name, config.modules)]
         # A block's input is a norm's output, which is kept. What a single projection returns is its consumer's to keep.
         saved = whole - sum(size for block, size in layer.blocks.items() if matches(index, block, config.modules))
+        attends = matches(index, "attention", config.modules)
     else:
         kept = [name for name in layer.flops if selected(layer, name, entries)]
         inputs = layer.input + layer.between * bool(tiled)
@@ -292,7 +296,7 @@ def recomputed(layer: LayerWork, index: int, config: ActivationConfig | None) ->
     if config.mode == "budget":  # which operations the compiler keeps is not known: between all and none
         saved, share = saved + config.budget * (layer.saved - saved), 1 - config.budget
     repeated = {name: share for name in again if name in layer.needed}
-    return Remaining(saved, repeated | dict.fromkeys(tiled, 1.0), host)
+    return Remaining(saved, repeated | dict.fromkeys(tiled, 1.0), host, share * attends)
 
 
 def fed(name: str) -> bool:

@@ -11,8 +11,10 @@ from math import exp, hypot, log, sqrt
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig, LinkConfig
 from trainer.config.schema import ActivationConfig, BatchConfig, ParallelConfig
+from trainer.planning.context import kernel
 from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.memory import ELEMENT_BYTES
+from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.estimate.timing import time_units
 from trainer.planning.resolve import Layout, resolve
 
@@ -152,7 +154,7 @@ def calibrate(measured: Measurements, config: Config, base: HardwareConfig) -> C
     if measured.eager:
         _fit_eager(found, measured, config)
     taken = {"eager": not measured.eager, "bandwidth": published, "achieved.hidden": measured.hidden is None}
-    kept = [name for name, known in taken.items() if known]
+    kept = [*(name for name, known in taken.items() if known), "achieved.last_queries", "achieved.block_mask"]
     for place, link in (("node", found.node), ("network", found.network)):
         if sent := [one for one in measured.sent if one.place == place]:
             errors += _fill_link(link, sent, published)
@@ -209,6 +211,7 @@ def _fit_device(found: HardwareConfig, measured: Measurements, config: Config, p
     found.bandwidth, reached = bandwidth / 1e9, found.achieved
     reached.memory, reached.optimizer, reached.copy = (share(rate, bandwidth) for rate in rates)
     cuts, depth = cuts_of(measured.passes, config), config.model.depth
+    attended = kernel(layer_specs(config.model)[0].attention, None, config.batch.sequence_length, masked=False)
 
     def products(part: float) -> float:
         reached.product = part
@@ -226,7 +229,8 @@ def _fit_device(found: HardwareConfig, measured: Measurements, config: Config, p
         solve(products, sum(one.count * one.seconds for one in measured.products))
         reached.attention = reached.product
         if one := measured.attention:
-            reached.attention = share(one.amount / max(one.seconds - 2 * measured.kernel, 0.1 * one.seconds), peak)
+            rate = one.amount / max(one.seconds - 2 * measured.kernel, 0.1 * one.seconds)
+            reached.attention = share(rate, peak * reached.of_attention(attended))
         solve(passes, whole(measured.passes, [one.seconds for one in measured.passes], depth))
     if not published:
         most = max(reached.memory, *(share(rate, bandwidth) for rate in rates))
@@ -281,6 +285,7 @@ def cut(config: Config, depth: int, length: int, sequences: int) -> tuple[Config
         parallel=ParallelConfig(),
         batch=BatchConfig(sequence_length=length, micro_size=sequences, accumulation=1),
         activation=ActivationConfig(tile=0, offload=False),
+        data=replace(config.data, mask_documents=False),
         loss=replace(config.loss, tile=config.loss.tile or 0),
     )
     return small, resolve(small, 1, small.model, 1)

@@ -16,7 +16,6 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from trainer.config import Config
-from trainer.planning.context import gathered
 from trainer.planning.cost.layers import LayerWork, Remaining, fed, left_by_recompute, model_work
 from trainer.planning.cost.memory import (
     BOX,
@@ -28,8 +27,9 @@ from trainer.planning.cost.memory import (
     rank_states,
     sums_on_device,
 )
-from trainer.planning.cost.parameters import head, head_rows, layer_specs
+from trainer.planning.cost.parameters import head, head_rows
 from trainer.planning.cost.updates import Updates
+from trainer.planning.estimate.attending import gathered_keys, groups_of_heads, masks
 from trainer.planning.float8 import gathered_in_float8
 from trainer.planning.pipeline import estimated_costs
 from trainer.planning.plan import Plan
@@ -127,17 +127,19 @@ class _Model:
         tiled = bool(config.activation.tile)
         # What a layer holds from I to W.
         self.deferred = [self.tokens * (work.deferred - work.feed_deferred * tiled) for work in works]
-        left, keys = left_by_recompute(works, config.activation), self.gathered_keys()
+        left, keys = left_by_recompute(works, config.activation), gathered_keys(layout, self.element)
         if config.compile:  # which keeps gathered keys instead of the rank's own, where nothing is recomputed
             more = [
                 (size * (1 - 1 / plan.cp) - self.tokens * work.fused) * (rest.saved == work.saved)
                 for size, rest, work in zip(keys, left, works)
             ]
             self.activation = tuple(map(sum, zip(self.activation, [0.0, *more, 0.0])))
+        more = [0.0, *masks(layout, config.data.mask_documents), 0.0]
+        self.activation = tuple(map(sum, zip(self.activation, more)))
         self.tile = min(config.activation.tile or 0, self.tokens / plan.tp)
         self.working = tuple(
             self.of_layer(work, rest, size * (3 + (count > 1)) / count, count)
-            for work, rest, size, count in zip(works, left, keys, self.groups_of_heads())
+            for work, rest, size, count in zip(works, left, keys, groups_of_heads(layout))
         )
         self.host = tuple(self.tokens * rest.host for rest in left)
         # The newest input that went to the host, and the one that is coming back.
@@ -165,21 +167,6 @@ class _Model:
         self.copied = config.parallel.zero.transport == "copy_engine"
         # Bytes of a layer in fp8 on their way.
         self.narrow = max(gathered_in_float8(config, spec, plan), default=0.0)
-
-    def gathered_keys(self) -> list[float]:
-        """Bytes of the gathered keys and values of each layer. Its backward pass has those of a group of heads, of the
-        next one, and gradients, before and behind their way into the ranks' order."""
-        layout, size = self.layout, self.element * self.layout.batch.micro_size
-        if layout.context is None:
-            return [0.0] * layout.spec.depth
-        length, tp, layers = layout.batch.sequence_length, layout.plan.tp, layer_specs(layout.spec)
-        return [size * gathered(layer.attention, layout.context, length, tp) for layer in layers]
-
-    def groups_of_heads(self) -> list[int]:
-        """In how many groups each layer's keys are gathered."""
-        layout, layers = self.layout, layer_specs(self.layout.spec)
-        context = layout.context
-        return [1 if context is None else context.parts(layer.attention, layout.plan.tp) for layer in layers]
 
     def of_layer(self, work: LayerWork, left: Remaining, keys: float, groups: int) -> float:
         """What the backward pass of a layer holds beside: what it computes again, gradients of the hidden states and of

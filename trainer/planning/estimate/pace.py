@@ -7,10 +7,12 @@ the fixed time of a kernel.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.config import ConfigError, PrecisionConfig
 from trainer.config.hardware import HardwareConfig, LinkConfig
+from trainer.planning.context import KERNELS
 from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.layers import ring
 from trainer.planning.plan import Plan
@@ -18,14 +20,14 @@ from trainer.planning.plan import Plan
 
 @dataclass(frozen=True)
 class Pace:
-    """Rates of one device. peak, products, attention: FLOP/s; float8: the same of products in
-    fp8, None where there are none; memory, optimizer, copy: bytes/s; kernel, launch: seconds
-    of one kernel, on the device and on the host; hidden: share of hidden communication that is free."""
+    """Rates of one device. peak, products: FLOP/s; attention: the same by kernel (`context.kernel`); float8: of those
+    products in fp8, None if there are none; memory, optimizer, copy: bytes/s; kernel, launch: seconds of one, on the
+    device and on the host; hidden: share of hidden communication that is free."""
 
     peak: float
     products: float
     float8: float | None
-    attention: float
+    attention: Mapping[str, float]
     memory: float
     optimizer: float
     copy: float
@@ -40,12 +42,12 @@ class Pace:
         peak, float8 = peak_of(hardware, kind, "precision.compute"), None
         if precision.float8.recipe != "none":
             float8 = peak_of(hardware, "fp8", "precision.float8.recipe") * reached.product * reached.float8
-        bandwidth = hardware.bandwidth * 1e9
+        bandwidth, attention = hardware.bandwidth * 1e9, peak * reached.attention
         return cls(
             peak=peak,
             products=peak * reached.product,
             float8=float8,
-            attention=peak * reached.attention,
+            attention={name: attention * reached.of_attention(name) for name in KERNELS},
             memory=bandwidth * reached.memory,
             optimizer=bandwidth * reached.optimizer,
             copy=bandwidth * reached.copy,

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from math import inf
 from operator import attrgetter
 
-from trainer.config import Config, ConfigError, ParallelConfig
+from trainer.config import Config, ConfigError, ContextConfig, ParallelConfig
 from trainer.config.fields import divisors
 from trainer.config.hardware import HardwareConfig
 from trainer.planning.batch import BatchPlan
-from trainer.planning.context import Context, resolve_context
+from trainer.planning.context import Context
+from trainer.planning.context_choice import resolve_context
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
 from trainer.planning.cost.updates import Updates
@@ -162,7 +163,8 @@ class _Search:
                 dp, rest = divmod(self.world // tp // pp, cp)  # dp x cp ranks hold the same part of the model
                 if rest or self.global_size % dp or length % (cp * tp):
                     continue
-                whole = replace(self.base.parallel, dp=-1, tp=tp, pp=pp, cp=cp, shard=-1)
+                context = self.base.parallel.context if cp > 1 else ContextConfig()
+                whole = replace(self.base.parallel, dp=-1, tp=tp, pp=pp, cp=cp, context=context, shard=-1)
                 problems = check_plan(whole, self.world, self.spec, self.node) or self.unshared(whole)
                 problems = problems or list(check_float8(self.base, self.spec, lay(whole, self.world)))
                 self.reasons += problems

@@ -15,6 +15,7 @@ from trainer.planning.estimate.plans import Ranking
 from trainer.planning.estimate.sequence import measures, recompute
 from trainer.planning.estimate.step import GIB, Estimate
 from trainer.planning.float8 import numeric_types
+from trainer.planning.remarks import remarks
 from trainer.util import tables
 
 DAY = 86400.0
@@ -41,6 +42,7 @@ def _plan(found: Estimate) -> list[tuple[str, Any]]:
         ("precision", numeric_types(config.precision) + (", compiled" if config.compile else ", eager")),
         ("recompute", recompute(config.activation)),
         *([("long sequences", long)] if (long := measures(config)) else []),
+        *(("note", text) for text in remarks(config, layout, min(plan.world, hardware.devices))),
     ]
 
 

@@ -11,7 +11,7 @@ from math import hypot
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import AttentionSpec
-from trainer.planning.context import traffic
+from trainer.planning.context import Passes, balance, kernel, traffic
 from trainer.planning.cost.flops import product_flops
 from trainer.planning.cost.layers import ATTENTION_BACKWARD, LayerWork, Remaining, left_by_recompute, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES
@@ -178,22 +178,27 @@ class _Timer:
         moved = elements / 3 * (self.element + 2)
         return hypot(flops / pace.float8, moved / pace.memory) + pace.kernel + self.fused * casts / pace.memory
 
-    def _shared(self, attention: AttentionSpec, behind: float) -> tuple[Terms, Terms, float]:
+    def _attention(self, work: LayerWork, attention: AttentionSpec) -> float:
+        """The forward pass of attention, on the rank that has most of it."""
+        length, masked = self.batch.sequence_length, self.config.data.mask_documents
+        rate = self.pace.attention[kernel(attention, self.context, length, masked)]
+        return self.tokens * work.attention / rate * balance(self.context, length, attention.window, masked)
+
+    def _shared(self, attention: AttentionSpec, behind: float, again: float) -> tuple[Terms, Terms, float]:
         """What ranks that share sequences add to a layer's forward and backward pass, exposed, and all of it. Keys but
-        those of the first heads are gathered behind attention, which takes `behind` in the forward pass."""
+        those of the first heads are gathered behind attention, which takes `behind` in the forward pass; again: how
+        often backward repeats its block."""
         if self.context is None:
             return {}, {}, 0.0
-        moved = traffic(attention, self.context, self.batch.sequence_length, self.plan.tp)
-        size, near, far = self.element * self.batch.micro_size, self.neighbours, self.gatherers
-        exchanged = size * moved.inner / 2 / near.bandwidth + 2 * (near.ranks - 1) * near.latency
-        parts = self.context.parts(attention, self.plan.tp)
-        terms, total = [], 0.0
-        for received, computed in ((moved.forward, behind), (moved.backward, ATTENTION_BACKWARD * behind)):
-            seconds = size * received / far.bandwidth + parts * (far.ranks - 1) * far.latency
-            hidden = self.pace.exposed(seconds * (1 - 1 / parts), computed * (1 - 1 / parts))
-            terms.append({"context collectives": exchanged + seconds / parts + hidden})
-            total += exchanged + seconds
-        return terms[0], terms[1], total
+        moved = traffic(attention, self.context, self.batch.sequence_length, self.plan.tp, again, self.config.compile)
+        size, parts = self.element * self.batch.micro_size, self.context.parts(attention, self.plan.tp)
+        exchanged = _arriving(self.neighbours, moved.inner, size, 2)
+        fetched = _arriving(self.gatherers, moved.outer, size, parts)
+        terms = []
+        for near, far, computed in zip(exchanged, fetched, (behind, (ATTENTION_BACKWARD + again) * behind)):
+            hidden = self.pace.exposed(far * (1 - 1 / parts), computed * (1 - 1 / parts))
+            terms.append({"context collectives": near + far / parts + hidden})
+        return terms[0], terms[1], exchanged.both + fetched.both
 
     def _layer(
         self, work: LayerWork, left: Remaining, spec: AttentionSpec, float8: frozenset[str], narrow: float
@@ -210,7 +215,7 @@ class _Timer:
         products = products_of(float8)
         wide = self.config.precision.float8.recipe == "rowwise_with_gw_hp"
         for_weights = sum(products_of(frozenset() if wide else float8).values())
-        attention = tokens * work.attention / pace.attention
+        attention = self._attention(work, spec)
         kernels = KERNELS[self.config.compile]
         bound = self.fused * tokens * work.saved / pace.memory + kernels * pace.kernel
         matmul = sum(products.values())
@@ -231,7 +236,7 @@ class _Timer:
             "recompute": again,
             "tensor collectives": communication * (1 + repeated),
         }
-        shared_forward, shared_backward, shared = self._shared(spec, attention)
+        shared_forward, shared_backward, shared = self._shared(spec, attention, left.attends)
         forward, backward = {**forward, **shared_forward}, {**backward, **shared_backward}
         launches = (len(products) + kernels + 1) * self.launch
         forward["launching"] = max(0.0, launches - sum(forward.values()))
@@ -312,6 +317,14 @@ class _Timer:
             last, once = pace.exposed(reduce + replicas, b), once + reduce + replicas
             last, copies = last + copy_out, copies + copy_out
         return Unit(forward, backward, weight, first, last, copies, axes, once)
+
+
+def _arriving(ring: Ring, elements: Passes, size: float, messages: int) -> Passes:
+    """Seconds in which elements of `size` bytes arrive. messages: rounds of the ring in the forward pass."""
+    if not elements.forward:
+        return Passes(0.0, 0.0)
+    forward = size * elements.forward / ring.bandwidth + messages * (ring.ranks - 1) * ring.latency
+    return Passes(forward, forward * elements.backward / elements.forward)
 
 
 def _and(terms: Terms, exposed: float, copies: float) -> dict[str, float]:

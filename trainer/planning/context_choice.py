@@ -1,0 +1,302 @@
+"""How sequences are shared, decided: what settings ask for, what `auto` takes, what is refused, and with which way out.
+
+A way out is itself resolved before it is named, so that none leads into the next refusal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+from trainer.config import Config, ConfigError, ContextConfig, ParallelConfig
+from trainer.config.fields import divisors
+from trainer.config.hardware import AchievedConfig
+from trainer.config.model import AttentionSpec, ModelSpec
+from trainer.config.schema import BatchConfig
+from trainer.planning.batch import resolve_batch
+from trainer.planning.context import ROWS, Context, balance, kernel, traffic
+from trainer.planning.cost.flops import attention_flops, seen_keys
+from trainer.planning.cost.layers import ATTENTION_BACKWARD
+from trainer.planning.cost.parameters import layer_specs
+from trainer.planning.plan import Plan, check_plan, cuts
+
+BETWEEN_NODES = 8.0
+"""What a byte between nodes costs over one inside a node where no hardware is named: 370 over 45 GB/s, H200 with
+NVLink and 400 Gbit/s a GPU."""
+
+ELEMENT = 4200.0
+"""FLOPs of attention that take as long as an element in bf16 takes to arrive from the same node, where no hardware is
+named: 475 TFLOP/s and 225 GB/s, of an H200."""
+
+SECTION = "parallel.context"
+UNSET = {name.name: getattr(ContextConfig(), name.name) for name in fields(ContextConfig)}
+
+Way = dict[str, Any]
+"""Settings by name."""
+
+
+class Request(NamedTuple):
+    """What is asked, and what it depends on. node: processes of a machine."""
+
+    parallel: ParallelConfig
+    batch: BatchConfig
+    masked: bool
+    layers: tuple[AttentionSpec, ...]
+    plan: Plan
+    node: int
+
+    @property
+    def asked(self) -> ContextConfig:
+        return self.parallel.context
+
+    @property
+    def length(self) -> int:
+        return self.batch.sequence_length
+
+    @property
+    def legal(self) -> list[int]:
+        """Numbers of ranks that can exchange heads."""
+        ranks = divisors(self.plan.cp)
+        return [n for n in ranks if all(cuts(a.heads, a.kv_heads, self.plan.tp * n) for a in self.layers)]
+
+    @property
+    def inside(self) -> int:
+        """Neighbours of a sequence on one node."""
+        return math.gcd(self.plan.cp, max(self.node // self.plan.tp, 1))
+
+    def set(self, way: Way) -> Request:
+        """The same with other settings."""
+        asked = {name.removeprefix(f"{SECTION}."): value for name, value in way.items() if name.startswith(SECTION)}
+        cp, length = way.get("parallel.cp", self.plan.cp), way.get("batch.sequence_length", self.length)
+        return self._replace(
+            parallel=replace(self.parallel, cp=cp, context=replace(self.asked, **asked)),
+            batch=replace(self.batch, sequence_length=length),
+            plan=replace(self.plan, cp=cp),
+        )
+
+    @property
+    def possible(self) -> bool:
+        """Whether plan and batch are, however sequences are shared."""
+        plan = self.plan
+        if check_plan(self.parallel, plan.world, node=self.node):
+            return False
+        try:
+            resolve_batch(self.batch, plan.dp, plan.tp, plan.pp, plan.cp)
+        except ConfigError:
+            return False
+        return True
+
+
+class Fault(NamedTuple):
+    """What is wrong, and ways out: of each group the first that is legal is named. unused: settings that have no
+    meaning beside the others, at their defaults."""
+
+    text: str
+    ways: list[list[Way]]
+    unused: Way = {}
+
+
+def resolve_context(config: Config, spec: ModelSpec, plan: Plan, node: int) -> Context | None:
+    """How sequences are shared under a plan on nodes of `node` processes; None where they are not. Raises `ConfigError`
+    with the way out."""
+    request = request_of(config, spec, plan, node)
+    chosen = choose(request)
+    if found := list(faults(request, chosen)):
+        raise ConfigError([explain(request, fault) for fault in found])
+    return chosen if plan.cp > 1 else None
+
+
+def request_of(config: Config, spec: ModelSpec, plan: Plan, node: int) -> Request:
+    layers = tuple(layer.attention for layer in layer_specs(spec))
+    return Request(config.parallel, config.batch, config.data.mask_documents, layers, plan, node)
+
+
+def choose(request: Request) -> Context:
+    """What is asked for, or the best of what `auto` allows."""
+    asked, cp = request.asked, request.plan.cp
+    match asked.method:
+        case "gather" | "halo":
+            return shared(request, 1)
+        case "heads":
+            return shared(request, cp)
+        case "both":
+            between = [n for n in divisors(cp)[1:-1] if n in request.legal and request.inside % n == 0]
+            inner = asked.inner or (between[-1] if between else 1)
+            return shared(request, inner if cp % inner == 0 else 1)  # which is refused
+    gathers = any(getattr(asked, name) != UNSET[name] for name in ("order", "block", "groups"))
+    ways = [shared(request, n) for n in request.legal if request.inside % n == 0 and (n < cp or n == 1 or not gathers)]
+    dealt = [one for one in ways if request.length % unit(one, request.plan) == 0]
+    return min(dealt, key=lambda one: cost(request, one)) if dealt else ways[0]
+
+
+def shared(request: Request, inner: int) -> Context:
+    """Sequences shared as asked, with heads exchanged among `inner` ranks."""
+    asked, outer = request.asked, request.plan.cp // inner
+    order = asked.order
+    if outer == 1:  # one rank alone has one run
+        order = "contiguous"
+    elif order == "auto":
+        order = "blocks" if in_blocks(request) and request.length % (outer * asked.block) == 0 else "zigzag"
+    return Context(inner, outer, order, asked.block, asked.method != "gather", asked.groups)
+
+
+def in_blocks(request: Request) -> bool:
+    """Whether `order=auto` means blocks where they can be dealt out: they balance documents, and leave a window no run
+    to be fetched before."""
+    return request.masked and request.asked.method != "halo" and not _mostly_windows(request)
+
+
+def _mostly_windows(request: Request) -> bool:
+    """Whether most layers have a window that fits into a run of zigzag order."""
+    run = request.length // (2 * request.plan.cp)
+    return 2 * sum(1 < layer.window <= run + 1 for layer in request.layers) > len(request.layers)
+
+
+def unit(context: Context, plan: Plan) -> int:
+    """What the length of a sequence must be a multiple of."""
+    dealt = context.outer * (context.block if context.order == "blocks" else ROWS[context.order])
+    return math.lcm(dealt, plan.cp * plan.tp)
+
+
+def cost(request: Request, context: Context) -> float:
+    """What attention of all layers and what is sent for it take, in FLOPs of attention of whole sequences. As if all
+    were recomputed: what is, may be decided later, by what fits."""
+    length, plan, again = request.length, request.plan, 1.0
+    far = BETWEEN_NODES if plan.cp * plan.tp > request.node else 1.0
+    total, reached = 0.0, AchievedConfig()
+    for layer in request.layers:
+        computed = attention_flops(layer, seen_keys(length, layer.window), plan.tp) * length / plan.cp
+        computed *= balance(context, length, layer.window, request.masked)
+        computed /= reached.of_attention(kernel(layer, context, length, request.masked))
+        sent = traffic(layer, context, length, plan.tp, again)
+        total += (1 + again + ATTENTION_BACKWARD) * computed + ELEMENT * (sent.inner.both + far * sent.outer.both)
+    return total
+
+
+def explain(request: Request, fault: Fault) -> str:
+    """The fault, and its ways out that are legal; settings that a way leaves without a meaning are reset by it."""
+    named = [way for group in fault.ways if (way := _first(request, group))] or [_first(request, GATHER)]
+    ways = (" ".join(f"{name}={_shown(value)}" for name, value in way.items()) for way in named)
+    return f"{fault.text}; set {', or '.join(ways)}"
+
+
+def _first(request: Request, ways: Iterable[Way]) -> Way:
+    """The first that is legal; empty for none."""
+    return next((found for way in ways if (found := _legal(request, way))), {})
+
+
+def _legal(request: Request, way: Way) -> Way | None:
+    for _ in range(2):
+        changed = request.set(way)
+        if {"parallel.cp", "batch.sequence_length"} & way.keys() and not changed.possible:
+            return None
+        left = list(faults(changed, choose(changed)))
+        if not left:
+            return way
+        if not all(fault.unused for fault in left):
+            return None
+        way = way | {name: value for fault in left for name, value in fault.unused.items()}
+    return None
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def faults(request: Request, chosen: Context) -> Iterator[Fault]:
+    """What is wrong with a request, for which `chosen` was found."""
+    if request.plan.cp == 1:
+        yield from _alone(request.asked)
+        return
+    yield from _unused(request.asked, chosen)
+    found = list(_heads(request, chosen)) or list(_dealing(request, chosen)) or list(_halo(request, chosen))
+    yield from found
+
+
+def _way(**values: Any) -> Way:
+    return {f"{SECTION}.{name}": value for name, value in values.items()}
+
+
+def _smaller(request: Request) -> list[Way]:
+    return [{"parallel.cp": n} for n in reversed(divisors(request.plan.cp)[:-1])]
+
+
+GATHER = [_way(method="gather"), _way(method="gather", order="contiguous")]
+
+
+def _alone(asked: ContextConfig) -> Iterator[Fault]:
+    given = {name: value for name in UNSET if (value := getattr(asked, name)) != UNSET[name]}
+    if given:
+        names = ", ".join(f"{SECTION}.{name}={value}" for name, value in given.items())
+        unset = _way(**{name: UNSET[name] for name in given})
+        text = f"{names}: for ranks that share sequences, and parallel.cp=1 has none; leave it out"
+        yield Fault(text, [[unset], [{"parallel.cp": 2}]], unset)
+
+
+def _unused(asked: ContextConfig, chosen: Context) -> Iterator[Fault]:
+    """Settings that what was chosen has no use for."""
+    method = f"{SECTION}.method={asked.method}"
+
+    def unused(name: str, why: str, *ways: Iterable[Way]) -> Iterator[Fault]:
+        if (value := getattr(asked, name)) != UNSET[name]:
+            reset = _way(**{name: UNSET[name]})
+            yield Fault(f"{SECTION}.{name}={value} {why}", [[reset], *map(list, ways)], reset)
+
+    if asked.method != "both":
+        yield from unused("inner", f"is for {SECTION}.method=both, not for {asked.method}", [_way(method="both")])
+    whole = f"has no meaning with {method}, where every rank has whole sequences"
+    if chosen.outer == 1:
+        yield from unused("order", whole, GATHER)
+        yield from unused("groups", whole, GATHER)
+    if chosen.order != "blocks" and not (chosen.outer == 1 and asked.order == "blocks"):
+        why = whole if chosen.outer == 1 else f"has no meaning in {chosen.order} order"
+        yield from unused("block", why, [_way(order="blocks"), _way(method="gather", order="blocks")])
+
+
+def _heads(request: Request, chosen: Context) -> Iterator[Fault]:
+    asked, plan, layer = request.asked, request.plan, request.layers[0]
+    name = f"{SECTION}.method={asked.method}"
+    heads = f"heads={layer.heads}, kv_heads={layer.kv_heads}" + f" and parallel.tp={plan.tp}" * (plan.tp > 1)
+    if asked.method == "heads" and plan.cp not in request.legal:
+        text = f"{name} cannot share {heads} over parallel.cp={plan.cp} ranks"
+        yield Fault(text, [_smaller(request), GATHER])
+    if asked.method == "both" and not (1 < chosen.inner < plan.cp and chosen.inner in request.legal):
+        given = f"with {SECTION}.inner={asked.inner} " if asked.inner else ""
+        between = [_way(inner=n) for n in reversed(request.legal) if 1 < n < plan.cp]
+        text = f"{name} {given}needs some of parallel.cp={plan.cp} ranks on a node to share {heads}"
+        yield Fault(text, [between, GATHER, [_way(method="heads")]])
+
+
+def _dealing(request: Request, chosen: Context) -> Iterator[Fault]:
+    length, plan, whole = request.length, request.plan, unit(chosen, request.plan)
+    if length % whole == 0:
+        return
+    below = length // whole * whole
+    near = [[{"batch.sequence_length": n}] for n in (below, below + whole) if n]
+    blocks = []
+    if chosen.order == "blocks" and length % chosen.outer == 0:
+        sizes = divisors(length // chosen.outer)
+        blocks = [_way(block=size) for size in reversed(sizes) if size < chosen.block]
+    text = f"batch.sequence_length={length} cannot be dealt out to parallel.cp={plan.cp} ranks in {chosen.order} order"
+    yield Fault(text, [*near, _smaller(request), blocks])
+
+
+def _halo(request: Request, chosen: Context) -> Iterator[Fault]:
+    plan, name = request.plan, f"{SECTION}.method=halo"
+    if request.asked.method != "halo" or any(chosen.fetched(a.window, request.length) for a in request.layers):
+        return
+    if chosen.order == "blocks":
+        yield Fault(f"{name} has too little in blocks to attend to", [[_way(order="zigzag")], GATHER])
+        return
+    windows = sorted({layer.window for layer in request.layers if layer.window > 1})
+    why = f"windows of {', '.join(map(str, windows))}" if windows else "no window in any layer"
+    step = unit(chosen, plan)
+    needed = (windows[0] - 1) * chosen.outer * ROWS[chosen.order] if windows else 0
+    text = (
+        f"{name} needs a layer whose window is at most {chosen.run(request.length) + 1}, one more than the run of "
+        f"tokens that parallel.cp={plan.cp} ranks in {chosen.order} order hold, and this model has {why}"
+    )
+    longer = [{"batch.sequence_length": -(-needed // step) * step}] if windows else []
+    yield Fault(text, [GATHER, longer, _smaller(request)])

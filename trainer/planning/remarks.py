@@ -1,0 +1,60 @@
+"""What is legal and may still be a mistake: said at the start of a run and by an estimate, and refused by neither."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainer.config import Config
+from trainer.config.model import ModelSpec
+from trainer.planning.context import Context, balance
+from trainer.planning.context_choice import BETWEEN_NODES, Request, in_blocks, request_of
+from trainer.planning.cost.parameters import layer_specs
+from trainer.planning.resolve import Layout
+
+
+def remarks(config: Config, layout: Layout, node: int) -> list[str]:
+    """Sentences on a run with nodes of `node` processes."""
+    found = list(_positions(layout.spec, layout.batch.sequence_length))
+    if layout.context is not None:
+        request = request_of(config, layout.spec, layout.plan, node)
+        found += [*_between_nodes(request, layout.context), *_unbalanced(request, layout.context)]
+    return found
+
+
+def _positions(spec: ModelSpec, length: int) -> Iterator[str]:
+    """Rotary positions beyond those that a model is built for; `dynamic` scaling follows the sequence by itself."""
+    rotary = [layer.attention for layer in layer_specs(spec) if layer.attention.positions == "rope"]
+    if length > spec.max_length and any(attention.rope.scaling != "dynamic" for attention in rotary):
+        extend = (
+            f"{{max_length: {length}, scaling: yarn, factor: {length / spec.max_length:g}, original_length: "
+            f"{spec.max_length}}}"
+        )
+        yield (
+            f"batch.sequence_length={length} exceeds model.max_length={spec.max_length}, beyond which rotary positions "
+            f"are new to the model; for one that is read set model.extend={extend}, and for one that is trained from "
+            f"its beginning model.max_length={length}"
+        )
+
+
+def _between_nodes(request: Request, context: Context) -> Iterator[str]:
+    if context.inner > 1 and request.inside % context.inner:
+        within = [n for n in request.legal if 1 < n < request.plan.cp and request.inside % n == 0]
+        other = f"both parallel.context.inner={within[-1]}" if within else "gather"
+        yield (
+            f"heads are exchanged over {context.inner} ranks on several nodes of {request.node} processes, between "
+            f"which a byte takes some {BETWEEN_NODES:g} times as long; parallel.context.method={other} exchanges none "
+            "between them"
+        )
+
+
+def _unbalanced(request: Request, context: Context) -> Iterator[str]:
+    """Documents that `order=auto` could not deal out in blocks."""
+    if request.asked.order == "auto" and context.order == "zigzag" and in_blocks(request):
+        unit = context.outer * context.block
+        near = [n for n in (request.length // unit * unit, request.length // unit * unit + unit) if n]
+        more = balance(context, request.length, 0, True)
+        yield (
+            f"documents are masked, and batch.sequence_length={request.length} cannot be dealt out in blocks of "
+            f"{context.block}: in zigzag order the busiest rank has about {more:.1f} times the attention of the mean; "
+            f"batch.sequence_length={' or '.join(map(str, near))} can"
+        )
