@@ -8,12 +8,23 @@ from pathlib import Path
 import pytest
 from support.launch import launch
 
+CALLS = ("gather in copied_gather_matmul", "scatter in copied_matmul_scatter", "gather in rows_gradients")
+CALLS += ("gather in columns_gradients", "scatter in columns_gradients", "largest in largest_of_all")
+
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_they_equal_the_usual_ones_and_miss_waits_and_halves(tmp_path: Path, size: int) -> None:
+def test_they_equal_the_usual_ones_and_miss_waits_signals_and_halves(tmp_path: Path, size: int) -> None:
     launch("copied.py", size, tmp_path / "out.json", forks=True)
-    errors = json.loads((tmp_path / "out.json").read_text())
-    assert errors.pop("nothing torch.float32") < 1e-5
-    # Sums of two are rounded as gloo's, those of three once instead of twice.
-    assert errors.pop("nothing torch.bfloat16") < (1e-2 if size > 2 else 5e-3)
-    assert len(errors) == 4 and all(error > 0.1 for error in errors.values()), errors
+    found = json.loads((tmp_path / "out.json").read_text())
+    copied, chunks = found["copied"], found["chunks"]
+    assert copied.pop("float32") < 1e-5 and chunks.pop("float32") < 1e-5
+    # Sums of two are rounded as gloo's, and in fp8 with the same scales; sums of three once instead of twice.
+    assert set(copied) == set(chunks) == {"bfloat16", "tensorwise", "rowwise"}
+    assert all(error == 0 if size == 2 else error < 1e-2 for error in [*copied.values(), *chunks.values()]), found
+    assert len(found["gradients"]) == (9 if size == 2 else 0) and not any(found["gradients"].values())
+    assert set(found["without"]) == {"halves", *(f"wait for {call}" for call in CALLS)}
+    assert all(error > 0.1 for error in found["without"].values()), found["without"]
+    assert set(found["errors"]) == {f"signal for {call}" for call in CALLS}
+    for signal, error in found["errors"].items():
+        kind = signal.split()[2]
+        assert f"rank 0 waits for {kind} (" in error and f"of rank {size - 1} in epoch 1; its flag says -1" in error
