@@ -28,3 +28,18 @@ def test_they_equal_the_usual_ones_and_miss_waits_signals_and_halves(tmp_path: P
     for signal, error in found["errors"].items():
         kind = signal.split()[2]
         assert f"rank 0 waits for {kind} (" in error and f"of rank {size - 1} in epoch 1; its flag says -1" in error
+
+
+def test_the_measurement_runs_on_processes_that_share_memory(tmp_path: Path) -> None:
+    small = ("scale=64", "tokens=16", "most=4", "repeats=1", "methods=off,chunks2,copy_engine,torch")
+    launch("../../bench/fusion.py", 2, tmp_path / "out.jsonl", *small)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    sweeps = [f"{kind} {tokens}" for kind in ("sweep", "sweep_k") for tokens in (1, 2, 4)]
+    assert [line["case"] for line in lines][8:] == sweeps and lines[-1]["weight"] == [56, 128]
+    for line in lines:
+        ours = {"off", "copy_engine"} | ({"chunks2"} if "sweep_k" not in line["case"] else set())
+        assert set(line["milliseconds"]) == ours and line["bound"] > 1
+        assert all(
+            line["errors"][name] < 1e-2 for name in ours
+        )  # parts of the inputs are rounded before they are added
+        assert isinstance(line["errors"]["torch"], str)  # needs GPUs

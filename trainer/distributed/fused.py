@@ -59,14 +59,12 @@ class Calls(Boxes):
         )
 
     def late(self) -> list[str]:
-        return (
-            []
-            if self.region is None
-            else [
-                f"rank {dist.get_rank()} is in epoch {self.epoch} of the kernels' {self.kind}; "
-                "parallel.fusion_looks says which tile they wait for"
-            ]
-        )
+        if self.shared is None:
+            return []
+        return [
+            f"rank {dist.get_rank()} is in epoch {self.epoch} of the kernels' {self.kind}; parallel.fusion_looks would "
+            "say which tile they wait for"
+        ]
 
 
 def calls(kind: str, group: dist.ProcessGroup, dtype: torch.dtype) -> Calls:
@@ -171,7 +169,6 @@ class Fused(TensorGroup):
         torch.ops.trainer.fused_matmul_scatter.default,
         torch.ops.trainer.fused_sum.default,
     )
-
     fuses: ClassVar[bool] = True
     boxes: ClassVar[type[Boxes]] = Calls
 
