@@ -123,6 +123,14 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
             if gpus % 2 == 0
         ),
         *(
+            run(f"fusion_fp8_{name}", "parallel.tp=2", f"parallel.fusion={name}", "precision=fp8", *more)
+            for name, more in {
+                "copy_engine": ("compile=true", "precision.float8.ends=0"),
+                "chunks": ("precision.float8.recipe=rowwise", "precision.float8.ends=0"),
+            }.items()
+            if gpus % 2 == 0
+        ),
+        *(
             run(f"context_{name}", "parallel.cp=2", "precision=bf16", *settings)
             for name, settings in {
                 "gather": ("parallel.context.method=gather", "compile=true"),

@@ -348,11 +348,13 @@ def test_intervals(value, low, high, ends):
     assert (outside("x", value, f"{ends[0]}{low}, {high}{ends[1]}") is None) == legal
 
 
-def test_fused_products_are_not_in_fp8():
-    plan = ["parallel.tp=2", "parallel.fusion=chunks", "precision=bf16"]
-    (found,) = problems(*plan, "precision.float8.recipe=tensorwise", world_size=2)
-    assert "parallel.fusion=chunks multiplies in the compute type" in found and "set parallel.fusion=off" in found
-    assert compose(plan, world_size=2).parallel.fusion == "chunks"
+def test_kernels_of_fused_products_are_not_in_fp8():
+    plan = ["parallel.tp=2", "precision=bf16"]
+    (found,) = problems(*plan, "parallel.fusion=triton", "precision.float8.recipe=tensorwise", world_size=2)
+    assert "parallel.fusion=triton multiplies in the compute type" in found and "set parallel.fusion=copy_eng" in found
+    for fusion in ("chunks", "copy_engine", "auto"):
+        narrow = ["precision.float8.recipe=tensorwise", "precision.float8.ends=0"]
+        assert compose([*plan, f"parallel.fusion={fusion}", *narrow], world_size=2).parallel.fusion == fusion
 
 
 def test_off_is_a_word_also_in_yaml():

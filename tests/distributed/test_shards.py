@@ -25,8 +25,12 @@ def test_pieces_are_full_and_have_everything_once(lengths: list[int], most: int)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_numbers_are_right_and_miss_waits_and_halves(tmp_path: Path, size: int) -> None:
+def test_numbers_are_right_and_miss_waits_signals_and_halves(tmp_path: Path, size: int) -> None:
     launch("shards.py", size, tmp_path / "out.json", forks=True)
-    errors = json.loads((tmp_path / "out.json").read_text())
-    assert errors.pop("nothing torch.float32") < 1e-6 and errors.pop("nothing torch.bfloat16") < 1e-6
-    assert len(errors) == 4 and all(error > 0.1 for error in errors.values()), errors
+    found, calls = json.loads((tmp_path / "out.json").read_text()), {"shards in _gather", "sums in _sum"}
+    assert all(error < 1e-6 for error in found["right"].values()) and len(found["right"]) == 2
+    assert set(found["without"]) == {"halves", *(f"wait for {call}" for call in calls)}
+    assert all(error > 0.1 for error in found["without"].values()), found["without"]
+    assert set(found["errors"]) == {f"signal for {call}" for call in calls}
+    for signal, error in found["errors"].items():
+        assert f"rank 0 waits for {signal.split()[2]} (float32) of rank {size - 1} in epoch 1" in error

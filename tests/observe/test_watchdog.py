@@ -179,6 +179,8 @@ def test_a_stall_ends_every_rank_and_names_those_that_hold_up_the_others(tmp_pat
     assert "ranks 0-1" in lines[3]
     assert "ranks 0-1 in all_reduce Float[3] (number 8 of default_pg)" in report
     assert "which rank 2 did not enter, which rank 3 may not have entered" in report
+    assert "rank 0 waits for gather (float32) of rank 1 in epoch 2; its flag says 1" in report
+    assert "rank 1 waits for gather" not in report
     assert "in hang" in (tmp_path / "flight" / "start" / "rank-2.stack.txt").read_text()
     assert "in hang" in outputs[3][1]  # what C prints of the rank that ran no Python
     status = json.loads((tmp_path / "status.json").read_text())

@@ -158,7 +158,12 @@ REFUSED = [  # processes, settings, words of the refusal, a legal neighbour that
         ["parallel.fusion_chunks=2", "fusion=off", "parallel.fusion=chunks"],
         {"tp": 2, "fusion": "chunks", "fusion_chunks": 2},
     ),
-    (2, {"tp": 2, "fusion_looks": 9}, ["parallel.fusion_looks=9", "fusion=triton"], {"tp": 2, "fusion": "triton"}),
+    (
+        2,
+        {"tp": 2, "fusion_looks": 9},
+        ["parallel.fusion_looks=9", "fusion=triton, copy_engine or auto, or parallel.zero.transport=copy_engine"],
+        {"tp": 2, "fusion": "copy_engine", "fusion_looks": 9},
+    ),
     (
         2,
         {"tp": 2, "fusion": "triton", "tp_across_nodes": True},

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trainer.config import ConfigError, Float8Config
 from trainer.model.initial import initialize
+from trainer.model.layers import Linear, project
 from trainer.model.linear import DeferredGrads, columns
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import multiply_in_float8
@@ -171,6 +172,32 @@ def test_a_model_in_fp8_beside_bf16(recipe, plain):
     assert any(not torch.equal(seen.gradients[0][name], value) for name, value in plain.gradients[0].items())
     assert plain.losses[-1] < 0.8 * plain.losses[0]
     assert seen.losses == pytest.approx(plain.losses[: len(seen.losses)], rel=0.02)
+
+
+@pytest.mark.parametrize("deferring", [False, True])
+def test_an_operand_of_several_products_is_cast_once(deferring):
+    cast: list[tuple[int, ...]] = []
+
+    def counted(x: Tensor, *how: object) -> tuple[Tensor, Tensor]:
+        cast.append(tuple(x.shape))
+        return quantise(x, *how)
+
+    multiply, deferred = Float8("rowwise", counted), DeferredGrads()
+    layers = [Linear(48, outputs, ("embed", "mlp")) for outputs in (64, 32)]
+    for seed, layer in enumerate(layers):
+        layer.multiply, layer.weight = multiply, torch.nn.Parameter(random((len(layer.weight), 48), seed))
+        if deferring:
+            layer.defer(deferred)
+    x, y = random((16, 48), 2).requires_grad_(), [random((16, 64), 3), random((16, 32), 4)]
+    products = project(x, *layers)
+    assert sorted(cast) == [(16, 48), (32, 48), (64, 48)]
+    expected = [multiply(gradient, x.detach(), Role.WEIGHT_GRADIENT) for gradient in y]
+    cast.clear()
+    deferred.active = deferring
+    torch.autograd.backward(products, y)
+    deferred.take()()
+    assert cast.count((16, 48)) == 1 and len(cast) == 2 * 2 + 2 + 1
+    assert all(torch.equal(layer.weight.grad, gradient) for layer, gradient in zip(layers, expected))
 
 
 def test_compiled_layers_keep_no_weights_in_fp8():

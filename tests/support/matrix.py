@@ -344,6 +344,8 @@ FLOAT8 = [
         {"float8": "rowwise_with_gw_hp", "cp": 2, "stage": 2, "recompute": "tiles"},
         {"float8": "rowwise", "tp": 2, "dp": 2, "stage": 3},
         {"float8": "rowwise", "tp": 2, "pp": 2, "schedule": "zb_v", "micro_batches": 3},
+        {"float8": "rowwise", "tp": 2, "fusion": "copy_engine", "recompute": "selective", "compile": "graphs"},
+        {"float8": "rowwise_with_gw_hp", "tp": 2, "fusion": 3, "bias": True, "tied": True},
     )
 ]
 """Products in fp8, beside those of one process with the same micro-batches."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -42,3 +46,54 @@ def one_half(box: Callable) -> Callable:
             return box(self, *arguments)
 
     return same
+
+
+class Without:
+    """A part of the protocol, `Boxes.wait` or `Boxes.signal`, that is left out where it is done for one purpose. A
+    purpose is the kind of box, and the function of the project for which it is done.
+
+    seen: the purposes that there were, each with what `now` was then."""
+
+    now: Any = None
+
+    def __init__(self, part: Callable, left_out: str = ""):
+        self.part, self.left_out, self.seen = part, left_out, {}
+
+    def __get__(self, boxes: Boxes, _: type) -> Callable:
+        return partial(self.do, boxes)
+
+    def do(self, boxes: Boxes, *arguments: object) -> None:
+        purpose = f"{self.part.__name__} for {boxes.kind} in {purpose_of(sys._getframe(1))}"
+        self.seen.setdefault(purpose, self.now)
+        if purpose != self.left_out:
+            self.part(boxes, *arguments)
+
+
+HELPERS = ("arriving", "send", "total", "__init__", "<listcomp>")
+"""Functions that do it for others."""
+
+
+def purpose_of(frame: FrameType) -> str:
+    """The first function behind helpers."""
+    while frame.f_code.co_name in HELPERS:
+        frame = frame.f_back
+    return frame.f_code.co_name
+
+
+def late_first(function: Callable, rank: int) -> Callable:
+    """The function, after a while on all ranks but the first, which then sees what comes of not waiting."""
+
+    def later(*arguments: object) -> object:
+        time.sleep(5e-3 if rank else 0)
+        return function(*arguments)
+
+    return later
+
+
+def error_of(work: Callable[[], object]) -> str:
+    """In which it ends; nothing if in none."""
+    try:
+        work()
+    except RuntimeError as error:
+        return str(error)
+    return ""

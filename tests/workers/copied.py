@@ -1,5 +1,5 @@
-"""Products by copies over shared memory beside the usual ones: ranks late in turn, memory full of NaN at first; and
-with a part of the protocol left out, when numbers have to be others.
+"""Products by copies over shared memory, and in pieces, beside the usual ones: ranks late in turn, memory full of NaN
+at first; and with a part of the protocol left out, when numbers have to be others, or an error has to say which part.
 
     copied.py OUT.json
 """
@@ -10,83 +10,154 @@ import json
 import os
 import random
 import sys
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from support.launch import fork, leave
-from support.shared import late, one_half, poisoned
+from support.shared import Without, error_of, late, late_first, one_half, poisoned
+from tensor_parallel import LLAMA, model_of, spec_of
 from torch import Tensor
 
-from trainer.config import RunConfig
-from trainer.distributed import boxes, copied
+from trainer.config import Float8Config, RunConfig
+from trainer.distributed import boxes
 from trainer.distributed.boxes import Boxes
+from trainer.distributed.chunks import Chunks
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.copied import Copied
-from trainer.distributed.world import join, local_device
-from trainer.precision.products import Role
+from trainer.distributed.copied import Copied, Copies
+from trainer.distributed.fastest import Fastest
+from trainer.distributed.tensors import local
+from trainer.distributed.world import World, join, local_device
+from trainer.model.linear import DeferredGrads
+from trainer.parallel.parallelize import multiply_in_float8
+from trainer.parallel.tensor import Backend
+from trainer.precision.float8 import Float8
+from trainer.precision.products import Multiply, Role, matmul
 
-EPOCHS = 80
+EPOCHS = 40
+KINDS = 4
+"""Of calls: each seed is of the kind that it is by this number."""
+LOOKS = 1000
+"""Of 0.1 ms or so each."""
+NUMBERS = {
+    "float32": (torch.float32, matmul),
+    "bfloat16": (torch.bfloat16, matmul),
+    "tensorwise": (torch.bfloat16, Float8("tensorwise")),
+    "rowwise": (torch.bfloat16, Float8("rowwise")),
+}
 
 
-def call(group: TensorGroup, seed: int, dtype: torch.dtype) -> list[Tensor]:
-    """What a call gives, of any kind: with several weights, biases and what is kept."""
+def call(group: TensorGroup, seed: int, numbers: str) -> list[Tensor]:
+    """What a call gives: with several weights, biases and what is kept."""
     generator = torch.Generator().manual_seed(seed * group.size + group.rank)
-    alike = random.Random(seed)
-    tokens = alike.randrange(1, 9)
+    (dtype, multiply), kind, tokens = NUMBERS[numbers], seed % KINDS, random.Random(seed).randrange(1, 9)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
     weights, biases = [draw(6, 4), draw(3, 4)], [draw(6), None]
-    kind = alike.randrange(4)
     if kind == 0:
         gradients = [draw(group.size * tokens, 6), draw(group.size * tokens, 3)]
-        return group.columns_gradients(gradients, weights, draw(tokens, 4))
+        return group.columns_gradients(gradients, weights, draw(tokens, 4), multiply)
     if kind == 1:
-        return group.rows_gradients(draw(tokens, 6), weights[0], draw(group.size * tokens, 4))
+        return group.rows_gradients(draw(tokens, 6), weights[0], draw(group.size * tokens, 4), multiply)
     if kind == 2:
-        products, kept = group.gather_matmul(draw(tokens, 4), weights, Role.OUTPUT, biases, keep=alike.random() < 0.5)
-        return products + ([] if kept is None else [kept])
+        keep = seed % 8 == 2
+        products, kept = group.gather_matmul(draw(tokens, 4), weights, Role.OUTPUT, biases, keep, multiply)
+        return products + [kept] * keep
     operands = [draw(group.size * tokens, 6), draw(group.size * tokens, 3)]
-    return [group.wait(group.matmul_scatter_sum(operands, weights, Role.INPUT_GRADIENT))]
+    return [group.wait(group.matmul_scatter_sum(operands, weights, Role.INPUT_GRADIENT, multiply))]
 
 
-def worst(name: str, rank: int, size: int, dtype: torch.dtype) -> float:
-    """The largest relative error of all calls, between which nothing waits."""
-    place = name, rank, size
-    expected = [one for seed in range(EPOCHS) for one in call(TensorGroup(*place), seed, dtype)]
-    found = [one for seed in range(EPOCHS) for one in call(Copied(*place), seed, dtype)]
-    errors = [
-        ((one.double() - other.double()).norm() / other.double().norm()).item() for one, other in zip(found, expected)
-    ]
-    largest = torch.tensor(errors).nan_to_num(nan=1e9).max()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest.item()
+class Calls:
+    """Beside the usual ones, which are made before."""
+
+    def __init__(self, name: str, rank: int, size: int):
+        self.place = name, rank, size
+        self.usual = {
+            (seed, numbers): call(TensorGroup(*self.place), seed, numbers)
+            for seed in range(EPOCHS)
+            for numbers in NUMBERS
+        }
+
+    def worst(self, group: TensorGroup, numbers: str, seeds: Iterable[int], parts: Iterable[Without] = ()) -> float:
+        """The largest relative error, with nothing that waits between calls. parts: of the protocol, that note for
+        which calls they were asked."""
+        errors = [0.0]
+        for seed in seeds:
+            for part in parts:
+                part.now = numbers, seed % KINDS
+            for one, other in zip(call(group, seed, numbers), self.usual[seed, numbers]):
+                errors.append(((one.double() - other.double()).norm() / other.double().norm()).item())
+        largest = torch.tensor(errors).nan_to_num(nan=1e9).max()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return largest.item()
+
+
+def gradients(world: World, backend: Backend, recipe: str) -> dict[str, Tensor]:
+    """Of all parameters of a model in bf16 with products in fp8, over a pass whose weight gradients are put off and one
+    whose are not."""
+    spec = spec_of(**LLAMA, depth=1)
+    model, deferred = model_of(spec, world, torch.bfloat16, backend), DeferredGrads()
+    model.defer(deferred)
+    multiply_in_float8(model, spec, Float8Config(recipe, ends=0))
+    generator = torch.Generator().manual_seed(3)
+    for put_off in (True, False):
+        tokens, targets = (torch.randint(0, spec.vocab_size, (2, 16), generator=generator) for _ in range(2))
+        objective, _ = model(tokens, targets)
+        deferred.active = put_off
+        objective.backward()
+        deferred.active = False
+        deferred.take()()
+    return {name: local(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def others_than_off(world: World) -> dict[str, list[str]]:
+    """Of ways beside `off`, in fp8: the parameters whose gradients have other bits on a rank."""
+    found = {}
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        expected = gradients(world, TensorGroup, recipe)
+        for name, backend in {"chunks": partial(Chunks, chunks=3), "copied": Copied, "auto": Fastest}.items():
+            seen = gradients(world, backend, recipe)
+            names: list = [None] * world.size
+            dist.all_gather_object(names, [one for one in seen if not torch.equal(seen[one], expected[one])])
+            found[f"{name} {recipe}"] = sum(names, [])
+    return found
 
 
 def main(out: str) -> None:
     size = int(os.environ["WORLD_SIZE"])
     world = join({"pp": 1, "replicate": 1, "shard": 1, "tp": size}, local_device(RunConfig(device="cpu")))
-    name, rank = world.dimensions["tp"].get_group().group_name, world.place("tp")
-    left_out = {
-        "nothing": (),
-        "waits": (patch.object(copied, "await_flag", lambda *_: None),),
-        "halves": (patch.object(Boxes, "box", one_half(Boxes.box)),),
-    }
-    results = {}
-    with patch.object(boxes, "share", poisoned), patch.object(copied, "matmul_into", late(copied.matmul_into, rank)):
-        for what, changes in left_out.items():
-            copied.boxes_of.cache_clear()
-            for change in changes:
-                change.start()
-            for dtype in (torch.float32, torch.bfloat16):
-                results[f"{what} {dtype}"] = worst(name, rank, size, dtype)
-            for change in changes:
-                change.stop()
+    rank = world.place("tp")
+    place = world.dimensions["tp"].get_group().group_name, rank, size
+    calls, copied, seeds = Calls(*place), Copied(*place), range(EPOCHS)
+    found: dict = {"chunks": {name: calls.worst(Chunks(*place, chunks=3), name, range(20)) for name in NUMBERS}}
+    found["gradients"] = others_than_off(world) if size == 2 else {}
+    with patch.object(boxes, "share", poisoned):
+        wait, signal = Without(Boxes.wait), Without(Boxes.signal)
+        with patch.object(Multiply, "into", late(Multiply.into, rank)):
+            with patch.object(Boxes, "wait", wait), patch.object(Boxes, "signal", signal):
+                found["copied"] = {name: calls.worst(copied, name, seeds, (wait, signal)) for name in NUMBERS}
+            boxes.BOXES.clear()
+            with patch.object(Boxes, "box", one_half(Boxes.box)):
+                found["without"] = {"halves": calls.worst(copied, "float32", seeds)}
+        for left_out, (numbers, kind) in wait.seen.items():
+            boxes.BOXES.clear()
+            late_send, without = late_first(Copies.send, rank), Without(Boxes.wait, left_out)
+            with patch.object(Copies, "send", late_send), patch.object(Boxes, "wait", without):
+                found["without"][left_out] = calls.worst(copied, numbers, range(kind, 20, KINDS))
+        found["errors"] = {}
+        for left_out, (numbers, kind) in signal.seen.items():
+            boxes.BOXES.clear()
+            with patch.object(Boxes, "signal", Without(Boxes.signal, left_out)):
+                looking = Copied(*place, looks=LOOKS)
+                found["errors"][left_out] = error_of(lambda: call(looking, kind, numbers))  # noqa: B023
+            dist.barrier()
     if rank == 0:
-        Path(out).write_text(json.dumps(results))
+        Path(out).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ method beside `off`, over many epochs, with memory that is poisoned first and ra
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -29,7 +30,8 @@ from trainer.distributed.symmetric_memory import Shared, share
 from trainer.distributed.world import World, join
 from trainer.kernels import decode
 from trainer.parallel.context import member
-from trainer.precision.products import Role
+from trainer.precision.float8 import Float8
+from trainer.precision.products import Multiply, Role, matmul
 
 WIDTH, QUERIES, KEYS, HIDDEN = 4096, 4096, 1024, 14336
 TOKENS = {torch.bfloat16: (8192, 1000, 32), torch.float16: (1000,)}
@@ -47,18 +49,24 @@ def poisoned(size: int, device: torch.device, group: dist.ProcessGroup) -> Share
     return shared
 
 
-def gathered(group: TensorGroup, x: Tensor, weights: list[Tensor], role: Role, keep: bool) -> list[Tensor]:
-    products, whole = group.gather_matmul(x, weights, role, keep=keep)
+def gathered(
+    group: TensorGroup, x: Tensor, weights: list[Tensor], role: Role, keep: bool, multiply: Multiply
+) -> list[Tensor]:
+    products, whole = group.gather_matmul(x, weights, role, keep=keep, multiply=multiply)
     return [*products, *([whole] if keep else [])]
 
 
-def reduced(group: TensorGroup, operands: list[Tensor], weights: list[Tensor], role: Role) -> list[Tensor]:
-    return [group.wait(group.matmul_scatter_sum(operands, weights, role))]
+def reduced(
+    group: TensorGroup, operands: list[Tensor], weights: list[Tensor], role: Role, multiply: Multiply
+) -> list[Tensor]:
+    return [group.wait(group.matmul_scatter_sum(operands, weights, role, multiply))]
 
 
-def run(function: Callable[..., list[Tensor]], group: TensorGroup, arguments: list[Any]) -> list[Tensor]:
+def run(
+    function: Callable[..., list[Tensor]], group: TensorGroup, arguments: list[Any], multiply: Multiply
+) -> list[Tensor]:
     """Of a function above, or of the backend's method of that name."""
-    return getattr(type(group), function.__name__, function)(group, *arguments)
+    return getattr(type(group), function.__name__, function)(group, *arguments, multiply=multiply)
 
 
 class Shapes:
@@ -124,24 +132,31 @@ def main(out: str, epochs: int = 40) -> None:
     methods = {
         "chunks": Chunks(name, rank, size),
         "copy_engine": Copied(name, rank, size),
+        "copy_engine, looking": Copied(name, rank, size, looks=10**6),
         "triton": Fused(name, rank, size, looks=10**8),
     }
-    off = TensorGroup(name, rank, size)
+    off, narrow = TensorGroup(name, rank, size), [Float8(recipe) for recipe in ("tensorwise", "rowwise")]
     for dtype, tolerance in TOLERANCE.items():
         shapes = Shapes(rank, size, device, dtype)
         for epoch in range(epochs):
-            for call, (function, *arguments) in shapes.calls(TOKENS[dtype][epoch % len(TOKENS[dtype])]).items():
-                expected = run(function, off, arguments)
+            tokens = TOKENS[dtype][epoch % len(TOKENS[dtype])]
+            in_fp8 = dtype is torch.bfloat16 and tokens % (16 * size) == 0
+            for (call, (function, *arguments)), multiply in itertools.product(
+                shapes.calls(tokens).items(), [matmul, *(narrow if in_fp8 else [])]
+            ):
+                expected = run(function, off, arguments, multiply)
                 for method, group in methods.items():
+                    if method == "triton" and multiply is not matmul:
+                        continue
                     if late.random() < 0.3:
                         torch.cuda._sleep(late.randrange(5_000_000))
-                    found = [run(function, group, arguments) for _ in range(2)]
-                    assert all(map(torch.equal, *found)), f"{method}, {call}: other bits the second time"
+                    found = [run(function, group, arguments, multiply) for _ in range(2)]
+                    key = f"{method} {call} {dtype} {multiply.key}"
+                    assert all(map(torch.equal, *found)), f"{key}: other bits the second time"
                     for one, other in zip(found[0], expected):
                         error = ((one.float() - other.float()).norm() / other.float().norm()).item()
-                        key = f"{method} {call} {dtype}"
                         worst[key] = max(worst.get(key, 0.0), error)
-                        assert error < tolerance, f"{method}, {call}, epoch {epoch}: {error}"
+                        assert error < tolerance, f"{key}, epoch {epoch}: {error}"
         if rank == 0:
             print(f"{dtype}: {epochs} epochs", flush=True)
     worst["slots"] = share_slots(world, 5 * epochs, late)

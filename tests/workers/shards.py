@@ -1,5 +1,6 @@
 """Shards gathered and gradients added up by copies over shared memory, beside what they have to be: ranks late in turn,
-memory full of NaN at first; and with a part of the protocol left out, when numbers have to be others.
+memory full of NaN at first; and with a part of the protocol left out, when numbers have to be others, or an error has
+to say which part.
 
     shards.py OUT.json
 """
@@ -17,7 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from support.launch import fork, leave
-from support.shared import late, one_half, poisoned
+from support.shared import Without, error_of, late, late_first, one_half, poisoned
 from torch import Tensor
 
 from trainer.config import RunConfig
@@ -26,14 +27,16 @@ from trainer.distributed.boxes import Boxes
 from trainer.distributed.shards import Shards
 from trainer.distributed.world import join, local_device
 
-CALLS = 60
+CALLS = 40
+LOOKS = 1000
+"""Of 0.1 ms or so each."""
 
 
-def results(mine: Shards, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+def results(mine: Shards, dtype: torch.dtype, calls: int = CALLS) -> Iterator[tuple[Tensor, Tensor]]:
     """What calls give, between which nothing waits, and what they have to give: of shards and rows that are cut into
     pieces, and of gradients whose rows the ranks cannot have equally many of."""
     rank, size = mine.rank, mine.size
-    for seed in range(CALLS):
+    for seed in range(calls):
         alike, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         counts = [alike.randrange(1, 40) for _ in range(3)]
         if alike.random() < 0.5:
@@ -58,10 +61,10 @@ def results(mine: Shards, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]
         )
 
 
-def worst(mine: Shards, dtype: torch.dtype) -> float:
+def worst(mine: Shards, dtype: torch.dtype, calls: int = CALLS) -> float:
     errors = [
         (found.double() - wanted.double()).norm() / (wanted.double().norm() + 1e-30)
-        for found, wanted in results(mine, dtype)
+        for found, wanted in results(mine, dtype, calls)
     ]
     largest = torch.stack(errors).nan_to_num(nan=1e9).max()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -71,26 +74,27 @@ def worst(mine: Shards, dtype: torch.dtype) -> float:
 def main(out: str) -> None:
     size = int(os.environ["WORLD_SIZE"])
     world = join({"pp": 1, "replicate": 1, "shard": size, "tp": 1}, local_device(RunConfig(device="cpu")))
-    mine = Shards(world.dimensions["shard"].get_group())
-    left_out = {
-        "nothing": (),
-        "waits": (patch.object(shards, "await_flag", lambda *_: None),),
-        "halves": (patch.object(Boxes, "box", one_half(Boxes.box)),),
-    }
-    found = {}
-    with (
-        patch.object(boxes, "share", poisoned),
-        patch.object(shards, "raise_flag", late(shards.raise_flag, mine.rank)),
-        patch.object(shards, "BOX", 32),
-    ):
-        for what, changes in left_out.items():
-            boxes.boxes_of.cache_clear()
-            for change in changes:
-                change.start()
-            for dtype in (torch.float32, torch.bfloat16):
-                found[f"{what} {dtype}"] = worst(mine, dtype)
-            for change in changes:
-                change.stop()
+    group = world.dimensions["shard"].get_group()
+    mine, looking, wait, signal = Shards(group), Shards(group, LOOKS), Without(Boxes.wait), Without(Boxes.signal)
+    found: dict = {"right": {}, "without": {}, "errors": {}}
+    with patch.object(boxes, "share", poisoned), patch.object(shards, "BOX", 32):
+        with patch.object(shards, "copy_together", late(shards.copy_together, mine.rank)):
+            with patch.object(Boxes, "wait", wait), patch.object(Boxes, "signal", signal):
+                for dtype in (torch.float32, torch.bfloat16):
+                    found["right"][str(dtype)] = worst(mine, dtype)
+            boxes.BOXES.clear()
+            with patch.object(Boxes, "box", one_half(Boxes.box)):
+                found["without"]["halves"] = worst(mine, torch.float32)
+        for left_out in wait.seen:
+            boxes.BOXES.clear()
+            late_copies = patch.object(shards, "copy_together", late_first(shards.copy_together, mine.rank))
+            with late_copies, patch.object(Boxes, "wait", Without(Boxes.wait, left_out)):
+                found["without"][left_out] = worst(mine, torch.float32, CALLS // 4)
+        for left_out in signal.seen:
+            boxes.BOXES.clear()
+            with patch.object(Boxes, "signal", Without(Boxes.signal, left_out)):
+                found["errors"][left_out] = error_of(lambda: list(results(looking, torch.float32)))
+            dist.barrier()
     if mine.rank == 0:
         Path(out).write_text(json.dumps(found))
 

@@ -294,8 +294,9 @@ class ParallelConfig:
     )
     fusion_looks: int = option(
         0,
-        "fusion=triton: looks at a flag after which a run ends with an error that names tile, rank and epoch; 0: none, "
-        "and the host waits for no kernel",
+        "looks at a flag after which a run ends with an error that names what is missing, rank and epoch, with "
+        "fusion=triton, copy_engine or auto or zero.transport=copy_engine (0.1 ms each, less in kernels); 0: no end, "
+        "and the host waits for nothing",
         unit="looks",
         range="[0, inf)",
     )

@@ -6,22 +6,27 @@ again two epochs later is in docs/kernels.md."""
 
 from __future__ import annotations
 
-from functools import cache
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.distributed.symmetric_memory import Shared, share
+from trainer.distributed.flags import await_flag, fill, raise_flag, read
+from trainer.distributed.symmetric_memory import Shared, agree, share
+
+END = 2**31 - 1
+"""The epoch of which a rank that has given up says that all of it has arrived."""
 
 
 class Boxes:
     """The calls of one kind and type that a group makes: their memory, which grows with them, and their number."""
 
-    shared: Shared
+    shared: Shared | None = None
 
-    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype):
-        self.group, self.dtype = group, dtype
+    def __init__(self, kind: str, group: dist.ProcessGroup, dtype: torch.dtype):
+        self.kind, self.group, self.dtype = kind, group, dtype
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.half = self.flags = self.epoch = 0
 
     def begin(self, elements: int, flags: int, device: torch.device) -> int:
@@ -33,13 +38,20 @@ class Boxes:
 
     def grow(self, half: int, flags: int, device: torch.device) -> None:
         """Memory for more, on all ranks together. Epochs begin anew with its flags."""
-        if self.half:  # others may still read or write the old
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            dist.barrier(self.group)
+        self.free()
         self.bytes = -(-2 * half * self.dtype.itemsize // 256) * 256
         self.shared = share(self.bytes + 4 * flags, device, self.group)
         self.half, self.flags, self.epoch = half, flags, 0
+
+    def free(self) -> None:
+        """Gives the memory back, on all ranks together: others may still read or write it."""
+        if self.shared is None:
+            return
+        if self.shared.parts[self.rank].is_cuda:
+            torch.cuda.synchronize(self.shared.parts[self.rank].device)
+        agree(self.group)
+        self.shared = None
+        self.half = self.flags = self.epoch = 0
 
     def box(self, rank: int, shape: tuple[int, int]) -> Tensor:
         """What the half of this epoch holds of `rank`'s box."""
@@ -48,12 +60,71 @@ class Boxes:
 
     def flag(self, rank: int, place: int) -> Tensor:
         """A flag of `rank`: int32 [1]."""
-        return self.shared.parts[rank][self.bytes :].view(torch.int32)[place : place + 1]
+        return self.flags_of(rank)[place : place + 1]
+
+    def flags_of(self, rank: int) -> Tensor:
+        return self.shared.parts[rank][self.bytes :].view(torch.int32)
+
+    def signal(self, to: int) -> None:
+        """Says to a rank that all that the current stream has written so far is there. Flags stand by source."""
+        raise_flag(self.flag(to, self.rank), self.epoch)
+
+    def wait(self, source: int, looks: int = 0) -> None:
+        """Has the current stream go on when what a rank sends in this epoch is there. looks: see `await_flag`; after
+        them, `RuntimeError`."""
+        try:
+            await_flag(self.flag(self.rank, source), self.epoch, looks)
+        except TimeoutError as error:
+            raise RuntimeError(f"{self.missing(source)} after parallel.fusion_looks={looks}") from error
+
+    def missing(self, source: int) -> str:
+        """That nothing of this epoch has come from a rank, in words."""
+        ranks = [dist.get_global_rank(self.group, rank) for rank in (self.rank, source)]
+        return (
+            f"rank {ranks[0]} waits for {self.kind} ({str(self.dtype)[6:]}) of rank {ranks[1]} in epoch {self.epoch}; "
+            f"its flag says {read(self.flag(self.rank, source)).item()}"
+        )
+
+    def late(self) -> list[str]:
+        """What has not come, in words, by source."""
+        if self.shared is None or not self.epoch:
+            return []
+        said = read(self.flags_of(self.rank)).tolist()
+        return [self.missing(source) for source in others(self.rank, self.size) if said[source] < self.epoch]
+
+    def give_up(self) -> None:
+        """No rank waits for this one any more, in any epoch. What comes of it means nothing, until the memory is
+        another."""
+        if self.shared is not None:
+            for to in others(self.rank, self.size):
+                fill(self.flags_of(to), END)
 
 
-@cache
-def boxes_of(kind: str, group: dist.ProcessGroup, dtype: torch.dtype) -> Boxes:
-    return Boxes(group, dtype)
+BOXES: dict[tuple[Any, ...], Boxes] = {}
+"""All that this process has made."""
+
+Kind = TypeVar("Kind", bound=Boxes)
+
+
+def boxes_of(kind: str, group: dist.ProcessGroup, dtype: torch.dtype, make: type[Kind] = Boxes) -> Kind:
+    key = make, kind, group, dtype
+    if key not in BOXES:
+        BOXES[key] = make(kind, group, dtype)
+    return BOXES[key]
+
+
+def held(make: type[Boxes], group: dist.ProcessGroup) -> list[Boxes]:
+    """The boxes of a group that are of this class and have memory."""
+    return [
+        boxes
+        for (of, _, whose, _), boxes in BOXES.items()
+        if of is make and whose is group and boxes.shared is not None
+    ]
+
+
+def late() -> list[str]:
+    """What this process waits for, in words."""
+    return [text for boxes in list(BOXES.values()) for text in boxes.late()]
 
 
 def others(rank: int, size: int) -> list[int]:

@@ -15,37 +15,71 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from trainer.distributed.collectives import Started, TensorGroup, c10d
-from trainer.precision.products import Multiply, Role, matmul, matmul_runs
+from trainer.precision.products import MULTIPLIERS, Multiply, Operand, Role, matmul
 
 
 @torch.library.custom_op("trainer::multiply_gathered", mutates_args=())
 def multiply_gathered(
-    x: Tensor, pieces: list[Tensor], weight: Tensor, bias: Tensor | None, role: str, rank: int, size: int
+    mine: Sequence[Tensor],
+    pieces: Sequence[Tensor],
+    scales: Tensor | None,
+    largest: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    role: str,
+    rank: int,
+    size: int,
+    multiply: str,
 ) -> Tensor:
-    """The product of all ranks' x [tokens / t, n] with one matrix: [tokens, ...]. pieces: gathers of successive rows of
-    x that were started, each [t x rows, n]; all have arrived afterwards."""
-    kind, (tokens, inputs) = Role[role], x.shape
-    product = x.new_empty(size * tokens, outputs(weight, kind))
+    """The product of all ranks' tokens with one matrix: [tokens, ...].
+
+    mine: this rank's x [tokens / t, n], or the operand made of it and what scales that back; pieces: gathers of its
+    successive rows that were started, [t x rows, ...] each; scales: the same of what scales all rows back; largest: of
+    all ranks' x. All have arrived afterwards."""
+    kind, how, (x, *back) = Role[role], MULTIPLIERS[multiply], mine
+    (tokens, inputs), right = x.shape, how.right(weight, kind)
+
+    def operand(runs: Tensor, *back: Tensor) -> Operand:
+        if back:
+            return Operand(runs, *back)
+        return how.left(runs.flatten(0, 1), kind, largest).per_row(lambda rows: rows.unflatten(0, (len(runs), -1)))
+
+    product = weight.new_empty(size * tokens, outputs(weight, kind))
     runs = product.view(size, tokens, -1)
-    matmul_runs(x[None], weight, kind, bias, out=runs[rank : rank + 1])
+    own = [one[None] if one.dim() else one for one in back]
+    how.runs_into(runs[rank : rank + 1], operand(x[None], *own), right, kind, bias)
+    everyone = None if scales is None else c10d.wait_tensor(scales).view(size, tokens, 1)
     first = 0
     for piece in pieces:
-        gathered = c10d.wait_tensor(piece).view(size, -1, inputs)
+        gathered = c10d.wait_tensor(piece).view(x.dtype).view(size, -1, inputs)
         rows = slice(first, first := first + gathered.shape[1])
-        for others in (slice(0, rank), slice(rank + 1, size)):
-            if len(gathered[others]):
-                matmul_runs(gathered[others], weight, kind, bias, out=runs[others, rows])
+        for some in (slice(0, rank), slice(rank + 1, size)):
+            if len(gathered[some]):
+                theirs = back if everyone is None else [everyone[some, rows]]
+                how.runs_into(runs[some, rows], operand(gathered[some], *theirs), right, kind, bias)
     return product
 
 
 @multiply_gathered.register_fake
-def _(x: Tensor, pieces: list[Tensor], weight: Tensor, bias: Tensor | None, role: str, rank: int, size: int) -> Tensor:
-    return x.new_empty(size * len(x), outputs(weight, Role[role]))
+def _(
+    mine: Sequence[Tensor],
+    pieces: Sequence[Tensor],
+    scales: Tensor | None,
+    largest: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    role: str,
+    rank: int,
+    size: int,
+    multiply: str,
+) -> Tensor:
+    return weight.new_empty(size * len(mine[0]), outputs(weight, Role[role]))
 
 
 def outputs(weight: Tensor, role: Role) -> int:
@@ -55,7 +89,11 @@ def outputs(weight: Tensor, role: Role) -> int:
 
 @dataclass(frozen=True)
 class Chunks(TensorGroup):
-    """`TensorGroup` in pieces, of the usual products. chunks: into how many this rank's tokens are cut."""
+    """`TensorGroup` in pieces. chunks: into how many this rank's tokens are cut.
+
+    Tokens that are multiplied in fewer bits are rounded before they travel, unless they are kept."""
+
+    fuses: ClassVar[bool] = True
 
     chunks: int = 4
 
@@ -68,11 +106,15 @@ class Chunks(TensorGroup):
         keep: bool = False,
         multiply: Multiply = matmul,
     ) -> tuple[list[Tensor], Tensor | None]:
-        if multiply is not matmul:
-            return super().gather_matmul(x, weights, role, biases, keep, multiply)
-        pieces = [self.gather(x[rows]) for rows in self.rows(len(x))]
+        largest = self.largest_of_all(multiply.largest(x, role))
+        left = Operand(x) if keep else multiply.left(x, role, largest)  # what is kept travels as it is
+        mine = [left.values, *([] if left.back is None else [left.back])]
+        scales = self.gather(left.back) if len(left.of_rows()) > 1 else None
+        sent = mine[0].view(torch.uint8) if len(mine) > 1 else x  # not every backend sends fp8
+        pieces = [self.gather(sent[rows]) for rows in self.rows(len(x))]
+        place = role.name, self.rank, self.size, multiply.key
         products = [
-            multiply_gathered(x, pieces, weight, bias, role.name, self.rank, self.size)
+            multiply_gathered(mine, pieces, scales, largest, weight, bias, *place)
             for weight, bias in zip(weights, biases or repeat(None))
         ]
         pieces = [self.wait(piece) for piece in pieces]
@@ -81,16 +123,23 @@ class Chunks(TensorGroup):
         by_rank = [piece.view(self.size, -1, x.shape[1]) for piece in pieces]
         return products, torch.cat(by_rank, 1).flatten(0, 1) if len(pieces) > 1 else pieces[0]
 
+    def largest_of_all(self, largest: Tensor | None) -> Tensor | None:
+        """Of the ranks' operands."""
+        return None if largest is None else self.wait(self.gather(largest.view(1))).amax()
+
     def matmul_scatter_sum(
         self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
     ) -> Started:
-        if multiply is not matmul:
-            return super().matmul_scatter_sum(operands, weights, role, multiply)
-        runs, started = [operand.unflatten(0, (self.size, -1)) for operand in operands], []
-        for rows in self.rows(runs[0].shape[1]):
+        lefts = [
+            multiply.left(operand, role).per_row(lambda part: part.unflatten(0, (self.size, -1)))
+            for operand in operands
+        ]
+        rights, started = [multiply.right(weight, role) for weight in weights], []
+        for rows in self.rows(len(operands[0]) // self.size):
             total = None
-            for run, weight in zip(runs, weights):
-                total = matmul_runs(run[:, rows], weight, role, total)
+            for left, right in zip(lefts, rights):
+                run = left.per_row(lambda part, rows=rows: part[:, rows])
+                total = multiply.runs(run, right, role, operands[0].dtype, total)
             started.append(self.scatter_sum(total.flatten(0, 1)))
         return started
 

@@ -20,7 +20,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainer.precision.products import Multiply, Role, matmul, matmul_sum
+from trainer.distributed.boxes import Boxes
+from trainer.precision.products import Multiply, Role, matmul, matmul_all, matmul_sum, weight_gradients
 
 c10d = torch.ops._c10d_functional
 
@@ -35,6 +36,11 @@ class TensorGroup:
     reductions: ClassVar[tuple[Any, ...]] = (c10d.reduce_scatter_tensor.default,)
     """The torch operators that return this rank's part of a sum over ranks in a layer's forward pass. Selective
     recompute keeps that part, which is cheaper than to communicate again."""
+
+    fuses: ClassVar[bool] = False
+    """Whether products and collectives are other than one after the other."""
+    boxes: ClassVar[type[Boxes] | None] = None
+    """Of the memory that the ranks share."""
 
     name: str
     rank: int
@@ -58,8 +64,7 @@ class TensorGroup:
         """The products of the gathered `x` with each of `weights`; and with `keep` the gathered `x`, for a product that
         is to follow. x: [tokens / t, n], where the role says which dimension of the weights n is (see `matmul`)."""
         whole = self.wait(self.gather(x))
-        products = [multiply(whole, weight, role, bias) for weight, bias in zip(weights, biases or repeat(None))]
-        return products, whole if keep else None
+        return matmul_all(whole, weights, role, biases or repeat(None), multiply), whole if keep else None
 
     def matmul_scatter_sum(
         self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
@@ -78,7 +83,7 @@ class TensorGroup:
         started = self.gather(x)
         to_x = self.matmul_scatter_sum(gradients, weights, Role.INPUT_GRADIENT, multiply)
         whole = self.wait(started)
-        to_weights = [multiply(gradient, whole, Role.WEIGHT_GRADIENT) for gradient in gradients]
+        to_weights = weight_gradients(gradients, whole, multiply)
         return [self.wait(to_x), *to_weights]
 
     def rows_gradients(self, gradient: Tensor, weight: Tensor, x: Tensor, multiply: Multiply = matmul) -> list[Tensor]:

@@ -2,13 +2,14 @@
 
 Copy engines move tokens and partial sums while all multiprocessors multiply, in cuBLAS's own products: a gathered one
 begins with this rank's tokens, a reduced one ends with them. Streams wait for flags in the ranks' boxes (`boxes.py`).
+Tokens that are multiplied in fewer bits travel so, unless a weight's gradient reads them too.
 To autograd, recompute and the compiler each call is an operator."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any, ClassVar
 
@@ -19,8 +20,24 @@ from trainer.distributed.boxes import Boxes, boxes_of, others
 from trainer.distributed.c10d_internals import groups
 from trainer.distributed.chunks import outputs
 from trainer.distributed.collectives import Started, TensorGroup
-from trainer.distributed.flags import await_flag, raise_flag
-from trainer.precision.products import Multiply, Role, matmul, matmul_into
+from trainer.precision.products import MULTIPLIERS, Multiply, Operand, Role, matmul, weight_gradients
+
+ALIGNED = 16
+"""Bytes at a multiple of which a tensor begins in a box."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank of a group, for operators: name of the process group, rank, ranks, and looks at a flag (`Boxes.wait`)."""
+
+    name: str
+    rank: int
+    size: int
+    looks: int
+
+    def sources(self) -> list[int]:
+        """The ranks in the order in which what they send arrives, this one first."""
+        return [self.rank, *reversed(others(self.rank, self.size))]
 
 
 class Copies:
@@ -29,14 +46,14 @@ class Copies:
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def send(self, part: Tensor, boxes: Boxes, rank: int, to: int, size: int) -> None:
-        """Copies a part of this rank, [tokens, n], to its place in the box of `to`, and raises the flag there."""
-        place = boxes.box(to, (size * len(part), part.shape[1])).unflatten(0, (size, -1))[rank]
+    def send(self, pairs: Sequence[tuple[Tensor, Tensor]], boxes: Boxes, to: int) -> None:
+        """Copies tensors to their places in the box of `to`, (place, tensor) each, and raises the flag there."""
         if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(part.device))
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
-            place.copy_(part)
-            raise_flag(boxes.flag(to, rank), boxes.epoch)
+            for place, part in pairs:
+                place.copy_(part)
+            boxes.signal(to)
 
     def end(self) -> None:
         """The current stream goes on when all has been sent, so that what was sent may be written over."""
@@ -49,44 +66,81 @@ def copies(device: torch.device) -> Copies:
     return Copies(device)
 
 
-def send(x: Tensor, name: str, rank: int, size: int) -> tuple[Tensor, Boxes]:
-    """Sends this rank's x [tokens, n] to all others. Returns where those of all will be, [ranks, tokens, n], and the
-    boxes whose flags say when; this rank's place is empty."""
-    boxes = boxes_of("gather", groups()[name], x.dtype)
-    boxes.begin(size * x.numel(), size, x.device)
-    for to in others(rank, size):
-        copies(x.device).send(x, boxes, rank, to, size)
-    return boxes.box(rank, (size * len(x), x.shape[1])).unflatten(0, (size, -1)), boxes
+class Sent:
+    """What every rank sends to all others, tensors of the same shapes: on its way from here on, to the boxes of a
+    kind."""
+
+    def __init__(self, kind: str, tensors: Sequence[Tensor], place: Place):
+        self.mine, self.place, self.boxes = tensors, place, boxes_of(kind, groups()[place.name], torch.uint8)
+        self.lengths = [-(-place.size * one.nbytes // ALIGNED) * ALIGNED for one in tensors]
+        self.boxes.begin(sum(self.lengths), place.size, tensors[0].device)
+        for to in others(place.rank, place.size):
+            places = [everyone[place.rank] for everyone in self.of(to)]
+            copies(tensors[0].device).send(list(zip(places, tensors)), self.boxes, to)
+
+    def of(self, rank: int) -> list[Tensor]:
+        """Where all ranks' tensors stand in a rank's box, [ranks, ...] each. The rank's own place is empty."""
+        parts = self.boxes.box(rank, (1, sum(self.lengths)))[0].split(self.lengths)
+        return [
+            part[: self.place.size * one.nbytes].view(one.dtype).view(self.place.size, *one.shape)
+            for part, one in zip(parts, self.mine)
+        ]
+
+    def arriving(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """The tensors of each rank, this one's first and each other's as soon as it is there."""
+        everyone = self.of(self.place.rank)
+        for source in self.place.sources():
+            if source == self.place.rank:
+                yield source, list(self.mine)
+            else:
+                self.boxes.wait(source, self.place.looks)
+                yield source, [one[source] for one in everyone]
 
 
-def send_sums(
-    operands: Sequence[Tensor], weights: Sequence[Tensor], kind: Role, name: str, rank: int, size: int
-) -> tuple[Tensor, Boxes]:
-    """Sends each rank its tokens of the sum over operands of their products with the weights. Returns these sums,
-    [ranks, tokens, ...], and the boxes in which those of others arrive."""
-    first = operands[0]
-    tokens, width = len(first) // size, outputs(weights[0], kind)
-    boxes = boxes_of("scatter", groups()[name], first.dtype)
-    boxes.begin(size * tokens * width, size, first.device)
-    sums = first.new_empty(size, tokens, width)
-    for to in [*others(rank, size), rank]:
-        for number, (operand, weight) in enumerate(zip(operands, weights)):
-            run = operand.unflatten(0, (size, -1))[to]
-            matmul_into(sums[to], run, weight, kind, sums[to] if number else None)
-        if to != rank:
-            copies(first.device).send(sums[to], boxes, rank, to, size)
-    return sums, boxes
+def largest_of_all(largest: Tensor | None, place: Place) -> Tensor | None:
+    """Of the ranks' operands. Without a collective: a rank that fails must not leave others in one."""
+    if largest is None:
+        return None
+    parts = [part for _, (part,) in Sent("largest", [largest.view(1)], place).arriving()]
+    copies(largest.device).end()
+    return torch.cat(parts).amax()
 
 
-def sum_received(sums: Tensor, boxes: Boxes, rank: int, size: int) -> Tensor:
-    """This rank's tokens of the sum over ranks of what `send_sums` has sent."""
-    arrived = boxes.box(rank, (size * sums.shape[1], sums.shape[2])).unflatten(0, (size, -1))
-    for source in reversed(others(rank, size)):
-        await_flag(boxes.flag(rank, source), boxes.epoch)
-    if size == 2:
-        return arrived[1 - rank] + sums[rank]
-    arrived[rank].copy_(sums[rank])
-    return arrived.sum(0)  # in fp32, whatever the type
+class Sums:
+    """Sums over operands of their products with the weights, of which each rank is sent its tokens: on their way from
+    here on."""
+
+    def __init__(
+        self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply, place: Place
+    ):
+        first, self.place = operands[0], place
+        tokens, width = len(first) // place.size, outputs(weights[0], role)
+        self.boxes = boxes_of("scatter", groups()[place.name], first.dtype)
+        self.boxes.begin(place.size * tokens * width, place.size, first.device)
+        self.sums = first.new_empty(place.size, tokens, width)
+        lefts = [multiply.left(operand, role) for operand in operands]
+        rights = [multiply.right(weight, role) for weight in weights]
+        for to in [*others(place.rank, place.size), place.rank]:
+            for number, (left, right) in enumerate(zip(lefts, rights)):
+                run = left.per_row(lambda part, to=to: part.unflatten(0, (place.size, -1))[to])
+                multiply.into(self.sums[to], run, right, role, self.sums[to] if number else None)
+            if to != place.rank:
+                copies(first.device).send([(self.of(to)[place.rank], self.sums[to])], self.boxes, to)
+
+    def of(self, rank: int) -> Tensor:
+        """Where all ranks' sums stand in a rank's box: [ranks, tokens, ...]."""
+        size, tokens, width = self.sums.shape
+        return self.boxes.box(rank, (size * tokens, width)).unflatten(0, (size, -1))
+
+    def total(self) -> Tensor:
+        """This rank's tokens of the sum over ranks."""
+        rank, arrived = self.place.rank, self.of(self.place.rank)
+        for source in self.place.sources()[1:]:
+            self.boxes.wait(source, self.place.looks)
+        if self.place.size == 2:
+            return arrived[1 - rank] + self.sums[rank]
+        arrived[rank].copy_(self.sums[rank])
+        return arrived.sum(0)  # in fp32, whatever the type
 
 
 @torch.library.custom_op("trainer::copied_gather_matmul", mutates_args=())
@@ -95,26 +149,28 @@ def copied_gather_matmul(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     role: str,
+    multiply: str,
     name: str,
     rank: int,
     size: int,
+    looks: int,
     keep: bool,
 ) -> list[Tensor]:
     """The products of all ranks' x with each weight; and with `keep` all ranks' x."""
-    x, kind = x.contiguous(), Role[role]
-    (tokens, inputs), (whole, boxes) = x.shape, send(x, name, rank, size)
-    results = [x.new_empty(size, tokens, outputs(weight, kind)) for weight in weights]
-    kept = x.new_empty(size, tokens, inputs) if keep else None
-    for source in [rank, *reversed(others(rank, size))]:
-        part = x if source == rank else whole[source]
-        if source != rank:
-            await_flag(boxes.flag(rank, source), boxes.epoch)
-        for result, weight, bias in zip(results, weights, biases):
-            matmul_into(result[source], part, weight, kind, bias)
-        if kept is not None:
-            kept[source].copy_(part)
+    x, kind, how, place = x.contiguous(), Role[role], MULTIPLIERS[multiply], Place(name, rank, size, looks)
+    largest = largest_of_all(how.largest(x, kind), place)
+    mine = Operand(x) if keep else how.left(x, kind, largest)  # what is kept travels as it is
+    sent, rights = Sent("gather", mine.of_rows(), place), [how.right(weight, kind) for weight in weights]
+    results = [x.new_empty(size, len(x), outputs(weight, kind)) for weight in weights]
+    kept = [x.new_empty(size, *x.shape)] * keep
+    for source, part in sent.arriving():
+        left = how.left(part[0], kind, largest) if keep else mine.like(part)
+        for result, right, bias in zip(results, rights, biases):
+            how.into(result[source], left, right, kind, bias)
+        for whole in kept:
+            whole[source].copy_(part[0])
     copies(x.device).end()
-    return [result.flatten(0, 1) for result in results + ([] if kept is None else [kept])]
+    return [result.flatten(0, 1) for result in results + kept]
 
 
 @copied_gather_matmul.register_fake
@@ -123,9 +179,11 @@ def _(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     role: str,
+    multiply: str,
     name: str,
     rank: int,
     size: int,
+    looks: int,
     keep: bool,
 ) -> list[Tensor]:
     widths = [outputs(weight, Role[role]) for weight in weights] + [x.shape[1]] * keep
@@ -134,25 +192,50 @@ def _(
 
 @torch.library.custom_op("trainer::copied_matmul_scatter", mutates_args=())
 def copied_matmul_scatter(
-    operands: Sequence[Tensor], weights: Sequence[Tensor], role: str, name: str, rank: int, size: int
+    operands: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    role: str,
+    multiply: str,
+    name: str,
+    rank: int,
+    size: int,
+    looks: int,
 ) -> Tensor:
     """This rank's tokens of the sum over ranks and operands of their products with the weights."""
-    sums, boxes = send_sums(operands, weights, Role[role], name, rank, size)
-    total = sum_received(sums, boxes, rank, size)
+    sums = Sums(operands, weights, Role[role], MULTIPLIERS[multiply], Place(name, rank, size, looks))
+    total = sums.total()
     copies(total.device).end()
     return total
 
 
 @copied_matmul_scatter.register_fake
-def _(operands: Sequence[Tensor], weights: Sequence[Tensor], role: str, name: str, rank: int, size: int) -> Tensor:
+def _(
+    operands: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    role: str,
+    multiply: str,
+    name: str,
+    rank: int,
+    size: int,
+    looks: int,
+) -> Tensor:
     return operands[0].new_empty(len(operands[0]) // size, outputs(weights[0], Role[role]))
 
 
 @dataclass(frozen=True)
 class Copied(TensorGroup):
-    """`TensorGroup` by copies over memory that the ranks of a node share, of the usual products."""
+    """`TensorGroup` by copies over memory that the ranks of a node share. looks: at a flag, before an error; 0: no
+    end."""
 
     reductions: ClassVar[tuple[Any, ...]] = (*TensorGroup.reductions, torch.ops.trainer.copied_matmul_scatter.default)
+    fuses: ClassVar[bool] = True
+    boxes: ClassVar[type[Boxes]] = Boxes
+
+    looks: int = 0
+
+    @property
+    def place(self) -> Place:
+        return Place(self.name, self.rank, self.size, self.looks)
 
     def gather_matmul(
         self,
@@ -163,48 +246,41 @@ class Copied(TensorGroup):
         keep: bool = False,
         multiply: Multiply = matmul,
     ) -> tuple[list[Tensor], Tensor | None]:
-        if multiply is not matmul:
-            return super().gather_matmul(x, weights, role, biases, keep, multiply)
-        place = role.name, self.name, self.rank, self.size
-        results = copied_gather_matmul(x, list(weights), list(biases or [None] * len(weights)), *place, keep)
+        how, added = (role.name, multiply.key, *astuple(self.place)), list(biases or [None] * len(weights))
+        results = copied_gather_matmul(x, list(weights), added, *how, keep)
         return results[: len(weights)], results[-1] if keep else None
 
     def matmul_scatter_sum(
         self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
     ) -> Started:
-        if multiply is not matmul:
-            return super().matmul_scatter_sum(operands, weights, role, multiply)
-        place = role.name, self.name, self.rank, self.size
-        return [copied_matmul_scatter(list(operands), list(weights), *place)]
+        how = role.name, multiply.key, *astuple(self.place)
+        return [copied_matmul_scatter(list(operands), list(weights), *how)]
 
     def columns_gradients(
         self, gradients: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, multiply: Multiply = matmul
     ) -> list[Tensor]:
-        if multiply is not matmul:
-            return super().columns_gradients(gradients, weights, x, multiply)
-        x, place = x.contiguous(), (self.name, self.rank, self.size)
-        whole, boxes = send(x, *place)
-        sums, received = send_sums(gradients, weights, Role.INPUT_GRADIENT, *place)
+        x = x.contiguous()
+        sent = Sent("gather", [x], self.place)
+        sums = Sums(gradients, weights, Role.INPUT_GRADIENT, multiply, self.place)
+        (whole,) = sent.of(self.rank)
         whole[self.rank].copy_(x)
-        for source in reversed(others(self.rank, self.size)):
-            await_flag(boxes.flag(self.rank, source), boxes.epoch)
-        to_weights = [matmul(gradient, whole.flatten(0, 1), Role.WEIGHT_GRADIENT) for gradient in gradients]
-        to_x = sum_received(sums, received, self.rank, self.size)
+        for _ in sent.arriving():
+            pass
+        to_weights = weight_gradients(gradients, whole.flatten(0, 1), multiply)
+        to_x = sums.total()
         copies(x.device).end()
         return [to_x, *to_weights]
 
     def rows_gradients(self, gradient: Tensor, weight: Tensor, x: Tensor, multiply: Multiply = matmul) -> list[Tensor]:
-        if multiply is not matmul:
-            return super().rows_gradients(gradient, weight, x, multiply)
-        gradient = gradient.contiguous()
-        whole, boxes = send(gradient, self.name, self.rank, self.size)
+        gradient, role = gradient.contiguous(), Role.INPUT_GRADIENT
+        largest = largest_of_all(multiply.largest(gradient, role), self.place)
+        sent, right = Sent("gather", [gradient], self.place), multiply.right(weight, role)
+        (whole,) = sent.of(self.rank)
         whole[self.rank].copy_(gradient)
         to_x = x.new_empty(self.size, len(gradient), x.shape[1])
-        for source in [self.rank, *reversed(others(self.rank, self.size))]:
-            if source != self.rank:
-                await_flag(boxes.flag(self.rank, source), boxes.epoch)
-            matmul_into(to_x[source], whole[source], weight, Role.INPUT_GRADIENT)
-        to_weight = matmul(whole.flatten(0, 1), x, Role.WEIGHT_GRADIENT)
+        for source, (part,) in sent.arriving():
+            multiply.into(to_x[source], multiply.left(part, role, largest), right, role)
+        (to_weight,) = weight_gradients([whole.flatten(0, 1)], x, multiply)
         copies(x.device).end()
         return [to_x.flatten(0, 1), to_weight]
 

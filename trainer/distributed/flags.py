@@ -4,7 +4,9 @@ A stream that waits keeps no multiprocessor. On CPUs the process itself does bot
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import time
 from collections.abc import Callable
 from functools import cache
@@ -26,13 +28,39 @@ def raise_flag(flag: Tensor, epoch: int) -> None:
         flag.fill_(epoch)
 
 
-def await_flag(flag: Tensor, epoch: int) -> None:
-    """Has the current stream go on when this rank's flag has come to the epoch."""
-    if flag.is_cuda:
+def await_flag(flag: Tensor, epoch: int, looks: int = 0) -> None:
+    """Has the current stream go on when this rank's flag has come to the epoch. looks: after so many the host, which
+    then looks itself on GPUs too, raises `TimeoutError`; 0: never."""
+    if flag.is_cuda and not looks:
         command("cuStreamWaitValue32_v2", flag, epoch, AT_LEAST)
         return
-    while flag.item() < epoch:
+    for number in itertools.count(1):
+        if read(flag).item() >= epoch:
+            return
+        if number == looks:
+            raise TimeoutError
         time.sleep(LOOK)
+
+
+def read(flags: Tensor) -> Tensor:
+    """What flags say now, on the host, whatever the current stream waits for."""
+    with beside(flags):
+        return flags.to("cpu", copy=True)
+
+
+def fill(flags: Tensor, epoch: int) -> None:
+    """Sets flags now, whatever the current stream waits for."""
+    with beside(flags):
+        flags.fill_(epoch)
+
+
+def beside(flags: Tensor) -> contextlib.AbstractContextManager:
+    return torch.cuda.stream(side_stream(flags.device)) if flags.is_cuda else contextlib.nullcontext()
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def command(name: str, flag: Tensor, value: int, how: int) -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.distributed.boxes import Boxes
+from trainer.distributed.boxes import Boxes, boxes_of
 from trainer.distributed.c10d_internals import groups
 from trainer.distributed.chunks import outputs
 from trainer.distributed.collectives import Started, TensorGroup
@@ -38,7 +37,7 @@ def shape_of(device: torch.device, dtype: torch.dtype, tokens: int, looks: int) 
 
 
 class Calls(Boxes):
-    """Boxes as the kernels take them."""
+    """Boxes as the kernels take them, which find flags by tile."""
 
     region: Any = None
 
@@ -51,18 +50,25 @@ class Calls(Boxes):
             for offset in (0, self.bytes)
         ]
         self.region = Region(
-            dist.get_rank(self.group),
-            dist.get_world_size(self.group),
+            self.rank,
+            self.size,
             *(table.data_ptr() for table in self.tables),
             half,
             torch.zeros(1, dtype=torch.int64, device=device),
             torch.zeros(4, dtype=torch.int32, device=device),
         )
 
+    def late(self) -> list[str]:
+        if self.shared is None:
+            return []
+        return [
+            f"rank {dist.get_rank()} is in epoch {self.epoch} of the kernels' {self.kind}; parallel.fusion_looks would "
+            "say which tile they wait for"
+        ]
 
-@cache
+
 def calls(kind: str, group: dist.ProcessGroup, dtype: torch.dtype) -> Calls:
-    return Calls(group, dtype)
+    return boxes_of(kind, group, dtype, Calls)
 
 
 @torch.library.custom_op("trainer::fused_gather_matmul", mutates_args=())
@@ -163,6 +169,8 @@ class Fused(TensorGroup):
         torch.ops.trainer.fused_matmul_scatter.default,
         torch.ops.trainer.fused_sum.default,
     )
+    fuses: ClassVar[bool] = True
+    boxes: ClassVar[type[Boxes]] = Calls
 
     looks: int = 0
 

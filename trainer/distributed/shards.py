@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.distributed.boxes import boxes_of, others
-from trainer.distributed.flags import await_flag, raise_flag
 from trainer.planning.cost.memory import BOX
 
 SMALL = 2**20
@@ -43,13 +42,13 @@ def pieces(lengths: Sequence[int], most: int) -> Iterator[list[Part]]:
 
 
 class Shards:
-    """The ranks that share parameters. All of them make the same calls in the same order.
+    """The ranks that share parameters. All of them make the same calls in the same order. looks: see `Boxes.wait`.
 
     Each call runs beside the current stream, behind what that has done so far, and returns an event behind it; on CPUs
     it has ended then, and the event is None."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group, self.rank, self.size = group, group.rank(), group.size()
+    def __init__(self, group: dist.ProcessGroup, looks: int = 0):
+        self.group, self.rank, self.size, self.looks = group, group.rank(), group.size(), looks
 
     def gather(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> torch.Event | None:
         """Fills `wholes`, [ranks, n] each, with all ranks' `shards`, [n] each, which are cast to their type."""
@@ -71,10 +70,10 @@ class Shards:
             own = placed(boxes.box(self.rank, (1, length)), piece)
             copy_together(own, [shards[number][start:stop] for number, start, stop in piece])
             for to in away:
-                raise_flag(boxes.flag(to, self.rank), boxes.epoch)
+                boxes.signal(to)
             copy_together([wholes[number][self.rank, start:stop] for number, start, stop in piece], own)
             for source in reversed(away):
-                await_flag(boxes.flag(self.rank, source), boxes.epoch)
+                boxes.wait(source, self.looks)
                 into = [wholes[number][source, start:stop] for number, start, stop in piece]
                 copy(into, placed(boxes.box(source, (1, length)), piece))
 
@@ -92,9 +91,9 @@ class Shards:
                 places = placed(boxes.box(to, (self.size, length))[self.rank], piece)
                 copy([place[: len(part)] for place, part in zip(places, sent)], sent)
                 if to != self.rank:
-                    raise_flag(boxes.flag(to, self.rank), boxes.epoch)
+                    boxes.signal(to)
             for source in reversed(away):
-                await_flag(boxes.flag(self.rank, source), boxes.epoch)
+                boxes.wait(source, self.looks)
             arrived, part = boxes.box(self.rank, (self.size, length)), total[first : first + length]
             if part.dtype is torch.float32:
                 torch.sum(arrived, 0, dtype=torch.float32, out=part)

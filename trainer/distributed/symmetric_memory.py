@@ -6,13 +6,18 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainer.config import ConfigError
+
+WITHOUT = "parallel.fusion=off or chunks and parallel.zero.transport=collectives, which need no shared memory"
+
+Made = TypeVar("Made")
 
 
 class Shared(NamedTuple):
@@ -26,46 +31,65 @@ class Shared(NamedTuple):
         return [part.data_ptr() for part in self.parts]
 
 
+def agree(group: dist.ProcessGroup, failure: str = "") -> None:
+    """Waits for all ranks of a group. If one comes with a failure, all raise `ConfigError`, which says whose it was."""
+    said: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(said, failure, group)
+    failed = [f"rank {dist.get_global_rank(group, rank)}: {text}" for rank, text in enumerate(said) if text]
+    if failed:
+        raise ConfigError("; ".join(failed[:3]))
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def together(group: dist.ProcessGroup, step: Callable[[], Made]) -> Made:
+    """What a step gives that all ranks of a group make, unless it fails on one: then none goes on without it."""
+    failure = ""
+    try:
+        made = step()
+    except (RuntimeError, OSError) as error:
+        failure = f"cannot share memory ({first_line(error)}); set {WITHOUT}"
+    agree(group, failure)
+    return made
+
+
 def share(size: int, device: torch.device, group: dist.ProcessGroup) -> Shared:
-    """`size` bytes on every rank of a group. All ranks call it together. Raises `ConfigError` where the devices cannot
-    reach each other."""
+    """`size` bytes on every rank of a group. All ranks call it together. Where one cannot, all raise `ConfigError`."""
     if device.type != "cuda":
         return share_on_host(size, group)
     from torch.distributed import _symmetric_memory as symmetric
 
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # of which nothing is used
-    try:
-        own = symmetric.empty(size, dtype=torch.uint8, device=device)
-        handle = symmetric.rendezvous(own, group)
+    own = together(group, lambda: symmetric.empty(size, dtype=torch.uint8, device=device))
+    handle = together(group, lambda: symmetric.rendezvous(own, group))
+
+    def reach() -> list[Tensor]:
         parts = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(dist.get_world_size(group))]
-    except RuntimeError as error:
-        raise ConfigError(
-            f"the GPUs of a group cannot share memory ({str(error).splitlines()[0]}); set parallel.fusion=off or "
-            "chunks and parallel.zero.transport=collectives, which need NCCL alone"
-        ) from error
-    if parts[dist.get_rank(group)].data_ptr() != own.data_ptr():
-        raise ConfigError(
-            f"torch {torch.__version__} does not say where shared memory begins; set parallel.fusion=off or chunks and "
-            "parallel.zero.transport=collectives"
-        )
-    own.zero_()
-    torch.cuda.synchronize(device)
-    dist.barrier(group)
-    return Shared(parts, (own, handle))
+        if parts[dist.get_rank(group)].data_ptr() != own.data_ptr():
+            raise RuntimeError(f"torch {torch.__version__} does not say where it begins")
+        own.zero_()
+        torch.cuda.synchronize(device)
+        return parts
+
+    return Shared(together(group, reach), (own, handle))
 
 
 def share_on_host(size: int, group: dist.ProcessGroup) -> Shared:
     """The same for processes of one machine. The files are gone when all have them mapped."""
-    rank, folder = dist.get_rank(group), [tempfile.mkdtemp() if dist.get_rank(group) == 0 else None]
+    rank = dist.get_rank(group)
+    folder = [together(group, lambda: tempfile.mkdtemp() if rank == 0 else None)]
     dist.broadcast_object_list(folder, group=group, group_src=0)
     names = [f"{folder[0]}/{number}" for number in range(dist.get_world_size(group))]
-    own = torch.from_file(names[rank], shared=True, size=size, dtype=torch.uint8)
-    dist.barrier(group)
-    parts = [
-        own if number == rank else torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
-        for number, name in enumerate(names)
-    ]
-    dist.barrier(group)
-    if rank == 0:
-        shutil.rmtree(folder[0])
+
+    def reach(number: int) -> Tensor:
+        return torch.from_file(names[number], shared=True, size=size, dtype=torch.uint8)
+
+    try:
+        own = together(group, lambda: reach(rank))
+        parts = together(group, lambda: [own if number == rank else reach(number) for number in range(len(names))])
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder[0])
     return Shared(parts, None)

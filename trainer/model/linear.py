@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.collectives import GROUPS, TensorGroup
-from trainer.precision.products import Multiply, Role, matmul, matmul_sum
+from trainer.precision.products import MULTIPLIERS, Multiply, Role, matmul, matmul_all, matmul_sum, weight_gradients
 
 
 class DeferredGrads:
@@ -136,31 +136,34 @@ def _(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("trainer::columns_gradients", mutates_args=())
-def group_columns_gradients(gradients: list[Tensor], weights: list[Tensor], x: Tensor, group: str) -> list[Tensor]:
+def group_columns_gradients(
+    gradients: list[Tensor], weights: list[Tensor], x: Tensor, group: str, multiply: str
+) -> list[Tensor]:
     """`TensorGroup.columns_gradients`, as one operator."""
-    return GROUPS[group].columns_gradients(gradients, weights, x)
+    return GROUPS[group].columns_gradients(gradients, weights, x, MULTIPLIERS[multiply])
 
 
 @group_columns_gradients.register_fake
-def _(gradients: list[Tensor], weights: list[Tensor], x: Tensor, group: str) -> list[Tensor]:
+def _(gradients: list[Tensor], weights: list[Tensor], x: Tensor, group: str, multiply: str) -> list[Tensor]:
     return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights)]
 
 
 @torch.library.custom_op("trainer::rows_gradients", mutates_args=())
-def group_rows_gradients(gradient: Tensor, weight: Tensor, x: Tensor, group: str) -> list[Tensor]:
+def group_rows_gradients(gradient: Tensor, weight: Tensor, x: Tensor, group: str, multiply: str) -> list[Tensor]:
     """`TensorGroup.rows_gradients`, likewise."""
-    return GROUPS[group].rows_gradients(gradient, weight, x)
+    return GROUPS[group].rows_gradients(gradient, weight, x, MULTIPLIERS[multiply])
 
 
 @group_rows_gradients.register_fake
-def _(gradient: Tensor, weight: Tensor, x: Tensor, group: str) -> list[Tensor]:
+def _(gradient: Tensor, weight: Tensor, x: Tensor, group: str, multiply: str) -> list[Tensor]:
     return [x.new_empty(x.shape), weight.new_empty(weight.shape)]
 
 
-def keeps_order(multiply: Multiply) -> bool:
+def keeps_order(group: TensorGroup, multiply: Multiply) -> bool:
     """Whether backward is an operator, in which everything is in its order: the compiler saves memory by putting the
-    start of a gather right before its end, so that nothing overlaps (torch 2.11 to 2.13)."""
-    return multiply is matmul and torch.compiler.is_compiling()
+    start of a gather right before its end, so that nothing overlaps (torch 2.11 to 2.13). Casts to fp8 that no other
+    way needs are left to the compiler, which makes one kernel of them and their neighbours."""
+    return (multiply is matmul or group.fuses) and torch.compiler.is_compiling()
 
 
 def columns_gradients(
@@ -171,11 +174,6 @@ def columns_gradients(
         return group.columns_gradients(gradients, weights, x, multiply)
     to_x = matmul_sum(gradients, weights, Role.INPUT_GRADIENT, multiply)
     return [to_x, *weight_gradients(gradients, x, multiply)]
-
-
-def weight_gradients(gradients: Sequence[Tensor], x: Tensor, multiply: Multiply) -> list[Tensor]:
-    """Of the matrices that share the input."""
-    return [multiply(gradient, x, Role.WEIGHT_GRADIENT) for gradient in gradients]
 
 
 class Columns(torch.autograd.Function):
@@ -193,7 +191,7 @@ class Columns(torch.autograd.Function):
         ctx.group, ctx.multiply, ctx.count, ctx.biased = group, multiply, count, [b is not None for b in biases]
         ctx.save_for_backward(x, *weights, *numbers)
         if group is None:
-            return tuple(multiply(x, weight, Role.OUTPUT, bias) for weight, bias in zip(weights, biases))
+            return tuple(matmul_all(x, weights, Role.OUTPUT, biases, multiply))
         return tuple(group.gather_matmul(x, weights, Role.OUTPUT, biases, multiply=multiply)[0])
 
     @staticmethod
@@ -204,8 +202,8 @@ class Columns(torch.autograd.Function):
         if numbers:
             to_x = columns_backward(list(gradients), weights, x, numbers)
             return None, None, to_x, None, *[None] * ctx.count, *to_biases, *[None] * ctx.count
-        if group is not None and keeps_order(multiply):
-            to_x, *to_weights = group_columns_gradients(list(gradients), weights, x, group.key)
+        if group is not None and keeps_order(group, multiply):
+            to_x, *to_weights = group_columns_gradients(list(gradients), weights, x, group.key, multiply.key)
         else:
             to_x, *to_weights = columns_gradients(group, gradients, weights, x, multiply)
         return None, None, to_x, None, *to_weights, *to_biases
@@ -230,8 +228,8 @@ class Rows(torch.autograd.Function):
         x, weight, *numbers = ctx.saved_tensors
         if ctx.numbered:
             return None, None, rows_backward(gradient, weight, x, numbers[0]), None, None
-        if keeps_order(ctx.multiply):
-            to_x, to_weight = group_rows_gradients(gradient, weight, x, ctx.group.key)
+        if keeps_order(ctx.group, ctx.multiply):
+            to_x, to_weight = group_rows_gradients(gradient, weight, x, ctx.group.key, ctx.multiply.key)
         else:
             to_x, to_weight = ctx.group.rows_gradients(gradient, weight, x, ctx.multiply)
         return None, None, to_x, to_weight, None

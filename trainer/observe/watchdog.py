@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.config import GuardConfig
+from trainer.distributed.boxes import late
 from trainer.distributed.c10d_internals import default_store
 from trainer.observe import flight
 from trainer.observe.sinks import write_status
@@ -94,11 +95,13 @@ def heartbeat(text: bytes) -> Heartbeat | None:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank writes before it ends: where it is, at which source lines, and what its flight recorder has."""
+    """What a rank writes before it ends: where it is, at which source lines, what its flight recorder has, and what it
+    waits for in memory that ranks share."""
 
     beat: Heartbeat
     at: str
     groups: flight.Groups = field(default_factory=dict)
+    late: list[str] = field(default_factory=list)
 
 
 class Watchdog:
@@ -254,7 +257,7 @@ class Watchdog:
         self.reports.mkdir(parents=True, exist_ok=True)
         with open(self.reports / f"rank-{self.rank}.stack.txt", "w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        record = RankReport(self.beat(), flight.main_thread(), self._recorded())
+        record = RankReport(self.beat(), flight.main_thread(), *self._recorded())
         write_atomic(self.reports / f"rank-{self.rank}.json", json.dumps(asdict(record)))
         if self._reports_for_all():
             lines = describe(self._reports_of_ranks(answering), beats, self.size)
@@ -278,12 +281,13 @@ class Watchdog:
             f"at least guard.stall_seconds={guard.stall_seconds:g}"
         )
 
-    def _recorded(self) -> flight.Groups:
-        """A summary of the flight recorder, whose full dump goes to a file.
+    def _recorded(self) -> tuple[flight.Groups, list[str]]:
+        """A summary of the flight recorder, whose full dump goes to a file; and what has not come by copies.
 
-        It is read in a thread, since a call stuck in torch may hold the recorder's locks. Stacks are read in a second
-        pass, since they may take long."""
+        Both are read in threads, since a call stuck in torch may hold the recorder's locks, and a GPU may not answer.
+        Stacks are read in a second pass, since they may take long."""
         found: flight.Groups = {}
+        missing: list[str] = []
 
         def read() -> None:
             for stacks in (False, True):
@@ -291,10 +295,14 @@ class Watchdog:
                     found.update(flight.recorded(name, dump))
                     (self.reports / f"{name}_rank_{self.rank}").write_bytes(dump)
 
-        reader = threading.Thread(target=read, name="flight recorder", daemon=True)
-        reader.start()
-        reader.join(self.patience / 2)
-        return dict(found)
+        works = {"flight recorder": read, "flags": lambda: missing.extend(late())}
+        readers = [threading.Thread(target=work, name=name, daemon=True) for name, work in works.items()]
+        for reader in readers:
+            reader.start()
+        end = time.monotonic() + self.patience / 2
+        for reader in readers:
+            reader.join(max(0.0, end - time.monotonic()))
+        return dict(found), list(missing)
 
     def _reports_for_all(self) -> bool:
         """Whether this rank reports for all: the first one that creates report.txt."""
@@ -320,18 +328,19 @@ class Watchdog:
 
 def read_report(path: Path) -> RankReport:
     """What a rank has written. Raises `OSError`, and `Malformed` for what no rank writes."""
-    content = read_json(path, {"beat": BEAT, "at": str, "groups": GROUPS}, "the rank counts as silent")
+    content = read_json(path, {"beat": BEAT, "at": str, "groups": GROUPS, "late": [str]}, "the rank counts as silent")
     for group in content["groups"].values():
         if "number" in group and (wrong := mismatch(group, INSIDE)):
             raise Malformed(f"{path} is not what it should be: {wrong}; the rank counts as silent")
-    return RankReport(Heartbeat(**{name: content["beat"][name] for name in BEAT}), content["at"], content["groups"])
+    beat = Heartbeat(**{name: content["beat"][name] for name in BEAT})
+    return RankReport(beat, content["at"], content["groups"], content["late"])
 
 
 def describe(records: dict[int, RankReport], beats: dict[int, Heartbeat], size: int) -> list[str]:
     """Where the ranks are, one line each; those that hold up the others come first.
 
     First come ranks without a report, then the other ranks, those that are behind before the rest, then collectives
-    that not all ranks have entered. beats: the last heartbeats."""
+    that not all ranks have entered, and what ranks wait for in shared memory. beats: the last heartbeats."""
     texts = []
     for rank in sorted(set(range(size)) - set(records)):
         last = f"; last heard of: {beats[rank].describe()}, on {beats[rank].node}" if rank in beats else ""
@@ -347,4 +356,5 @@ def describe(records: dict[int, RankReport], beats: dict[int, Heartbeat], size: 
         who = flight.ranks(record.beat.rank for record in group)
         texts.append(f"{who}{behind} on {nodes}: {slowest.describe()}, at {at or 'no line of the project'}")
     waits = flight.waits({rank: record.groups for rank, record in records.items()})
-    return [*texts[:12], *waits[:8]]
+    missing = [text for _, record in sorted(records.items()) for text in record.late]
+    return [*texts[:12], *waits[:8], *missing[:8]]

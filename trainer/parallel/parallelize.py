@@ -118,8 +118,10 @@ def parallelize(
     apply_recompute(model, config.activation, tensor.BACKENDS[config.parallel.fusion])
     if deferred is not None:
         model.defer(deferred)
-    # Where weight gradients may be put off, backward is an operator in which the compiler does not look.
-    casts = compiled(quantise) if config.compile and deferred is not None else quantise
+    # Where weight gradients may be put off, backward is an operator in which the compiler does not look, and fused
+    # products are.
+    inside = deferred is not None or config.parallel.fusion != "off"
+    casts = compiled(quantise) if config.compile and inside else quantise
     multiply_in_float8(model, spec, config.precision.float8, casts)
     if config.compile:
         compile_layers(model, deferred is not None)

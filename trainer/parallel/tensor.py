@@ -47,8 +47,13 @@ def backend_of(config: Config) -> Backend:
     parallel = config.parallel
     settings: dict[str, dict[str, Any]] = {
         "chunks": {"chunks": parallel.fusion_chunks},
+        "copy_engine": {"looks": parallel.fusion_looks},
         "triton": {"looks": parallel.fusion_looks},
-        "auto": {"near": not parallel.tp_across_nodes, "file": str(Path(config.data.cache).expanduser() / MEASURED)},
+        "auto": {
+            "near": not parallel.tp_across_nodes,
+            "file": str(Path(config.data.cache).expanduser() / MEASURED),
+            "looks": parallel.fusion_looks,
+        },
     }
     return partial(BACKENDS[parallel.fusion], **settings.get(parallel.fusion, {}))
 

@@ -111,11 +111,11 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"guard.stall_factor={config.guard.stall_factor:g} would end ordinary steps; set 2 or more, or 0 for no "
             "watchdog"
         )
-    if config.precision.float8.recipe != "none" and config.parallel.fusion != "off":
+    if config.precision.float8.recipe != "none" and config.parallel.fusion == "triton":
         yield (
-            f"parallel.fusion={config.parallel.fusion} multiplies in the compute type, and "
-            f"precision.float8.recipe={config.precision.float8.recipe} in fp8; set parallel.fusion=off, or "
-            "precision.float8.recipe=none"
+            "parallel.fusion=triton multiplies in the compute type, and "
+            f"precision.float8.recipe={config.precision.float8.recipe} in fp8; set parallel.fusion=copy_engine, "
+            "chunks, auto or off, or precision.float8.recipe=none"
         )
     if config.parallel.zero.transport != "collectives" and (codecs := asked(config.parallel.grad_comm)):
         yield (

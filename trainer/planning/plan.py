@@ -241,12 +241,18 @@ def _check_fusion(parallel: ParallelConfig) -> list[str]:
             f"parallel.fusion={parallel.fusion} needs ranks that share memory, and parallel.tp_across_nodes=true "
             "allows groups over several nodes; leave that out, or set parallel.fusion=chunks"
         ]
-    return [
-        f"parallel.{name}={value} has no meaning with parallel.fusion={parallel.fusion}; leave it out, or set "
-        f"parallel.fusion={needed}"
-        for name, needed in (("fusion_chunks", "chunks"), ("fusion_looks", "triton"))
-        if (value := getattr(parallel, name)) != getattr(ParallelConfig, name) and parallel.fusion != needed
-    ]
+    problems, without = [], f"has no meaning with parallel.fusion={parallel.fusion}"
+    if parallel.fusion_chunks != ParallelConfig.fusion_chunks and parallel.fusion != "chunks":
+        problems.append(
+            f"parallel.fusion_chunks={parallel.fusion_chunks} {without}; leave it out, or set parallel.fusion=chunks"
+        )
+    flags = parallel.fusion in ("copy_engine", "triton", "auto") or parallel.zero.transport == "copy_engine"
+    if parallel.fusion_looks and not flags:
+        problems.append(
+            f"parallel.fusion_looks={parallel.fusion_looks} {without}, in which nothing waits for flags; leave it out, "
+            "or set parallel.fusion=triton, copy_engine or auto, or parallel.zero.transport=copy_engine"
+        )
+    return problems
 
 
 def registered_blocks(spec: ModelSpec) -> list[tuple[Registry, Registered]]:

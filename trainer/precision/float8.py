@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import ConfigError, PrecisionConfig
-from trainer.precision.products import Role, matmul
+from trainer.precision.products import MULTIPLIERS, Multiply, Operand, Role
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -41,7 +41,7 @@ EXPONENT = 0x7F800000
 CAPABILITY = (8, 9)
 """The oldest NVIDIA GPUs whose tensor cores multiply fp8."""
 
-Quantise = Callable[[Tensor, int, torch.dtype, bool], tuple[Tensor, Tensor]]
+Quantise = Callable[[Tensor, int, torch.dtype, bool, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -50,12 +50,15 @@ def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return (torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float()
 
 
-def quantise(x: Tensor, summed: int, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor]:
+def quantise(
+    x: Tensor, summed: int, dtype: torch.dtype, rowwise: bool, largest: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """An operand in fp8, with the dimension that is summed over last, and the factors that scale it back.
 
-    x: [rows, n], or [n, rows] with summed=0. Returns [rows, n], row-major, and in fp32 [rows, 1], or a scalar for all
-    rows."""
-    largest = x.abs().amax(summed, keepdim=True) if rowwise else x.abs().amax()
+    x: [rows, n], or [n, rows] with summed=0; largest: element of all of the operand, if x is a part of it. Returns
+    [rows, n], row-major, and in fp32 [rows, 1], or a scalar for all rows."""
+    if rowwise or largest is None:
+        largest = x.abs().amax(summed, keepdim=True) if rowwise else x.abs().amax()
     scale = scale_of(largest, dtype)
     if rowwise:
         # A NaN has the exponent of an infinity, of which kernels differ in what they cast it to.
@@ -70,38 +73,81 @@ def emulated(left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dtype: to
     return (left.float() @ right.float().t() * back[0] * back[1].t()).to(dtype)
 
 
-def scaled_product(left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
-    """[m, n] and [k, n] in fp8, row-major, with what scales each back -> [m, k] in `dtype`.
+def scaled_product(
+    left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool, out: Tensor | None = None
+) -> Tensor:
+    """[m, n] and [k, n] in fp8, row-major, with what scales each back -> [m, k] in `dtype`, into `out` if given.
 
     fast: partial sums may stay in the tensor cores' own registers, of fewer bits. On GPUs n and k are multiples of
     16."""
     if not left.is_cuda:
-        return emulated(left, right, back, dtype)
-    return torch._scaled_mm(left, right.t(), back[0], back[1].t(), out_dtype=dtype, use_fast_accum=fast)
+        product = emulated(left, right, back, dtype)
+        return product if out is None else out.copy_(product)
+    operands, options = (left, right.t(), back[0], back[1].t()), {"out_dtype": dtype, "use_fast_accum": fast}
+    return torch._scaled_mm(*operands, **options, **({} if out is None else {"out": out}))
 
 
 @dataclass(frozen=True)
-class Float8:
-    """Multiplies as `matmul` does, in fp8. recipe: of `precision.float8`; quantise: the function above, or its compiled
-    form, for products outside of what is compiled."""
+class Float8(Multiply):
+    """Multiplies in fp8. recipe: of `precision.float8`; quantise: the function above, or its compiled form, for
+    products outside of what is compiled. Not differentiable: a layer calls it in its own backward pass."""
 
     recipe: str
     quantise: Quantise = quantise
 
-    def __call__(self, a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> Tensor:
-        """See `matmul`. Not differentiable: a layer calls it in its own backward pass."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", f"{self.recipe}{' compiled' * (self.quantise is not quantise)}")
+        MULTIPLIERS[self.key] = self
+
+    @property
+    def rowwise(self) -> bool:
+        return self.recipe != "tensorwise"
+
+    def left_type(self, role: Role) -> torch.dtype | None:
+        """None: not in fp8."""
         if role is Role.WEIGHT_GRADIENT and self.recipe == "rowwise_with_gw_hp":
-            return matmul(a, b, role, add)
-        rowwise = self.recipe != "tensorwise"
-        wide_range = role is not Role.OUTPUT and not rowwise
+            return None
+        return E4M3 if role is Role.OUTPUT or self.rowwise else E5M2
+
+    def largest(self, a: Tensor, role: Role) -> Tensor | None:
+        return None if self.rowwise else a.abs().amax()
+
+    def left(self, a: Tensor, role: Role, largest: Tensor | None = None) -> Operand:
+        if (dtype := self.left_type(role)) is None:
+            return Operand(a)
+        return Operand(*self.quantise(a, 0 if role is Role.WEIGHT_GRADIENT else 1, dtype, self.rowwise, largest))
+
+    def right(self, b: Tensor, role: Role) -> Operand:
+        if self.left_type(role) is None:
+            return Operand(b)
         # Transposed before all else, so that the compiler does not keep the cast of forward, of all weights, for it.
         b = b.t() if role is Role.INPUT_GRADIENT else b
-        summed = 0 if role is Role.WEIGHT_GRADIENT else 1
-        left, back_left = self.quantise(a, summed, E5M2 if wide_range else E4M3, rowwise)
-        right, back_right = self.quantise(b, summed, E4M3, rowwise)
+        return Operand(*self.quantise(b, 0 if role is Role.WEIGHT_GRADIENT else 1, E4M3, self.rowwise, None))
+
+    def product(
+        self, left: Operand, right: Operand, role: Role, dtype: torch.dtype, add: Tensor | None = None
+    ) -> Tensor:
+        if left.back is None or right.back is None:
+            return super().product(left, right, role, dtype, add)
         # As torchao: gradients are added up exactly.
-        product = scaled_product(left, right, (back_left, back_right), a.dtype, role is Role.OUTPUT)
+        fast = role is Role.OUTPUT
+        product = scaled_product(left.values, right.values, (left.back, right.back), dtype, fast)
         return product if add is None else product + add
+
+    def into(self, out: Tensor, left: Operand, right: Operand, role: Role, add: Tensor | None = None) -> None:
+        if add is not None:
+            torch.add(self.product(left, right, role, out.dtype), add, out=out)
+        else:
+            scaled_product(left.values, right.values, (left.back, right.back), out.dtype, role is Role.OUTPUT, out)
+
+    def runs(self, left: Operand, right: Operand, role: Role, dtype: torch.dtype, add: Tensor | None = None) -> Tensor:
+        rows = left.per_row(lambda part: part.flatten(0, 1).contiguous())
+        product = self.product(rows, right, role, dtype).unflatten(0, (len(left.values), -1))
+        return product if add is None else product + add
+
+    def runs_into(self, out: Tensor, left: Operand, right: Operand, role: Role, add: Tensor | None = None) -> None:
+        for run in range(len(out)):
+            self.into(out[run], left.per_row(lambda part, run=run: part[run]), right, role, add)
 
 
 def check_device(precision: PrecisionConfig, device: torch.device) -> None:

@@ -7,9 +7,9 @@ A layer hands its own to whatever multiplies for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +24,28 @@ class Role(Enum):
     WEIGHT_GRADIENT = ("gradient", "activation")
 
 
-class Multiply(Protocol):
-    """`matmul`, or an implementation of it."""
+@dataclass(frozen=True)
+class Operand:
+    """One side of a product, as it is multiplied. values: as `Multiply` takes them, or [rows, n] in fewer bits; back:
+    what these are scaled back with, fp32 [rows, 1] or a scalar."""
 
-    def __call__(self, a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> Tensor: ...
+    values: Tensor
+    back: Tensor | None = None
+
+    def per_row(self, change: Callable[[Tensor], Tensor]) -> Operand:
+        """The same of some rows, or in another shape of them."""
+        return self.like([change(one) for one in self.of_rows()])
+
+    def of_rows(self) -> list[Tensor]:
+        """What has a row for each row of the operand."""
+        return [self.values, *([] if self.back is None or not self.back.dim() else [self.back])]
+
+    def like(self, of_rows: Sequence[Tensor]) -> Operand:
+        """The same with others in the place of these."""
+        return Operand(of_rows[0], of_rows[1] if len(of_rows) > 1 else self.back)
 
 
-def matmul(a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> Tensor:
+class Multiply:
     """One product, of operands as they lie in memory; `add` is added to it.
 
     | role | a | b | result | add |
@@ -39,23 +54,65 @@ def matmul(a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> Tenso
     | INPUT_GRADIENT | dy [tokens, outputs] | W [outputs, inputs] | dy W [tokens, inputs] | other terms of it |
     | WEIGHT_GRADIENT | dy [tokens, outputs] | x [tokens, inputs] | dy^T x [outputs, inputs] | none |
 
-    Differentiable."""
-    if role is Role.OUTPUT:
-        return F.linear(a, b, add)
-    if role is Role.INPUT_GRADIENT:
-        return a @ b if add is None else torch.addmm(add, a, b)
-    return a.t() @ b
+    Differentiable here, in the type of the operands. Whoever uses an operand twice, or sends it, makes it himself
+    (`left`, `right`)."""
+
+    key = "matmul"
+    """By which `MULTIPLIERS` knows it."""
+
+    def __call__(self, a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> Tensor:
+        return self.product(self.left(a, role), self.right(b, role), role, a.dtype, add)
+
+    def largest(self, a: Tensor, role: Role) -> Tensor | None:
+        """What of a whole left operand has to be known before a part of it is made: a scalar, of which that of the
+        whole is the largest of its parts'; or None."""
+        return None
+
+    def left(self, a: Tensor, role: Role, largest: Tensor | None = None) -> Operand:
+        """largest: of the whole, if `a` is a part; a row of the operand is a row of `a`, but for weight gradients."""
+        return Operand(a)
+
+    def right(self, b: Tensor, role: Role) -> Operand:
+        return Operand(b)
+
+    def product(
+        self, left: Operand, right: Operand, role: Role, dtype: torch.dtype, add: Tensor | None = None
+    ) -> Tensor:
+        """In `dtype`, which is that of what the operands were made of."""
+        a, b = left.values, right.values
+        if role is Role.OUTPUT:
+            return F.linear(a, b, add)
+        if role is Role.INPUT_GRADIENT:
+            return a @ b if add is None else torch.addmm(add, a, b)
+        return a.t() @ b
+
+    def into(self, out: Tensor, left: Operand, right: Operand, role: Role, add: Tensor | None = None) -> None:
+        """`product`, but of a weight's gradient, into `out`, which may be what is added. Not differentiable."""
+        matmul_into(out, left.values, right.values, role, add)
+
+    def runs(self, left: Operand, right: Operand, role: Role, dtype: torch.dtype, add: Tensor | None = None) -> Tensor:
+        """`product`, but of a weight's gradient, of runs of rows that lie apart: left and result [runs, rows, ...]."""
+        return matmul_runs(left.values, right.values, role, add)
+
+    def runs_into(self, out: Tensor, left: Operand, right: Operand, role: Role, add: Tensor | None = None) -> None:
+        """The same, into `out`, whose runs may lie apart. Not differentiable."""
+        matmul_runs(left.values, right.values, role, add, out)
+
+
+matmul = Multiply()
+
+MULTIPLIERS: dict[str, Multiply] = {matmul.key: matmul}
+"""The implementations that there are, for operators, which take no objects."""
 
 
 def matmul_runs(a: Tensor, b: Tensor, role: Role, add: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """`matmul`, but of a weight's gradient, for runs of tokens that lie apart: a [runs, tokens, n] and the result have
-    any strides. With `out`, where the result goes, it is not differentiable."""
+    """For `Multiply.runs`: a [runs, tokens, n] and the result have any strides."""
     b = (b.t() if role is Role.OUTPUT else b).expand(len(a), -1, -1)
     return torch.bmm(a, b, out=out) if add is None else torch.baddbmm(add, a, b, out=out)
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> None:
-    """`matmul`, but of a weight's gradient, into `out`, which may be what is added. Not differentiable."""
+    """For `Multiply.into`."""
     b = b.t() if role is Role.OUTPUT else b
     if add is None:
         torch.mm(a, b, out=out)
@@ -71,3 +128,21 @@ def matmul_sum(
     for operand, weight in zip(operands[1:], weights[1:]):
         total = multiply(operand, weight, role, total)
     return total
+
+
+def matmul_all(
+    a: Tensor, weights: Sequence[Tensor], role: Role, biases: Iterable[Tensor | None], multiply: Multiply = matmul
+) -> list[Tensor]:
+    """The products of one operand with each weight."""
+    left = multiply.left(a, role)
+    return [
+        multiply.product(left, multiply.right(weight, role), role, a.dtype, bias)
+        for weight, bias in zip(weights, biases)
+    ]
+
+
+def weight_gradients(gradients: Sequence[Tensor], x: Tensor, multiply: Multiply = matmul) -> list[Tensor]:
+    """Of the matrices that share the input x."""
+    role = Role.WEIGHT_GRADIENT
+    right = multiply.right(x, role)
+    return [multiply.product(multiply.left(gradient, role), right, role, x.dtype) for gradient in gradients]

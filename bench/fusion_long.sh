@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# What the case `fusion` of bench/gpu_check.sh does in 40 epochs, for EPOCHS (10000) on 2 GPUs: products beside their
+# collectives, with late ranks and memory full of NaN. Then the kernels and copies for SANITIZED (2) epochs under
+# compute-sanitizer's racecheck, where that is installed; it sees hazards within a GPU's thread blocks, not between GPUs.
+# Usage: bench/fusion_long.sh OUT_FOLDER. Logs and the largest errors go there. Exit code 1 if one failed.
+set -u
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+mkdir -p "$1"; out=$(realpath "$1")
+export PYTHONPATH=$PWD:$PWD/tests:${PYTHONPATH:-} OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+run=(-m torch.distributed.run --standalone --nproc-per-node 2 tests/workers/fusion_gpu.py)
+
+failed=0
+check() {  # NAME COMMAND...: its output goes to a log
+    if "${@:2}" > "$out/$1.log" 2>&1; then echo "$1 passed"; else failed=1; echo "$1 failed: $out/$1.log"; fi
+}
+
+check long python3 "${run[@]}" "$out/long.json" "${EPOCHS:-10000}"
+if command -v compute-sanitizer > /dev/null; then
+    check racecheck compute-sanitizer --tool racecheck --target-processes all --error-exitcode 1 \
+        python3 "${run[@]}" "$out/racecheck.json" "${SANITIZED:-2}"
+else
+    echo "racecheck left out: compute-sanitizer is not installed (it comes with the CUDA toolkit)"
+fi
+exit $failed
