@@ -28,7 +28,7 @@ from trainer.planning.cost.memory import ELEMENT_BYTES
 from trainer.planning.cost.saved import ALL, entries_of
 from trainer.planning.estimate.memory import FRAGMENTS, peaks
 from trainer.planning.estimate.pace import Pace
-from trainer.planning.estimate.seconds import step_terms
+from trainer.planning.estimate.seconds import step_seconds
 from trainer.planning.estimate.timing import time_units
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.resolve import Layout
@@ -99,7 +99,7 @@ def decided(config: Config, layout: Layout, hardware: HardwareConfig, once: bool
     if layout.plan.pp > 1:
         layout = replace(layout, pipeline=resolve_pipeline(config, layout.spec, layout.plan, layout.batch))
     timing, pace = time_units(config, layout, hardware), Pace.of(hardware, config.precision)
-    seconds = sum(step_terms(config, layout, timing, pace)[1].values())
+    _, seconds = step_seconds(config, layout, timing, pace)
     ranks = peaks(config, layout, lowered=False, once=once)
     return Decided(config, layout, seconds, *(max(map(attrgetter(name), ranks)) for name in ("reserved", "host")))
 

@@ -137,7 +137,7 @@ def _row(number: int, found: Estimate) -> dict[str, Any]:
         "step": tables.duration(found.seconds),
         "tokens/s a device": tables.count(found.tokens_per_second / world),
         "MFU": tables.percent(found.mfu(True)),
-        "exposed": tables.percent(found.exposed / found.seconds),
+        "exposed": tables.percent(sum(found.exposed.values()) / found.seconds),
         "bubble": tables.percent(shares["bubble"]),
         "memory": f"{found.memory / GIB:.1f} GiB",
         "fits": found.fits,
