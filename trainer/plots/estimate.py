@@ -19,7 +19,7 @@ SHOWN = 0.002
 """Least share of a bar that is drawn."""
 
 
-def draw(found: Sequence[Estimate], out: Path) -> list[Path]:
+def draw(found: Sequence[Estimate], chosen: Estimate, out: Path) -> list[Path]:
     """Draws the memory of the first plan's ranks and the time of all plans; of a pipeline, its timeline beside it.
 
     Returns the files written. Raises `ConfigError` for a kind of picture that cannot be written.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -76,6 +77,11 @@ class Estimate:
         """`yes`, `no`, or `perhaps` where the device's memory lies within the band."""
         used, band = self.memory / (self.hardware.memory * GIB), self.hardware.memory_band
         return "no" if used > 1 + band else "perhaps" if used > 1 - band else "yes"
+
+
+def surest(found: Sequence[Estimate]) -> Estimate:
+    """Of estimates, the fastest first: the first that fits for sure, or else may fit, or else the fastest."""
+    return next((one for sure in ("yes", "perhaps") for one in found if one.fits == sure), found[0])
 
 
 def estimate(config: Config, layout: Layout, hardware: HardwareConfig) -> Estimate:
