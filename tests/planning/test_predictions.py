@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from statistics import mean
 
 import pytest
@@ -11,9 +12,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support.estimates import estimated, h200, settings, shipped
 
-from trainer.planning.cost.flops import flops_per_token
+from trainer.planning.cost.flops import flops_per_token, parameter_counts
 from trainer.planning.cost.layers import layer_costs
 from trainer.planning.cost.memory import rank_states
+from trainer.planning.estimate.course import course
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.memory import peaks
 from trainer.planning.estimate.plans import rank_plans
@@ -198,7 +200,7 @@ def test_terms_of_any_plan_add_up_to_its_step(degrees, stage, shard, schedule, a
 
 
 def test_transfers_of_a_slow_network_are_no_bubble():
-    """Two nodes that 0.1 GB/s join: what they wait for each other is communication; the schedule's bubble is as ever."""
+    """Of 0.1 GB/s between two nodes: what they wait for each other is communication; the schedule's bubble stays."""
     config = settings(shipped("llama3_8b"), **LLAMA | PIPELINE | {"parallel__pp": 2, "batch__accumulation": 4})
     found = {
         speed: estimated(config, 2, load_hardware("h200", ["devices=1", f"network.bandwidth={speed}"]), 1)
@@ -217,6 +219,30 @@ def test_memory_has_the_states_of_the_start_up_table(predicted):
         for peak, state in zip(one.ranks, states, strict=True):
             assert (peak.categories["parameters"], peak.categories["optimizer"]) == (state.parameters, state.optimizer)
             assert peak.categories["gradients"] <= state.gradients * 1.2 + 2e9, name
+
+
+def test_the_course_of_memory_has_the_peak_and_no_gap(predicted):
+    for name, one in predicted.items():
+        stretches = course(one)
+        held = [sum(part.categories.values()) for part in stretches]
+        assert max(held) == pytest.approx(one.fullest.allocated, rel=1e-9), name
+        assert stretches[0].start == 0 and stretches[-1].end == one.seconds
+        assert all(abs(before.end - after.start) < 1e-9 for before, after in pairwise(stretches))
+        assert held[-1] < max(held)
+
+
+@pytest.mark.parametrize("kind, size", [("classic", 8.0), ("average8", 2 + 8 / 256)])
+def test_error_feedback_is_in_the_peak(kind, size):
+    """Two nodes of eight: N / 8 elements a rank, and half as many on the way back (docs/compression.md)."""
+    hop = {"parallel__grad_comm__outer__codec": "int8", "parallel__zero__stage": 1, "parallel__shard": 8}
+    spec, found = shipped("llama3_8b"), {}
+    for feedback in ("none", kind):
+        changes = hop | {"parallel__grad_comm__outer__error_feedback": feedback}
+        found[feedback] = estimated(settings(spec, **LLAMA | ZERO3 | changes), 16, h200()).fullest
+    kept = found[kind].categories["error feedback"]
+    assert kept == pytest.approx(size * parameter_counts(spec)["total"] / 8 * 1.5, rel=0.001)
+    assert found["none"].categories["error feedback"] == 0
+    assert found[kind].reserved == pytest.approx(found["none"].reserved + kept)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v", "gpipe"])

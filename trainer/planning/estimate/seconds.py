@@ -47,15 +47,12 @@ def step_terms(
 def once_a_step(timing: Timing, longer: float, ranks: int) -> dict[str, float]:
     """What makes a step longer that gathers and reduces once: copies first, then collectives, each axis by its share.
     ranks: of the pipeline."""
-    copies = min(longer, sum(unit.copies for unit in timing.units) / ranks)
-    collectives = sum(unit.gather + unit.reduce - unit.copies for unit in timing.units)
-    replicas = min(1.0, sum(unit.replicas for unit in timing.units) / collectives) if collectives else 0.0
-    rest = longer - copies
-    return {
-        "sharding copies": copies,
-        "sharding collectives": rest * (1 - replicas),
-        "replica collectives": rest * replicas,
-    }
+    copies, shards, replicas = (
+        sum(count * getattr(unit, name) for unit, count in timing.counted) for name in ("copies", "shards", "replicas")
+    )
+    copies = min(longer, copies / ranks)
+    summed = (longer - copies) * (replicas / (shards + replicas) if replicas else 0.0)
+    return {"sharding copies": copies, "sharding collectives": longer - copies - summed, "replica collectives": summed}
 
 
 def update_seconds(config: Config, layout: Layout, pace: Pace) -> float:

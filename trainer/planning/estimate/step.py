@@ -15,7 +15,6 @@ from trainer.planning.estimate.pace import Pace
 from trainer.planning.estimate.seconds import step_seconds, step_terms
 from trainer.planning.estimate.sequence import GIB, Room, settle
 from trainer.planning.estimate.timing import AXES, time_units
-from trainer.planning.gradient_comm import reduces_once
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.simulate import Simulation
 
@@ -103,6 +102,5 @@ def estimate_within(
     if taken > seconds:
         return None
     terms, hidden = step_terms(config, layout, timing, pace, simulation)
-    once = reduces_once(config.parallel.grad_comm, layout.plan, min(layout.plan.world, hardware.devices))
-    ranks = tuple(peaks(config, layout, lowered, once))
+    ranks = tuple(peaks(config, layout, lowered, min(layout.plan.world, hardware.devices)))
     return Estimate(config, layout, hardware, terms, hidden, simulation, ranks, pace.peak)

@@ -70,9 +70,9 @@ class Unit:
     """Seconds of a unit in each pass of a micro-batch, and once a step.
 
     forward, input, weight: of F, I and W. gather, reduce: what the first forward and the last backward pass of a step
-    take longer, where parameters are gathered and gradients reduced once a step; copies: their part in copies, and
-    replicas in sums over replicas. collectives: seconds of all communication of a micro-batch by axis, exposed or
-    hidden. once: the same once a step.
+    take longer, where parameters are gathered and gradients reduced once a step; copies, shards, replicas: their parts
+    in copies, and in collectives among the ranks that share states and among replicas. collectives: seconds of all
+    communication of a micro-batch by axis, exposed or hidden. once: the same once a step.
     """
 
     forward: Terms
@@ -81,6 +81,7 @@ class Unit:
     gather: float
     reduce: float
     copies: float
+    shards: float
     replicas: float
     collectives: Terms
     once: Terms
@@ -307,7 +308,7 @@ class _Timer:
             copy_in = (MASTER + 3 * self.element) / shards.ranks * size / pace.copy
             copy_out = ((MASTER + 2 * self.element) / shards.ranks + self.element) * size / pace.copy
         f, b = sum(forward.values()), sum(backward.values()) + sum(weight.values())
-        first, copies, last_copy = pace.exposed(gather, f) + copy_in, copy_in, copy_out
+        first, copies, last_copy = pace.exposed(gather, f), copy_in, copy_out
         each, once = {"shard": reduce}, {"shard": gather, "replicate": replicas}
         late = replicas  # communication behind the last backward pass
         if plan.stage == 3:
@@ -322,9 +323,18 @@ class _Timer:
             if self.batch.accumulation > 1:  # added to the sums in fp32, tensor by tensor
                 backward = _and(backward, 0.0, (2 * MASTER + self.element) * size / pace.copy)
         exposed = pace.exposed(late, b)
-        summed = exposed * replicas / late if late else 0.0
+        summed = exposed * (replicas / late) if late else 0.0
         return Unit(
-            forward, backward, weight, first, exposed + last_copy, copies + last_copy, summed, {**axes, **each}, once
+            forward,
+            backward,
+            weight,
+            gather=first + copies,
+            reduce=exposed + last_copy,
+            copies=copies + last_copy,
+            shards=first + exposed - summed,
+            replicas=summed,
+            collectives={**axes, **each},
+            once=once,
         )
 
 
