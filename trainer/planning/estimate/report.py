@@ -240,7 +240,7 @@ def predicted(found: Estimate) -> str:
     """What is predicted of a plan, in a line."""
     hardware, layout = found.hardware, found.layout
     longer, larger = _spread(hardware.band), _spread(hardware.memory_band)
-    fits = {"yes": "fits for sure", "perhaps": "perhaps fits, and none that is shown does for sure", "no": "does not fit"}
+    fits = {"yes": "fits for sure", "perhaps": "perhaps fits, as none does for sure", "no": "does not fit"}
     return (
         f"Predicted on {layout.plan.world} x {hardware.device}: step {found.seconds:.4g} s {longer}, "
         f"{found.tokens_per_second:.4g} tokens/s {_spread(hardware.band, of_speed=True)}, {found.memory / GIB:.4g} GiB "
