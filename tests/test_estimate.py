@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from trainer.config import Config
 from trainer.estimate import main
@@ -30,6 +31,15 @@ def test_one_plan_needs_no_torch(tmp_path):
     assert len(one["ranks"]) == 2 and one["plan"]["world"] == 4
     rank = max(one["ranks"], key=lambda rank: sum(rank["categories"].values()) + rank["pools"])
     assert one["memory"] == pytest.approx(sum(rank["categories"].values()) + rank["pools"] + 1.5 * 2**30)
+    assert one["range"]["seconds"] == pytest.approx([0.94 * one["seconds"], 1.06 * one["seconds"]])
+    assert one["range"]["mfu"] == pytest.approx([one["mfu"] / 1.06, one["mfu"] / 0.94])
+    assert one["range"]["terms"].keys() == one["terms"].keys() and one["range"]["memory"][0] < one["memory"]
+    assert one["tokens"] == 1e12 and one["tokens_per_day"] == pytest.approx(86400 * one["tokens_per_second"])
+    assert one["device_hours"] == pytest.approx(4 * one["seconds_of_tokens"] / 3600)
+    assert set(one["communication"]) == {"shard", "pipeline"} and one["shapes"] == []
+    for axis, term in (("shard", "sharding collectives"), ("pipeline", "pipeline transfers")):
+        moved = one["communication"][axis]
+        assert moved["exposed"] == one["terms"][term] and moved["hidden"] > 0
 
 
 def test_the_best_plan_as_a_recipe_and_pictures(tmp_path, capsys):
@@ -48,17 +58,53 @@ def test_the_best_plan_as_a_recipe_and_pictures(tmp_path, capsys):
 
 
 def test_plans_by_name(capsys):
-    assert main([*RECIPE, "plans=[zero3, tp2, 'parallel.pp=2 activation=full']"]) == 0
+    plans = "plans=[zero3, tp2, 'parallel.pp=2 activation=full']"
+    assert main([*RECIPE, plans, "tokens=1e12", "hardware.band=0.2"]) == 0
     table = capsys.readouterr().out.split("\nplan ")[0].splitlines()
-    assert len(table) == 5 and table[0] == "3 plans on 4 devices"
+    assert len(table) == 5 and table[0] == "3 plans on 4 devices; taken: 1, the fastest that fits for sure"
     assert [line.split()[0] for line in table[2:]] == ["1", "2", "3"]
+    for line in table[2:]:  # step, days and device hours; speeds and MFU; memory
+        assert (line.count("±20%"), line.count("-17% +25%"), line.count("GiB ±5%")) == (3, 3, 1)
+    assert "tokens a day" in table[1] and "device hours" in table[1]
+
+
+def test_what_fits_for_sure_is_taken(tmp_path, capsys):
+    """The two fastest plans perhaps fit an H100: what is written is one that does, though it is not among them."""
+    out, numbers = tmp_path / "best.yaml", tmp_path / "numbers.json"
+    words = ["+config=llama3_8b", "hardware=h100", "batch.global_size=64", "plans=all", "top=2"]
+    assert main([*words, f"out={out}", f"json={numbers}"]) == 0
+    shown, found = capsys.readouterr().out, json.loads(numbers.read_text())
+    assert "; taken: 3, the fastest that fits for sure" in shown
+    assert [one["fits"] for one in found] == ["perhaps", "perhaps", "yes"]
+    assert [one["chosen"] for one in found] == [False, False, True]
+    assert "GiB ±5% of 79.6, which fits for sure." in out.read_text()
+    assert yaml.safe_load(out.read_text())["parallel"]["pp"] == found[2]["plan"]["pp"]
+    assert main([*words[:3], "plans=['parallel.zero.stage=2 activation=none']", f"out={out}"]) == 0
+    assert "taken: 1, none fits for sure" in capsys.readouterr().out and "perhaps fits" in out.read_text()
+
+
+def test_processes_are_spread_over_the_given_nodes(tmp_path):
+    numbers, found = tmp_path / "numbers.json", {}
+    for words in ("nodes=4 processes=4", "processes=4", "nodes=4 processes=4 hardware.devices=1"):
+        assert main(["+config=llama3_8b", "parallel=zero3", *words.split(), f"json={numbers}"]) == 0
+        found[words] = json.loads(numbers.read_text())[0]["seconds"]
+    apart, together, alone = found.values()
+    assert apart == alone > together
+
+
+def test_shapes_that_do_not_fill_the_device(capsys):
+    assert main(["+config=llama3_8b", "batch.global_size=8", "model.feed_forward.width=14500"]) == 0
+    assert "feed_forward.up has 14500 columns" in capsys.readouterr().out.split("\nshapes ")[1]
 
 
 @pytest.mark.parametrize(
     "words, problem",
     [
         ("hardware=h20", "hardware=h20: there is no such file; did you mean 'h200'?"),
-        ("nodes=0", "nodes=0 must be at least 1"),
+        ("nodes=-1", "nodes=-1 must be at least 0"),
+        ("nodes=3 processes=4", "processes=4 are not as many on each of nodes=3, of 8 devices each; set"),
+        ("nodes=1 processes=16", "set a multiple of 1 up to 8, or leave nodes or processes out"),
+        ("top=3", "top=3 is how many of all plans are shown; set plans=all, or leave it out"),
         ("processes=6 parallel.tp=4", "parallel.tp=4 x parallel.pp=1 needs a multiple of 4 processes, but 6 run"),
         ("nodes=2 parallel.tp=16", "parallel.tp=16 spans nodes of 8 processes"),
         ("plans=[zero9]", "parallel=zero9: there is no such option"),

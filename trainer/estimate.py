@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from trainer.config import Config, ConfigError
 from trainer.config.fields import option
+from trainer.config.hardware import HardwareConfig
 from trainer.config.options import parse, usage
+from trainer.diagnosis.advice import advise
 from trainer.planning.estimate import report
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.plans import rank_plans
-from trainer.planning.estimate.step import estimate
+from trainer.planning.estimate.step import Estimate, estimate, surest
 from trainer.planning.plan import resolve_plan
 from trainer.planning.resolve import check, resolve
 from trainer.planning.variants import compose, fit_batch, global_size, plan_list, split_words, variant
@@ -27,29 +29,29 @@ PROGRAM = "trainer.estimate"
 @dataclass
 class EstimateOptions:
     hardware: str = option("h200", "a file of configs/hardware (of --config-dir too), or its path; hardware.NAME=VALUE")
-    nodes: int = option(1, "machines")
-    processes: int = option(0, "processes in all; 0 means one for each device of the nodes")
+    nodes: int = option(0, "machines; 0: as few as hold the processes, or one")
+    processes: int = option(0, "processes in all, as many on each node; 0: one for each device of the nodes")
     plans: str = option(
         "", "all, or [PLAN, ...], each a file of the group parallel, settings, or both; '': the recipe's"
     )
     top: int = option(10, "plans=all: how many of the fastest to show")
     tokens: float = option(0.0, "a budget of tokens: days and device hours that it takes")
-    out: str = option("", "writes the fastest plan's settings there, as a recipe to put behind the own one")
+    out: str = option("", "writes the settings of the fastest plan that fits for sure there, as a recipe")
     json: str = option("", "writes all numbers there")
     plot: str = option("", "writes pictures there: memory and time, and NAME-schedule of a pipeline")
 
 
 def run(options: EstimateOptions, changes: list[str], overrides: list[str], config_dir: str | None) -> None:
     check_options(options)
-    hardware = load_hardware(options.hardware, changes, config_dir)
-    world = options.processes or options.nodes * hardware.devices
+    hardware, world = machines(options, load_hardware(options.hardware, changes, config_dir))
     node, base = min(world, hardware.devices), compose(overrides, config_dir, world, corpus=False)
     if base.model.from_hf:
         from trainer.hf import model_from_hf
 
         base.model = model_from_hf(base.model)
     if options.plans == "all":
-        ranking = rank_plans(base, hardware, world, global_size(base.batch, world), options.top)
+        size = global_size(base.batch, world)
+        ranking = rank_plans(base, hardware, world, size, options.top, sure=True)
         found, title = list(ranking.best), report.summary(ranking, world)
     else:
         texts = plan_list(options.plans) if options.plans else []
@@ -59,22 +61,45 @@ def run(options: EstimateOptions, changes: list[str], overrides: list[str], conf
         found = [estimate(config, resolve(config, world, config.model, node), hardware) for config in configs]
         found.sort(key=lambda one: one.seconds)
         title = f"{len(found)} plans on {world} devices"
+    show(found, title, options, base)
+
+
+def machines(options: EstimateOptions, hardware: HardwareConfig) -> tuple[HardwareConfig, int]:
+    """The hardware, with as many devices a node as there are processes on it, and all processes."""
+    nodes, world = options.nodes, options.processes
+    if not (nodes and world):
+        return hardware, world or max(1, nodes) * hardware.devices
+    if world % nodes or world > nodes * hardware.devices:
+        raise ConfigError(
+            f"processes={world} are not as many on each of nodes={nodes}, of {hardware.devices} devices each; set a "
+            f"multiple of {nodes} up to {nodes * hardware.devices}, or leave nodes or processes out"
+        )
+    return replace(hardware, devices=world // nodes), world
+
+
+def show(found: list[Estimate], title: str, options: EstimateOptions, base: Config) -> None:
+    """Prints the plans, fastest first, and writes the files that are wanted."""
+    chosen = surest(found)
     if options.plans:
-        report.show_plans(found, title)
-    report.show(found[0], options.tokens)
+        report.show_plans(found, f"{title}; {report.taken(found, chosen)}", options.tokens)
+    shapes = advise(chosen.config, chosen.layout, chosen.hardware.device)
+    report.show(chosen, options.tokens, [(one.setting, one.text) for one in shapes])
     if options.json:
-        write_atomic(Path(options.json), json.dumps([report.to_json(one) for one in found], indent=1))
+        plans = [report.to_json(one, options.tokens) | {"chosen": one is chosen} for one in found]
+        for one, plan in zip(found, plans):
+            plan["shapes"] = [asdict(advice) for advice in advise(one.config, one.layout, one.hardware.device)]
+        write_atomic(Path(options.json), json.dumps(plans, indent=1))
     if options.out:
-        settings = report.changes(found[0].config, base)
-        write_atomic(Path(options.out), report.recipe(settings, report.predicted(found[0])))
+        settings = report.changes(chosen.config, base)
+        write_atomic(Path(options.out), report.recipe(settings, report.predicted(chosen)))
     if options.plot:
         from trainer.plots.estimate import draw
 
-        print(*draw(found, Path(options.plot)), sep="\n")
+        print(*draw(found, chosen, Path(options.plot)), sep="\n")
 
 
 def check_options(options: EstimateOptions) -> None:
-    least = {"nodes": 1, "top": 1, "processes": 0, "tokens": 0}
+    least = {"nodes": 0, "top": 1, "processes": 0, "tokens": 0}
     problems = [
         f"{name}={getattr(options, name)} must be at least {low}"
         for name, low in least.items()
@@ -104,6 +129,8 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[EstimateOptions, list[str
     changes = [word.removeprefix("hardware.") for word in words if word.startswith("hardware.")]
     overrides = [word for word in words if not word.startswith("hardware.")]
     options = parse(EstimateOptions, [f"{name}={value}" for name, value in own.items()])
+    if "top" in own and options.plans != "all":
+        raise ConfigError(f"top={options.top} is how many of all plans are shown; set plans=all, or leave it out")
     return options, changes, overrides, config_dir
 
 

@@ -100,11 +100,7 @@ def test_what_auto_keeps_of_each_layer_is_what_is_planned(share):
         batch = {"batch__sequence_length": LENGTH, "batch__micro_size": SEQUENCES, "activation__tile": 0}
         config = settings(spec, precision__compute="fp32", activation__mode=mode, **batch)
         layout = resolve(config, 1, spec, 1)
-        return (
-            decide(config, layout, h200(), limit, once=False)
-            if mode == "auto"
-            else decided(config, layout, h200(), False)
-        )
+        return decide(config, layout, h200(), limit, node=1) if mode == "auto" else decided(config, layout, h200(), 1)
 
     least, most = choice("full").peak, choice("none").peak
     chosen = choice("auto", least + share * (most - least)).config

@@ -508,6 +508,15 @@ def test_plans_match_one_process_within_their_codecs_tolerance(measured, name):
     assert not seen["reasons"], "\n".join(seen["reasons"][:8])
 
 
+@pytest.mark.parametrize("name", PLANS)
+def test_error_feedback_takes_what_is_predicted(measured, name):
+    """On every rank, to the byte."""
+    hops = PLANS[name]["gradients"]
+    held = [rank["feedback"] for rank in measured["plans"][name]["ranks"]]
+    assert all(here == planned for here, planned in held), held
+    assert any(here for here, _ in held) == ("error_feedback" in str(hops) and name != "small"), held
+
+
 LEAST_AND_MOST = {"bf16": (1e-4, 5e-3), "int8": (2e-3, 2.5e-2), "fp8": (1e-2, 7e-2), "int4": (4e-2, 0.3)}
 """Of the relative error that a codec makes in a gradient: below the least it was not quantised, above the most it was
 more often than once."""

@@ -189,7 +189,7 @@ def test_no_other_choice_is_faster(config, share):
     sizes = [size for _, size in choices]
     limit = min(sizes) + share * (max(sizes) - min(sizes))
     config.activation = replace(config.activation, mode="auto", save=Config().activation.save)
-    found = decide(config, resolve(config, 1, config.model, 1), h200(), limit, once=False)
+    found = decide(config, resolve(config, 1, config.model, 1), h200(), limit, node=1)
     best = min(seconds for seconds, size in choices if size <= limit)
     assert found.peak <= limit and best * (1 - 1e-9) <= found.seconds <= (1 + SLACK) * best
 
@@ -201,9 +201,9 @@ def test_more_memory_is_never_slower(config, shares, pp):
         pp = 1
     config.parallel.pp, config.batch.accumulation, config.activation.mode = pp, 2 * pp, "auto"
     layout = resolve(config, pp, config.model, pp)
-    least = decide(config, layout, h200(), 0.0, once=False)
+    least = decide(config, layout, h200(), 0.0, node=1)
     assert least.config.activation.mode == "full"
-    found = [decide(config, layout, h200(), share * least.peak, once=False) for share in sorted(shares)]
+    found = [decide(config, layout, h200(), share * least.peak, node=1) for share in sorted(shares)]
     assert all(after.seconds <= (1 + SLACK) * before.seconds for before, after in pairwise(found))
     assert all(one.peak <= share * least.peak for one, share in zip(found, sorted(shares)))
 

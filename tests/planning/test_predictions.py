@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from statistics import mean
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from support.estimates import estimated, h200, settings, shipped
 
-from trainer.planning.cost.flops import flops_per_token
+from trainer.planning.cost.flops import flops_per_token, parameter_counts
 from trainer.planning.cost.layers import layer_costs
 from trainer.planning.cost.memory import rank_states
+from trainer.planning.estimate.course import course
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.memory import peaks
 from trainer.planning.estimate.plans import rank_plans
@@ -149,11 +154,61 @@ def test_terms_add_up(predicted):
     for name, one in predicted.items():
         assert min(one.terms.values()) >= 0 and one.seconds == pytest.approx(sum(one.terms.values()))
         assert one.seconds == pytest.approx(one.simulation.makespan + one.terms["optimizer"], rel=1e-6), name
-        assert one.exposed <= sum(one.communication.values()) * (1 + 1e-9), name
+        assert sum(one.exposed.values()) <= sum(one.communication.values()) * (1 + 1e-9), name
         world = one.layout.plan.world
         assert one.mfu(True) < one.mfu(False) < 1
         work = flops_per_token(one.layout.spec, 8192, True) * one.layout.batch.tokens
         assert one.mfu(True) == pytest.approx(work / one.seconds / (world * 989.4e12))
+
+
+NETWORKS = {"bandwidth": st.sampled_from([0.05, 5, 50]), "latency": st.sampled_from([1, 1000])}
+
+
+@given(
+    st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2), (1, 1, 4)]),
+    st.integers(0, 3),
+    st.sampled_from([-1, 2]),
+    st.sampled_from(["1f1b", "zb_h1", "interleaved", "dualpipe_v"]),
+    st.sampled_from([1, 8]),
+    st.fixed_dictionaries(NETWORKS),
+    st.sampled_from([1, 2, 8]),
+)
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_terms_of_any_plan_add_up_to_its_step(degrees, stage, shard, schedule, accumulation, network, node):
+    """What a faster link takes off the step is what that axis has exposed."""
+    (tp, pp, cp), spec = degrees, shipped("llama_60m")
+    config = settings(
+        spec,
+        **{f"parallel__{name}": value for name, value in {"tp": tp, "pp": pp, "cp": cp}.items()},
+        parallel__zero__stage=stage,
+        parallel__shard=shard if stage else -1,
+        parallel__tp_across_nodes=True,
+        parallel__pipeline__schedule=schedule,
+        batch__sequence_length=1024,
+        batch__accumulation=max(accumulation, 2 * pp),
+    )
+    changes = [f"devices={node}", *(f"network.{name}={value}" for name, value in network.items())]
+    one = estimated(config, 8, load_hardware("h200", changes))
+    assert min(*one.terms.values(), *one.hidden.values()) >= 0
+    assert sum(one.terms.values()) == pytest.approx(one.simulation.makespan + one.terms["optimizer"], rel=1e-9)
+    shared = {"tensor": tp, "context": cp, "pipeline": pp, "shard": one.layout.plan.shard}
+    shared["replicate"] = one.layout.plan.replicate
+    assert set(one.communication) == {axis for axis, ranks in shared.items() if ranks > 1}
+    costs = replace(one.simulation.costs, unshard=(), reduce=())
+    waiting = [simulate(one.layout.pipeline.schedule, replace(costs, transfer=t)).makespan for t in (0, costs.transfer)]
+    assert one.exposed["pipeline"] == pytest.approx(waiting[1] - waiting[0], abs=1e-9)
+
+
+def test_transfers_of_a_slow_network_are_no_bubble():
+    """Of 0.1 GB/s between two nodes: what they wait for each other is communication; the schedule's bubble stays."""
+    config = settings(shipped("llama3_8b"), **LLAMA | PIPELINE | {"parallel__pp": 2, "batch__accumulation": 4})
+    found = {
+        speed: estimated(config, 2, load_hardware("h200", ["devices=1", f"network.bandwidth={speed}"]), 1)
+        for speed in (0.1, 50)
+    }
+    assert found[0.1].seconds > 2 * found[50].seconds and found[0.1].exposed["pipeline"] > 3
+    assert found[0.1].terms["bubble"] == pytest.approx(found[50].terms["bubble"], rel=1e-6)
+    assert found[0.1].hidden["pipeline"] < 0.1 and found[50].exposed["pipeline"] < 0.02
 
 
 def test_memory_has_the_states_of_the_start_up_table(predicted):
@@ -164,6 +219,30 @@ def test_memory_has_the_states_of_the_start_up_table(predicted):
         for peak, state in zip(one.ranks, states, strict=True):
             assert (peak.categories["parameters"], peak.categories["optimizer"]) == (state.parameters, state.optimizer)
             assert peak.categories["gradients"] <= state.gradients * 1.2 + 2e9, name
+
+
+def test_the_course_of_memory_has_the_peak_and_no_gap(predicted):
+    for name, one in predicted.items():
+        stretches = course(one)
+        held = [sum(part.categories.values()) for part in stretches]
+        assert max(held) == pytest.approx(one.fullest.allocated, rel=1e-9), name
+        assert stretches[0].start == 0 and stretches[-1].end == one.seconds
+        assert all(abs(before.end - after.start) < 1e-9 for before, after in pairwise(stretches))
+        assert held[-1] < max(held)
+
+
+@pytest.mark.parametrize("kind, size", [("classic", 8.0), ("average8", 2 + 8 / 256)])
+def test_error_feedback_is_in_the_peak(kind, size):
+    """Two nodes of eight: N / 8 elements a rank, and half as many on the way back (docs/compression.md)."""
+    hop = {"parallel__grad_comm__outer__codec": "int8", "parallel__zero__stage": 1, "parallel__shard": 8}
+    spec, found = shipped("llama3_8b"), {}
+    for feedback in ("none", kind):
+        changes = hop | {"parallel__grad_comm__outer__error_feedback": feedback}
+        found[feedback] = estimated(settings(spec, **LLAMA | ZERO3 | changes), 16, h200()).fullest
+    kept = found[kind].categories["error feedback"]
+    assert kept == pytest.approx(size * parameter_counts(spec)["total"] / 8 * 1.5, rel=0.001)
+    assert found["none"].categories["error feedback"] == 0
+    assert found[kind].reserved == pytest.approx(found["none"].reserved + kept)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v", "gpipe"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -15,11 +16,11 @@ from trainer.planning.schedules.simulate import simulate
 KORTHIKANTI = {
     # arXiv 2205.05198, tables 3 and 5, figure 1: width, heads, layers, tp, pp, sequences of a micro-batch and of a
     # step, stages a rank; GiB of activations under sequence parallelism with selective recompute; seconds of a step
-    # with full recompute, and with the former.
-    "22B": (6144, 64, 48, 8, 1, 4, 4, None, 9.56, 1.42, 1.10),
-    "175B": (12288, 96, 96, 8, 8, 1, 64, 3, 12.35, 18.13, 13.75),
-    "530B": (20480, 128, 105, 8, 35, 1, 280, 3, 23.08, 49.05, 37.83),
-    "1T": (25600, 160, 128, 8, 64, 1, 512, None, 26.56, 94.42, 71.49),
+    # with full recompute, and with the former; GiB of activations with neither recompute nor sequence parallelism.
+    "22B": (6144, 64, 48, 8, 1, 4, 4, None, 9.56, 1.42, 1.10, 59.25),
+    "175B": (12288, 96, 96, 8, 8, 1, 64, 3, 12.35, 18.13, 13.75, 66.84),
+    "530B": (20480, 128, 105, 8, 35, 1, 280, 3, 23.08, 49.05, 37.83, 114.02),
+    "1T": (25600, 160, 128, 8, 64, 1, 512, None, 26.56, 94.42, 71.49, 131.25),
 }
 DROPOUT = 34 / 32
 """Their layers keep two masks of dropout, a byte an element each, beside the 32 bytes of ours."""
@@ -34,12 +35,30 @@ def laid_out(name: str, full: bool):
 def test_activations_of_megatron(name):
     """The first stage's layers, with as many micro-batches in flight as the simulated schedule has. Their formula takes
     those of the first rank; ours keeps the log-sum-exp of flash attention."""
-    config, layout = laid_out(name, full=False)
-    costs = layer_costs(layout.spec, 2048, layout.batch.micro_size, layout.plan.tp, 1.0)
-    layers = simulate(layout.pipeline.schedule, costs.stage(layout.pipeline.split)).memory[0] / GIB
-    if name == "22B":  # one stage: the logits too, which the published figure leaves out
-        layers -= costs.activation[-1] / GIB
-    assert layers * DROPOUT == pytest.approx(KORTHIKANTI[name][8], rel=0.0208)
+    assert of_layers(name) == pytest.approx(KORTHIKANTI[name][8], rel=0.0208)
+
+
+@pytest.mark.parametrize("name", KORTHIKANTI)
+def test_activations_of_megatron_without_recompute(name):
+    """Ours are never kept so: beside what ours keep, each rank has ten bytes an element of the residual stream whole
+    (their equation 2), and each head the scores, their softmax and a mask of dropout, which flash attention spares."""
+    width, heads, _, tp, *_ = KORTHIKANTI[name]
+    extra = 10 * (1 - 1 / tp) + 5 * heads * 2048 / width / tp
+    assert of_layers(name, extra) == pytest.approx(KORTHIKANTI[name][11], rel=0.001)
+
+
+def of_layers(name: str, extra: float = 0.0) -> float:
+    """GiB of the first stage's layers. extra: bytes for each element of the residual stream that a layer keeps beside
+    what ours does."""
+    _, layout = laid_out(name, full=False)
+    micro = layout.batch.micro_size
+    costs = layer_costs(layout.spec, 2048, micro, layout.plan.tp, 1.0)
+    first, *layers, last = costs.activation
+    more = extra * 2048 * micro * layout.spec.width
+    costs = replace(costs, activation=(first, *(DROPOUT * size + more for size in layers), last))
+    held = simulate(layout.pipeline.schedule, costs.stage(layout.pipeline.split)).memory[0] / GIB
+    # One stage: the logits too, which the published figure leaves out.
+    return held - (last / GIB if name == "22B" else 0.0)
 
 
 def test_step_times_of_megatron():
@@ -56,9 +75,9 @@ def test_step_times_of_megatron():
 
 def test_step_times_of_vtrain():
     """Single-node runs of small GPTs on A100s (Bang et al., MICRO 2024), of which 32 of 1,440 served for fitting."""
-    points = vtrain()[FITTED : FITTED + 60]
+    points = vtrain()[FITTED : FITTED + 200]
     found = [predicted / measured - 1 for (_, measured), predicted in zip(points, vtrain_seconds(points))]
-    assert mean(map(abs, found)) < 0.1
+    assert mean(map(abs, found)) < 0.085 and max(map(abs, found)) < 0.3
     assert abs(mean(found)) < 0.03
 
 
@@ -87,3 +106,49 @@ def test_llama_of_torchtitan(name):
     # Their loss keeps the logits, their fp32 copy, the log-softmax and its gradient; ours the logits alone.
     loss = 10 * 2 * 8192 * 128256
     assert (one.fullest.reserved + loss) / GIB == pytest.approx(memory, rel=0.12)
+
+
+FLOAT8 = {"precision__float8__recipe": "tensorwise", "compile": True}
+SELECTIVE = {"activation__mode": "selective", "batch__micro_size": 2, "batch__accumulation": 1}
+WIDE = {"batch__micro_size": 16, "batch__accumulation": 1, "parallel__tp": 8}
+DEEP = {"batch__micro_size": 4, "batch__accumulation": 8, "parallel__tp": 8, "parallel__pp": 8}
+DEEP |= {"parallel__zero__stage": 2}
+CHUNKS = {"parallel__pipeline__schedule": "interleaved", "parallel__pipeline__chunks": 2}
+LARGE = {
+    # torchtitan, benchmarks/llama3_h100_202412, asyncTP_llama3_h100_2025-06 (70B in bf16) and
+    # llama3-8b_h200_202506_trainy-whitefiber: model, hardware, GPUs, settings, tokens/s of a GPU, and our error, as
+    # docs/insight.md has it. Of 405B the micro-batches are not published; its two rows differ as 8 of 4 sequences do.
+    "8B, 8 H100, fp8": ("8b", "h100", 8, FLOAT8 | SELECTIVE, 8532, -0.08),
+    "8B, 128 H100, fp8": ("8b", "h100", 128, FLOAT8 | SELECTIVE, 8380, -0.06),
+    "70B, bf16": ("70b", "h100", 256, WIDE | {"compile": True}, 597.3, -0.06),
+    "70B, fp8": ("70b", "h100", 256, WIDE | FLOAT8, 829, -0.26),
+    "405B, 1F1B": ("405b", "h100", 512, DEEP | FLOAT8, 100, -0.23),
+    "405B, interleaved": ("405b", "h100", 512, DEEP | FLOAT8 | CHUNKS, 128, -0.21),
+    "8B, 32 H200, fp8": ("8b", "h200", 32, FLOAT8 | SELECTIVE, 10938, 0.15),
+    "8B, 64 H200, fp8": ("8b", "h200", 64, FLOAT8 | SELECTIVE, 10753, 0.16),
+}
+OUTSIDE = {"70B, fp8", "405B, 1F1B", "405B, interleaved", "8B, 32 H200, fp8", "8B, 64 H200, fp8"}
+"""Of which the error is larger than the band: docs/insight.md, known to be wrong."""
+
+
+def large(name: str):
+    model, machine, world, changes, *_ = LARGE[name]
+    spec = shipped("llama3_8b" if model == "8b" else "llama3_70b")
+    if model == "405b":
+        spec.width, spec.depth, spec.feed_forward.width, spec.attention.heads = 16384, 126, 53248, 128
+    base = {"batch__sequence_length": 8192, "parallel__zero__stage": 3, "activation__mode": "full"}
+    hardware = load_hardware(machine, LIMITED if machine == "h100" else [])
+    return estimated(settings(spec, **base | changes), world, hardware)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_many_gpus_of_torchtitan(name):
+    one, (_, _, world, _, speed, error) = large(name), LARGE[name]
+    found = one.tokens_per_second / world / speed - 1
+    assert found == pytest.approx(error, abs=0.012)
+    assert (name in OUTSIDE) == (abs(found) > one.hardware.band)
+
+
+def test_what_interleaving_gives_the_405b_model():
+    plain, interleaved = (large(f"405B, {name}").tokens_per_second for name in ("1F1B", "interleaved"))
+    assert interleaved / plain == pytest.approx(128 / 100, rel=0.04)

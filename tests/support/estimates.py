@@ -22,7 +22,7 @@ from trainer.diagnosis.overrides import FREED, WAYS, Workshop
 from trainer.planning.batch import resolve_batch
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.pace import Pace
-from trainer.planning.estimate.seconds import step_terms
+from trainer.planning.estimate.seconds import step_seconds
 from trainer.planning.estimate.step import Estimate, estimate
 from trainer.planning.estimate.timing import REPEATED, time_units
 from trainer.planning.pipeline import resolve_pipeline
@@ -53,7 +53,7 @@ def estimated(config: Config, world: int, hardware: HardwareConfig, node: int = 
 def seconds(config: Config, layout: Layout, hardware: HardwareConfig) -> float:
     """Of a step, without its memory."""
     pace = Pace.of(hardware, config.precision)
-    return sum(step_terms(config, layout, time_units(config, layout, hardware), pace)[1].values())
+    return step_seconds(config, layout, time_units(config, layout, hardware), pace)[1]
 
 
 def megatron(

@@ -24,8 +24,8 @@ TABLE = {
         ["counts", "the states of one rank, predicted; activations come on top"],
         ["parameters", "11.0 MiB"],
         ["optimizer", "22.0 MiB"],
-        ["predicted peak", "115 MiB, rank 0 at 0F0"],
     ],
+    "peak": [["at", "0F0, action 1 of 8, loss"], ["activations", "40.0 MiB"], ["sum", "115 MiB"]],
 }
 
 DIAGNOSIS = {

@@ -248,6 +248,8 @@ def test_the_table_is_printed_before_the_model_exists(settings, tmp_path, monkey
         trainer.run(settings(tmp_path / "run"))
     out = capsys.readouterr().out
     assert "activations come on top" in out and "the machine has" in out
+    peak = out.split("\npeak ")[1]
+    assert all(f"\n        {name} " in peak for name in ("parameters", "activations", "gathered parameters", "sum"))
 
 
 def test_a_damaged_record_of_starts_is_no_obstacle(tmp_path):

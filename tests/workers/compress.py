@@ -41,6 +41,7 @@ from trainer.parity.compare import coarsest, compare, judge
 from trainer.parity.reference import reference
 from trainer.parity.watch import Watch
 from trainer.planning.batch import BatchPlan
+from trainer.planning.cost.feedback import feedback_bytes
 from trainer.planning.cost.parameters import declarations
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import Plan, resolve_plan
@@ -133,9 +134,11 @@ def run_plan(chosen: Case, worlds: Worlds, references: dict[str, Any]) -> dict[s
             watch.train(batches)
             sent.append(state.compression.sent)
         seen = watch.trajectory()
+    planned = feedback_bytes(config, spec, plan, state.pipeline, chosen["node"])
     ranks = gather(
         {
             "sent": sent,
+            "feedback": [state.compression.feedback_bytes, planned[world.rank // (RANKS // plan.pp)]],
             "parameters": {name: list(parameter.shape) for name, parameter in state.optimizer.parameters.items()},
         }
     )

@@ -19,9 +19,10 @@ from trainer.distributed.tensors import local
 from trainer.distributed.world import join
 from trainer.parallel.fsdp_internals import fsdp_units, parameter_group
 from trainer.planning.batch import BatchPlan
-from trainer.planning.cost.memory import fullest_rank
+from trainer.planning.fit import kept
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import resolve_plan
+from trainer.planning.resolve import Layout
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 
@@ -86,14 +87,14 @@ def main(out: str) -> None:
                 state.world.rank * ACCUMULATION,
             )
             # Gradients that are kept between micro-batches: looked at when the last micro-batch's forward starts.
-            kept = []
-            handle = model.register_forward_pre_hook(lambda *_: kept.append(accumulated_bytes(model)))
+            waiting = []
+            handle = model.register_forward_pre_hook(lambda *_: waiting.append(accumulated_bytes(model)))
             collectives = Collectives()
             with collectives if step else contextlib.nullcontext():  # it looks at every operation: in one step alone
                 train_step(state, [rows(data, row, row + 1) for row in range(first, first + ACCUMULATION)], False)
             handle.remove()
-        once, feedback = state.compression.once, state.compression.feedback_bytes
-        expected = fullest_rank(config, spec, plan, pipeline, batch, once, max(state.world.gather(feedback)))
+        feedback = state.compression.feedback_bytes
+        expected = kept(config, Layout(spec, plan, batch, pipeline), world_size)
         results.append(
             {
                 "stage": stage,
@@ -103,8 +104,8 @@ def main(out: str) -> None:
                 "units": len(model.layers) + 1,
                 "total": sum(p.numel() for p in model.parameters()) * 4,
                 "parameters": sum(local(p).nbytes for p in model.parameters()),
-                "inside": kept[-1][0],
-                "outside": kept[-1][1],
+                "inside": waiting[-1][0],
+                "outside": waiting[-1][1],
                 "feedback": feedback,
                 "gradients": gradients[-1],
                 "optimizer": sum(t.nbytes for t in state.optimizer.state.values()),

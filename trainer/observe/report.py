@@ -23,11 +23,11 @@ from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.layers import left_by_recompute, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES, StateBytes
 from trainer.planning.cost.parameters import Table, declarations, layer_specs, layer_tables, outer_tables
-from trainer.planning.estimate.memory import peaks, replays
+from trainer.planning.estimate.memory import Peak, peaks, replays
 from trainer.planning.estimate.sequence import measures, recompute
 from trainer.planning.fit import Memory
 from trainer.planning.float8 import numeric_types
-from trainer.planning.gradient_comm import describe, reduces_once
+from trainer.planning.gradient_comm import describe
 from trainer.planning.plan import node_size
 from trainer.planning.remarks import remarks
 from trainer.planning.resolve import Layout
@@ -92,18 +92,15 @@ class StartReport:
 def start_report(
     config: Config, layout: Layout, states: StateBytes, memory: Memory, corpus: Any, world: World
 ) -> StartReport:
-    """Model, plan, batch arithmetic, and predicted memory of the states on the rank that holds most beside what there
-    is."""
+    """Model, plan, batch arithmetic, predicted memory of the states on the rank that holds most beside what there is,
+    and of a step at its peak."""
     spec, plan, pipeline, batch = layout.spec, layout.plan, layout.pipeline, layout.batch
     counts, (labels, values) = cost.parameter_counts(spec), zip(*states.rows())
     node = node_size(world.size)
     gradients = describe(config.parallel.grad_comm, plan, node)
-    peak: list[tuple[str, str]] = []
     moment = None
     if replays(plan):
-        once = reduces_once(config.parallel.grad_comm, plan, node)
-        moment = max(peaks(config, layout, lowered=False, once=once), key=lambda moment: moment.reserved)
-        peak = [("predicted peak", f"{tables.size(moment.reserved)}, rank {moment.rank} at {moment.where}")]
+        moment = max(peaks(config, layout, lowered=False, node=node), key=lambda moment: moment.reserved)
     return StartReport(
         {
             "model": [
@@ -148,14 +145,26 @@ def start_report(
             "memory": [
                 ("counts", "the states of one rank, predicted; activations come on top"),
                 *zip(labels, tables.sizes(values)),
-                *peak,
                 *([("the GPU has", tables.size(memory.device))] if memory.device else []),
                 ("the machine has", f"{tables.size(memory.host)} for {tables.number(node, 'process', 'es')}"),
             ],
+            **({"peak": peak_rows(moment, plan.pp)} if moment else {}),
         },
         ({"the model": model_table(spec)} if config.logging.model else {})
         | ({"parameter types": types_table(config, spec)} if config.logging.types else {}),
     )
+
+
+def peak_rows(moment: Peak, ranks: int) -> list[tuple[str, str]]:
+    """The fullest moment of the fullest rank, predicted by category, as `trainer.estimate` has it. ranks: of the
+    pipeline."""
+    labels, values = zip(*moment.rows())
+    where = f"pipeline rank {moment.rank} of {ranks}" if ranks > 1 else "every rank"
+    return [
+        ("counts", f"the predicted peak of a step, of {where}"),
+        ("at", moment.where),
+        *zip(labels, tables.sizes(values)),
+    ]
 
 
 def model_table(spec: ModelSpec) -> list[dict[str, Any]]:

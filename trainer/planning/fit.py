@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
+from trainer.planning.cost.feedback import feedback_bytes
 from trainer.planning.cost.memory import StateBytes, fullest_rank
 from trainer.planning.gradient_comm import reduces_once
 from trainer.planning.resolve import Layout, resolve
@@ -28,10 +29,11 @@ class Memory:
 
 
 def kept(config: Config, layout: Layout, node: int) -> StateBytes:
-    """What the rank that has most keeps from step to step, without activations and without error feedback. node:
-    processes on this machine."""
-    once = reduces_once(config.parallel.grad_comm, layout.plan, node)
-    return fullest_rank(config, layout.spec, layout.plan, layout.pipeline, layout.batch, once, feedback=0)
+    """What the rank that has most keeps from step to step, without activations. node: processes on this machine."""
+    spec, plan, pipeline = layout.spec, layout.plan, layout.pipeline
+    once = reduces_once(config.parallel.grad_comm, plan, node)
+    feedback = feedback_bytes(config, spec, plan, pipeline, node)
+    return fullest_rank(config, spec, plan, pipeline, layout.batch, once, feedback)
 
 
 def lacking(states: StateBytes, node: int, memory: Memory) -> str | None:

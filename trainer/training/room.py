@@ -15,7 +15,6 @@ from trainer.planning.estimate.hardware import load_hardware, shipped_for
 from trainer.planning.estimate.recompute import decided
 from trainer.planning.estimate.sequence import SHARE, Room, limit_of, recompute, settle
 from trainer.planning.fit import Memory
-from trainer.planning.gradient_comm import reduces_once
 from trainer.planning.resolve import Layout
 from trainer.training.out_of_memory import ways_out
 from trainer.util.tables import duration, size
@@ -57,9 +56,8 @@ class Undecided:
         """What `activation.mode=auto` has chosen, in a line. Raises `ConfigError` where nothing fits."""
         if self.hardware is None:
             return []
-        room, plan = self.room(free), layout.plan
-        once = reduces_once(config.parallel.grad_comm, plan, self.node)
-        one, limit = decided(config, layout, self.hardware, once), limit_of(self.config, room) or room.host
+        room = self.room(free)
+        one, limit = decided(config, layout, self.hardware, self.node), limit_of(self.config, room) or room.host
         given = self.config.activation.memory is not None
         whole = limit if given else room.device or room.host
         if one.peak > whole and not config.run.force:

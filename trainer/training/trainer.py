@@ -40,7 +40,6 @@ from trainer.training.state import TrainState
 from trainer.training.step import Ask, evaluate, train_step
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
 from trainer.util.run_folder import LOG
-from trainer.util.tables import size
 
 
 class Trainer:
@@ -293,9 +292,7 @@ class Trainer:
         """Makes the run folder that of this start: sets an earlier run aside, and notes what is about to be trained,
         with which settings, by whom. Returns what is to be said."""
         places = self.world.gather(history.place(self.world))
-        feedback = max(self.world.gather(self.state.compression.feedback_bytes))
-        held = [f"error feedback takes {size(feedback)} more on the rank with most of it"] if feedback else []
-        return held + self.world.agree(lambda: self._open_folder(places))
+        return self.world.agree(lambda: self._open_folder(places))
 
     def _open_folder(self, places: list[tuple[str, str]]) -> list[str]:
         folder, resumed, step = self.folder, self.start.path, self.start.step

@@ -202,17 +202,24 @@ def constant_bytes(
 
 
 def fullest_rank(
-    config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, batch: BatchPlan, once: bool, feedback: int
+    config: Config,
+    spec: ModelSpec,
+    plan: Plan,
+    pipeline: Pipeline,
+    batch: BatchPlan,
+    once: bool,
+    feedback: Sequence[int],
 ) -> StateBytes:
     """The states of the pipeline rank that has most.
 
     once: whether gradients are reduced once a step whatever the ZeRO stage.
-    feedback: bytes that quantised gradients have left out, on the rank with most of them.
+    feedback: of each rank, bytes that quantised gradients have left out.
     """
     sums = batch.accumulation > 1 and sums_on_device(plan, config.precision.reduce == "fp32")
     element, placement = ELEMENT_BYTES[config.precision.compute], pipeline.schedule.placement
     ranks = rank_states(spec, plan, element, pipeline.split, placement, once, sums, Updates.of(config))
-    return replace(max(ranks, key=lambda states: states.total), feedback=feedback)
+    ranks = [replace(states, feedback=size) for states, size in zip(ranks, feedback, strict=True)]
+    return max(ranks, key=lambda states: states.total)
 
 
 def sums_on_device(plan: Plan, fp32: bool) -> bool:

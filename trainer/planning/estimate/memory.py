@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from trainer.config import Config
+from trainer.planning.cost.feedback import feedback_bytes
 from trainer.planning.cost.layers import LayerWork, Remaining, fed, left_by_recompute, model_work
 from trainer.planning.cost.memory import (
     BOX,
@@ -31,6 +32,7 @@ from trainer.planning.cost.parameters import head, head_rows
 from trainer.planning.cost.updates import Updates
 from trainer.planning.estimate.attending import gathered_keys, groups_of_heads, masks
 from trainer.planning.float8 import gathered_in_float8
+from trainer.planning.gradient_comm import reduces_once
 from trainer.planning.pipeline import estimated_costs
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout
@@ -52,7 +54,7 @@ CATEGORIES = (
 
 
 MOMENTARY = ("backward of a layer", "gradients", "communication buffers", "gathered parameters")
-"""Categories of what is held for a moment within an action, in the order of `_Replay.look`."""
+"""Categories of what is held for a moment within an action, in the order of `Replay.look`."""
 
 FRAGMENTS = 0.15
 """What the allocator cannot use between blocks, as a share of the most that activations take: fitted to the reserved
@@ -88,17 +90,16 @@ class Peak:
         return [(label, size) for label, size in rows if size >= 1]
 
 
-def peaks(config: Config, layout: Layout, lowered: bool = True, once: bool = False, feedback: int = 0) -> list[Peak]:
+def peaks(config: Config, layout: Layout, lowered: bool = True, node: int | None = None) -> list[Peak]:
     """The fullest moment of each pipeline rank.
 
     lowered: whether transfers are replayed too, and not computation alone, which is quicker.
-    once: whether gradients are reduced once a step whatever the ZeRO stage.
-    feedback: bytes that quantised gradients have left out.
+    node: processes of a machine, all of them if None.
     """
-    model = _Model(config, layout, once, feedback)
+    model = ModelBytes(config, layout, node or layout.plan.world)
     schedule = layout.pipeline.schedule
     programs = programs_of(schedule) if lowered else [tuple(split_overlaps(order)) for order in schedule.orders]
-    return [_Replay(model, rank, programs[rank]).peak() for rank in range(schedule.ranks)]
+    return [Replay(model, rank, programs[rank]).peak() for rank in range(schedule.ranks)]
 
 
 def replays(plan: Plan) -> bool:
@@ -112,12 +113,14 @@ def programs_of(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     return lower_all(schedule)
 
 
-class _Model:
+class ModelBytes:
     """Bytes of each unit of the model (embedding, layers, head) on a tensor-parallel rank."""
 
-    def __init__(self, config: Config, layout: Layout, once: bool, feedback: int):
-        self.layout, self.plan, self.feedback = layout, layout.plan, feedback
+    def __init__(self, config: Config, layout: Layout, node: int):
+        self.layout, self.plan = layout, layout.plan
         spec, plan, batch = layout.spec, layout.plan, layout.batch
+        self.feedback = feedback_bytes(config, spec, plan, layout.pipeline, node)
+        once = reduces_once(config.parallel.grad_comm, plan, node)
         self.element = ELEMENT_BYTES[config.precision.compute]
         self.tokens = batch.sequence_length * batch.micro_size // plan.cp
         self.stream = self.element * self.tokens * spec.width / plan.tp
@@ -201,10 +204,10 @@ class _Model:
         return 2 * queries + keys + values + added_up / groups
 
 
-class _Replay:
+class Replay:
     """One rank's program, with the bytes held of each category."""
 
-    def __init__(self, model: _Model, rank: int, program: Sequence[Action]):
+    def __init__(self, model: ModelBytes, rank: int, program: Sequence[Action]):
         self.model, self.rank, self.program = model, rank, program
         layout, states = model.layout, model.states[rank]
         self.stages = layout.pipeline.stages(rank)
@@ -215,7 +218,7 @@ class _Replay:
             self.hold("parameters", states.parameters)
             self.hold("optimizer", states.optimizer)
             self.hold("average of weights", states.average)
-        self.hold("error feedback", model.feedback)
+        self.hold("error feedback", model.feedback[rank])
         self.hold("activations", model.passing)
         if model.copied:
             largest = max(map(max, self.units.values()))
@@ -270,16 +273,19 @@ class _Replay:
         self, unit: str, working: float = 0.0, gradients: float = 0.0, buffers: float = 0.0, gathered: float = 0.0
     ) -> None:
         """Notes the moment if it is the fullest so far. What is named is held for this moment only."""
-        total = self.total + working + gradients + buffers + gathered
+        momentary = (working, gradients, buffers, gathered)
+        total = self.total + sum(momentary)
         self.rest = max(self.rest, total - self.reduced)
         self.churn = max(self.churn, self.held["activations"])
         if total > self.most:
             self.most = total
-            categories = dict(self.held)
-            for name, size in zip(MOMENTARY, (working, gradients, buffers, gathered)):
-                categories[name] += size
             where = f"{self.action}, action {self.place + 1} of {len(self.program)}, {unit}"
-            self.best = Peak(self.rank, where, categories, 0.0)
+            self.best = Peak(self.rank, where, self.moment(momentary), 0.0)
+
+    def moment(self, momentary: Sequence[float]) -> dict[str, float]:
+        """Bytes by category with those of `MOMENTARY`."""
+        added = dict(zip(MOMENTARY, momentary))
+        return {name: size + added.get(name, 0.0) for name, size in self.held.items()}
 
     def gathered_bytes(self, stage: int) -> float:
         """Copies of a stage's parameters in the compute type: of all, or of embedding, head and one layer."""

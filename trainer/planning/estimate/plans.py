@@ -8,9 +8,8 @@ plan that is left out can be among them. Plans whose states and activations are 
 from __future__ import annotations
 
 import copy
-import heapq
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from operator import attrgetter
@@ -76,9 +75,11 @@ MOST_MICRO_BATCHES = 256
 
 @dataclass(frozen=True)
 class Candidate:
-    """A legal plan. bound: seconds that its step takes at least; config: of a run under it."""
+    """A legal plan. bound: seconds that its step takes at least; least: bytes that its fullest rank holds at least;
+    config: of a run under it."""
 
     bound: float
+    least: float
     config: Config
     plan: Plan
     batch: BatchPlan
@@ -86,43 +87,49 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Ranking:
-    """best: estimates of plans that fit or may fit, fastest first. legal, fitting: numbers of plans that are legal, and
-    of those whose states and least activations fit."""
+    """best: estimates of plans that fit or may fit, fastest first; where it is asked for, and none of the `fastest`
+    fits for sure, the fastest that does comes last. legal, fitting: numbers of plans that are legal, and of those whose
+    states and least activations fit."""
 
     best: tuple[Estimate, ...]
+    fastest: int
     legal: int
     fitting: int
 
 
 def rank_plans(
-    config: Config, hardware: HardwareConfig, world: int, global_size: int, most: int = 10, kept: Collection[str] = ()
+    config: Config,
+    hardware: HardwareConfig,
+    world: int,
+    global_size: int,
+    most: int = 10,
+    kept: Collection[str] = (),
+    sure: bool = False,
 ) -> Ranking:
     """The fastest `most` plans on `world` devices for a step of `global_size` sequences.
 
     config: what all plans share; its own plan, recompute and micro-batches are replaced, but for the settings `kept`,
-    names of `DEGREES` and `PIPELINE`. Raises `ConfigError` where no plan is legal, or none fits.
+    names of `DEGREES` and `PIPELINE`. sure: whether the fastest that fits for sure is wanted too. Raises `ConfigError`
+    where no plan is legal, or none fits.
     """
     search = _Search(config, hardware, world, global_size, kept)
-    queue = [(candidate.bound, index, candidate) for index, candidate in enumerate(search.candidates())]
-    if not queue:
+    candidates = sorted(search.candidates(), key=attrgetter("bound"))
+    if not candidates:
         if kept and not search.legal:
             search.reasons.append(f"no plan that is tried has the given {' and '.join(sorted(kept))}")
         reasons = search.reasons or ["every plan needs more memory than a device has"]
         raise ConfigError(f"no plan of {world} processes can be run: {reasons[0]}")
-    fitting = len(queue)
-    heapq.heapify(queue)
-    best: list[Estimate] = []
-    while queue and (len(best) < most or queue[0][0] < best[-1].seconds):
-        candidate, limit = heapq.heappop(queue)[-1], best[-1].seconds if len(best) == most else inf
-        found = search.estimate(limit, candidate)
-        if found is not None and found.fits != "no":
-            best = sorted([*best, found], key=lambda one: one.seconds)[:most]
+    best = more = search.fastest(candidates, most, ("yes", "perhaps"))
     if not best:
         raise ConfigError(
             f"no plan of {world} processes fits {hardware.memory:g} GiB a device; set a smaller "
             "batch.sequence_length, more nodes, or parallel.zero.offload=true"
         )
-    return Ranking(tuple(best), search.legal, fitting)
+    if sure and all(one.fits != "yes" for one in best):
+        limit = (1 - hardware.memory_band) * hardware.memory * GIB
+        small = [candidate for candidate in candidates if candidate.least <= limit]
+        more = [*best, *search.fastest(small, 1, ("yes",))]
+    return Ranking(tuple(more), len(best), search.legal, len(candidates))
 
 
 class _Search:
@@ -136,6 +143,19 @@ class _Search:
         self.legal, self.reasons = 0, list[str]()
         self.splits: dict[tuple, tuple[range, ...]] = {}
         self.orders: dict[tuple, tuple[tuple[int, ...], Schedule | None]] = {}
+
+    def fastest(self, candidates: Sequence[Candidate], most: int, fits: Collection[str]) -> list[Estimate]:
+        """Of candidates in the order of their bounds the `most` that take least time and whose memory is as `fits`
+        says, fastest first."""
+        best: list[Estimate] = []
+        for candidate in candidates:
+            limit = best[-1].seconds if len(best) == most else inf
+            if candidate.bound >= limit:
+                break
+            found = self.estimate(limit, candidate)
+            if found is not None and found.fits in fits:
+                best = sorted([*best, found], key=attrgetter("seconds"))[:most]
+        return best
 
     def candidates(self) -> Iterator[Candidate]:
         """All legal plans whose states and activations of one micro-batch may fit."""
@@ -190,8 +210,9 @@ class _Search:
             least = self.timing(uniform(config, ()), plan, batch)
         for chosen in schedules:
             schedule = chosen.parallel.pipeline.schedule
-            if self.rough_memory(plan, batch, least, schedule) <= self.hardware.memory * GIB:
-                yield Candidate(bound, chosen, plan, batch)
+            held = self.rough_memory(plan, batch, least, schedule)
+            if held <= self.hardware.memory * GIB:
+                yield Candidate(bound, held, chosen, plan, batch)
 
     def keeps(self, config: Config, names: Collection[str]) -> bool:
         """Whether what is to be kept of these settings is as it was given."""

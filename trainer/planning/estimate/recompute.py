@@ -28,7 +28,7 @@ from trainer.planning.cost.memory import ELEMENT_BYTES
 from trainer.planning.cost.saved import ALL, entries_of
 from trainer.planning.estimate.memory import FRAGMENTS, peaks
 from trainer.planning.estimate.pace import Pace
-from trainer.planning.estimate.seconds import step_terms
+from trainer.planning.estimate.seconds import step_seconds
 from trainer.planning.estimate.timing import time_units
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.resolve import Layout
@@ -74,37 +74,37 @@ class Decided(NamedTuple):
     host: float
 
 
-def decide(config: Config, layout: Layout, hardware: HardwareConfig, limit: float, once: bool) -> Decided:
+def decide(config: Config, layout: Layout, hardware: HardwareConfig, limit: float, node: int) -> Decided:
     """The fastest choice whose predicted peak is at most `limit` bytes, or else the one that recomputes all.
 
-    once: whether gradients are reduced once a step whatever the ZeRO stage."""
-    everything = decided(uniform(config, (ALL,)), layout, hardware, once)
+    node: processes of a machine."""
+    everything = decided(uniform(config, (ALL,)), layout, hardware, node)
     if everything.peak <= limit:
         return everything
-    nothing = decided(uniform(config, ()), layout, hardware, once)
+    nothing = decided(uniform(config, ()), layout, hardware, node)
     if nothing.peak > limit:
         return nothing
     found = [nothing]
     for _ in range(ROUNDS if layout.plan.pp > 1 else 1):
-        chosen = choose(config, layout, hardware, limit, once)
-        found.append(decided(chosen, layout, hardware, once))
+        chosen = choose(config, layout, hardware, limit, node)
+        found.append(decided(chosen, layout, hardware, node))
         if found[-1].layout.pipeline == layout.pipeline:
             break
         layout = found[-1].layout  # the choice has moved layers to other stages
     return min((one for one in found if one.peak <= limit), key=lambda one: one.seconds)
 
 
-def decided(config: Config, layout: Layout, hardware: HardwareConfig, once: bool) -> Decided:
+def decided(config: Config, layout: Layout, hardware: HardwareConfig, node: int) -> Decided:
     """A choice with its own layout, since pipelines deal out layers by what they cost."""
     if layout.plan.pp > 1:
         layout = replace(layout, pipeline=resolve_pipeline(config, layout.spec, layout.plan, layout.batch))
     timing, pace = time_units(config, layout, hardware), Pace.of(hardware, config.precision)
-    seconds = sum(step_terms(config, layout, timing, pace)[1].values())
-    ranks = peaks(config, layout, lowered=False, once=once)
+    _, seconds = step_seconds(config, layout, timing, pace)
+    ranks = peaks(config, layout, lowered=False, node=node)
     return Decided(config, layout, seconds, *(max(map(attrgetter(name), ranks)) for name in ("reserved", "host")))
 
 
-def choose(config: Config, layout: Layout, hardware: HardwareConfig, limit: float, once: bool) -> Config:
+def choose(config: Config, layout: Layout, hardware: HardwareConfig, limit: float, node: int) -> Config:
     """The settings of the choice that is fastest for the stages of a layout, or of the one that keeps nothing."""
     table = _Table(config, layout, hardware)
     flights, pipeline = in_flight(layout), layout.pipeline
@@ -116,7 +116,7 @@ def choose(config: Config, layout: Layout, hardware: HardwareConfig, limit: floa
     while low != high:
         middle = [(below + above + 1) // 2 for below, above in zip(low, high)]
         chosen = table.settings([points[place] for points, place in zip(fronts, middle)])
-        ranks = peaks(chosen, layout, lowered=False, once=once)
+        ranks = peaks(chosen, layout, lowered=False, node=node)
         for rank, peak in enumerate(ranks):
             if low[rank] == high[rank]:
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -14,18 +14,21 @@ from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.estimate.plans import Ranking
 from trainer.planning.estimate.sequence import measures, recompute
 from trainer.planning.estimate.step import GIB, Estimate
+from trainer.planning.estimate.timing import AXES
 from trainer.planning.float8 import numeric_types
 from trainer.planning.remarks import remarks
 from trainer.util import tables
 
 DAY = 86400.0
 
+Form = Callable[[float], str]
 
-def show(found: Estimate, tokens: float | None = None) -> None:
-    """Prints one plan. tokens: a budget whose days and device hours are wanted."""
-    tables.sections(
-        {"plan": _plan(found), "memory": _memory(found), "time": _time(found), "result": _result(found, tokens)}
-    )
+
+def show(found: Estimate, tokens: float = 0.0, shapes: tables.Rows = ()) -> None:
+    """Prints one plan. tokens: a budget whose days and device hours are wanted. shapes: settings whose products do not
+    fill the device, and what is to be said of each."""
+    parts = {"plan": _plan(found), "memory": _memory(found), "time": _time(found), "result": _result(found, tokens)}
+    tables.sections(parts | ({"shapes": shapes} if shapes else {}))
 
 
 def _plan(found: Estimate) -> list[tuple[str, Any]]:
@@ -66,34 +69,35 @@ def _size_band(found: Estimate) -> str:
 
 
 def _time(found: Estimate) -> list[tuple[str, Any]]:
-    rows = [
-        (name, f"{tables.duration(seconds)}, {tables.percent(seconds / found.seconds)}")
-        for name, seconds in found.terms.items()
-        if seconds > 1e-6 * found.seconds
-    ]
-    moved = [f"{axis} {tables.duration(seconds)}" for axis, seconds in found.communication.items()]
-    hidden = sum(found.communication.values()) - found.exposed
-    if moved:
-        rows.append(("communication", f"{', '.join(moved)}; {tables.duration(max(0.0, hidden))} of it hidden"))
-    return [*rows, ("step", _band(found.seconds, found.hardware.band, tables.duration))]
+    """The terms of the step, that of an axis with what is hidden of its communication; and their sum."""
+    band, least = found.hardware.band, 1e-6 * found.seconds
+    rows, axes = [], {term: axis for axis, term in AXES.items()}
+    for name, seconds in found.terms.items():
+        hidden = found.hidden[axes[name]] if name in axes else 0.0
+        if max(seconds, hidden) > least:
+            text = f"{_band(seconds, band, tables.duration)}, {tables.percent(seconds / found.seconds)}"
+            behind = f"; {_band(hidden, band, tables.duration)} more hidden" * (hidden > least)
+            rows.append((name, text + behind))
+    return [*rows, ("step", _band(found.seconds, band, tables.duration))]
 
 
-def _band(value: float, band: float, form: Any) -> str:
+def _band(value: float, band: float, form: Form) -> str:
     """A time with its band."""
     return f"{form(value)} ({form(value * (1 - band))} to {form(value * (1 + band))})"
 
 
-def _speed(value: float, band: float) -> str:
+def _speed(value: float, band: float, form: Form = tables.count) -> str:
     """What is done in a time with that band."""
-    return f"{tables.count(value)} ({tables.count(value / (1 + band))} to {tables.count(value / (1 - band))})"
+    return f"{form(value)} ({form(value / (1 + band))} to {form(value / (1 - band))})"
 
 
-def _result(found: Estimate, tokens: float | None) -> list[tuple[str, Any]]:
+def _result(found: Estimate, tokens: float) -> list[tuple[str, Any]]:
     speed, band, world = found.tokens_per_second, found.hardware.band, found.layout.plan.world
+    causal, full = (_speed(found.mfu(one), band, tables.percent) for one in (True, False))
     rows = [
         ("tokens/s", _speed(speed, band)),
         ("tokens/s a device", _speed(speed / world, band)),
-        ("MFU", f"{tables.percent(found.mfu(True))} causal, {tables.percent(found.mfu(False))} full attention"),
+        ("MFU", f"{causal} causal, {full} full attention"),
         ("tokens a day", _speed(speed * DAY, band)),
     ]
     if tokens:
@@ -120,42 +124,71 @@ def left_out(found: Estimate) -> list[str]:
     return missing
 
 
-def show_plans(found: Sequence[Estimate], title: str) -> None:
-    """Prints a table of several plans."""
-    tables.rows(title, [_row(number, one) for number, one in enumerate(found, start=1)])
+def show_plans(found: Sequence[Estimate], title: str, tokens: float = 0.0) -> None:
+    """Prints a table of several plans. tokens: a budget whose days and device hours are wanted."""
+    tables.rows(title, [_row(number, one, tokens) for number, one in enumerate(found, start=1)])
 
 
-def _row(number: int, found: Estimate) -> dict[str, Any]:
-    layout, world = found.layout, found.layout.plan.world
-    shares = {name: found.terms[name] / found.seconds for name in ("bubble", "recompute")}
+def _row(number: int, found: Estimate, tokens: float) -> dict[str, Any]:
+    layout, speed, hardware = found.layout, found.tokens_per_second, found.hardware
+    longer, faster = _spread(hardware.band), _spread(hardware.band, of_speed=True)
+    pipeline, seconds = layout.pipeline.schedule, tokens / speed
+    budget = {
+        "for the tokens": f"{tables.duration(seconds)} {longer}",
+        "device hours": f"{tables.count(seconds * layout.plan.world / 3600)} {longer}",
+    }
     return {
         "": number,
         "plan": layout.plan.describe(),
-        "schedule": f"{layout.pipeline.schedule.name} x{layout.pipeline.schedule.chunks}"
-        if layout.plan.pp > 1
-        else "-",
+        "schedule": f"{pipeline.name} x{pipeline.chunks}" if layout.plan.pp > 1 else "-",
         "batch": f"{layout.batch.micro_size} x {layout.batch.accumulation}",
         "recompute": found.config.activation.mode,
-        "step": tables.duration(found.seconds),
-        "tokens/s a device": tables.count(found.tokens_per_second / world),
-        "MFU": tables.percent(found.mfu(True)),
-        "exposed": tables.percent(found.exposed / found.seconds),
-        "bubble": tables.percent(shares["bubble"]),
-        "memory": f"{found.memory / GIB:.1f} GiB",
+        "step": f"{tables.duration(found.seconds)} {longer}",
+        "tokens/s a device": f"{tables.count(speed / layout.plan.world)} {faster}",
+        "tokens a day": f"{tables.count(speed * DAY)} {faster}",
+        **(budget if tokens else {}),
+        "MFU": f"{tables.percent(found.mfu(True))} {faster}",
+        "exposed": tables.percent(sum(found.exposed.values()) / found.seconds),
+        "bubble": tables.percent(found.terms["bubble"] / found.seconds),
+        "memory": f"{found.memory / GIB:.1f} GiB {_spread(hardware.memory_band)}",
         "fits": found.fits,
     }
+
+
+def _spread(band: float, of_speed: bool = False) -> str:
+    """A band in percent: of a time or a size, or of what is done in such a time."""
+    low, high = (round(100 * one) for one in ((band / (1 + band), band / (1 - band)) if of_speed else (band, band)))
+    return f"±{high}%" if low == high else f"-{low}% +{high}%"
 
 
 def summary(ranking: Ranking, world: int) -> str:
     """The title of the table of all plans."""
     return (
-        f"{len(ranking.best)} fastest of {ranking.legal} plans on {world} devices, {ranking.fitting} of which may fit "
-        "their memory"
+        f"{ranking.fastest} fastest of {ranking.legal} plans on {world} devices, {ranking.fitting} of which may fit "
+        "their memory" + ", and the fastest that fits for sure" * (len(ranking.best) > ranking.fastest)
     )
 
 
-def to_json(found: Estimate) -> dict[str, Any]:
-    """All numbers, in seconds and bytes."""
+def taken(found: Sequence[Estimate], chosen: Estimate) -> str:
+    """Which of several plans is shown and written, and why."""
+    why = {"yes": "the fastest that fits for sure", "perhaps": "none fits for sure", "no": "none fits"}
+    return f"taken: {found.index(chosen) + 1}, {why[chosen.fits]}"
+
+
+def to_json(found: Estimate, tokens: float = 0.0) -> dict[str, Any]:
+    """All numbers, in seconds and bytes. range: least and most of each by its name, as the bands have them; of terms
+    and of communication the step's band holds. tokens: a budget whose seconds and device hours are wanted."""
+    speed, world = found.tokens_per_second, found.layout.plan.world
+    times: dict[str, float] = {"seconds": found.seconds}
+    if tokens:
+        times |= {"seconds_of_tokens": tokens / speed, "device_hours": tokens / speed * world / 3600}
+    speeds = {"tokens_per_second": speed, "tokens_per_day": speed * DAY}
+    speeds |= {"mfu": found.mfu(True), "mfu_full": found.mfu(False)}
+    band, sizes = found.hardware.band, {"memory": found.memory}
+    moved = {
+        axis: {"exposed": found.exposed[axis], "hidden": found.hidden[axis], "range": _range({axis: seconds}, band)}
+        for axis, seconds in found.communication.items()
+    }
     return {
         "plan": found.layout.plan.to_dict(),
         "pipeline": found.layout.pipeline.describe(),
@@ -163,27 +196,27 @@ def to_json(found: Estimate) -> dict[str, Any]:
         "accumulation": found.layout.batch.accumulation,
         "recompute": found.config.activation.mode,
         "save": found.config.activation.save if found.config.activation.mode == "selective" else [],
-        "seconds": found.seconds,
-        "band": found.hardware.band,
-        "terms": found.terms,
-        "communication": found.communication,
-        "tokens_per_second": found.tokens_per_second,
-        "mfu": found.mfu(True),
-        "mfu_full": found.mfu(False),
-        "memory": found.memory,
+        **({"tokens": tokens} if tokens else {}),
+        **times,
+        **speeds,
+        **sizes,
+        "band": band,
         "memory_band": found.hardware.memory_band,
+        "range": {
+            **_range(times, band),
+            **{name: [value / (1 + band), value / (1 - band)] for name, value in speeds.items()},
+            **_range(sizes, found.hardware.memory_band),
+            "terms": _range(found.terms, band),
+        },
+        "terms": found.terms,
+        "communication": moved,
         "fits": found.fits,
-        "ranks": [
-            {
-                "rank": peak.rank,
-                "where": peak.where,
-                "categories": peak.categories,
-                "pools": peak.pools,
-                "host": peak.host,
-            }
-            for peak in found.ranks
-        ],
+        "ranks": [dataclasses.asdict(peak) for peak in found.ranks],
     }
+
+
+def _range(values: Mapping[str, float], band: float) -> dict[str, list[float]]:
+    return {name: [value * (1 - band), value * (1 + band)] for name, value in values.items()}
 
 
 def changes(config: Config, base: Config) -> dict[str, Any]:
@@ -207,5 +240,11 @@ def recipe(settings: Mapping[str, Any], head: str) -> str:
 
 def predicted(found: Estimate) -> str:
     """What is predicted of a plan, in a line."""
-    numbers = f"step {found.seconds:.4g} s, {found.tokens_per_second:.4g} tokens/s, {found.memory / GIB:.4g} GiB"
-    return f"Predicted on {found.layout.plan.world} x {found.hardware.device}: {numbers}."
+    hardware, layout = found.hardware, found.layout
+    longer, larger = _spread(hardware.band), _spread(hardware.memory_band)
+    fits = {"yes": "fits for sure", "perhaps": "perhaps fits, as none does for sure", "no": "does not fit"}
+    return (
+        f"Predicted on {layout.plan.world} x {hardware.device}: step {found.seconds:.4g} s {longer}, "
+        f"{found.tokens_per_second:.4g} tokens/s {_spread(hardware.band, of_speed=True)}, {found.memory / GIB:.4g} GiB "
+        f"{larger} of {hardware.memory:g}, which {fits[found.fits]}."
+    )

@@ -9,30 +9,56 @@ from trainer.planning.cost.flops import muon_flops
 from trainer.planning.cost.memory import MASTER_BYTES, held_parameters
 from trainer.planning.cost.updates import Updates, moments
 from trainer.planning.estimate.pace import Pace
-from trainer.planning.estimate.timing import TERMS, Timing
+from trainer.planning.estimate.timing import AXES, TERMS, Timing
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.simulate import Simulation, simulate
 
 
-def step_terms(config: Config, layout: Layout, timing: Timing, pace: Pace) -> tuple[Simulation, dict[str, float]]:
-    """The simulated step, and its seconds by term as the mean over pipeline ranks."""
-    pipeline, plan = layout.pipeline, layout.plan
-    costs = timing.costs.stage(pipeline.split)
-    simulation = simulate(pipeline.schedule, costs)
-    plain = simulation
-    if any(costs.unshard) or any(costs.reduce):
-        plain = simulate(pipeline.schedule, replace(costs, unshard=(), reduce=()))
+def step_seconds(config: Config, layout: Layout, timing: Timing, pace: Pace) -> tuple[Simulation, float]:
+    """The simulated step, and its seconds with the update."""
+    simulation = simulate(layout.pipeline.schedule, timing.costs.stage(layout.pipeline.split))
+    return simulation, simulation.makespan + update_seconds(config, layout, pace)
+
+
+def step_terms(
+    config: Config, layout: Layout, timing: Timing, pace: Pace, simulation: Simulation
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of a simulated step by term, as the mean over pipeline ranks; they add up to the step. And those of
+    communication that is hidden, by axis.
+
+    What gathers and reductions once a step, and then transfers, make longer is what the simulation without them takes
+    less; what is left beside the work of the ranks is the bubble of the schedule itself."""
+    pipeline, plan, costs = layout.pipeline, layout.plan, simulation.costs
+    alone = replace(costs, unshard=(), reduce=()) if any(costs.unshard) or any(costs.reduce) else costs
+    plain = simulation if alone is costs else simulate(pipeline.schedule, alone)
+    still = simulate(pipeline.schedule, replace(alone, transfer=0.0)) if alone.transfer else plain
     microbatches = pipeline.schedule.microbatches
     terms = {name: microbatches * timing.terms.get(name, 0.0) / plan.pp for name in TERMS}
-    bubble = plain.makespan - sum(terms.values())
-    longer = simulation.makespan - plain.makespan
-    copies = min(longer, sum(unit.copies for unit in timing.units) / plan.pp)
-    terms["sharding copies"] += copies
-    terms["sharding collectives"] += longer - copies
+    bubble = still.makespan - sum(terms.values())
+    for name, seconds in once_a_step(timing, simulation.makespan - plain.makespan, plan.pp).items():
+        terms[name] += seconds
+    terms["pipeline transfers"] = plain.makespan - still.makespan
     terms["bubble"] = max(0.0, bubble)
-    terms["optimizer"] = update_bytes(config) * held_by_fullest(layout) / pace.optimizer
-    terms["optimizer"] += orthogonalised_by_fullest(config, layout) / pace.products
-    return simulation, terms
+    terms["optimizer"] = update_seconds(config, layout, pace)
+    moved = communication(layout, timing)
+    return terms, {axis: max(0.0, moved.get(axis, 0.0) - terms[term]) for axis, term in AXES.items()}
+
+
+def once_a_step(timing: Timing, longer: float, ranks: int) -> dict[str, float]:
+    """What makes a step longer that gathers and reduces once: copies first, then collectives, each axis by its share.
+    ranks: of the pipeline."""
+    copies, shards, replicas = (
+        sum(count * getattr(unit, name) for unit, count in timing.counted) for name in ("copies", "shards", "replicas")
+    )
+    copies = min(longer, copies / ranks)
+    summed = (longer - copies) * (replicas / (shards + replicas) if replicas else 0.0)
+    return {"sharding copies": copies, "sharding collectives": longer - copies - summed, "replica collectives": summed}
+
+
+def update_seconds(config: Config, layout: Layout, pace: Pace) -> float:
+    """Of the update on the rank that has most of it."""
+    moved = update_bytes(config) * held_by_fullest(layout)
+    return moved / pace.optimizer + orthogonalised_by_fullest(config, layout) / pace.products
 
 
 def update_bytes(config: Config) -> int:
@@ -67,4 +93,4 @@ def communication(layout: Layout, timing: Timing) -> dict[str, float]:
     placement = layout.pipeline.schedule.placement
     hops = sum(one != other for one, other in zip(placement, placement[1:]))
     total["pipeline"] = 2 * hops * microbatches * timing.costs.transfer / plan.pp
-    return {axis: seconds for axis, seconds in total.items() if seconds}
+    return total

@@ -14,7 +14,6 @@ from trainer.config import ActivationConfig, Config
 from trainer.config.hardware import HardwareConfig
 from trainer.planning.estimate.memory import Peak, peaks, replays
 from trainer.planning.estimate.recompute import Decided, decide, with_section
-from trainer.planning.gradient_comm import reduces_once
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.resolve import Layout
 
@@ -49,15 +48,14 @@ def settle(
     ways = list(choices(config, tokens))
     if not replays(layout.plan) or (limit is None or len(ways) == 1) and not automatic:
         return ways[0], _layout(ways[0], layout)
-    once = reduces_once(config.parallel.grad_comm, layout.plan, node)
     if automatic:
         assert hardware is not None
-        return _fastest(ways if limit is not None else ways[:1], layout, hardware, limit or room.host, room.host, once)
+        return _fastest(ways if limit is not None else ways[:1], layout, hardware, limit or room.host, room.host, node)
     assert limit is not None
     found: list[tuple[float, tuple[Config, Layout]]] = []
     for way in ways:
         choice = way, _layout(way, layout)
-        ranks = peaks(*choice, lowered=False, once=once)
+        ranks = peaks(*choice, lowered=False, node=node)
         if found and max(peak.host for peak in ranks) > room.host:
             continue
         found.append((max(peak.reserved for peak in ranks), choice))
@@ -74,13 +72,13 @@ def limit_of(config: Config, room: Room) -> float | None:
 
 
 def _fastest(
-    ways: Sequence[Config], layout: Layout, hardware: HardwareConfig, limit: float, host: float, once: bool
+    ways: Sequence[Config], layout: Layout, hardware: HardwareConfig, limit: float, host: float, node: int
 ) -> tuple[Config, Layout]:
     """Of choices of tiles and host memory the one with which recompute takes least time."""
     found: list[Decided] = []
     for offload in (False, True):
         some = [way for way in ways if bool(way.activation.offload) == offload]
-        found += [decide(way, _layout(way, layout), hardware, limit, once) for way in some]
+        found += [decide(way, _layout(way, layout), hardware, limit, node) for way in some]
         if fitting := [one for one in found if one.peak <= limit and one.host <= host]:
             return min(fitting, key=lambda one: one.seconds)[:2]
     return min(found, key=lambda one: (one.host > host, one.peak))[:2]

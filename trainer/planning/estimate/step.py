@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -11,10 +12,9 @@ from trainer.config.hardware import HardwareConfig
 from trainer.planning.cost.flops import flops_per_token
 from trainer.planning.estimate.memory import Peak, peaks
 from trainer.planning.estimate.pace import Pace
-from trainer.planning.estimate.seconds import communication, step_terms
+from trainer.planning.estimate.seconds import step_seconds, step_terms
 from trainer.planning.estimate.sequence import GIB, Room, settle
-from trainer.planning.estimate.timing import time_units
-from trainer.planning.gradient_comm import reduces_once
+from trainer.planning.estimate.timing import AXES, time_units
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.simulate import Simulation
 
@@ -23,15 +23,15 @@ from trainer.planning.schedules.simulate import Simulation
 class Estimate:
     """What a step will take. All times in seconds.
 
-    terms: of a step, as the mean over pipeline ranks; they add up to `seconds`. communication: by axis, all of it,
-    exposed or hidden. ranks: the fullest moment of each pipeline rank.
+    terms: of a step, as the mean over pipeline ranks; they add up to `seconds`. hidden: communication by axis that
+    computation hides. ranks: the fullest moment of each pipeline rank.
     """
 
     config: Config
     layout: Layout
     hardware: HardwareConfig
     terms: dict[str, float]
-    communication: dict[str, float]
+    hidden: dict[str, float]
     simulation: Simulation
     ranks: tuple[Peak, ...]
     peak: float
@@ -40,10 +40,17 @@ class Estimate:
     def seconds(self) -> float:
         return sum(self.terms.values())
 
-    @property
-    def exposed(self) -> float:
-        """Of the step's seconds, those of communication."""
-        return sum(self.terms[f"{kind} collectives"] for kind in ("tensor", "context", "sharding"))
+    @cached_property
+    def exposed(self) -> dict[str, float]:
+        """Of the step's seconds, those of communication, by axis. Of a pipeline: what a rank waits for transfers, those
+        between other ranks too, whose results it needs."""
+        return {axis: self.terms[term] for axis, term in AXES.items()}
+
+    @cached_property
+    def communication(self) -> dict[str, float]:
+        """Seconds of communication by axis, exposed and hidden; of axes that have any."""
+        both = {axis: seconds + self.hidden[axis] for axis, seconds in self.exposed.items()}
+        return {axis: seconds for axis, seconds in both.items() if seconds}
 
     @property
     def tokens_per_second(self) -> float:
@@ -71,6 +78,11 @@ class Estimate:
         return "no" if used > 1 + band else "perhaps" if used > 1 - band else "yes"
 
 
+def surest(found: Sequence[Estimate]) -> Estimate:
+    """Of estimates, the fastest first: the first that fits for sure, or else may fit, or else the fastest."""
+    return next((one for sure in ("yes", "perhaps") for one in found if one.fits == sure), found[0])
+
+
 def estimate(config: Config, layout: Layout, hardware: HardwareConfig) -> Estimate:
     """The step of a layout on a kind of machine, with what `auto` takes there for long sequences. Raises `ConfigError`
     for a device whose peak is not known."""
@@ -86,9 +98,9 @@ def estimate_within(
 ) -> Estimate | None:
     """The same of a step that takes no longer than `seconds`, or None. lowered: see `memory.peaks`."""
     timing, pace = time_units(config, layout, hardware), Pace.of(hardware, config.precision)
-    simulation, terms = step_terms(config, layout, timing, pace)
-    if sum(terms.values()) > seconds:
+    simulation, taken = step_seconds(config, layout, timing, pace)
+    if taken > seconds:
         return None
-    once = reduces_once(config.parallel.grad_comm, layout.plan, min(layout.plan.world, hardware.devices))
-    ranks, moved = tuple(peaks(config, layout, lowered, once)), communication(layout, timing)
-    return Estimate(config, layout, hardware, terms, moved, simulation, ranks, pace.peak)
+    terms, hidden = step_terms(config, layout, timing, pace, simulation)
+    ranks = tuple(peaks(config, layout, lowered, min(layout.plan.world, hardware.devices)))
+    return Estimate(config, layout, hardware, terms, hidden, simulation, ranks, pace.peak)

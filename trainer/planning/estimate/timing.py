@@ -32,9 +32,19 @@ TERMS = (
     "tensor collectives",
     "context collectives",
     "sharding collectives",
+    "replica collectives",
     "sharding copies",
 )
 """What a pass of a unit takes time for; collectives as far as they are exposed."""
+
+AXES = {
+    "tensor": "tensor collectives",
+    "context": "context collectives",
+    "shard": "sharding collectives",
+    "replicate": "replica collectives",
+    "pipeline": "pipeline transfers",
+}
+"""Axes of the mesh along which ranks communicate, and the term that has what is exposed of it."""
 
 Terms = Mapping[str, float]
 
@@ -60,8 +70,9 @@ class Unit:
     """Seconds of a unit in each pass of a micro-batch, and once a step.
 
     forward, input, weight: of F, I and W. gather, reduce: what the first forward and the last backward pass of a step
-    take longer, where parameters are gathered and gradients reduced once a step; copies: their part in copies.
-    collectives: seconds of all communication of a micro-batch by axis, exposed or hidden. once: the same once a step.
+    take longer, where parameters are gathered and gradients reduced once a step; copies, shards, replicas: their parts
+    in copies, and in collectives among the ranks that share states and among replicas. collectives: seconds of all
+    communication of a micro-batch by axis, exposed or hidden. once: the same once a step.
     """
 
     forward: Terms
@@ -70,8 +81,10 @@ class Unit:
     gather: float
     reduce: float
     copies: float
+    shards: float
+    replicas: float
     collectives: Terms
-    once: float
+    once: Terms
 
 
 @dataclass(frozen=True)
@@ -101,9 +114,9 @@ class Timing:
         """Seconds of communication of a step by axis over all units, exposed and hidden."""
         total: dict[str, float] = defaultdict(float)
         for unit, count in self.counted:
-            for axis, seconds in unit.collectives.items():
-                total[axis] += count * microbatches * seconds
-            total["data"] += count * unit.once
+            for times, moved in ((microbatches, unit.collectives), (1, unit.once)):
+                for axis, seconds in moved.items():
+                    total[axis] += count * times * seconds
         return total
 
 
@@ -300,23 +313,34 @@ class _Timer:
             copy_in = (MASTER + 3 * self.element) / shards.ranks * size / pace.copy
             copy_out = ((MASTER + 2 * self.element) / shards.ranks + self.element) * size / pace.copy
         f, b = sum(forward.values()), sum(backward.values()) + sum(weight.values())
-        if plan.stage <= 2:
-            first, once, copies = pace.exposed(gather, f) + copy_in, gather, copy_in
-        else:
-            first, once, copies = 0.0, 0.0, 0.0
-            axes["data"] = 2 * gather
+        first, copies, last_copy = pace.exposed(gather, f), copy_in, copy_out
+        each, once = {"shard": reduce}, {"shard": gather, "replicate": replicas}
+        late = replicas  # communication behind the last backward pass
+        if plan.stage == 3:
+            first, copies = 0.0, 0.0
+            each, once = {"shard": 2 * gather + reduce}, {"replicate": replicas}
             forward = _and(forward, pace.exposed(gather, f), copy_in)
             backward = _and(backward, pace.exposed(gather, b), copy_in)
         if plan.stage >= 2:
-            axes["data"] = axes.get("data", 0.0) + reduce
-            backward = _and(backward, pace.exposed(reduce, b), copy_out)
-            last, once = pace.exposed(replicas, b), once + replicas
+            backward, last_copy = _and(backward, pace.exposed(reduce, b), copy_out), 0.0
         else:
+            each, once, late = {}, {**once, "shard": gather + reduce}, reduce + replicas
             if self.batch.accumulation > 1:  # added to the sums in fp32, tensor by tensor
                 backward = _and(backward, 0.0, (2 * MASTER + self.element) * size / pace.copy)
-            last, once = pace.exposed(reduce + replicas, b), once + reduce + replicas
-            last, copies = last + copy_out, copies + copy_out
-        return Unit(forward, backward, weight, first, last, copies, axes, once)
+        exposed = pace.exposed(late, b)
+        summed = exposed * (replicas / late) if late else 0.0
+        return Unit(
+            forward,
+            backward,
+            weight,
+            gather=first + copies,
+            reduce=exposed + last_copy,
+            copies=copies + last_copy,
+            shards=first + exposed - summed,
+            replicas=summed,
+            collectives={**axes, **each},
+            once=once,
+        )
 
 
 def _arriving(ring: Ring, elements: Passes, size: float, messages: int) -> Passes:
