@@ -96,9 +96,10 @@ def test_a_machine_is_found_again_in_what_it_would_show():
         one, expected = getattr(found.hardware, place), getattr(hardware, place)
         assert (one.bandwidth, one.latency) == pytest.approx((expected.bandwidth, expected.latency), rel=1e-6)
         assert one.achieved == pytest.approx(expected.achieved, rel=1e-6)
-    assert (found.hardware.kernel, found.hardware.launch) == pytest.approx((4, 6)) and found.kept == ("bandwidth",)
+    assert (found.hardware.kernel, found.hardware.launch) == pytest.approx((4, 6))
+    assert found.kept == ("bandwidth", "signal")
     unmeasured = calibrate(measure(hardware, config, eager=False), config, other)
-    assert unmeasured.kept == ("eager", "bandwidth") and unmeasured.hardware.eager == other.eager == 3.5
+    assert unmeasured.kept == ("eager", "bandwidth", "signal") and unmeasured.hardware.eager == other.eager == 3.5
     assert found.hardware.band == LEAST_BAND and max(abs(said / took - 1) for _, took, said in found.errors) < 0.02
 
 
@@ -113,9 +114,9 @@ def test_an_unknown_device_has_the_best_that_was_reached_as_its_peaks():
     expected = 4800e9 * h200().achieved.optimizer
     assert one.bandwidth * 1e9 * one.achieved.optimizer == pytest.approx(expected, rel=1e-6)
     assert one.peak["fp8"] * one.achieved.product == pytest.approx(1978.9 * 0.69 * 0.97) and one.achieved.float8 == 1
-    assert found.kept == ("network",) and one.network == base.network
+    assert found.kept == ("network", "signal") and one.network == base.network
     without = calibrate(measure(h200(), config, device="NVIDIA Abacus", float8=False), config, base)
-    assert without.kept == ("achieved.float8",) and without.hardware.peak.keys() == {"bf16"}
+    assert without.kept == ("signal", "achieved.float8") and without.hardware.peak.keys() == {"bf16"}
     for one_pass in measured.passes:
         said = pass_seconds(*cut(config, one_pass.depth, 1024, 4), one)
         assert sum(said) == pytest.approx(one_pass.forward + one_pass.backward, rel=0.1)

@@ -158,6 +158,7 @@ def calibrate(measured: Measurements, config: Config, base: HardwareConfig) -> C
             errors += _fill_link(link, sent, published)
         else:
             kept.append(place)
+    kept.append("signal")
     if measured.float8 is None:
         kept.append("achieved.float8")
     else:
