@@ -8,8 +8,13 @@ import pytest
 from support.estimates import estimated, h200, settings, shipped
 
 from trainer.planning.estimate.fusion import WAYS, Link
+from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.estimate.plans import rank_plans
+from trainer.planning.estimate.step import Estimate
 from trainer.planning.estimate.timing import time_units
 from trainer.planning.resolve import resolve
+from trainer.planning.variants import compose
+from trainer.planning.ways import ways
 
 PRODUCTS = {
     # docs/kernels.md, 8,192 tokens, forward: milliseconds of the product and of the collective; how many times as fast
@@ -116,3 +121,61 @@ def test_auto_is_never_slower_and_reaches_no_other_node():
                 usual, best = (getattr(way, name)(*arguments) for way in (off, auto))
                 assert best.all <= usual.all and best.exposed >= 0, (ranks, name)
                 assert near or best == usual or best.products > usual.products  # chunks at most
+
+
+SMALL = ["model=tiny", "batch.sequence_length=256"]
+
+
+def plans_of(*overrides: str, world: int = 4, device: str = "h200", most: int = 1000) -> list[Estimate]:
+    config = compose(["+config=llama3_8b", *SMALL, *overrides], None, 1, corpus=False)
+    return list(rank_plans(config, load_hardware(device, []), world, 16, most).best)
+
+
+def test_all_plans_try_copies_where_they_are_legal():
+    """On GPUs of one node, and as the settings say; each is a plan that a run takes."""
+    found = plans_of()
+    tried = {(one.config.parallel.fusion, one.layout.plan.tp > 1) for one in found}
+    assert tried == {("off", False), ("off", True), ("copy_engine", True)}
+    shared = {one.layout.plan.shard > 1 for one in found if one.config.parallel.zero.transport == "copy_engine"}
+    assert shared == {True} and "copy_engine" in found[0].config.parallel.zero.transport
+    for one in found[:40]:
+        assert resolve(one.config, 4, one.config.model, 4).plan == one.layout.plan
+    ways = {
+        (one.config.parallel.fusion, one.config.parallel.fusion_chunks)
+        for one in plans_of("parallel.tp=2", "parallel.fusion=chunks", "parallel.fusion_chunks=2")
+    }
+    assert ways == {("off", 4), ("chunks", 2), ("copy_engine", 4)}
+
+
+@pytest.mark.parametrize(
+    "overrides, world, device",
+    [
+        (["precision.float8.recipe=tensorwise", "precision.float8.gather=true"], 4, "h200"),
+        (["parallel.zero.offload=true", "parallel.tp_across_nodes=true"], 4, "h200"),
+        ([], 2, "cpu"),
+    ],
+)
+def test_all_plans_try_copies_nowhere_else(overrides, world, device):
+    found = plans_of(*overrides, world=world, device=device)
+    assert {(one.config.parallel.fusion, one.config.parallel.zero.transport) for one in found} == {
+        ("off", "collectives")
+    }
+
+
+def test_what_a_run_says_of_its_ways():
+    """At its start; a setting for more ranks than there are is not refused, and said."""
+    recipe = ["+config=llama3_8b", "parallel=zero3", "parallel.zero.transport=copy_engine"]
+
+    def said(world: int, *more: str) -> dict[str, str]:
+        config = compose([*recipe, *more], None, world, corpus=False)
+        return dict(ways(config, resolve(config, world, config.model, world).plan))
+
+    assert said(2) == {"shared states": "parallel.zero.transport=copy_engine"}
+    assert said(1) == {"without effect": "parallel.zero.transport=copy_engine: no ranks share states"}
+    assert said(4, "parallel.tp=2", "parallel.fusion=auto").keys() == {"tensor products", "shared states"}
+    narrow = [
+        "parallel.zero.transport=collectives",
+        "precision.float8.recipe=tensorwise",
+        "precision.float8.gather=true",
+    ]
+    assert said(2, *narrow) == {} and "gather=true" in said(1, *narrow)["without effect"]

@@ -44,7 +44,7 @@ class AchievedConfig:
     )
     copies: float | None = option(
         None,
-        "share of the node's bandwidth that copies between devices reach (`parallel.fusion`); null: that of collectives",
+        "share of the node's bandwidth that copies between devices reach (`parallel.fusion`); null: as collectives",
         range="(0, 1]",
     )
 

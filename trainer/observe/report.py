@@ -29,6 +29,7 @@ from trainer.planning.float8 import numeric_types
 from trainer.planning.gradient_comm import describe, reduces_once
 from trainer.planning.plan import node_size
 from trainer.planning.resolve import Layout
+from trainer.planning.ways import ways
 from trainer.util import tables
 
 
@@ -107,6 +108,7 @@ def start_report(
             "plan": [
                 ("processes", f"{world.size} x {device_name(world.device)}"),
                 ("plan", plan.describe()),
+                *ways(config, plan),
                 *([("sequences", sharing(config, layout))] if layout.context else []),
                 *([("pipeline", pipeline.describe())] if plan.pp > 1 else []),
                 ("precision", numeric_types(config.precision)),

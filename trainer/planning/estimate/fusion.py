@@ -208,8 +208,8 @@ def passes(
     apart: bool,
 ) -> Passes:
     """products, for_weights: seconds of each projection's product forward, which that for its input's gradient takes
-    too, and of that for its weight's gradient; again: which are repeated, and what share of each; apart: whether weights'
-    gradients are computed in a pass of their own, behind whose products their factors are gathered."""
+    too, and of that for its weight's gradient; again: which are repeated, and what share of each; apart: whether
+    weights' gradients have a pass of their own, behind whose products their factors are gathered."""
     forward, backward, repeated = [], [], []
     for names in work.gathers:
         to_input, to_weights = (sum(seconds[name] for name in names) for seconds in (products, for_weights))

@@ -15,6 +15,7 @@ from trainer.planning.estimate.plans import Ranking
 from trainer.planning.estimate.sequence import measures, recompute
 from trainer.planning.estimate.step import GIB, Estimate
 from trainer.planning.float8 import numeric_types
+from trainer.planning.ways import short, ways
 from trainer.util import tables
 
 DAY = 86400.0
@@ -36,6 +37,7 @@ def _plan(found: Estimate) -> list[tuple[str, Any]]:
         ("model", f"{layout.spec.name}, {total} parameters"),
         ("processes", f"{plan.world} x {hardware.device}, {min(plan.world, hardware.devices)} a node"),
         ("plan", plan.describe()),
+        *ways(config, plan),
         *([("pipeline", layout.pipeline.describe())] if plan.pp > 1 else []),
         ("batch", f"{batch.global_size} sequences of {batch.sequence_length} tokens: {arithmetic}"),
         ("precision", numeric_types(config.precision) + (", compiled" if config.compile else ", eager")),
@@ -128,7 +130,7 @@ def _row(number: int, found: Estimate) -> dict[str, Any]:
     shares = {name: found.terms[name] / found.seconds for name in ("bubble", "recompute")}
     return {
         "": number,
-        "plan": layout.plan.describe(),
+        "plan": layout.plan.describe() + short(found.config, layout.plan),
         "schedule": f"{layout.pipeline.schedule.name} x{layout.pipeline.schedule.chunks}"
         if layout.plan.pp > 1
         else "-",
