@@ -7,7 +7,9 @@ from statistics import mean
 import pytest
 from support.estimates import estimated, h200, settings, shipped
 
-from trainer.planning.estimate.fusion import WAYS, Link
+from trainer.config import ActivationConfig
+from trainer.planning.cost.layers import model_work, recomputed
+from trainer.planning.estimate.fusion import WAYS, Link, passes
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.step import Estimate
@@ -179,3 +181,17 @@ def test_what_a_run_says_of_its_ways():
         "precision.float8.gather=true",
     ]
     assert said(2, *narrow) == {} and "gather=true" in said(1, *narrow)["without effect"]
+
+
+@pytest.mark.parametrize("apart, backward, calls", [(False, 2, 10), (True, 4, 12)])
+def test_what_is_open_of_a_layer(apart, backward, calls):
+    """Without fusion, in collectives: all four forward; backward the two gathers before the products of gradients, and
+    where weights' gradients wait, both reductions. Of what recompute repeats each gather, and of the sums none."""
+    work = model_work(shipped("llama3_8b"), 8192, 2, 2)[0]
+    products, hides = dict.fromkeys(work.shapes, 5.0), {"call": 0.0, "adding": 0.0, "hidden": 1.0, "near": True}
+    link = Link(ranks=2, collective=1.0, copied=1.0, **hides)
+    again = recomputed(work, 0, ActivationConfig(mode="selective", save=["attention"])).again
+    took = passes(WAYS["off"](link), work, products, products, again, apart)
+    assert (took.forward.exposed, took.backward.exposed, took.again.exposed) == (4, backward, 2)
+    assert took.moved == calls + 2 and took.again.products == 5 * 5  # q, k, v, gate, up
+    assert took.backward.products == 2 * took.forward.products == 2 * 7 * 5
