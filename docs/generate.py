@@ -38,6 +38,7 @@ from trainer.planning.resolve import check, resolve
 from trainer.planning.schedules.simulate import Simulation, simulate
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy
 from trainer.planning.variants import compose
+from trainer.planning.ways import short
 from trainer.sweep.plan import SweepConfig
 from trainer.util import exit_codes as codes
 from trainer.util import tables
@@ -146,9 +147,12 @@ RECEIPTS: dict[str, dict[str, tuple[int, ...]]] = {
     "gpt2_124m_h100x1": {"h100": (1, 8), "h200": (1, 8)},
     "tinyllama_1b_h100x1": {"h100": (1, 2, 8)},
     "tinyllama_1b_h200x1": {"h200": (1, 2, 8)},
+    "llama3_8b_h100x1": {"h100": (1,), "h200": (1,)},
     "llama3_8b_h100x2": {"h100": (2,)},
+    "llama3_8b_h100x4": {"h100": (4,)},
     "llama3_8b_h100x8": {"h100": (8, 64, 256)},
-    "llama3_8b_h200x2": {"h200": (2, 4)},
+    "llama3_8b_h200x2": {"h200": (2,)},
+    "llama3_8b_h200x4": {"h200": (4,)},
     "llama3_8b_h200x8": {"h200": (8, 64, 256)},
     "llama3_70b_h100x32": {"h100": (32,)},
     "llama3_70b_h100x64": {"h100": (64, 256)},
@@ -159,9 +163,7 @@ RECEIPTS: dict[str, dict[str, tuple[int, ...]]] = {
 
 MEASURED = {
     ("llama3_8b_h200x2", "h200", 2): (
-        "10,421 a GPU, [one micro-batch a step]"
-        "(performance.md#with-the-optimizers-kernels-of-today-and-best-against-best); 1.04 times that "
-        "[by copy engines](performance.md#copy-engines-and-fp8)"
+        "10,615 a GPU, [one micro-batch a step](performance.md#copy-engines-and-fp8); 13,844 with `precision=fp8`"
     )
 }
 """What performance.md has of the same plan."""
@@ -189,16 +191,19 @@ def receipts() -> str:
     for (name, kind, count), one in predicted().items():
         batch, hardware, speed = one.layout.batch, one.hardware, one.tokens_per_second
         low, high = speed / (1 + hardware.band), speed / (1 - hardware.band)
+        times = [f"{tables.count(speed)} ({tables.count(low)} to {tables.count(high)})"]
+        times.append(tables.duration(one.config.run.steps * one.seconds))
+        if one.layout.plan.offload:  # copies to host memory and the update there are not in the time
+            times = ["not predicted"] * 2
         rows.append(
             [
                 f"`+config={name}`",
                 f"{count} {kind.upper()}",
-                one.layout.plan.describe(),
+                one.layout.plan.describe() + short(one.config, one.layout.plan),
                 f"{batch.micro_size} x {batch.accumulation}",
                 "; ".join(filter(None, [one.config.activation.mode, measures(one.config, one.fullest)])),
                 f"{one.memory / GIB:.0f} of {hardware.memory:.0f} GiB",
-                f"{tables.count(speed)} ({tables.count(low)} to {tables.count(high)})",
-                tables.duration(one.config.run.steps * one.seconds),
+                *times,
                 MEASURED.get((name, kind, count), "-"),
             ]
         )

@@ -86,6 +86,39 @@ def test_what_helps_is_found():
     assert not workshop.against("straggler", "rank 3")
 
 
+@pytest.mark.parametrize(
+    "overrides, axis, offered",
+    [
+        (["parallel.tp=2"], "tensor", "parallel.fusion=copy_engine"),
+        (
+            ["parallel.tp=2", "parallel.fusion=chunks", "parallel.fusion_chunks=2"],
+            "tensor",
+            "parallel.fusion=copy_engine",
+        ),
+        (["parallel=tp2_zero3", "parallel.fusion=copy_engine", "activation=none"], "tensor", "parallel.tp=1"),
+        (["parallel=tp2_zero3", "precision.float8.recipe=tensorwise"], "tensor", "parallel.tp=1"),
+        (["parallel=zero3", "batch.accumulation=1"], "data", "parallel.zero.transport=copy_engine"),
+        (["parallel=zero3", "parallel.zero.offload=true"], "data", ""),
+    ],
+)
+def test_copies_are_offered_where_they_are_legal(overrides, axis, offered):
+    """With the step that they are predicted to take; without tensor-parallel ranks there is nothing to fuse."""
+    config = compose(["+config=llama3_8b", "batch.micro_size=2", "batch.accumulation=2", *overrides], world_size=4)
+    layout = resolve(config, 4, config.model, 4)
+    workshop = Workshop(Evidence(Path("x"), (), None, config, layout, Machine(4, 4, H200.device), H200), 1.0)
+    found = workshop.against("communication", axis)
+    texts = [one.text for one in found if "copy_engine" in one.text or "parallel.tp=1" in one.text]
+    assert offered in (texts[:1] or [""])[0] and bool(texts) == bool(offered), found
+    for one in found:
+        assert one.seconds is not None and one.seconds < 1
+        compose(
+            ["+config=llama3_8b", "batch.micro_size=2", "batch.accumulation=2", *overrides, *shlex.split(one.text)],
+            world_size=4,
+        )
+    cpu = Evidence(Path("x"), (), None, config, layout, Machine(4, 4, "CPU"), None)
+    assert not any("zero.transport" in one.text for one in Workshop(cpu, 1.0).against("communication", axis))
+
+
 def test_recompute_that_no_lack_of_memory_asks_for_is_left_out():
     config = compose(["+config=llama_60m", "model=tinyllama_1b", "activation=full", "compile=true"], world_size=1)
     layout = resolve(config, 1, config.model, 1)

@@ -11,7 +11,8 @@ import pytest
 import trainer
 from trainer.config import ConfigError
 from trainer.config.compose import CONFIGS
-from trainer.planning.resolve import compose
+from trainer.planning import variants
+from trainer.planning.resolve import check, compose
 
 ROOT = Path(__file__).parents[2]
 NAMED = {
@@ -38,6 +39,14 @@ def test_each_fits_the_gpus_that_it_is_named_for(generate):
     found = generate.predicted()
     assert len(found) >= 20 and {one.fits for one in found.values()} == {"yes"}
     assert {one.layout.batch.tokens for (name, _, _), one in found.items() if "llama3" in name} == {2**22}
+
+
+def test_the_recipe_that_copies_runs_in_fp8_too_and_on_one_process():
+    """As the table of measurements has it, and as a laptop does; across nodes it is refused."""
+    for world, node, words in ((2, 2, ["precision=fp8"]), (1, 1, []), (16, 8, [])):
+        config = variants.compose(["+config=llama3_8b_h200x2", *words], None, world, corpus=False)
+        problems = check(config, world, node)
+        assert bool(problems) == (world > node) and all("transport=collectives" in one for one in problems), problems
 
 
 def test_what_is_called_measured_was(generate):

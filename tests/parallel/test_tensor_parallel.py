@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.launch import launch
+from support.launch import CAN_COMPILE, launch
 
 import trainer
 from trainer.planning.cost.layers import layer_costs
@@ -150,6 +150,21 @@ def test_another_backend_multiplies_and_its_reductions_are_kept(ranks):
             "Pieces keeping TensorGroup": 4,
             "Pieces keeping Pieces": 2,
         }, name
+
+
+@pytest.mark.skipif(not CAN_COMPILE, reason="needs a compiler")
+def test_a_compiled_layer_that_copies_keeps_what_is_planned(ranks):
+    """No gathered tokens; and of products, those that are named with all that share their gather."""
+    for seen in ranks:
+        saved, planned = seen["2"]["compiled keeps"]
+        # Input, attention and its log-sum-exp, its sum, q, k and v.
+        assert saved == planned == 2 * TOKENS * (WIDTH // 2 * 5) + 4 * TOKENS * 4
+
+
+def test_copies_take_the_memory_that_is_planned(ranks):
+    for name, _, seen in each(ranks):
+        held, planned = seen["other backend"]["boxes"]
+        assert held == planned == 4 * 8 * TOKENS * WIDTH, name
 
 
 def test_weight_gradients_are_the_same_later(ranks):

@@ -14,6 +14,7 @@ from trainer.planning.cost.layers import model_work
 from trainer.planning.estimate.calibrate import (
     COLLECTIVES,
     LEAST_BAND,
+    UNMEASURED,
     Measurements,
     Pass,
     Product,
@@ -28,7 +29,6 @@ from trainer.planning.estimate.hardware import hardware_text, load_hardware, shi
 from trainer.planning.estimate.pace import Pace
 
 GIB = 2**30
-KERNELS = ("achieved.last_queries", "achieved.block_mask")
 SIZES = (2**12, 2**16, 2**20, 2**24, 2**28)
 
 
@@ -98,12 +98,10 @@ def test_a_machine_is_found_again_in_what_it_would_show():
         one, expected = getattr(found.hardware, place), getattr(hardware, place)
         assert (one.bandwidth, one.latency) == pytest.approx((expected.bandwidth, expected.latency), rel=1e-6)
         assert one.achieved == pytest.approx(expected.achieved, rel=1e-6)
-    assert (found.hardware.kernel, found.hardware.launch) == pytest.approx((4, 6)) and found.kept == (
-        "bandwidth",
-        *KERNELS,
-    )
+    assert (found.hardware.kernel, found.hardware.launch) == pytest.approx((4, 6))
+    assert found.kept == ("bandwidth", *UNMEASURED)
     unmeasured = calibrate(measure(hardware, config, eager=False), config, other)
-    assert unmeasured.kept == ("eager", "bandwidth", *KERNELS) and unmeasured.hardware.eager == other.eager == 3.5
+    assert unmeasured.kept == ("eager", "bandwidth", *UNMEASURED) and unmeasured.hardware.eager == other.eager == 3.5
     assert found.hardware.band == LEAST_BAND and max(abs(said / took - 1) for _, took, said in found.errors) < 0.02
 
 
@@ -124,9 +122,9 @@ def test_an_unknown_device_has_the_best_that_was_reached_as_its_peaks():
     expected = 4800e9 * h200().achieved.optimizer
     assert one.bandwidth * 1e9 * one.achieved.optimizer == pytest.approx(expected, rel=1e-6)
     assert one.peak["fp8"] * one.achieved.product == pytest.approx(1978.9 * 0.69 * 0.97) and one.achieved.float8 == 1
-    assert found.kept == (*KERNELS, "network") and one.network == base.network
+    assert found.kept == (*UNMEASURED, "network") and one.network == base.network
     without = calibrate(measure(h200(), config, device="NVIDIA Abacus", float8=False), config, base)
-    assert without.kept == (*KERNELS, "achieved.float8") and without.hardware.peak.keys() == {"bf16"}
+    assert without.kept == (*UNMEASURED, "achieved.float8") and without.hardware.peak.keys() == {"bf16"}
     for one_pass in measured.passes:
         said = pass_seconds(*cut(config, one_pass.depth, 1024, 4), one)
         assert sum(said) == pytest.approx(one_pass.forward + one_pass.backward, rel=0.1)

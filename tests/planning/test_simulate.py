@@ -264,11 +264,13 @@ def test_a_thousand_gpu_schedule_takes_about_a_second():
     ],
 )
 def test_saved_activations_by_recompute(mode, save, units):
-    """In units of tokens x width bytes, bf16; the first, second, third and fourth are traced values."""
+    """In units of tokens x width bytes, bf16; the first, second, third and fourth are traced values. Ranks that share
+    layers keep the sum that attention's output is, too."""
     config = ActivationConfig(mode=mode, save=save)
     for tp in (1, 4):
         costs = layer_costs(LLAMA, 512, 2, tp, 1e12, recompute=config)
-        assert costs.activation[1] / (1024 * 4096) == pytest.approx(units / tp)
+        summed = 2 * (tp > 1 and save == ["attention"])
+        assert costs.activation[1] / (1024 * 4096) == pytest.approx((units + summed) / tp)
 
 
 def test_flops_are_those_of_the_model():

@@ -88,7 +88,7 @@ def test_whatever_becomes_of_trials_is_a_result(slurm, tmp_path, capsys):
     assert all(line["predicted_seconds"] > 0 and line["predicted_memory_gib"] > 0 for line in found)
     # The machine is many times slower than predicted, which the second trial has shown.
     assert found[1]["expected_seconds"] == pytest.approx(found[1]["predicted_seconds"])
-    assert 0.3 < found[3]["expected_seconds"] / found[1]["step_seconds_p50"] < 3
+    assert 0.2 < found[3]["expected_seconds"] / found[1]["step_seconds_p50"] < 3
     best = folder / "config" / "best.yaml"
     assert found[3]["trial"] in best.read_text() and (folder / "tune.png").stat().st_size > 10_000
     again = compose(["+config=[debug,best]"], folder, 2)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
-from support.launch import fork, leave
+from support.launch import CAN_COMPILE, fork, leave
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,8 +25,11 @@ from trainer.checkpointing.activation import apply_recompute
 from trainer.checkpointing.saved import SavedModel
 from trainer.config import ActivationConfig, Config
 from trainer.config.model import ModelSpec, assign
+from trainer.distributed.boxes import boxes_of
+from trainer.distributed.c10d_internals import groups
 from trainer.distributed.chunks import Chunks
 from trainer.distributed.collectives import TensorGroup
+from trainer.distributed.copied import Copied
 from trainer.distributed.tensors import local
 from trainer.distributed.world import World, join
 from trainer.generate.placed import place_saved
@@ -37,6 +41,7 @@ from trainer.model.transformer import Transformer
 from trainer.parallel.tensor import split
 from trainer.planning.batch import resolve_batch
 from trainer.planning.cost.layers import layer_costs
+from trainer.planning.cost.memory import tensor_boxes
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import resolve_plan
 from trainer.precision.products import Multiply, Role, matmul, matmul_sum
@@ -246,6 +251,26 @@ def compiled_operators(world: World) -> list[str]:
     return [name for name in graphs[1] if name.startswith(("trainer", "_c10d"))]
 
 
+def compiled_keeps(world: World) -> list[float]:
+    """Bytes in bf16 that a compiled layer keeps under selective recompute where ranks copy, and those that are planned.
+    Named is k, whose product comes with those of q and v."""
+    config, spec = ActivationConfig(mode="selective", save=["attention", "attention.k"]), spec_of(**LLAMA)
+    model = model_of(spec, world, torch.bfloat16, Copied)
+    apply_recompute(model, config, Copied)
+    layer, rotation = model.layers["0"], model.rotaries[0](torch.arange(LENGTH), LENGTH)
+    passes = aot_autograd(fw_compiler=boxed, partition_fn=min_cut_rematerialization_partition)
+    layer.run = torch.compile(layer.run_body, backend=passes, dynamic=False)
+    x = random_part(world, TOKENS, spec.width).bfloat16()
+    saved, y = saved_bytes(lambda: layer(x, (BATCH, LENGTH), rotation, None), model)
+    y.float().sum().backward()
+    costs = layer_costs(spec, LENGTH, BATCH, 2, 1.0, recompute=config, fusion="copy_engine")
+    return [saved, costs.activation[1]]
+
+
+def boxed(graph: torch.fx.GraphModule, _: Any) -> Callable:
+    return make_boxed_func(graph.forward)
+
+
 class Pieces(TensorGroup):
     """Another backend: gathers in two pieces, and reduces by another operator."""
 
@@ -277,8 +302,8 @@ def other_backend(world: World) -> dict:
     spec, selective = spec_of(**UNEVEN), ActivationConfig(mode="selective", save=["attention"])
     generator = torch.Generator().manual_seed(3)
     tokens, targets = (torch.randint(0, spec.vocab_size, (BATCH, LENGTH), generator=generator) for _ in range(2))
-    seen, repeated = [], {}
-    for backend in (TensorGroup, Pieces, Chunks):
+    seen, repeated, boxes = [], {}, []
+    for backend in (TensorGroup, Pieces, Chunks, Copied):
         model, deferred = model_of(spec, world, torch.float64, backend), DeferredGrads()
         model.defer(deferred)
         apply_recompute(model, selective, backend)
@@ -288,7 +313,10 @@ def other_backend(world: World) -> dict:
         deferred.active = False
         deferred.take()()
         seen.append([objective.detach(), *(local(parameter.grad) for parameter in model.parameters())])
-        for keeps in (TensorGroup, Pieces) if backend is not Chunks else ():
+        if backend is Copied:
+            boxes = [boxes_of(kind, groups()[model.group.name], torch.float64).bytes for kind in ("gather", "scatter")]
+            boxes = [sum(boxes), tensor_boxes("copy_engine", 8 * TOKENS * spec.width)]
+        for keeps in (TensorGroup, Pieces) if backend in (TensorGroup, Pieces) else ():
             layer, x = model_of(spec_of(**GPT2), world, backend=backend), random_part(world, TOKENS, spec.width)
             apply_recompute(layer, selective, keeps)
             y = layer.layers["0"](x, (BATCH, LENGTH), None, None)
@@ -299,7 +327,7 @@ def other_backend(world: World) -> dict:
     worst = max(
         ((one - other).norm() / one.norm()).item() for one, *more in zip(*seen) if one.numel() for other in more
     )
-    return {"worst": worst, "reductions": repeated}
+    return {"worst": worst, "reductions": repeated, "boxes": boxes}
 
 
 def defer(world: World) -> dict:
@@ -403,6 +431,7 @@ def main(out: str) -> None:
             "head": measure_head(world),
             "overlap": measure_overlap(world) if tp > 1 else {},
             "compiled": compiled_operators(world) if tp == 2 else [],
+            "compiled keeps": compiled_keeps(world) if tp == 2 and CAN_COMPILE else [],
             "overlap in pieces": measure_overlap(world, Chunks) if tp == 2 else {},
             "other backend": other_backend(world) if tp > 1 else {},
             "deferred": defer(world),

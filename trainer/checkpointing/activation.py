@@ -26,11 +26,14 @@ from trainer.planning.cost.saved import ALL, MATMULS, Entry, problems, saved_in
 # No layer draws random numbers, so there is no generator state to keep for the second forward.
 recompute_all = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
+SHARED = ("trainer.copied_gather_matmul", "trainer.fused_gather_matmul", "trainer.fastest_gather_matmul")
+"""Operators (x, weights, ...) that give the products of one gathered input with several matrices."""
+
 ALIASES = {
     "matmul": (
         *("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm"),
-        *("trainer.multiply_gathered", "trainer.copied_gather_matmul"),
-        *("trainer.fused_gather_matmul", "trainer.fastest_gather_matmul"),
+        *("trainer.multiply_gathered", *SHARED),
+        *("trainer.copied_matmul_scatter", "trainer.fused_matmul_scatter", "trainer.fastest_matmul_scatter"),
     ),
     "attention": (
         "aten._scaled_dot_product_cudnn_attention",
@@ -158,7 +161,7 @@ def products(layer: nn.Module) -> tuple[str, ...]:
 
 Rules = dict[Any, tuple[tuple[int, int, tuple[int, ...]], ...]]
 """Operator -> the rules that it falls under: number, n (every n-th call of the rule's operators is saved), and places
-(the calls that are saved, from 1; empty: every n-th). Plain values, which the compiler takes for constants."""
+(the products that are saved, from 1; empty: every n-th). Plain values, which the compiler takes for constants."""
 
 
 def rule_of(entry: Entry, names: Sequence[str]) -> tuple[list[Any], int, tuple[int, ...]]:
@@ -201,13 +204,15 @@ def find_operators(name: str) -> list[Any]:
 def selective_contexts(rules: Rules) -> Any:
     """Contexts of one forward and its recomputation; calls are counted in each, so that both decide alike."""
     calls: Counter = Counter()
+    shared = {operator for name in SHARED for operator in find_operators(name)}
 
-    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    def policy(context: Any, operator: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:
         saved = False
         for number, every, places in rules.get(operator, ()):
-            calls[context.is_recompute, number] += 1
-            call = calls[context.is_recompute, number]
-            saved |= call in places if places else call % every == 0
+            products = len(arguments[1]) if operator in shared else 1  # which are saved together, or not at all
+            calls[context.is_recompute, number] += products
+            last = calls[context.is_recompute, number]
+            saved |= any(last - products < place <= last for place in places) if places else last % every == 0
         # Of every n calls the last is saved: with matmul/2 a gated layer keeps k, o and up, and recomputes q, v and
         # gate.
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -54,6 +54,11 @@ class AchievedConfig:
     hidden: float = option(
         1.0, "share of the communication behind computation that does not slow it down", range="[0, 1]"
     )
+    copies: float | None = option(
+        None,
+        "share of the node's bandwidth that copies between devices reach (`parallel.fusion`); null: as collectives",
+        range="(0, 1]",
+    )
 
     def of_attention(self, kernel: str) -> float:
         """What a kernel of attention reaches (see `planning/context.py`), as a share of `attention`."""
@@ -77,6 +82,13 @@ class HardwareConfig:
     )
     kernel: float = option(NEEDED, "what a kernel takes beside its work", unit="microseconds", range="[0, inf)")
     launch: float = option(NEEDED, "what the host takes to launch a kernel", unit="microseconds", range="[0, inf)")
+    signal: float = option(
+        30.0,
+        "what a call of `parallel.fusion=copy_engine` takes beside the bytes: flags, and streams that wait for each "
+        "other; that of an H200 until it is measured",
+        unit="microseconds",
+        range="[0, inf)",
+    )
     eager: float = option(
         3.5,
         "how many times the bytes of fused kernels those of eager layers move: docs/performance.md, eager instead of "

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from trainer.config import ActivationConfig, Config, ConfigError, typed
+from trainer.config import ActivationConfig, Config, ConfigError, ParallelConfig, typed
 from trainer.diagnosis.evidence import Evidence
 from trainer.diagnosis.shortage import Override
 from trainer.planning.estimate.memory import replays
@@ -51,8 +51,9 @@ ON_GPUS = {
     "activation.offload",
     "parallel.zero.offload",
     "parallel.zero.sum_on_host",
+    "parallel.zero.transport",
 }
-"""Settings that do nothing on CPUs, or are refused there."""
+"""Settings that do nothing on CPUs, are refused there, or were never measured to be faster."""
 
 UNFORESEEN = ("data.", "checkpoint.", "eval.", "logging.", "run.cuda_graphs")
 """Settings of which the estimator knows nothing."""
@@ -230,7 +231,10 @@ Ways = Callable[[Config, Layout, str], Iterator[Changes]]
 def _communication(config: Config, layout: Layout, axis: str) -> Iterator[Changes]:
     plan, zero, hops = layout.plan, config.parallel.zero, config.parallel.grad_comm
     if axis == "tensor":
-        yield from ({"parallel.tp": tp} for tp in _below(plan.tp))
+        if config.parallel.fusion != "copy_engine":
+            yield {"parallel.fusion": "copy_engine"} | _unset(config, "fusion_chunks", "fusion_looks")
+        alone = {"parallel.fusion": "off"} | _unset(config, "fusion_chunks", "fusion_looks")
+        yield from ({"parallel.tp": tp} | (alone if tp == 1 else {}) for tp in _below(plan.tp))
     if axis == "context":
         yield from ({"parallel.cp": cp} for cp in _below(plan.cp))
     if axis == "pipeline":
@@ -238,6 +242,8 @@ def _communication(config: Config, layout: Layout, axis: str) -> Iterator[Change
         if config.parallel.pipeline.schedule not in ("1f1b", "gpipe"):
             yield {"parallel.pipeline.schedule": "1f1b", "parallel.pipeline.chunks": None}
     if axis in ("data", "all"):
+        if plan.shard > 1 and zero.transport == "collectives":
+            yield {"parallel.zero.transport": "copy_engine"}
         if zero.stage >= 2:  # reduces, and in stage 3 gathers, for every micro-batch
             yield from _larger(layout)
             yield from ({"parallel.zero.stage": stage} for stage in range(zero.stage - 1, 0, -1))
@@ -249,6 +255,12 @@ def _communication(config: Config, layout: Layout, axis: str) -> Iterator[Change
             yield {"parallel.grad_comm.outer.codec": "int8"}
         elif plan.shard > 1 and hops.inner.codec == "none":
             yield {"parallel.grad_comm.inner.codec": "int8"}
+
+
+def _unset(config: Config, *names: str) -> Changes:
+    """Settings of `parallel` that have a value, without it: another way of fusion does not read them."""
+    given = {name: getattr(ParallelConfig, name) for name in names}
+    return {f"parallel.{name}": value for name, value in given.items() if getattr(config.parallel, name) != value}
 
 
 def _bubble(config: Config, layout: Layout, part: str) -> Iterator[Changes]:

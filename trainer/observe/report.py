@@ -31,6 +31,7 @@ from trainer.planning.gradient_comm import describe
 from trainer.planning.plan import node_size
 from trainer.planning.remarks import remarks
 from trainer.planning.resolve import Layout
+from trainer.planning.ways import ways
 from trainer.util import tables
 
 
@@ -112,6 +113,7 @@ def start_report(
             "plan": [
                 ("processes", f"{world.size} x {device_name(world.device)}"),
                 ("plan", plan.describe()),
+                *ways(config, plan),
                 *([("sequences", sharing(config, layout))] if layout.context else []),
                 *([("pipeline", pipeline.describe())] if plan.pp > 1 else []),
                 ("precision", numeric_types(config.precision)),

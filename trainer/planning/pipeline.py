@@ -157,6 +157,7 @@ def estimated_costs(
         loss_tile=config.loss.tile,
         element_bytes=element_bytes,
         cp=plan.cp,
+        fusion=config.parallel.fusion,
     )
 
 

@@ -62,7 +62,7 @@ class Undecided:
         whole = limit if given else room.device or room.host
         if one.peak > whole and not config.run.force:
             there = f"activation.memory={self.config.activation.memory:g}" if given else f"there are {size(whole)}"
-            place, memory = Machine(plan.world, self.node, self.hardware.device), self.memory
+            place, memory = Machine(layout.plan.world, self.node, self.hardware.device), self.memory
             ways = ways_out(self.config, layout, place, replace(memory, device=int(whole) if memory.device else None))
             if given:
                 ways = f"set activation.memory={1.01 * one.peak / 2**30:.3g}, which would do, or {ways}"

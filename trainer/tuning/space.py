@@ -87,6 +87,8 @@ def axes_of(found: Estimate) -> dict[str, float | str]:
         "zero": str(plan.stage),
         "shard": plan.shard,
         "micro": found.layout.batch.micro_size,
+        "fusion": found.config.parallel.fusion if plan.tp > 1 else "",
+        "transport": found.config.parallel.zero.transport if plan.shard > 1 else "",
         "recompute": found.config.activation.mode,
         "schedule": pipeline.name if plan.pp > 1 else "",
         "chunks": pipeline.chunks,
@@ -103,6 +105,9 @@ def name_of(axes: Mapping[str, float | str]) -> str:
             del said[name]
     if said["zero"] == "0" or said["shard"] == axes["dp"]:
         del said["shard"]
+    for name, usual in {"fusion": ("", "off"), "transport": ("", "collectives")}.items():
+        if said[name] in usual:
+            del said[name]
     words = ("recompute", "schedule", "blocks", "long")
     parts = (str(value) if name in words else f"{name.rpartition('.')[-1]}{value}" for name, value in said.items())
     return re.sub(r"[^\w.+-]+", "-", "_".join(filter(None, parts)))

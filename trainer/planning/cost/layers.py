@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import groupby
 from math import inf, prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +15,7 @@ from trainer.config import registry
 from trainer.config.model import LayerSpec, ModelSpec
 from trainer.planning.cost.flops import attention_flops, product_flops, seen_keys
 from trainer.planning.cost.parameters import by_value, head, head_rows, layer_specs, layer_table
-from trainer.planning.cost.saved import ALL, Entry, by_layer, saved_in
+from trainer.planning.cost.saved import ALL, MATMULS, WHOLE, Entry, by_layer, saved_in
 from trainer.planning.cost.stages import LayerCosts
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def layer_costs(
     host: float = 0.0,
     shard: int = 1,
     cp: int = 1,
+    fusion: str = "off",
 ) -> LayerCosts:
     """Costs of a model from its operations, on one of the `tp` ranks that share a layer.
 
@@ -52,6 +54,7 @@ def layer_costs(
     latency: seconds of one transfer, and of each step of a ring. host: seconds of one action.
     shard: ranks that share the parameters (ZeRO): they are gathered and their gradients, in fp32, reduced once a step.
     cp: ranks that share each sequence, attention evenly too; what they send is not counted.
+    fusion: `parallel.fusion`, by which it depends what recompute can keep.
 
     Counted are matrix products and attention (causal, within its window), saved activations of a layer with sequence
     parallelism that gathers its inputs again in backward, and exposed collectives; not element-wise operations.
@@ -62,7 +65,7 @@ def layer_costs(
     rows, columns = head(spec).multiplied(tp)
     table = rows * columns  # elements of the head, and of the embedding, which has its shape
     f, i, w, activation, sizes = [collective], [0.0], [collective], [8.0 * tokens], [table]
-    layers = model_work(spec, length, tp, element_bytes)
+    layers = model_work(spec, length, tp, element_bytes, fusion)
     remaining, tiled = left_by_recompute(layers, recompute), recompute is not None and bool(recompute.tile)
     for layer, left in zip(layers, remaining, strict=True):
         # Two gathers and two reduce-scatters each way; the inputs gathered again in backward overlap with its products.
@@ -112,6 +115,10 @@ class LayerWork:
     outputs: bytes of each operation's result, as it is held where it is kept for backward.
     needed: operations whose result the backward pass reads.
     shapes: of the matrix of each projection, [outputs, inputs].
+    gathers, reduces: projections by what ranks that share the layer communicate: those of one input, which is gathered
+        for all of them, and those whose results are summed.
+    summed: those of `reduces` whose sums selective recompute keeps in any case, which are cheaper kept than sent again.
+    together: whether projections that share an input are one operation to recompute.
     weights: elements of the projections' matrices.
     input: bytes of the layer's input.
     saved: bytes held for backward where nothing is recomputed. blocks: those inside of attention and feed-forward.
@@ -125,6 +132,10 @@ class LayerWork:
     outputs: Mapping[str, float]
     needed: frozenset[str]
     shapes: Mapping[str, tuple[float, ...]]
+    gathers: tuple[tuple[str, ...], ...]
+    reduces: tuple[str, ...]
+    summed: frozenset[str]
+    together: bool
     weights: float
     input: float
     saved: float
@@ -150,21 +161,22 @@ class LayerWork:
 
 
 @by_value
-def model_work(spec: ModelSpec, length: int, tp: int, element_bytes: int) -> tuple[LayerWork, ...]:
-    """The work of each layer; layers that are equal share one."""
-    layers = layer_specs(spec)
-    return tuple(layer_work(layer, spec.width, spec.parallel_residual, length, tp, element_bytes) for layer in layers)
+def model_work(spec: ModelSpec, length: int, tp: int, element_bytes: int, fusion: str = "off") -> tuple[LayerWork, ...]:
+    """The work of each layer; layers that are equal share one. fusion: `parallel.fusion`."""
+    common = spec.width, spec.parallel_residual, length, tp, element_bytes, fusion in WHOLE
+    return tuple(layer_work(layer, *common) for layer in layer_specs(spec))
 
 
 @by_value
 def layer_work(
-    layer: LayerSpec, width: int, parallel_residual: bool, length: int, tp: int, element_bytes: int
+    layer: LayerSpec, width: int, parallel_residual: bool, length: int, tp: int, element_bytes: int, together: bool
 ) -> LayerWork:
     """The work of one layer. width: of the residual stream. length: tokens of a sequence."""
     a, table = layer.attention, layer_table(layer, width)
     matrices = {name.removesuffix(".weight"): info for name, info in table.items() if info.role == "matrix"}
     shapes = {name: info.multiplied(tp) for name, info in matrices.items()}
-    by_rows = [name for name, info in matrices.items() if info.cut == 1]
+    by_rows = tuple(name for name, info in matrices.items() if info.cut == 1)
+    by_columns = groupby((name for name in matrices if name not in by_rows), lambda name: name.partition(".")[0])
     stream = element_bytes * width / tp  # of the residual stream, whose tokens the ranks share
     flops = {name: product_flops(info, tp) for name, info in matrices.items()}
     flops["attention"] = attention_flops(a, seen_keys(length, a.window), tp)
@@ -184,12 +196,17 @@ def layer_work(
         "attention": block_saved(registry.ATTENTION, ATTENTION_SAVED, a.kind)(layer, outputs),
         "feed_forward": block_saved(registry.FEED_FORWARD, FEED_FORWARD_SAVED, layer.feed_forward.kind)(layer, outputs),
     }
+    needed = frozenset(flops) - (set() if post else {"feed_forward.down"})  # an addition needs none of its terms
     gated = layer.feed_forward.kind == "gated"  # what its non-linearity gives follows from the projection
     return LayerWork(
         flops=MappingProxyType(flops),
         outputs=MappingProxyType(outputs),
-        needed=frozenset(flops) - (set() if post else {"feed_forward.down"}),  # an addition needs none of its terms
+        needed=needed,
         shapes=MappingProxyType(shapes),
+        gathers=tuple(tuple(names) for _, names in by_columns),
+        reduces=by_rows,
+        summed=needed.intersection(by_rows if tp > 1 else ()),
+        together=together,
         weights=sum(map(prod, shapes.values())),
         input=stream,
         saved=streams * stream + statistics + sum(blocks.values()),
@@ -286,7 +303,7 @@ def recomputed(layer: LayerWork, index: int, config: ActivationConfig | None) ->
         saved = whole - sum(size for block, size in layer.blocks.items() if matches(index, block, config.modules))
         attends = matches(index, "attention", config.modules)
     else:
-        kept = [name for name in layer.flops if selected(layer, name, entries)]
+        kept = [name for name in layer.flops if selected(layer, name, entries) or entries and name in layer.summed]
         inputs = layer.input + layer.between * bool(tiled)
         saved = inputs + sum(layer.outputs[name] for name in kept if name not in tiled)
         again = [name for name in layer.flops if name not in kept]
@@ -308,8 +325,12 @@ def selected(layer: LayerWork, name: str, entries: Sequence[Entry]) -> bool:
     """Whether entries of `activation.save` keep an operation."""
     if name == "attention":
         return any("attention" in entry.name.rpartition(".")[2] and entry.every == 1 for entry in entries)
+    products = [product for product in layer.flops if product != "attention"]
+    operation = next((names for names in layer.gathers if layer.together and name in names), (name,))
     return any(
-        name in entry.products([product for product in layer.flops if product != "attention"]) for entry in entries
+        # Of every so many products the last is kept, of those by name each.
+        (set(operation[-1:] if entry.name in MATMULS else operation)).intersection(entry.products(products))
+        for entry in entries
     )
 
 

@@ -21,6 +21,9 @@ from trainer.planning.resolve import Layout, resolve
 LEAST_BAND = 0.05
 """Parts of a step that are predicted exactly do not make the whole exact."""
 
+UNMEASURED = ("achieved.last_queries", "achieved.block_mask", "signal")
+"""Settings that no probe measures."""
+
 LARGE = 2**20
 """Bytes of a transfer that counts in the band: small ones take little of a step."""
 
@@ -154,7 +157,7 @@ def calibrate(measured: Measurements, config: Config, base: HardwareConfig) -> C
     if measured.eager:
         _fit_eager(found, measured, config)
     taken = {"eager": not measured.eager, "bandwidth": published, "achieved.hidden": measured.hidden is None}
-    kept = [*(name for name, known in taken.items() if known), "achieved.last_queries", "achieved.block_mask"]
+    kept = [*(name for name, known in taken.items() if known), *UNMEASURED]
     for place, link in (("node", found.node), ("network", found.network)):
         if sent := [one for one in measured.sent if one.place == place]:
             errors += _fill_link(link, sent, published)

@@ -27,6 +27,7 @@ from trainer.planning.cost.memory import (
     held_parameters,
     rank_states,
     sums_on_device,
+    tensor_boxes,
 )
 from trainer.planning.cost.parameters import head, head_rows
 from trainer.planning.cost.updates import Updates
@@ -126,7 +127,7 @@ class ModelBytes:
         self.stream = self.element * self.tokens * spec.width / plan.tp
         costs = estimated_costs(config, spec, plan, batch, self.element)
         self.activation = costs.activation
-        works = model_work(spec, batch.sequence_length, plan.tp, self.element)
+        works = model_work(spec, batch.sequence_length, plan.tp, self.element, config.parallel.fusion)
         tiled = bool(config.activation.tile)
         # What a layer holds from I to W.
         self.deferred = [self.tokens * (work.deferred - work.feed_deferred * tiled) for work in works]
@@ -168,6 +169,8 @@ class ModelBytes:
         self.shard = plan.shard if plan.stage else 1
         self.every = plan.stage >= 2 and not once  # whether each micro-batch's gradients are reduced
         self.copied = config.parallel.zero.transport == "copy_engine"
+        near = not config.parallel.tp_across_nodes
+        self.boxes = near * tensor_boxes(config.parallel.fusion, self.stream * plan.tp)
         # Bytes of a layer in fp8 on their way.
         self.narrow = max(gathered_in_float8(config, spec, plan), default=0.0)
 
@@ -220,6 +223,7 @@ class Replay:
             self.hold("average of weights", states.average)
         self.hold("error feedback", model.feedback[rank])
         self.hold("activations", model.passing)
+        self.hold("communication buffers", model.boxes)
         if model.copied:
             largest = max(map(max, self.units.values()))
             rows = min(BOX, -(-largest // model.shard)) + min(BOX, largest)

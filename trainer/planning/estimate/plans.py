@@ -31,6 +31,7 @@ from trainer.planning.estimate.sequence import TILE, Room, choices, settle
 from trainer.planning.estimate.step import GIB, Estimate, estimate_within
 from trainer.planning.estimate.timing import Timing, time_units
 from trainer.planning.float8 import check_float8
+from trainer.planning.gradient_comm import asked
 from trainer.planning.pipeline import Pipeline, check_pipeline, estimated_costs, resolve_split
 from trainer.planning.plan import Plan, check_plan, lay
 from trainer.planning.resolve import Layout
@@ -60,11 +61,16 @@ DEGREES = (
     "parallel.cp",
     "parallel.shard",
     "parallel.zero.stage",
+    "parallel.fusion",
+    "parallel.zero.transport",
     "batch.micro_size",
     "activation.mode",
 )
 PIPELINE = ("parallel.pipeline.schedule", "parallel.pipeline.chunks")
 """Settings of which several values are tried: of every plan, and of plans with a pipeline."""
+
+READ = {"chunks": "fusion_chunks", "triton": "fusion_looks"}
+"""Ways of `parallel.fusion` -> settings that these alone read."""
 
 SHARED = 8192
 """Tokens of a sequence that a rank holds at least, in plans that are tried."""
@@ -185,6 +191,7 @@ class _Search:
                     continue
                 context = self.base.parallel.context if cp > 1 else ContextConfig()
                 whole = replace(self.base.parallel, dp=-1, tp=tp, pp=pp, cp=cp, context=context, shard=-1)
+                whole = by(whole, "off", "collectives")
                 problems = check_plan(whole, self.world, self.spec, self.node) or self.unshared(whole)
                 problems = problems or list(check_float8(self.base, self.spec, lay(whole, self.world)))
                 self.reasons += problems
@@ -192,7 +199,22 @@ class _Search:
                     inside = self.node // tp  # ranks of a group that stays within a node
                     sizes = {-1, inside, self.base.parallel.shard} if stage else {-1}
                     for shard in sorted(n for n in sizes if n == -1 or 1 < n < dp * cp and dp * cp % n == 0):
-                        yield replace(whole, shard=shard, zero=replace(whole.zero, stage=stage))
+                        yield from self.ways(replace(whole, shard=shard, zero=replace(whole.zero, stage=stage)))
+
+    def ways(self, parallel: ParallelConfig) -> Iterator[ParallelConfig]:
+        """A plan by collectives, by copies between the GPUs of a node, and as the settings say, where that is legal."""
+        given = {name: getattr(self.base.parallel, name) for name in READ.values()}
+        base, copies = self.base, ["copy_engine"] * (self.hardware.device != "CPU")  # where copies take no core's time
+        fusions, transports = [base.parallel.fusion, *copies], [base.parallel.zero.transport, *copies]
+        if parallel.tp == 1 or base.precision.float8.recipe != "none":  # in fp8 none has run on GPUs
+            fusions = []
+        if base.precision.float8.gather or asked(parallel.grad_comm) or lay(parallel, self.world).shard == 1:
+            transports = []
+        pairs = itertools.product(dict.fromkeys(["off", *fusions]), dict.fromkeys(["collectives", *transports]))
+        for fusion, transport in pairs:
+            way = by(replace(parallel, **given), fusion, transport)
+            if (fusion, transport) == ("off", "collectives") or not check_plan(way, self.world, self.spec, self.node):
+                yield way
 
     def with_schedules(self, config: Config, plan: Plan, micro: int, accumulation: int) -> Iterator[Candidate]:
         schedules = [
@@ -298,3 +320,9 @@ class _Search:
         held += states.gathered if plan.stage < 3 else 0
         held += states.gradients if batch.accumulation > 1 and not states.offloaded else 0
         return held / plan.pp + 0.8 * IN_FLIGHT.get(schedule, 1.0) * sum(timing.costs.activation[:-1])
+
+
+def by(parallel: ParallelConfig, fusion: str, transport: str) -> ParallelConfig:
+    """The plan whose ranks communicate so, without what only another way reads."""
+    unread = {name: getattr(ParallelConfig, name) for way, name in READ.items() if way != fusion}
+    return replace(parallel, fusion=fusion, zero=replace(parallel.zero, transport=transport), **unread)

@@ -133,7 +133,8 @@ class _Table:
     def __init__(self, config: Config, layout: Layout, hardware: HardwareConfig):
         self.config, self.layout, self.hardware = config, layout, hardware
         element = ELEMENT_BYTES[config.precision.compute]
-        self.works = model_work(layout.spec, layout.batch.sequence_length, layout.plan.tp, element)
+        length, fusion = layout.batch.sequence_length, config.parallel.fusion
+        self.works = model_work(layout.spec, length, layout.plan.tp, element, fusion)
         self.known: dict[Kept, tuple[list[float], tuple[float, ...]]] = {}
         self.kinds: dict[int, list[int]] = defaultdict(list)  # layers that are equal
         for layer, work in enumerate(self.works):

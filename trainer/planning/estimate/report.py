@@ -17,6 +17,7 @@ from trainer.planning.estimate.step import GIB, Estimate
 from trainer.planning.estimate.timing import AXES
 from trainer.planning.float8 import numeric_types
 from trainer.planning.remarks import remarks
+from trainer.planning.ways import short, ways
 from trainer.util import tables
 
 DAY = 86400.0
@@ -40,6 +41,7 @@ def _plan(found: Estimate) -> list[tuple[str, Any]]:
         ("model", f"{layout.spec.name}, {total} parameters"),
         ("processes", f"{plan.world} x {hardware.device}, {min(plan.world, hardware.devices)} a node"),
         ("plan", plan.describe()),
+        *ways(config, plan),
         *([("pipeline", layout.pipeline.describe())] if plan.pp > 1 else []),
         ("batch", f"{batch.global_size} sequences of {batch.sequence_length} tokens: {arithmetic}"),
         ("precision", numeric_types(config.precision) + (", compiled" if config.compile else ", eager")),
@@ -139,7 +141,7 @@ def _row(number: int, found: Estimate, tokens: float) -> dict[str, Any]:
     }
     return {
         "": number,
-        "plan": layout.plan.describe(),
+        "plan": layout.plan.describe() + short(found.config, layout.plan),
         "schedule": f"{pipeline.name} x{pipeline.chunks}" if layout.plan.pp > 1 else "-",
         "batch": f"{layout.batch.micro_size} x {layout.batch.accumulation}",
         "recompute": found.config.activation.mode,

@@ -17,6 +17,7 @@ from trainer.planning.cost.layers import ATTENTION_BACKWARD, LayerWork, Remainin
 from trainer.planning.cost.memory import ELEMENT_BYTES
 from trainer.planning.cost.parameters import head, layer_specs
 from trainer.planning.cost.stages import LayerCosts
+from trainer.planning.estimate.fusion import WAYS, Link, Off, passes
 from trainer.planning.estimate.pace import Pace, Ring
 from trainer.planning.float8 import float8_linears, gathered_in_float8
 from trainer.planning.gradient_comm import asked
@@ -143,9 +144,25 @@ class _Timer:
         if hardware.device != "CPU" and not config.compile:
             self.repeated = REPEATED[recompute.mode == "selective" and bool(recompute.save) and not recompute.modules]
         stream = self.element * self.tokens * self.spec.width
-        self.collective = self.rings["tp"].seconds(stream)
+        self.way, self.off = self._ways(hardware, stream)
+        self.apart = any(action.kind == "W" for order in layout.pipeline.schedule.orders for action in order)
         self.transfer = self.rings["pp"].transfer(stream / self.plan.tp) if self.plan.pp > 1 else 0.0
         self.gradient = self._gradient_bytes(hardware)
+
+    def _ways(self, hardware: HardwareConfig, stream: float) -> tuple[Off, Off]:
+        """How products and collectives of tensor-parallel ranks run. stream: bytes of the hidden states."""
+        ring, near = self.rings["tp"], hardware.node.bandwidth * 1e9
+        copies = near * (hardware.achieved.copies or hardware.node.achieved)
+        link = Link(
+            ranks=ring.ranks,
+            collective=ring.seconds(stream),
+            copied=(ring.ranks - 1) * stream / ring.ranks / copies,
+            call=hardware.signal * 1e-6,
+            adding=(1 + 1 / ring.ranks) * stream / self.pace.memory,
+            hidden=self.pace.hidden,
+            near=not self.config.parallel.tp_across_nodes,
+        )
+        return WAYS[self.config.parallel.fusion](link), Off(link)
 
     def _gradient_bytes(self, hardware: HardwareConfig) -> float:
         """Of an element of gradients on their way."""
@@ -156,7 +173,7 @@ class _Timer:
     def timing(self) -> Timing:
         spec, plan, batch = self.spec, self.plan, self.batch
         costs = estimated_costs(self.config, spec, plan, batch, self.element)
-        works = model_work(spec, batch.sequence_length, plan.tp, self.element)
+        works = model_work(spec, batch.sequence_length, plan.tp, self.element, self.config.parallel.fusion)
         left = left_by_recompute(works, self.config.activation)
         known: dict[tuple[int, int, frozenset[str]], Unit] = {}
         layers, float8 = [], float8_linears(self.config.precision.float8, spec)
@@ -227,47 +244,47 @@ class _Timer:
 
         products = products_of(float8)
         wide = self.config.precision.float8.recipe == "rowwise_with_gw_hp"
-        for_weights = sum(products_of(frozenset() if wide else float8).values())
+        for_weights = products_of(frozenset() if wide else float8)
+        took = passes(self.way, work, products, for_weights, left.again, self.apart)
         attention = self._attention(work, spec)
         kernels = KERNELS[self.config.compile]
         bound = self.fused * tokens * work.saved / pace.memory + kernels * pace.kernel
-        matmul = sum(products.values())
-        again = sum(share * products.get(name, attention) for name, share in left.again.items())
+        again = took.again.products + left.again.get("attention", 0.0) * attention
         again += self.fused * tokens * max(0.0, work.saved - left.saved - left.host) / pace.memory
-        communication = 4 * self.collective
-        repeated = sum(share * work.flops[name] for name, share in left.again.items()) / work.forward
+        to_weights = sum(for_weights.values())
         forward = {
-            "matrix products": matmul,
+            "matrix products": took.forward.products,
             "attention": attention + pace.kernel,
             "memory-bound kernels": bound,
-            "tensor collectives": communication,
+            "tensor collectives": took.forward.exposed,
         }
         backward = {
-            "matrix products": matmul,
+            "matrix products": took.backward.products - to_weights,
             "attention": ATTENTION_BACKWARD * attention + pace.kernel,
             "memory-bound kernels": 2 * bound,
             "recompute": again,
-            "tensor collectives": communication * (1 + repeated),
+            "tensor collectives": took.backward.exposed + took.again.exposed,
         }
         shared_forward, shared_backward, shared = self._shared(spec, attention, left.attends)
         forward, backward = {**forward, **shared_forward}, {**backward, **shared_backward}
         launches = (len(products) + kernels + 1) * self.launch
         forward["launching"] = max(0.0, launches - sum(forward.values()))
         launches *= 2 + self.repeated * bool(left.again)
-        backward["launching"] = max(0.0, launches - sum(backward.values()) - for_weights)
-        weight = {"matrix products": for_weights}
-        return self._sharded(work.weights, forward, backward, weight, 2 + repeated, shared, narrow)
+        backward["launching"] = max(0.0, launches - sum(backward.values()) - to_weights)
+        weight = {"matrix products": to_weights}
+        return self._sharded(work.weights, forward, backward, weight, took.moved, shared, narrow)
 
     def _embedding(self) -> Unit:
         """The look-up, and the gradient of the whole table, most of which is zero."""
         stream = self.element * self.tokens * self.spec.width / self.plan.tp
         table = self.spec.vocab_size * self.spec.width / self.plan.tp
-        forward = {"memory-bound kernels": 3 * stream / self.pace.memory, "tensor collectives": self.collective}
+        collective = self.off.moving
+        forward = {"memory-bound kernels": 3 * stream / self.pace.memory, "tensor collectives": collective}
         weight = {
             "memory-bound kernels": (3 * stream + self.element * table) / self.pace.memory,
-            "tensor collectives": self.collective,
+            "tensor collectives": collective,
         }
-        return self._sharded(table, forward, {}, weight, 0.5)
+        return self._sharded(table, forward, {}, weight, 2 * collective)
 
     def _head(self) -> Unit:
         """Norm, logits and loss, whose compiled chunks read the logits twice and write their gradient over them."""
@@ -276,15 +293,17 @@ class _Timer:
         product = self._product(self.tokens * product_flops(matrix, self.plan.tp), rows, columns)
         passes = 3 * self.fused
         loss = passes * self.element * self.tokens * rows / self.pace.memory
-        forward = {"matrix products": product, "memory-bound kernels": loss, "tensor collectives": self.collective}
-        backward = {"matrix products": product, "tensor collectives": self.collective}
+        first, back, collective = self.way.gathered(product), self.off.columns(product, product), self.off.moving
+        forward = {"matrix products": first.products, "memory-bound kernels": loss, "tensor collectives": first.exposed}
+        backward = {"matrix products": product, "tensor collectives": back.exposed}
         weight = {"matrix products": product}
         if self.config.loss.tile:  # gradients are computed in the forward pass
-            forward = {**forward, "matrix products": 3 * product, "tensor collectives": 2 * self.collective}
+            forward["matrix products"] += 2 * product
+            forward["tensor collectives"] += collective
             backward, weight = {}, {}
         # A tied head of one stage is the embedding's parameter, which that unit gathers.
         size = 0.0 if self.spec.tied and self.plan.pp == 1 else rows * columns
-        return self._sharded(size, forward, backward, weight, 0.5)
+        return self._sharded(size, forward, backward, weight, self.way.moving + 2 * collective)
 
     def _sharded(
         self,
@@ -297,10 +316,10 @@ class _Timer:
         narrow: float = 0.0,
     ) -> Unit:
         """A unit of `size` parameters with what data-parallel ranks do around its passes: gathers, reductions, and
-        copies in and out of flat buffers. tensor: tensor collectives of a micro-batch, in units of four; context:
-        seconds of those among ranks that share sequences; narrow: elements that are gathered in fp8."""
+        copies in and out of flat buffers. tensor, context: seconds of what tensor-parallel ranks and those that share
+        sequences communicate in a micro-batch; narrow: elements that are gathered in fp8."""
         plan, pace, shards = self.plan, self.pace, self.rings["shard"]
-        axes = {"tensor": 4 * tensor * self.collective, "context": context}
+        axes = {"tensor": tensor, "context": context}
         gather = shards.seconds(self.element * (size - narrow) + narrow) if plan.stage else 0.0
         copied = self.config.parallel.zero.transport == "copy_engine"  # in the type in which gradients were computed
         reduce = shards.seconds((self.element if copied else self.gradient) * size)
