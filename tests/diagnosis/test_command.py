@@ -14,6 +14,7 @@ import pytest
 from support.accounts import QUIET, Case, accounts
 
 from trainer import diagnose
+from trainer.config.compose import CONFIGS
 from trainer.diagnosis.account import ACCOUNTS
 from trainer.observe.watchdog import Heartbeat, RankReport
 from trainer.pages.folder import Run
@@ -84,6 +85,16 @@ def test_hardware_tells_rooflines_and_throttled_clocks(tmp_path):
     assert (first.kind, first.detail, first.layer) == ("straggler", "rank 2", "hardware")
     assert any("900 MHz" in text and "thermal" in text for text in first.evidence)
     assert found.points[0].kind == "products" and found.points[0].bytes
+    (run / "config.yaml").write_text("precision: {compute: bf16}")
+    (run / "starts.jsonl").write_text('{"processes": 4, "hosts": {"a": 4}, "devices": {"NVIDIA H200": 4}}\n')
+    (tmp_path / "hardware").mkdir()
+    own = (CONFIGS / "hardware/h200.yaml").read_text().replace("bandwidth: 4800", "bandwidth: 4321")
+    (tmp_path / "hardware/probed.yaml").write_text(own)
+    out = tmp_path / "all.json"
+    for words in (["--hardware", "probed"], []):  # without a name, one's own file of the device
+        assert diagnose.main([str(run), "--config-dir", str(tmp_path), "--json", str(out), *words]) == 0
+        found = json.loads(out.read_text())["roofline"]["ceilings"]
+        assert found and found["bandwidth"] == 4321e9
 
 
 def test_what_a_profiler_costs_the_host_is_not_the_run_s(tmp_path):

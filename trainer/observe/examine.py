@@ -14,9 +14,9 @@ from trainer.util.reading import Malformed, read_json
 from trainer.util.run_folder import METRICS_FILE, STATUS
 
 
-def examine(folder: Path, hardware: str = "") -> Diagnosis:
-    """The diagnosis of a run's folder. Raises `ConfigError` where it has neither metrics nor accounts, or damaged
-    ones."""
+def examine(folder: Path, hardware: str = "", config_dir: str | None = None) -> Diagnosis:
+    """The diagnosis of a run's folder; hardware and config_dir as for `gather`. Raises `ConfigError` where it has
+    neither metrics nor accounts, or damaged ones."""
     accounts, status = account.read(folder), {}
     stalled: list[str] = []
     with contextlib.suppress(OSError, Malformed):
@@ -28,7 +28,7 @@ def examine(folder: Path, hardware: str = "") -> Diagnosis:
     started = accounts or stalled or status
     records = [] if started and not _logged(folder) else metrics.read(folder)
     throttle = next((record["hardware/throttle"] for record in records[::-1] if record.get("hardware/throttle")), 0)
-    return diagnose(gather(folder, records, accounts, status, stalled, words(int(throttle)), hardware))
+    return diagnose(gather(folder, records, accounts, status, stalled, words(int(throttle)), hardware, config_dir))
 
 
 def _logged(folder: Path) -> bool:
