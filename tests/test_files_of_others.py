@@ -22,7 +22,9 @@ SLOW = {
     "choice.yaml": 60,
     **{"diagnosed_config": 20, "diagnosed_starts": 40, "diagnosed_accounts": 100},
 }
-SLOW |= dict.fromkeys(("page_starts", "page_status", "page_diagnosis", "page_notices"), 60)
+SLOW |= dict.fromkeys(
+    ("page_starts", "page_status", "page_diagnosis", "page_notices", "page_search", "page_trials"), 60
+)
 """Kinds that a library takes long to read, and how many odd values are tried."""
 
 

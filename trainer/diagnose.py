@@ -41,6 +41,12 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument(
         "--hardware", metavar="NAME", default="", help="a file of configs/hardware, or its path (that of the device)"
     )
+    parser.add_argument(
+        "--config-dir",
+        "-cd",
+        metavar="DIR",
+        help="folder of your own; its hardware/NAME.yaml win over the shipped ones",
+    )
     return parser
 
 
@@ -51,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     try:
         while True:
-            diagnosis = examine(given.run, given.hardware)
+            diagnosis = examine(given.run, given.hardware, given.config_dir)
             write(given.json or given.run / DIAGNOSIS, diagnosis)
             if given.live:
                 console.clear()

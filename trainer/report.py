@@ -10,7 +10,8 @@ from pathlib import Path
 from trainer.config.fields import option
 from trainer.config.options import run_command
 from trainer.pages.page import write_page
-from trainer.util.run_folder import REPORT, of_sweeps
+from trainer.pages.shown import HARDWARE
+from trainer.util.run_folder import REPORT
 
 WORDS = ("runs",)
 """Options that need no key."""
@@ -19,15 +20,16 @@ WORDS = ("runs",)
 @dataclass
 class ReportOptions:
     runs: list[str] = option(
-        None, "run folders, or that of a sweep, whose trials are compared; of several, what differs is shown first"
+        None, "folders of runs, or of sweeps and searches, whose trials are compared; of several, what differs is first"
     )
-    out: str = option("", "the HTML file to write; '': report.html in RUN, or here for several")
+    hardware: str = option("", HARDWARE)
+    out: str = option("", "the HTML file to write; '': report.html in the folder, or here for several")
 
 
 def run(options: ReportOptions) -> None:
     folders = [Path(folder) for folder in options.runs]
     out = Path(options.out) if options.out else (folders[0] if len(folders) == 1 else Path()) / REPORT
-    write_page(of_sweeps(folders), out)
+    write_page(folders, out, options.hardware)
     print(out)
 
 

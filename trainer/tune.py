@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         return REFUSED
     try:
         options, changes, overrides, config_dir = parse_arguments(arguments)
-        return search(**vars(options), changes=changes, overrides=overrides, config_dir=config_dir)
+        return search(**vars(options), changes=changes, words=overrides, config_dir=config_dir)
     except ConfigError as error:
         return refuse(error)
 

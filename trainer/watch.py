@@ -12,6 +12,7 @@ from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.config.options import run_command
 from trainer.pages.server import serve
+from trainer.pages.shown import HARDWARE, Shown
 
 WORDS = ("runs",)
 """Options that need no key."""
@@ -19,7 +20,10 @@ WORDS = ("runs",)
 
 @dataclass
 class WatchOptions:
-    runs: list[str] = option(None, "run folders, which may still be empty; several are compared")
+    runs: list[str] = option(
+        None, "folders of runs, sweeps and searches, which may still be empty; several runs are compared"
+    )
+    hardware: str = option("", HARDWARE)
     port: int = option(8765, "of localhost, where the page is served; 0: any that is free")
     every: float = option(3.0, "seconds after which an open page asks for what is new")
 
@@ -33,7 +37,8 @@ def run(options: WatchOptions) -> None:
     ]
     if problems:
         raise ConfigError(problems)
-    with serve(folders, options.port, options.every) as server, contextlib.suppress(KeyboardInterrupt):
+    shown = Shown(folders, options.hardware)
+    with serve(shown, options.port, options.every) as server, contextlib.suppress(KeyboardInterrupt):
         print(f"http://{server.address} shows {', '.join(options.runs)}; Ctrl-C ends", flush=True)
         server.serve_forever()
 

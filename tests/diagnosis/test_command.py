@@ -15,6 +15,7 @@ from support.accounts import QUIET, Case, accounts
 
 from trainer import diagnose
 from trainer.config import typed
+from trainer.config.compose import CONFIGS
 from trainer.diagnosis.account import ACCOUNTS
 from trainer.observe.watchdog import Heartbeat, RankReport
 from trainer.pages.folder import Run
@@ -116,6 +117,16 @@ def test_hardware_tells_rooflines_and_throttled_clocks(tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     evidence = diagnose.examine(run, "h200").findings[0].cost.evidence
     assert any("900 MHz" in text for text in evidence) and not any("held down" in text for text in evidence)
+    (run / "config.yaml").write_text("precision: {compute: bf16}")
+    (run / "starts.jsonl").write_text('{"processes": 4, "hosts": {"a": 4}, "devices": {"NVIDIA H200": 4}}\n')
+    (tmp_path / "hardware").mkdir()
+    own = (CONFIGS / "hardware/h200.yaml").read_text().replace("bandwidth: 4800", "bandwidth: 4321")
+    (tmp_path / "hardware/probed.yaml").write_text(own)
+    out = tmp_path / "all.json"
+    for words in (["--hardware", "probed"], []):  # without a name, one's own file of the device
+        assert diagnose.main([str(run), "--config-dir", str(tmp_path), "--json", str(out), *words]) == 0
+        found = json.loads(out.read_text())["roofline"]["ceilings"]
+        assert found and found["bandwidth"] == 4321e9
 
 
 @pytest.mark.parametrize("seconds, micro, part", [((0.3, 0.1), 16, "imbalance"), ((0.2, 0.2), 2, "schedule")])

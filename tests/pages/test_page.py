@@ -15,14 +15,16 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.runs import DIAGNOSIS, account, start, step_line, write_metrics, write_run
+from support.runs import DIAGNOSIS, account, start, step_line, write_metrics, write_run, write_search
 
 from trainer import report
 from trainer.config import ConfigError
+from trainer.config.compose import CONFIGS
 from trainer.observe import metrics
 from trainer.pages.curves import Curves, Points, few
-from trainer.pages.page import SCRIPTS, open_runs, own, render
+from trainer.pages.page import SCRIPTS, own, render
 from trainer.pages.panels import NOT_DRAWN, panels
+from trainer.pages.shown import open_folders
 from trainer.util import reading
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"{{ 7919 * 7907 }}"
@@ -64,8 +66,8 @@ class Page(HTMLParser):
         return {given["x"]["step"][at]: value for at, value in zip(series["i"], series["v"], strict=True)}
 
 
-def page_of(*folders: Path) -> Page:
-    return Page(render(open_runs(folders)))
+def page_of(*folders: Path, hardware: str = "") -> Page:
+    return Page(render(open_folders(folders, hardware)))
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,11 @@ def test_accounts_that_nobody_has_diagnosed_are_diagnosed(tmp_path):
     page = page_of(folder)
     assert page.sections[0] == "bound" and " bounds the run (" in page.text
     assert page.data["runs"][0]["roofline"]["peak"] == 989.4e12, "of an H200"
+    probed = tmp_path / "probed.yaml"
+    probed.write_text((CONFIGS / "hardware/h200.yaml").read_text().replace("bandwidth: 4800", "bandwidth: 4321"))
     (folder / "diagnosis.json").write_text(json.dumps(DIAGNOSIS))
+    roofline = page_of(folder, hardware=str(probed)).data["runs"][0]["roofline"]
+    assert roofline["bandwidth"] == 4321e9, "what a probe has measured, and not what was diagnosed before"
     os.utime(folder / "diagnosis.json", (1, 1))
     assert DIAGNOSIS["verdict"]["text"] not in page_of(folder).text, "which is older than the accounts"
 
@@ -144,7 +150,7 @@ def test_what_a_run_does_not_have_is_not_on_its_page(tmp_path):
     (tmp_path / "failed").mkdir()
     (tmp_path / "failed" / "status.json").write_text('{"status": "failed", "step": 0, "steps": 9, "reason": "OOM: no"}')
     page = page_of(tmp_path / "failed")
-    assert page.sections == [] and "OOM: no" in page.text and "step 0 of 9" in page.text
+    assert page.sections == [] and "OOM: no" in page.text and "no step done, of 9" in page.text
 
 
 def test_texts_of_a_run_are_never_code(tmp_path):
@@ -166,7 +172,9 @@ def test_texts_of_a_run_are_never_code(tmp_path):
     told["findings"][0] |= {"title": HOSTILE, "evidence": [HOSTILE], "advice": HOSTILE, "layer": HOSTILE}
     (folder / "diagnosis.json").write_text(json.dumps(told))
     (folder / "earlier" / "1").mkdir(parents=True)
-    for page in (page_of(folder), page_of(folder, write_run(tmp_path / "<b>&amp;", 5))):
+    search = write_search(tmp_path / "tune", HOSTILE, best=HOSTILE, command=HOSTILE, ended=HOSTILE, machine=HOSTILE)
+    (search / "config/best.yaml").write_text(HOSTILE)
+    for page in (page_of(folder), page_of(folder, write_run(tmp_path / "<b>&amp;", 5)), page_of(folder, search)):
         assert [kind for kind, _ in page.scripts] == ["application/json", None]
         assert page.scripts[1][1] == own(*SCRIPTS), "the page's own script, and no other"
         assert not [tag for tag, _ in page.tags if tag in ("img", "iframe", "object", "base", "form")]
@@ -207,6 +215,42 @@ def test_runs_are_compared(tmp_path):
     )
     lengths = [float(width) for width in re.findall(r'class="bar"[^>]*style="width: ([\d.]+)%"', page.source)]
     assert lengths == [100.0, 50.0], "bars are as long as the steps"
+
+
+def test_a_search_is_shown_by_its_plans_and_trials(tmp_path):
+    folder = write_search(tmp_path / "tune")
+    page = page_of(folder)
+    assert page.sections[:5] == ["best", "foretold", "trials", "compared", "curves"]
+    assert [run["label"] for run in page.data["runs"]] == ["dp2_none", "tp2_none"], "trials that have written"
+    lines = {line["trial"]: line for line in map(json.loads, (folder / "trials.jsonl").read_text().splitlines())}
+    (points,) = page.data["searches"]
+    assert [(one["plan"], one["measured"]) for one in points[:6]] == [
+        (name, line["step_seconds_p50"]) for name, line in lines.items()
+    ]
+    assert [one["status"] for one in points[6:]] == [None, None] and points[6]["high"] == 0.9 * 1.25
+    assert [one["plan"] for one in points if one["front"]] == ["dp2_none", "tp2_none"], "dp2_full is slower, and larger"
+    shown = page.source[page.source.index('id="trials"') : page.source.index('id="compared"')]
+    rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in shown.split("<tr>")[2:]]
+    assert [row[2] for row in rows] == ["done", "done", "done", "out of memory", "failed", "timeout"]
+    assert rows[0][3:] == ["500 ms", "400 ms", "400 ms", "4.10k", "30.0 GiB", "35.0 GiB", ""]
+    assert rows[3][3:] == [
+        "–",
+        "500 ms",
+        "450 ms",
+        "–",
+        "–",
+        "35.0 GiB",
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+    ]
+    assert "trainer train --gpus 2 +config=debug parallel.zero.stage=1" in page.text and "zero: {stage: 1}" in page.text
+    assert "6 trials of 8 plans · budget 6 · 2 x NVIDIA H200" in page.text and "step time 500 ms" in page.text
+
+
+def test_a_search_that_has_measured_nothing_says_so(tmp_path):
+    folder = write_search(tmp_path / "tune", best=None, command=None, ended=None)
+    (folder / "trials.jsonl").unlink()
+    page = page_of(folder)
+    assert page.sections[0] == "foretold" and "the search goes on" in page.text and "zero: {stage: 1}" not in page.text
 
 
 @given(st.lists(st.none() | st.floats(-1e9, 1e9), min_size=1, max_size=400), st.integers(8, 60))
@@ -284,7 +328,7 @@ def test_the_command_writes_one_file(tmp_path, capsys, monkeypatch):
     assert report.main([str(slow)]) == 0 and capsys.readouterr().out.strip() == str(slow / "report.html")
     monkeypatch.chdir(tmp_path)
     assert report.main([str(slow), str(fast)]) == 0 and "2 runs compared" in (tmp_path / "report.html").read_text()
-    (tmp_path / "a" / "results.jsonl").write_text("")
+    (tmp_path / "a" / "slow" / "trial.json").write_text("{}")  # of a sweep whose first trial has not ended
     assert report.main([str(tmp_path / "a"), "out=sweep.html"]) == 0
     assert [run["label"] for run in Page(Path("sweep.html").read_text()).data["runs"]] == ["fast", "slow"]
 
@@ -295,6 +339,7 @@ def test_the_command_writes_one_file(tmp_path, capsys, monkeypatch):
         ([], "runs=... is needed"),
         (["nowhere"], "nowhere: no run has written there (no starts.jsonl); give a run folder like runs/NAME"),
         (["run", "out=no/such/report.html"], "no/such/report.html: cannot write"),
+        (["run", "hardware=h201"], "hardware=h201: there is no such file; did you mean 'h200'?"),
         (["run", "output=a.html"], "'output=a.html' is not an option of the form key=value; did you mean 'out'"),
     ],
 )

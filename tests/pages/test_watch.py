@@ -16,15 +16,16 @@ from pathlib import Path
 
 import pytest
 from support.browser import CHROMIUM, Browser
-from support.runs import step_line, write_metrics, write_run
+from support.runs import step_line, write_metrics, write_run, write_search
 
 from trainer import watch
 from trainer.pages.server import PageServer, serve
+from trainer.pages.shown import Shown
 
 
 @contextlib.contextmanager
 def serving(*folders: Path, seconds: float = 0.2) -> Iterator[PageServer]:
-    with serve(folders, 0, seconds) as server:
+    with serve(Shown(folders), 0, seconds) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
@@ -68,6 +69,24 @@ def test_new_lines_arrive_as_they_come(tmp_path):
         assert "stopped" in ask(server, f"/live?version={json.loads(text)['version']}")[2]
         shutil.rmtree(folder)
         assert ask(server, "/live?version=")[0] == 200, "what was read is still shown"
+
+
+def test_trials_arrive_as_they_begin(tmp_path):
+    """Of a sweep and of a search, from an empty folder on."""
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    with serving(sweep) as server:
+        assert "no step done yet" in ask(server, "/")[2]
+        for place, trial in enumerate(("b", "a")):
+            version = json.loads(ask(server, "/live?version=")[2])["version"]
+            write_metrics(sweep / trial, 2)
+            (sweep / trial / "trial.json").write_text("{}")
+            fresh = json.loads(ask(server, f"/live?version={version}")[2])
+            assert [run["label"] for run in fresh["data"]["runs"]] == sorted("ba"[: place + 1])
+        write_search(sweep)
+        fresh = json.loads(ask(server, f"/live?version={fresh['version']}")[2])
+        assert len(fresh["data"]["runs"]) == 4 and len(fresh["data"]["searches"][0]) == 8
+        assert "out of memory" in fresh["content"] and fresh["title"] == "sweep: 4 trials"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +165,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (runs[0] / "status.json").write_text(json.dumps(status))
     write_page(runs[:1], folder / "one.html")
     write_page(runs, folder / "three.html")
-    return {name: folder / f"{name}.html" for name in ("one", "three")}
+    search = write_search(folder / "tune", f"{'long_' * 20}{hostile}", best="dp2_full", ended=hostile)
+    write_page([search], folder / "search.html")
+    return {name: folder / f"{name}.html" for name in ("one", "three", "search")}
 
 
 SEEN = """(() => {
@@ -169,7 +190,8 @@ SEEN = """(() => {
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_pages_are_drawn_whole(browser, pages, width, dark):
     everything = ["bound", "account", "curves", "schedule", "kernels", "memory", "plan", "starts"]
-    for name, sections in (("one", everything), ("three", ["differ", *everything])):
+    searched = ["best", "foretold", "trials", "compared", "curves"]
+    for name, sections in (("one", everything), ("three", ["differ", *everything]), ("search", searched)):
         browser.open(pages[name].as_uri(), width, dark)
         seen = browser.evaluate(SEEN)
         assert not browser.complaints, browser.complaints

@@ -20,7 +20,7 @@ from support import traces
 from support.accounts import Case
 from support.accounts import accounts as accounts_of
 from support.corpora import PLAIN
-from support.runs import DIAGNOSIS, start, write_metrics
+from support.runs import DIAGNOSIS, start, write_metrics, write_search
 
 import trainer
 from trainer.cluster import job
@@ -47,7 +47,8 @@ from trainer.hf.config import config_from_spec
 from trainer.observe import metrics
 from trainer.observe.sinks import kept_id
 from trainer.observe.watchdog import Heartbeat, RankReport, describe, heartbeat, read_report
-from trainer.pages.page import content_of, data_of, open_runs
+from trainer.pages.page import content_of, data_of
+from trainer.pages.shown import open_folders
 from trainer.planning.cost.parameters import declarations
 from trainer.planning.resolve import resolve
 from trainer.planning.schedules import ir
@@ -297,7 +298,7 @@ def sweep_start(folder: Path) -> File:
             assert (started.get("job") or "0").isdecimal()
             results.changes(trial(folder), started)
 
-    return folder / results.STARTED, read
+    return folder / results.TRIAL, read
 
 
 def search_start(folder: Path) -> File:
@@ -362,8 +363,20 @@ def evaluations(folder: Path) -> File:
 def page_of(folder: Path) -> str:
     """The page of a run that has nothing else: it names what is damaged, and shows the rest."""
     write_metrics(folder, 1)
-    runs = open_runs([folder])
-    return content_of(runs, data_of(runs))
+    shown = open_folders([folder])
+    data = data_of(shown)
+    return content_of(shown, data) + json.dumps(data, allow_nan=False)
+
+
+def searched(name: str) -> Callable[[Path], File]:
+    """A file of a search, of which there is a page."""
+
+    def made(folder: Path) -> File:
+        write_search(folder)
+        return folder / name, lambda: page_of(folder)
+
+    made.__name__ = f"page_{name.split('.')[0]}"
+    return made
 
 
 def page_starts(folder: Path) -> File:
@@ -431,6 +444,7 @@ KINDS: dict[str, Callable[[Path], File]] = {
         shortage,
         accounts,
         trace,
+        *map(searched, ("search.json", "trials.jsonl")),
         *map(diagnosed, ("config.yaml", "starts.jsonl", "accounts.jsonl")),
         sweep_results,
         sweep_start,

@@ -16,6 +16,15 @@ from trainer.planning.schedules.timeline import write_timeline
 
 BEGAN = 1_795_000_000.0
 """Seconds since 1970 of a run's first line."""
+TRIALS = (
+    ("dp2_none", "done", 0.5, 0.4, 0.4, 30.0, None),
+    ("tp2_none", "done", 0.8, 0.5, 0.6, 20.0, None),
+    ("dp2_full", "done", 0.9, 0.6, 0.7, 25.0, None),
+    ("dp2_large", "out_of_memory", None, 0.45, 0.5, None, "CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ("pp2_none", "failed", None, 0.45, 0.5, None, "a defect"),
+    ("pp2_full", "timeout", None, 0.45, 0.55, None, None),
+)
+"""Of a search: trial, status, seconds of a step, predicted and expected, GiB, reason."""
 TABLE = {
     "model": [["name", "tiny (llama)"], ["parameters", "5.77M"], ["layers x width", "6 x 256"]],
     "plan": [["processes", "4 x NVIDIA H200"], ["plan", "dp2 x pp2, ZeRO-1"], ["recompute", "selective"]],
@@ -187,4 +196,34 @@ def write_run(folder: Path, steps: int = 60, speed: float = 1.0, **more: float |
         write_timeline(folder / "schedule" / f"{name}.json", found.spans, found.makespan)
     (folder / ACCOUNTS).write_text("".join(account(rank, 0.5 / speed).dumps() + "\n" for rank in range(4)))
     (folder / "diagnosis.json").write_text(json.dumps(DIAGNOSIS))
+    return folder
+
+
+def write_search(folder: Path, name: str = "", **more: Any) -> Path:
+    """A search with six trials of eight plans, the first two of which have written what runs write. name: of the
+    first plan; more: what search.json says otherwise."""
+    lines = []
+    for trial, status, seconds, predicted, expected, memory, reason in TRIALS:
+        line = {"trial": trial, "overrides": [], "processes": 2, "status": status, "reason": reason, "folder": trial}
+        line |= dict.fromkeys(("loss", "eval_loss", "mfu"))
+        line |= {"tokens_per_second": seconds and 2048 / seconds, "memory_gib": memory, "step_seconds_p50": seconds}
+        line |= {"predicted_seconds": predicted, "expected_seconds": expected, "predicted_memory_gib": 35.0}
+        lines.append(line)
+    for line in lines[:2]:
+        write_metrics(folder / line["trial"], 4, 0.5 / line["step_seconds_p50"])
+    names = [name or lines[0]["trial"], *(line["trial"] for line in lines[1:]), "untried_1", "untried_2"]
+    told = [(line["predicted_seconds"], line["expected_seconds"]) for line in lines] + [(0.7, 0.9), (0.75, 1.0)]
+    foretold = [
+        {"plan": plan, "predicted": predicted, "expected": expected, "low": 0.8 * expected, "high": 1.25 * expected}
+        | {"memory_gib": 35.0, "tokens": 2048}
+        for plan, (predicted, expected) in zip(names, told)
+    ]
+    search = {"name": "tiny-tune", "machine": "2 x NVIDIA H200", "plans": 8, "budget": 6, "ended": "ended: budget=6"}
+    search |= {"best": names[0], "command": "trainer train --gpus 2 +config=debug parallel.zero.stage=1"}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "search.json").write_text(json.dumps(search | {"foretold": foretold} | more))
+    lines[0]["trial"] = names[0]
+    (folder / "trials.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config").mkdir(exist_ok=True)
+    (folder / "config/best.yaml").write_text("# @package _global_\nparallel: {zero: {stage: 1}}\n")
     return folder

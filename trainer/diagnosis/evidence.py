@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import Config, ConfigError, typed
-from trainer.config.compose import CONFIGS
 from trainer.config.hardware import HardwareConfig
 from trainer.diagnosis.account import Account
 from trainer.diagnosis.ranks import Idle, idle_of
 from trainer.diagnosis.shortage import Shortage
 from trainer.diagnosis.typical import Typical, at_pace, pace, typical
-from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.estimate.hardware import hardware_names, load_hardware
 from trainer.planning.resolve import Layout, check, resolve
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.timeline import read_timeline
@@ -97,18 +96,19 @@ def gather(
     stalled: Sequence[str] = (),
     throttle: str = "",
     hardware: str = "",
+    config_dir: str | None = None,
     shortage: Shortage | None = None,
     silent: float | None = None,
 ) -> Evidence:
     """What the folder of a run tells beside what is given.
 
-    hardware: a file of `configs/hardware`, or its path; '' looks for the one of the run's device. Raises `ConfigError`
-    for one that cannot be read."""
+    hardware: a file of `configs/hardware` or of the same folder in `config_dir`, or its path; '' looks for the one of
+    the run's device. Raises `ConfigError` for one that cannot be read."""
     notes: list[str] = []
     machine = machine_of(folder, accounts)
     config = _settings(folder, notes)
     layout = _layout(config, machine, notes) if config else None
-    kind = load_hardware(hardware) if hardware else _known(machine.device)
+    kind = load_hardware(hardware, (), config_dir) if hardware else _known(machine.device, config_dir)
     if kind is None:
         notes.append(
             f"no file of configs/hardware is for {brief(machine.device)}, so nothing is compared with its peaks; "
@@ -215,11 +215,11 @@ def _idle(folder: Path) -> list[Idle]:
         return []
 
 
-def _known(device: str) -> HardwareConfig | None:
-    """The shipped file that is for a device. That for CPUs is none for any of them: its numbers are orders of
-    magnitude."""
-    for path in sorted((CONFIGS / "hardware").glob("*.yaml")):
-        hardware = load_hardware(str(path))
+def _known(device: str, config_dir: str | None) -> HardwareConfig | None:
+    """The file that is for a device, one's own before a shipped one. That for CPUs is none for any of them: its numbers
+    are orders of magnitude."""
+    for name in hardware_names(config_dir):
+        hardware = load_hardware(name, (), config_dir)
         if hardware.device.removeprefix("NVIDIA ") == device.removeprefix("NVIDIA ") != "CPU":
             return hardware
     return None

@@ -24,9 +24,9 @@ WRITTEN = (METRICS_FILE, LOG, STATUS, STARTS, account.ACCOUNTS, "checkpoints", "
 """What a run that goes on changes, each now and then."""
 
 
-def examine(folder: Path, hardware: str = "") -> Diagnosis:
-    """The diagnosis of a run's folder. Raises `ConfigError` where it has neither metrics nor accounts, or damaged
-    ones."""
+def examine(folder: Path, hardware: str = "", config_dir: str | None = None) -> Diagnosis:
+    """The diagnosis of a run's folder; hardware and config_dir as for `gather`. Raises `ConfigError` where it has
+    neither metrics nor accounts, or damaged ones."""
     accounts, status = account.read(folder), {}
     stalled: list[str] = []
     with contextlib.suppress(OSError, Malformed):
@@ -39,7 +39,8 @@ def examine(folder: Path, hardware: str = "") -> Diagnosis:
     records = [] if started and not _logged(folder) else metrics.read(folder)
     newest = [record for record in records if record.get("step_seconds") is not None][-NOW:]
     throttle, lacked, silent = words(held_down(newest)), shortage.read(folder), silence(folder, status)
-    return diagnose(gather(folder, records, accounts, status, stalled, throttle, hardware, lacked, silent))
+    known = folder, records, accounts, status, stalled, throttle
+    return diagnose(gather(*known, hardware, config_dir, lacked, silent))
 
 
 def silence(folder: Path, status: Mapping[str, Any]) -> float | None:

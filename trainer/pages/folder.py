@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainer.config import ConfigError, typed
 from trainer.diagnosis import account
@@ -16,10 +16,11 @@ from trainer.observe.examine import examine
 from trainer.observe.metrics import LONGEST
 from trainer.pages import verdict
 from trainer.pages.curves import Curves
+from trainer.pages.files import Files, Found, json_lines
 from trainer.planning.schedules.ir import Action
 from trainer.planning.schedules.timeline import measure, read_timeline
-from trainer.util.reading import Shape, brief, mismatch, parse_json, printable, read_bytes, read_json
-from trainer.util.run_folder import DIAGNOSIS, EARLIER, LOG, METRICS_FILE, REPLACED, STARTS, STATUS
+from trainer.util.reading import Shape, mismatch, printable, read_bytes, read_json
+from trainer.util.run_folder import DIAGNOSIS, EARLIER, LOG, METRICS_FILE, REPLACED, RUN_FILES, STARTS, STATUS
 
 START: Shape = {"time": str, "step": int, "processes": int, "settings": dict}
 """What a line of starts.jsonl has to have to be shown."""
@@ -34,23 +35,15 @@ STARTS_SHOWN, SPANS, NOTICES, LETTERS = 100, 20_000, 300, 600
 """The most starts, the most actions of a timeline, the most notices, and the most letters of one, that a page shows."""
 
 
-class Found(NamedTuple):
-    """What a file of a run was when it was looked at: a stamp that grows with it, None where there is none; its
-    value, None where there is none or it is damaged; and the problem with it."""
+class Run(Files):
+    """A run as its folder has it.
 
-    stamp: tuple[int, ...] | None = None
-    value: Any = None
-    problem: str | None = None
+    label: a short name. curves: of metrics.jsonl. hardware: a file of `configs/hardware`, or its path, whose peaks it
+    is held against; '': that of its device."""
 
-
-class Run:
-    """A run as its folder has it. `read` looks again at what has changed since.
-
-    label: a short name. curves: of metrics.jsonl."""
-
-    def __init__(self, label: str, folder: Path):
-        self.label, self.folder, self.curves = label, folder, Curves(folder)
-        self._sources: dict[str, Callable[[Path], Any]] = {
+    def __init__(self, label: str, folder: Path, hardware: str = ""):
+        self.label, self.hardware, self.curves = label, hardware, Curves(folder)
+        sources: dict[str, Callable[[Path], Any]] = {
             METRICS_FILE: lambda path: self.curves.read(),
             STATUS: lambda path: read_json(path, STATUS_SHAPE, "it is left out"),
             STARTS: read_starts,
@@ -61,36 +54,19 @@ class Run:
             account.ACCOUNTS: lambda path: typical(account.read(path.parent)),
             **{f"schedule/{name}.json": partial(drawn_timeline, name) for name in TIMELINES},
         }
-        self._found = dict.fromkeys(self._sources, Found())
+        super().__init__(folder, sources)
         self._examined: tuple[Found, dict[str, Any] | None] = (Found(), None)
-
-    def read(self) -> bool:
-        """Reads the files that have changed since the last call, and says whether any has."""
-        before = self._found
-        self._found = {name: self._look(name, before[name]) for name in self._sources}
-        return any(self._found[name] is not before[name] for name in before)
-
-    def _look(self, name: str, before: Found) -> Found:
-        path, stamp = self.folder / name, None
-        try:
-            status = path.stat()
-            stamp = (status.st_mtime_ns, status.st_ino, status.st_size)
-            return before if stamp == before.stamp else Found(stamp, self._sources[name](path))
-        except FileNotFoundError:
-            return Found() if before.stamp else before
-        except (OSError, ConfigError, ValueError) as error:
-            return Found(stamp, None, f"{name}: {brief(error)}")
 
     @property
     def exists(self) -> bool:
         """Whether the folder is one of a run: any start, line of metrics or status."""
-        return any(self._found[name].stamp for name in (METRICS_FILE, STATUS, STARTS))
+        return any(self._found[name].stamp for name in RUN_FILES)
 
     @property
     def problems(self) -> list[str]:
         """What is damaged, and left out."""
         lines = f"{METRICS_FILE}: {self.curves.damaged} damaged lines are left out"
-        return [lines] * bool(self.curves.damaged) + [found.problem for found in self._found.values() if found.problem]
+        return [lines] * bool(self.curves.damaged) + super().problems
 
     @property
     def status(self) -> dict[str, Any]:
@@ -125,9 +101,10 @@ class Run:
 
     @property
     def diagnosis(self) -> dict[str, Any] | None:
-        """What bounds the run: as diagnosis.json says it, unless there are newer accounts. None without both."""
+        """What bounds the run: as diagnosis.json says it, unless there are newer accounts, or they are to be held
+        against other hardware. None without both."""
         said, accounts = self._found[DIAGNOSIS], self._found[account.ACCOUNTS]
-        if accounts.value is None or said.value and said.stamp >= accounts.stamp:
+        if accounts.value is None or said.value and said.stamp >= accounts.stamp and not self.hardware:
             return said.value
         if self._examined[0] is not accounts:
             self._examined = (accounts, self._examine())
@@ -135,7 +112,7 @@ class Run:
 
     def _examine(self) -> dict[str, Any] | None:
         try:
-            return to_json(examine(self.folder))
+            return to_json(examine(self.folder, self.hardware))
         except (ConfigError, OSError, ValueError):  # what is damaged is named by whoever reads it
             return None
 
@@ -161,16 +138,8 @@ class Run:
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """The lines of a starts.jsonl that can be shown; others are passed over."""
-    found = []
-    for text in read_bytes(path).splitlines():
-        try:
-            line = parse_json(text)
-        except ValueError:
-            continue
-        if not mismatch(line, START):
-            found.append(line | {"table": table_of(line.get("table"))})
-    return found[-STARTS_SHOWN:]
+    """The lines of a starts.jsonl that can be shown."""
+    return [line | {"table": table_of(line.get("table"))} for line in json_lines(path, START, STARTS_SHOWN)]
 
 
 def table_of(value: Any) -> dict[str, list[list[str]]]:

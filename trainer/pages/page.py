@@ -1,4 +1,4 @@
-"""The page of one or several runs: one HTML file with all that it needs in it.
+"""The page of runs, sweeps and searches: one HTML file with all that it needs in it.
 
 What a run wrote is data of perhaps a stranger. The templates escape it, the script makes text nodes of it, and the
 page's policy lets the browser run the page's own script alone, by its hash, and ask nobody for anything."""
@@ -20,13 +20,13 @@ from trainer.config import ConfigError
 from trainer.pages import numbers, settings, steps
 from trainer.pages.folder import Run
 from trainer.pages.panels import NOT_DRAWN, OF_ONE_VALUE, panels
+from trainer.pages.shown import Shown, open_folders
 from trainer.pages.verdict import verdict
 from trainer.util import tables
 from trainer.util.files import write_atomic
-from trainer.util.run_folder import STARTS, labels
 
 TEMPLATES = Path(__file__).parent / "templates"
-SCRIPTS = ("base.js", "curves.js", "timeline.js", "roofline.js", "page.js")
+SCRIPTS = ("base.js", "curves.js", "timeline.js", "roofline.js", "search.js", "page.js")
 POINTS, FEWEST = 1500, 300
 """The most points of a curve in a page of one run, and in one of many."""
 
@@ -65,10 +65,6 @@ def policy(live: bool) -> str:
     return "; ".join((*rules, "base-uri 'none'", "form-action 'none'", *["connect-src 'self'"] * live))
 
 
-def title_of(runs: Sequence[Run]) -> str:
-    return runs[0].label if len(runs) == 1 else f"{len(runs)} runs compared"
-
-
 def drawn_panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """The panels of curves; a metric that never changes is left out where that says nothing."""
     names = dict.fromkeys(name for run in runs for name in run.curves.names)
@@ -81,9 +77,13 @@ def drawn_panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return [{"place": place, **dataclasses.asdict(panel)} for place, panel in enumerate(found)]
 
 
-def data_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """What the script draws: curves, timelines and rooflines of every run."""
-    most, found = max(FEWEST, POINTS // len(runs)), [steps.kernels_of(run, place) for place, run in enumerate(runs)]
+def data_of(shown: Shown) -> dict[str, Any]:
+    """What the script draws: curves, timelines and rooflines of every run, and the plans of searches."""
+    runs = shown.runs
+    most, found = (
+        max(FEWEST, POINTS // max(1, len(runs))),
+        [steps.kernels_of(run, place) for place, run in enumerate(runs)],
+    )
     return {
         "panels": drawn_panels(runs),
         "runs": [
@@ -95,63 +95,71 @@ def data_of(runs: Sequence[Run]) -> dict[str, Any]:
             }
             for run, kernels in zip(runs, found)
         ],
+        "searches": [sweep.drawn() for sweep in shown.sweeps],
     }
 
 
-def content_of(runs: Sequence[Run], data: dict[str, Any]) -> str:
+def told(run: Run) -> dict[str, Any]:
+    """What the templates say of a run."""
+    return {
+        "label": run.label,
+        "folder": str(run.folder),
+        "status": run.status,
+        "steps": run.steps,
+        "about": settings.about(run),
+        "numbers": numbers.numbers(run),
+        "tables": {title: rows for title, rows in run.start.get("table", {}).items() if title != "memory"},
+        "memory": run.start.get("table", {}).get("memory", []),
+        "settings": settings.everything(run),
+        "changed": settings.changed(run),
+        "starts": settings.starts(run),
+        "command": settings.shown(run.start.get("command", "")),
+        "versions": [(name, settings.shown(one)) for name, one in settings.mapping(run.start.get("versions")).items()],
+        "replaced": run.replaced,
+        "earlier": run.earlier,
+        "notices": run.notices,
+        "timelines": run.timelines,
+        "problems": run.problems,
+    }
+
+
+def content_of(shown: Shown, data: dict[str, Any]) -> str:
     """The page's sections as HTML. data: what the script will draw, with a place for each plot."""
-    shown = [
-        {
-            "label": run.label,
-            "folder": str(run.folder),
-            "status": run.status,
-            "steps": run.steps,
-            "about": settings.about(run),
-            "numbers": numbers.numbers(run),
-            "tables": {title: rows for title, rows in run.start.get("table", {}).items() if title != "memory"},
-            "memory": run.start.get("table", {}).get("memory", []),
-            "settings": settings.everything(run),
-            "changed": settings.changed(run),
-            "starts": settings.starts(run),
-            "command": settings.shown(run.start.get("command", "")),
-            "versions": [
-                (name, settings.shown(one)) for name, one in settings.mapping(run.start.get("versions")).items()
-            ],
-            "replaced": run.replaced,
-            "earlier": run.earlier,
-            "notices": run.notices,
-            "timelines": run.timelines,
-            "problems": run.problems,
-        }
-        for run in runs
-    ]
+    runs, texts = shown.runs, [told(run) for run in shown.runs]
+    sweeps = [sweep.shown() for sweep in shown.sweeps]
     verdicts = [
         {"label": run.label, "place": place, **verdict(run.diagnosis)}
         for place, run in enumerate(runs)
         if run.diagnosis
     ]
-    account = steps.account_of(runs[0]) if len(runs) == 1 else None
-    accounts = steps.accounts_compared(runs) if len(runs) > 1 else None
+    account = steps.account_of(shown.single) if shown.single else None
+    accounts = None if shown.single else steps.accounts_compared(runs)
     kernels = [found for place, run in enumerate(runs) if (found := steps.kernels_of(run, place))]
-    differing = settings.differing(runs) if len(runs) > 1 else []
-    columns = [run["numbers"] for run in shown]
+    differing = [] if shown.single else settings.differing(runs)
+    columns = [run["numbers"] for run in texts]
     groups: dict[str, list[dict[str, Any]]] = {}
     for panel in data["panels"]:
         groups.setdefault(panel["group"], []).append(panel)
     sections = [
+        Section("best", "The fastest plan", any(sweep["recipe"] for sweep in sweeps)),
+        Section("foretold", "Foretold and measured", any(data["searches"])),
+        Section("trials", "Trials", any(sweep["trials"] for sweep in sweeps)),
+        Section("compared", "Trials as runs", bool(sweeps and runs)),
         Section("differ", "Settings that differ", bool(differing)),
-        Section("bound", "What bounds the run" if len(runs) == 1 else "What bounds the runs", bool(verdicts)),
+        Section("bound", "What bounds the run" if shown.single else "What bounds the runs", bool(verdicts)),
         Section("account", "Where the step goes", bool(account or accounts)),
         Section("curves", "Curves", bool(groups)),
-        Section("schedule", "Pipeline schedule", any(run["timelines"] for run in shown)),
+        Section("schedule", "Pipeline schedule", any(run["timelines"] for run in texts)),
         Section("kernels", "Kernels", bool(kernels)),
-        Section("memory", "Memory", any(run["memory"] for run in shown)),
-        Section("plan", "Plan and settings", any(run["tables"] or run["settings"] for run in shown)),
-        Section("starts", "Starts, faults, notices", any(run["starts"] or run["notices"] for run in shown)),
+        Section("memory", "Memory", any(run["memory"] for run in texts)),
+        Section("plan", "Plan and settings", any(run["tables"] or run["settings"] for run in texts)),
+        Section("starts", "Starts, faults, notices", any(run["starts"] or run["notices"] for run in texts)),
     ]
     return environment().get_template("content.html").render(
-        runs=shown,
-        title=title_of(runs),
+        runs=texts,
+        single=shown.single is not None,
+        sweeps=sweeps,
+        title=shown.title,
         sections=[section for section in sections if section.present],
         verdicts=verdicts,
         account=account,
@@ -165,36 +173,25 @@ def content_of(runs: Sequence[Run], data: dict[str, Any]) -> str:
     )  # fmt: skip
 
 
-def render(runs: Sequence[Run], version: str | None = None, seconds: float = 0.0) -> str:
+def render(shown: Shown, version: str | None = None, seconds: float = 0.0) -> str:
     """The whole page. version: of one that is served while its runs go on, and asks for what is new every `seconds`."""
-    data = data_of(runs)
+    data = data_of(shown)
     return environment().get_template("page.html").render(
-        title=title_of(runs),
+        title=shown.title,
         policy=policy(version is not None),
         style=own("style.css"),
         script=own(*SCRIPTS),
-        content=content_of(runs, data),
+        content=content_of(shown, data),
         data=data,
         version=version,
         seconds=seconds,
     )  # fmt: skip
 
 
-def open_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs of these folders, read. Raises `ConfigError` for a folder that is not one of a run."""
-    runs = [Run(label, folder) for label, folder in zip(labels(folders), folders)]
-    for run in runs:
-        run.read()
-    if wrong := [run for run in runs if not run.exists]:
-        raise ConfigError(
-            [f"{run.folder}: no run has written there (no {STARTS}); give a run folder like runs/NAME" for run in wrong]
-        )
-    return runs
-
-
-def write_page(folders: Sequence[Path], out: Path) -> None:
-    """Writes the page of these runs to a file. Raises `ConfigError`, also where the file cannot be written."""
-    page = render(open_runs(folders))
+def write_page(folders: Sequence[Path], out: Path, hardware: str = "") -> None:
+    """Writes the page of what stands in these folders to a file; see `open_folders`. Raises `ConfigError`, also where
+    the file cannot be written."""
+    page = render(open_folders(folders, hardware))
     try:
         write_atomic(out, page)
     except OSError as error:

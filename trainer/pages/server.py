@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from trainer.config import ConfigError
-from trainer.pages.folder import Run
-from trainer.pages.page import content_of, data_of, policy, render, title_of
-from trainer.util.run_folder import labels
+from trainer.pages.page import content_of, data_of, policy, render
+from trainer.pages.shown import Shown
 
 HOST = "127.0.0.1"
 NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -25,8 +22,8 @@ class PageServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, folders: Sequence[Path], port: int, seconds: float):
-        self.runs = [Run(label, folder) for label, folder in zip(labels(folders), folders)]
+    def __init__(self, shown: Shown, port: int, seconds: float):
+        self.shown = shown
         self.version, self.seconds, self.lock = 0, seconds, threading.Lock()
         super().__init__((HOST, port), Handler)
 
@@ -35,13 +32,13 @@ class PageServer(ThreadingHTTPServer):
         return f"{HOST}:{self.server_port}"
 
     def look(self) -> None:
-        """Reads what the runs have written since the last look; a change makes a new version."""
-        self.version += any([run.read() for run in self.runs])
+        """Reads what was written since the last look; a change makes a new version."""
+        self.version += self.shown.read()
 
     def page(self) -> str:
         with self.lock:
             self.look()
-            return render(self.runs, str(self.version), self.seconds)
+            return render(self.shown, str(self.version), self.seconds)
 
     def live(self, version: str) -> str | None:
         """What is new as JSON; None where nothing is."""
@@ -49,8 +46,8 @@ class PageServer(ThreadingHTTPServer):
             self.look()
             if version == str(self.version):
                 return None
-            data = data_of(self.runs)
-            fresh = {"version": self.version, "title": title_of(self.runs), "content": content_of(self.runs, data)}
+            data = data_of(self.shown)
+            fresh = {"version": self.version, "title": self.shown.title, "content": content_of(self.shown, data)}
             return json.dumps(fresh | {"data": data}, allow_nan=False)
 
 
@@ -96,10 +93,10 @@ class Handler(BaseHTTPRequestHandler):
         """Requests are not worth a line each."""
 
 
-def serve(folders: Sequence[Path], port: int, seconds: float) -> PageServer:
+def serve(shown: Shown, port: int, seconds: float) -> PageServer:
     """A server that is ready for `serve_forever`; open pages ask every `seconds`. Raises `ConfigError` for a port that
     cannot be had."""
     try:
-        return PageServer(folders, port, seconds)
+        return PageServer(shown, port, seconds)
     except OSError as error:
         raise ConfigError(f"port={port} cannot be used ({error.strerror}); give another one, or 0") from None

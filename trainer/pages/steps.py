@@ -129,6 +129,7 @@ def kernels_of(run: Run, place: int) -> dict[str, Any] | None:
         "place": place,
         "rank": one.rank,
         "device": one.device,
+        "hardware": printable(run.hardware),
         "roofline": roofline(one, run.diagnosis or {}),
         "kernels": [
             {

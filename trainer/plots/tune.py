@@ -10,6 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from trainer.pages.sweeps import front
 from trainer.plots.files import save
 from trainer.plots.runs import COLOURS, STYLE
 
@@ -70,12 +71,3 @@ def draw_front(axes: Axes, tried: Sequence[Point], untried: Sequence[Point]) -> 
     axes.set(xlabel="GiB of a device (measured: allocated; not tried: reserved)", ylabel="tokens/s", ylim=(0, None))
     axes.set_title("memory and speed")
     axes.legend(fontsize=7)
-
-
-def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points (memory, speed) than which no other is as fast in as little memory; least memory first."""
-    kept: list[tuple[float, float]] = []
-    for memory, speed in sorted(points, key=lambda point: (point[0], -point[1])):
-        if not kept or speed > kept[-1][1]:
-            kept.append((memory, speed))
-    return kept

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -147,7 +148,7 @@ class Float8(Multiply):
 
     def runs_into(self, out: Tensor, left: Operand, right: Operand, role: Role, add: Tensor | None = None) -> None:
         for run in range(len(out)):
-            self.into(out[run], left.per_row(lambda part, run=run: part[run]), right, role, add)
+            self.into(out[run], left.per_row(itemgetter(run)), right, role, add)
 
 
 def check_device(precision: PrecisionConfig, device: torch.device) -> None:

@@ -24,6 +24,7 @@ from trainer.util.exit_codes import REFUSED, STOPPED
 from trainer.util.files import write_atomic
 from trainer.util.memory_errors import lacks_memory, said
 from trainer.util.reading import brief, mismatch, parse_json, printable, read_bytes, read_json
+from trainer.util.run_folder import RESULTS, TRIAL
 from trainer.util.tables import console_for, count, duration, percent, print_table, size
 
 TrialResult = dict[str, Any]
@@ -32,7 +33,6 @@ TrialResult = dict[str, Any]
 MEASURED = ("loss", "eval_loss", "tokens_per_second", "mfu", "memory_gib", "step_seconds_p50")
 FINISHED = ("done", "out_of_memory")
 """Statuses of trials that a later start of the same sweep leaves as they are."""
-STARTED = "trial.json"
 
 RESULT: dict[str, Any] = {
     "trial": str,
@@ -56,13 +56,13 @@ def clear(folder: Path) -> None:
 def note_start(trial: Trial, **more: Any) -> None:
     """Writes what a trial is started with, so that a later start can tell whether its settings are the same."""
     content = {"processes": trial.processes, "settings": trial.settings, **more}
-    write_atomic(trial.folder / STARTED, json.dumps(content) + "\n")
+    write_atomic(trial.folder / TRIAL, json.dumps(content) + "\n")
 
 
 def read_start(trial: Trial) -> dict[str, Any]:
     """What `note_start` wrote at the trial's last start; empty if there was none. Raises `ConfigError` for a file that
     says something else."""
-    path, way_out = trial.folder / STARTED, f"set another sweep.name, or remove {trial.folder}"
+    path, way_out = trial.folder / TRIAL, f"set another sweep.name, or remove {trial.folder}"
     try:
         start = read_json(path, {"processes": int, "settings": dict, "job": (str, NoneType)}, way_out)
         flat(start["settings"])
@@ -191,7 +191,7 @@ class Results:
     """results.jsonl of a sweep: one object a trial, those of earlier starts included; rewritten whole at each
     change. more: names of numbers that its lines have besides, of `Trial.more`."""
 
-    def __init__(self, folder: Path, name: str = "results.jsonl", more: Sequence[str] = ()):
+    def __init__(self, folder: Path, name: str = RESULTS, more: Sequence[str] = ()):
         self.path, self.lines = folder / name, {}
         shape = RESULT | dict.fromkeys(more, RESULT["loss"])
         try:

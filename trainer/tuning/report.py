@@ -1,15 +1,20 @@
-"""A search for people: a table of its trials, and a picture."""
+"""A search for people: a table of its trials, a page, and a picture."""
 
 from __future__ import annotations
 
+import json
 from math import exp
+from typing import Any
 
 from trainer.config import ConfigError
+from trainer.pages import page
 from trainer.planning.estimate.step import GIB
-from trainer.tuning.engines import corrected
+from trainer.tuning.engines import DEVIATIONS, corrected
 from trainer.tuning.study import ENDED, Study, seconds_of
 from trainer.util import tables
-from trainer.util.reading import printable
+from trainer.util.files import write_atomic
+from trainer.util.reading import brief, printable
+from trainer.util.run_folder import REPORT, SEARCH
 
 
 def show(study: Study) -> None:
@@ -34,30 +39,54 @@ def show(study: Study) -> None:
     tables.rows(f"{len(rows)} trials of {len(study.plans)} plans", rows)
 
 
+def write_page(study: Study, band: float, about: dict[str, Any]) -> str:
+    """Writes search.json and the page of the search; says where, or why not: a search goes on without. band: of the
+    predictions; about: what search.json says besides."""
+    path = study.folder / REPORT
+    try:
+        write_atomic(study.folder / SEARCH, json.dumps(about | {"foretold": foretold(study, band)}) + "\n")
+        page.write_page([study.folder], path)
+    except Exception as error:  # whatever is wrong with the page
+        return f"{path} was not written: {brief(error)}; python -m trainer.report {study.folder} tries again"
+    return f"page: {path}"
+
+
+def foretold(study: Study, band: float) -> list[dict[str, Any]]:
+    """What was foretold of every plan: of one that was tried by what was measured before, of others by all of it."""
+    tried = [outcome.option.name for outcome in study.outcomes]
+    found = []
+    for name, plan in study.plans.items():
+        before = study.outcomes[: tried.index(name) if name in tried else None]
+        correction, deviation = corrected(study.options, before, band)(plan.option.axes)
+        expected = study.results.lines.get(name, {}).get("expected_seconds") or plan.found.seconds * exp(correction)
+        found.append(
+            {
+                "plan": name,
+                "predicted": plan.found.seconds,
+                "expected": expected,
+                "low": expected * exp(-DEVIATIONS * deviation),
+                "high": expected * exp(DEVIATIONS * deviation),
+                "memory_gib": plan.found.memory / GIB,
+                "tokens": plan.found.layout.batch.tokens,
+            }
+        )
+    return found
+
+
 def draw(study: Study, band: float) -> str:
     """Draws predicted against measured, and memory against speed; says where, or why not. band: of the predictions."""
     try:
         from trainer.plots.tune import Point, draw_search
     except ConfigError as error:
         return str(error)
-    tried = [
-        Point(
-            line["predicted_seconds"],
-            line["expected_seconds"],
-            line["step_seconds_p50"] if line["status"] == "done" else None,
-            line["memory_gib"],
-            plan.found.layout.batch.tokens,
-        )
-        for name, line in study.results.lines.items()
-        if line["status"] in ENDED and (plan := study.plans.get(name))
-    ]
-    correct = corrected(study.options, study.outcomes, band)
-    untried = [
-        Point(seconds, seconds * exp(correct(plan.option.axes)[0]), None, plan.found.memory / GIB, tokens)
-        for name, plan in study.plans.items()
-        if name not in study.results.lines
-        for seconds, tokens in [(plan.found.seconds, plan.found.layout.batch.tokens)]
-    ]
+    tried, untried = [], []
+    for one in foretold(study, band):
+        line = study.results.lines.get(one["plan"])
+        if line is None:
+            untried.append(Point(one["predicted"], one["expected"], None, one["memory_gib"], one["tokens"]))
+        elif line["status"] in ENDED:
+            measured = line["step_seconds_p50"] if line["status"] == "done" else None
+            tried.append(Point(one["predicted"], one["expected"], measured, line["memory_gib"], one["tokens"]))
     path = study.folder / "tune.png"
     draw_search(tried, untried, path)
     return f"picture: {path}"

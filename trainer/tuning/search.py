@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import Config, ConfigError, typed
-from trainer.config.compose import CONFIGS
 from trainer.config.hardware import HardwareConfig
-from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.estimate.hardware import hardware_names, load_hardware
 from trainer.planning.estimate.plans import DEGREES, PIPELINE
 from trainer.planning.variants import compose, key
 from trainer.sweep import say
 from trainer.sweep.local import stop_signals, visible_gpus
 from trainer.sweep.plan import SweepConfig, expand
-from trainer.tuning.engines import ENGINES, expected
-from trainer.tuning.report import draw, show
-from trainer.tuning.space import frozen, plans
-from trainer.tuning.study import Study
+from trainer.tuning.engines import ENGINES, Engine, expected
+from trainer.tuning.report import draw, show, write_page
+from trainer.tuning.space import Plan, frozen, plans
+from trainer.tuning.study import Study, overrides
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
 from trainer.util.files import lock_folder
+from trainer.util.run_folder import BEST
 from trainer.util.tables import duration
 
 MINUTES = 10.0
@@ -38,12 +40,12 @@ def search(
     pool: int,
     seed: int,
     changes: Sequence[str],
-    overrides: Sequence[str],
+    words: Sequence[str],
     config_dir: str | None,
 ) -> int:
-    """Looks for the fastest plan; the options are those of `trainer.tune`. Returns the exit code. Raises `ConfigError`
-    before anything is started where something is wrong."""
-    sweep, common, swept = expand(overrides, config_dir)
+    """Looks for the fastest plan; the options are those of `trainer.tune`, words its overrides. Returns the exit code.
+    Raises `ConfigError` before anything is started where something is wrong."""
+    sweep, common, swept = expand(words, config_dir)
     base = compose(common, config_dir, 1)
     gpus = visible_gpus() if sweep.launcher == "local" and base.run.device != "cpu" else []
     machine = machine_of(hardware, changes, config_dir, sweep, gpus)
@@ -51,7 +53,7 @@ def search(
     sweep.name = sweep.name or f"{base.run.name}-tune"
     sweep.dir = sweep.dir or f"runs/{sweep.name}"
     alone(sweep)
-    named = {key(word) for words in (common, *swept) for word in words}
+    named = {key(word) for some in (common, *swept) for word in some}
     if "compile" not in named and machine.device != "CPU":
         swept = [[*values, f"compile={one}"] for values, one in itertools.product(swept, ("true", "false"))]
     base = known(compose(common, config_dir, sweep.processes))
@@ -68,27 +70,86 @@ def search(
     descriptor = lock_folder("sweep.dir", Path(sweep.dir), "search", "sweep.name")
     try:
         study = Study(Path(sweep.dir), found, settings)
-        say(f"{sweep.name}: {len(found)} plans, {len(study.outcomes)} of {budget} trials; in {study.results.path}")
+        return Search(study, sweep, machine, common, base, steps, config_dir, gpus, budget).run(ENGINES[engine], seed)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Search:
+    """Trials of a study until there are `budget` of them, or none that could be faster.
+
+    machine: that plans are predicted for; common: overrides that all trials have; base: the configuration that they
+    make; the rest as for `Study.measure`."""
+
+    study: Study
+    sweep: SweepConfig
+    machine: HardwareConfig
+    common: list[str]
+    base: Config
+    steps: int
+    config_dir: str | None
+    gpus: list[str]
+    budget: int
+
+    def run(self, engine: Engine, seed: int) -> int:
+        """Returns the exit code."""
+        study, band = self.study, self.machine.band
+        say(
+            f"{self.sweep.name}: {len(study.plans)} plans, {len(study.outcomes)} of {self.budget} trials; in "
+            f"{study.results.path}"
+        )
         why, interrupted = None, False
         with stop_signals() as signals:
-            while not interrupted and (why := ended(study, budget)) is None:
-                chosen = ENGINES[engine](study.options, study.outcomes, machine.band, seed)
+            while not interrupted and (why := ended(study, self.budget)) is None:
+                self.note(None)
+                chosen = engine(study.options, study.outcomes, band, seed)
                 if chosen is None:
                     why = "no other plan is likely to be faster"
                     break
-                seconds = expected(study.options, study.outcomes, machine.band, chosen)
-                say(f"trial {len(study.outcomes) + 1} of {budget}: a step of {duration(seconds)} is expected")
-                status = study.measure(chosen, seconds, sweep, common, base, steps, config_dir, gpus)
+                seconds = expected(study.options, study.outcomes, band, chosen)
+                say(f"trial {len(study.outcomes) + 1} of {self.budget}: a step of {duration(seconds)} is expected")
+                status = study.measure(
+                    chosen, seconds, self.sweep, self.common, self.base, self.steps, self.config_dir, self.gpus
+                )
                 interrupted = bool(signals) or status in ("stopped", "not_started", "submitted")
-        say("stopped; the same command goes on" if interrupted else f"ended: {why}")
+        say(told := "stopped; the same command goes on" if interrupted else f"ended: {why}")
         show(study)
+        written = self.note(told)
         if study.best is not None:
-            say(f"best: {study.best.option.name}, {study.write_best()}")
+            say(f"best: {study.best.option.name}, {study.folder / BEST}")
+        say(written)
         if not interrupted:
-            say(draw(study, machine.band))
-    finally:
-        os.close(descriptor)
-    return STOPPED if interrupted else DONE if study.best is not None else FAILED
+            say(draw(study, band))
+        return STOPPED if interrupted else DONE if study.best is not None else FAILED
+
+    def note(self, told: str | None) -> str:
+        """Writes what is known so far: the best plan as a recipe, and the page. Says where the page is. told: how the
+        search has ended."""
+        best = self.study.best
+        if best:
+            self.study.write_best(best)
+        about = {
+            "name": self.sweep.name,
+            "machine": f"{self.sweep.processes} x {self.machine.device}",
+            "plans": len(self.study.plans),
+            "budget": self.budget,
+            "ended": told,
+            "best": best and best.option.name,
+            "command": best and self.command(best),
+        }
+        return write_page(self.study, self.machine.band, about)
+
+    def command(self, plan: Plan) -> str:
+        """What starts a run of a plan, in the way in which its trial was started."""
+        processes, slurm = self.sweep.processes or 1, self.sweep.slurm
+        if self.sweep.launcher == "slurm":
+            node = processes // slurm.nodes
+            start = ["sbatch", "--nodes", str(slurm.nodes), "--gpus-per-node", str(node), "launch/slurm/train.sbatch"]
+        else:
+            start = ["trainer", "train", "--gpus" if self.gpus else "--processes", str(processes)]
+        words = ["--config-dir", self.config_dir] if self.config_dir else []
+        return shlex.join([*start, *words, *self.common, *overrides(plan)])
 
 
 def ended(study: Study, budget: int) -> str | None:
@@ -119,9 +180,7 @@ def kind_of_gpu(config_dir: str | None) -> str:
         shown = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):
         shown = ""
-    folders = [*([Path(config_dir).expanduser() / "hardware"] if config_dir else []), CONFIGS / "hardware"]
-    names = [path.stem for folder in folders for path in sorted(folder.glob("*.yaml"))]
-    for name in dict.fromkeys(names):
+    for name in hardware_names(config_dir):
         if load_hardware(name, (), config_dir).device in shown:
             return name
     first = (shown.splitlines() or ["nvidia-smi says nothing"])[0]

@@ -19,6 +19,7 @@ from trainer.tuning.engines import Option, Outcome, fastest
 from trainer.tuning.space import Plan
 from trainer.util.files import write_atomic
 from trainer.util.reading import brief, read_json
+from trainer.util.run_folder import BEST, TRIALS
 
 ENDED = ("done", "out_of_memory", "failed", "timeout")
 """Statuses of trials that count: whatever became of them is a result."""
@@ -54,7 +55,7 @@ class Study:
 
     def __init__(self, folder: Path, plans: Sequence[Plan], settings: dict[str, Any]):
         self.folder, self.plans = folder, {plan.option.name: plan for plan in plans}
-        self.results = Results(folder, "trials.jsonl", PREDICTED)
+        self.results = Results(folder, TRIALS, PREDICTED)
         self.illegal: set[str] = set()
         path, way_out = folder / BEGUN, f"set another sweep.name, or remove {folder}"
         now = json.loads(json.dumps(settings))
@@ -104,8 +105,8 @@ class Study:
         """Runs the trial of a plan, which is expected to take so many seconds a step, and returns its status. Raises
         `ConfigError` where an override means nothing."""
         plan = self.plans[option.name]
-        values = [f"{name}={written(value)}" for name, value in plan.changes.items()]
-        trial, wrong = make_trial(sweep, option.name, common + measuring(base, steps), values, config_dir, len(gpus))
+        words = [*common, *measuring(base, steps)]
+        trial, wrong = make_trial(sweep, option.name, words, overrides(plan), config_dir, len(gpus))
         if wrong:
             raise ConfigError(list(wrong.values()))
         memory = plan.found.memory / GIB
@@ -116,17 +117,19 @@ class Study:
             self.illegal.add(option.name)
         return status
 
-    def write_best(self) -> Path:
+    def write_best(self, plan: Plan) -> None:
         """best.yaml: the fastest plan as a recipe to put behind the own one."""
-        plan = self.best
-        assert plan is not None
         layout, seconds = plan.found.layout, self.results.lines[plan.option.name]["step_seconds_p50"]
         measured = f"step {seconds:.4g} s, {layout.batch.tokens / seconds:.4g} tokens/s"
         place = f"{layout.plan.world} x {plan.found.hardware.device}"
-        path = self.folder / "config" / "best.yaml"
+        path = self.folder / BEST
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, recipe(plan.changes, f"Measured on {place}: {measured}; {plan.option.name}."))
-        return path
+
+
+def overrides(plan: Plan) -> list[str]:
+    """What makes a recipe's run one of a plan."""
+    return [f"{name}={written(value)}" for name, value in plan.changes.items()]
 
 
 def seconds_of(line: TrialResult, plan: Plan) -> float | None:

@@ -8,6 +8,12 @@ from pathlib import Path
 METRICS_FILE, REPLACED, STATUS, LOG = "metrics.jsonl", "metrics-replaced.jsonl", "status.json", "console.log"
 STARTS, SETTINGS, EARLIER = "starts.jsonl", "config.yaml", "earlier"
 DIAGNOSIS, REPORT, SHORTAGE = "diagnosis.json", "report.html", "out_of_memory.json"
+RUN_FILES = (METRICS_FILE, STATUS, STARTS)
+"""Any of these makes a folder that of a run."""
+RESULTS, TRIAL = "results.jsonl", "trial.json"
+"""Of a sweep: what became of its trials, and of each, what it was started with."""
+TRIALS, SEARCH, BEST = "trials.jsonl", "search.json", "config/best.yaml"
+"""Of a search (`trainer.tune`): what became of its trials, what is foretold of its plans, the fastest as a recipe."""
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
@@ -20,8 +26,16 @@ def labels(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def of_sweeps(folders: Sequence[Path]) -> list[Path]:
-    """The folders, with the trials that have trained in place of a sweep's."""
-    sweeps = [folder for folder in folders if (folder / "results.jsonl").exists()]
-    trials = {folder: [path.parent for path in sorted(folder.glob(f"*/{METRICS_FILE}"))] for folder in sweeps}
+def holds_trials(folder: Path) -> bool:
+    """Whether a folder is that of a sweep or a search, which may have begun just now."""
+    return any((folder / name).exists() for name in (RESULTS, TRIALS, SEARCH)) or any(folder.glob(f"*/{TRIAL}"))
+
+
+def of_sweeps(folders: Sequence[Path], wrote: Sequence[str] = (METRICS_FILE,)) -> list[Path]:
+    """The folders, with the trials that have written one of these files in place of those of sweeps and searches."""
+    trials = {
+        folder: sorted({path.parent for name in wrote for path in folder.glob(f"*/{name}")})
+        for folder in folders
+        if holds_trials(folder)
+    }
     return [run for folder in folders for run in trials.get(folder) or [folder]]

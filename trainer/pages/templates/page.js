@@ -4,6 +4,7 @@ function draw() {
   drawCurves();
   document.querySelectorAll("figure[data-timeline]").forEach(drawTimeline);
   document.querySelectorAll("figure[data-roofline]").forEach(drawRoofline);
+  document.querySelectorAll("figure[data-search]").forEach(drawSearch);
 }
 
 document.addEventListener("click", (event) => {

@@ -27,12 +27,11 @@ def load_hardware(
 
     changes: `node.bandwidth=300` and the like. Raises `ConfigError` with everything that is wrong.
     """
-    folders = [Path(config_dir).expanduser() / "hardware"] if config_dir is not None else []
-    folders.append(CONFIGS / "hardware")
+    folders = hardware_folders(config_dir)
     places = [*(folder / f"{name}.yaml" for folder in folders), Path(name)]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
-        known = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+        known = sorted(hardware_names(config_dir))
         raise ConfigError(f"hardware={name}: there is no such file; {nearest(name, known)}")
     try:
         values = read_yaml(path)
@@ -45,9 +44,21 @@ def load_hardware(
     return build_hardware({str(key): value for key, value in merged.items()})
 
 
+def hardware_folders(config_dir: str | os.PathLike | None = None) -> list[Path]:
+    """Where files of hardware are looked for: the user's own folder, then the shipped one."""
+    own = [] if config_dir is None else [Path(config_dir).expanduser() / "hardware"]
+    return [*own, CONFIGS / "hardware"]
+
+
+def hardware_names(config_dir: str | os.PathLike | None = None) -> list[str]:
+    """The names of all of them, one's own first."""
+    found = (file.stem for folder in hardware_folders(config_dir) for file in sorted(folder.glob("*.yaml")))
+    return [*dict.fromkeys(found)]
+
+
 def shipped_for(device: str) -> str:
     """The shipped file of a kind of device; for a GPU that has none, one whose GPUs have no link of their own."""
-    names = {load_hardware(path.stem).device: path.stem for path in sorted((CONFIGS / "hardware").glob("*.yaml"))}
+    names = {load_hardware(name).device: name for name in hardware_names()}
     return names.get(device, "l40s")
 
 

@@ -1,0 +1,165 @@
+"""What became of the trials of a sweep or a search, and what a search foretold of its plans, for the templates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.pages.files import Files, json_lines
+from trainer.pages.numbers import GIB, NONE, exact
+from trainer.pages.verdict import NUMBER
+from trainer.util.reading import Shape, printable, read_bytes, read_json
+from trainer.util.run_folder import BEST, RESULTS, SEARCH, TRIALS
+from trainer.util.tables import count, duration, number, percent, size
+
+LINE: Shape = {
+    **dict.fromkeys(("trial", "status"), str),
+    "reason": (str, type(None)),
+    **dict.fromkeys(("step_seconds_p50", "predicted_seconds", "expected_seconds", "loss", "eval_loss"), NUMBER),
+    **dict.fromkeys(("tokens_per_second", "mfu", "memory_gib", "predicted_memory_gib"), NUMBER),
+}
+"""Of a line of results.jsonl or trials.jsonl, as far as the page shows it."""
+SEARCH_SHAPE: Shape = {
+    **dict.fromkeys(("name", "machine"), str),
+    **dict.fromkeys(("ended", "best", "command"), (str, type(None))),
+    **dict.fromkeys(("plans", "budget"), int),
+    "foretold": [
+        {"plan": str, **dict.fromkeys(("predicted", "expected", "low", "high", "memory_gib", "tokens"), (int, float))}
+    ],
+}
+"""Of search.json. machine: on what it measures; ended: why it is over, null while it goes on; best: the fastest
+measured plan, and the command that starts it. foretold: of every plan, seconds of a step as predicted, and as expected
+when it was chosen or, if it was not, now, with two standard deviations below and above; GiB reserved on a device;
+tokens of a step."""
+MOST, LETTERS = 1000, 400
+"""The most trials, and plans, that are shown, and the most letters of a reason."""
+
+COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("step time", "step_seconds_p50", duration),
+    ("expected", "expected_seconds", duration),
+    ("predicted", "predicted_seconds", duration),
+    ("loss", "loss", exact),
+    ("evaluation loss", "eval_loss", exact),
+    ("tokens/s", "tokens_per_second", count),
+    ("MFU", "mfu", percent),
+    ("memory", "memory_gib", lambda value: size(value * GIB)),
+    ("predicted memory", "predicted_memory_gib", lambda value: size(value * GIB)),
+)
+"""Numbers of a trial: title, key, and how it is written."""
+
+
+class Sweep(Files):
+    """A sweep, or a search if it has search.json."""
+
+    def __init__(self, folder: Path):
+        super().__init__(
+            folder,
+            {
+                **dict.fromkeys((RESULTS, TRIALS), lambda path: [*map(finite, json_lines(path, LINE, MOST))]),
+                SEARCH: lambda path: read_json(path, SEARCH_SHAPE, "the same search writes it anew"),
+                BEST: lambda path: read_bytes(path).decode(errors="replace"),
+            },
+        )
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The trials in their order."""
+        return self._found[TRIALS].value or self._found[RESULTS].value or []
+
+    @property
+    def search(self) -> dict[str, Any] | None:
+        """What search.json says."""
+        return self._found[SEARCH].value
+
+    @property
+    def recipe(self) -> str:
+        """The fastest plan of a search as a recipe; empty where there is none."""
+        lines = (self._found[BEST].value or "").splitlines()
+        return "\n".join(map(printable, lines)) if self.search and self.search.get("best") else ""
+
+    def drawn(self) -> list[dict[str, Any]]:
+        """The plans of a search as points of its pictures: what was foretold of each, and of those that were tried,
+        what was measured; `front` says whether it is fastest in its memory."""
+        lines = {line["trial"]: line for line in self.lines}
+        points = [
+            {
+                **one,
+                "status": line.get("status"),
+                "measured": line.get("step_seconds_p50") if line.get("status") == "done" else None,
+                "memory": line.get("memory_gib"),
+            }
+            for one in map(finite, (self.search or {"foretold": []})["foretold"][:MOST])
+            for line in [lines.get(one["plan"], {})]
+            if None not in one.values() and min(one[name] for name in ("predicted", "expected", "low")) > 0
+        ]
+        best = set(front([(one["memory"], one["tokens"] / one["measured"]) for one in points if placed(one)]))
+        return [
+            one | {"front": bool(placed(one) and (one["memory"], one["tokens"] / one["measured"]) in best)}
+            for one in points
+        ]
+
+    def shown(self) -> dict[str, Any]:
+        """Trials and, of a search, how it stands, for the template."""
+        columns = [column for column in COLUMNS if any(line.get(column[1]) is not None for line in self.lines)]
+        if self.search:
+            columns = [column for column in columns if "loss" not in column[1]]  # of trials that train nothing
+        return {
+            "name": self.folder.resolve().name,
+            "folder": str(self.folder),
+            "search": self.search and standing(self.search, self.lines),
+            "recipe": self.recipe,
+            "columns": [title for title, *_ in columns],
+            "trials": [
+                {
+                    "name": printable(line["trial"]),
+                    "status": printable(line["status"].replace("_", " ")),
+                    "reason": printable((line.get("reason") or "")[:LETTERS]),
+                    "best": bool(self.search and line["trial"] == self.search.get("best")),
+                    "numbers": [NONE if line.get(key) is None else write(line[key]) for _, key, write in columns],
+                }
+                for line in self.lines
+            ],
+            "problems": self.problems,
+        }
+
+
+def finite(line: dict[str, Any]) -> dict[str, Any]:
+    """The line with None for numbers that are none."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()
+    }
+
+
+def placed(point: dict[str, Any]) -> bool:
+    """Whether a plan has a measured time and memory."""
+    return bool(point["measured"] and point["memory"])
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points (memory, speed) than which no other is as fast in as little memory; least memory first."""
+    kept: list[tuple[float, float]] = []
+    for memory, speed in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not kept or speed > kept[-1][1]:
+            kept.append((memory, speed))
+    return kept
+
+
+def standing(search: dict[str, Any], lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How a search stands, in words. lines: its trials."""
+    best = next((line for line in lines if line["trial"] == search.get("best")), None)
+    timed = [line["step_seconds_p50"] for line in lines if line["status"] == "done" and line.get("step_seconds_p50")]
+    words = [f"{number(len(lines), 'trial')} of {search['plans']} plans", f"budget {search['budget']}"]
+    return {
+        "about": " · ".join([*words, printable(search["machine"])]),
+        "ended": printable(search.get("ended") or ""),
+        "best": best and printable(best["trial"]),
+        "numbers": [
+            (title, write(best[key]))
+            for title, key, write in COLUMNS
+            if best and key in ("step_seconds_p50", "tokens_per_second", "memory_gib", "mfu") and best.get(key)
+        ],
+        "slowest": duration(max(timed)) if len(timed) > 1 else "",
+        "command": printable(search.get("command") or ""),
+    }
