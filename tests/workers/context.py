@@ -93,21 +93,21 @@ def numbers(model: Transformer, documents: bool) -> dict[str, Tensor]:
 
 
 class Counted(TensorGroup):
-    """A group that notes which collectives its rank starts."""
+    """A group that notes which collectives its rank starts, and how many results of exchanges are there at once."""
 
     seen: Counter = Counter()
+    exchanged: list[weakref.ref] = []
+    most = 0
 
     def gather(self, x: Tensor) -> Tensor:
         self.seen["gather"] += 1
         return super().gather(x)
 
-    def scatter_sum(self, x: Tensor) -> Tensor:
-        self.seen["scatter_sum"] += 1
-        return super().scatter_sum(x)
-
     def exchange(self, *arguments: Any) -> Tensor:
         self.seen["exchange"] += 1
-        return super().exchange(*arguments)
+        result = noted(super().exchange(*arguments), self.exchanged)
+        Counted.most = max(self.most, sum(each() is not None for each in self.exchanged))
+        return result
 
 
 def shared(model: Transformer, way: str, spec: ModelSpec, masked: bool, world: World, groups: int = 2) -> Counter:
@@ -160,8 +160,9 @@ def noted(x: Tensor, seen: list[weakref.ref]) -> Tensor:
 
 
 def recomputed(world: World) -> dict[str, dict[str, Any]]:
-    """Collectives of two layers, sums of gradients, and gathered groups of heads that are there after the forward pass,
-    by recompute and number of groups; `kept` is without gathering again."""
+    """Collectives of two layers, sums of gradients, gathered groups of heads that are there after the forward pass, and
+    groups whose gradients from all ranks are there at once, by recompute and number of groups; `kept` is without
+    gathering again."""
     results: dict[str, dict[str, Any]] = {}
     spec = tiny_spec(depth=2, attention={"kv_heads": 4})
     tokens, targets, _ = batch(False)
@@ -187,10 +188,10 @@ def recomputed(world: World) -> dict[str, dict[str, Any]]:
         loss, _ = model(tokens, targets)
         gc.collect()
         kept = sum(each() is not None for each in whole)
-        shared_attention.Arrive = Arrive
+        shared_attention.Arrive, Counted.most = Arrive, 0
         loss.backward()
         digest = sum(parameter.grad.double().sum().item() for parameter in model.parameters())
-        results[f"{mode} {groups}"] = {"counts": dict(counts), "digest": digest, "kept": kept}
+        results[f"{mode} {groups}"] = {"counts": dict(counts), "digest": digest, "kept": kept, "received": Counted.most}
     return results
 
 
