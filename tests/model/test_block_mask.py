@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.live import Live
 
 from trainer.model import block_mask
 from trainer.model.attention import first_seen, mask_of
@@ -54,3 +55,18 @@ def test_tables_are_those_of_every_pair(data):
 def test_tables_of_a_million_tokens_are_bounded(queries, keys, size):
     assert block_size(1, queries, keys) == size
     assert 16 * (queries // size) * (keys // size) <= block_mask.TABLES == 2**27
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_making_a_mask_takes_little_more_than_it_holds(batch):
+    """Beside the tables: a bool for each pair of blocks, for one table at a time, and the places of tokens."""
+    queries, keys = 2**14, 2**17
+    documents = (torch.arange(keys) // 1000).int().expand(batch, -1)
+    places = torch.arange(keys).view(-1, 128)[::8].flatten()
+    first = first_seen(documents, keys, 0, torch.device("cpu"))[:, places]
+    pairs = batch * (queries // 128) * (keys // 128)
+    with Live() as live:
+        mask = block_mask.block_mask(first, places, keys)
+    held = sum(getattr(mask, f"{kind}{side}_indices").nbytes for kind in ("", "full_") for side in ("kv", "q"))
+    assert held == 16 * pairs
+    assert live.peak < held + pairs + 4 * (batch + 1) * queries + 64 * batch * keys // 128
