@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainer.distributed.collectives import TensorGroup
 from trainer.model.attention import attend
-from trainer.model.context import Part, SharedMask
+from trainer.model.context import Halo, Part, SharedMask
 from trainer.planning.context import divided
 
 
@@ -38,24 +38,24 @@ class Exchange(torch.autograd.Function):
 
 
 class Fetch(torch.autograd.Function):
-    """This rank's tokens [tokens, ...] -> its runs, each with the keys before it. See `Halo`."""
+    """This rank's tokens [tokens, ...] -> its runs, each with the keys before it. See `Halo`.
+
+    Not by `cat`: where a rank fetches nothing, the compiler would leave out what is empty, and the exchange with it
+    where the layer is recomputed, for which the others wait."""
 
     @staticmethod
-    def forward(
-        ctx: Any, group: TensorGroup, to: list[int], of: list[int], sent: Tensor, laid: Tensor, x: Tensor
-    ) -> Tensor:
-        ctx.group, ctx.to, ctx.of = group, to, of
-        ctx.save_for_backward(sent, laid)
-        return torch.cat([group.wait(group.exchange(x[sent], of, to)), x])[laid]
+    def forward(ctx: Any, group: TensorGroup, halo: Halo, x: Tensor) -> Tensor:
+        ctx.group, ctx.halo = group, halo
+        whole = x.new_empty(len(halo.fetched) + len(halo.own), *x.shape[1:])
+        whole[halo.fetched] = group.wait(group.exchange(x[halo.sent], halo.of, halo.to))
+        whole[halo.own] = x
+        return whole
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
-        sent, laid = ctx.saved_tensors
-        apart = torch.empty_like(gradient)
-        apart[laid] = gradient
-        fetched, own = apart[: sum(ctx.of)], apart[sum(ctx.of) :]
-        returned = ctx.group.wait(ctx.group.exchange(fetched, ctx.to, ctx.of))
-        return None, None, None, None, None, own.index_add(0, sent, returned)
+        halo = ctx.halo
+        returned = ctx.group.wait(ctx.group.exchange(gradient[halo.fetched], halo.to, halo.of))
+        return None, None, gradient[halo.own].index_add(0, halo.sent, returned)
 
 
 class Depart(torch.autograd.Function):
@@ -170,8 +170,7 @@ def attend_gathered(
     if group is None:
         return attend_parts(query, key, value, shared.parts, scale, soft_cap)
     if shared.halo is not None:
-        sent, to, of, laid = shared.halo
-        return run(query, Fetch.apply(group, to, of, sent, laid, travelling(key, value)))
+        return run(query, Fetch.apply(group, shared.halo, travelling(key, value)))
     count = divided(key.shape[1], shared.group.plan.groups)
     keys, values, queries = key.chunk(count, 1), value.chunk(count, 1), query.chunk(count, 1)
     parts = [travelling(keys[number], values[number]) for number in range(count)]
