@@ -70,7 +70,7 @@ PRIVATE = [
     ),
     Private(
         "_make_subclass",
-        ("model/attention.py",),
+        ("model/plain_attention.py",),
         "torch.Tensor",
         "a CausalBias without its memory, which its own constructor takes",
     ),

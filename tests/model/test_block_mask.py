@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import settings
+from support.live import Live
 from support.reference import tiny_spec
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -67,6 +68,21 @@ def test_tables_are_those_of_every_pair(data):
 def test_tables_of_a_million_tokens_are_bounded(queries, keys, size):
     assert block_size(1, queries, keys) == size
     assert 16 * (queries // size) * (keys // size) <= masks.TABLES == 2**27
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_making_a_mask_takes_little_more_than_it_holds(batch):
+    """Beside the tables: a bool for each pair of blocks, for one table at a time, and the places of tokens."""
+    queries, keys = 2**14, 2**17
+    documents = (torch.arange(keys) // 1000).int().expand(batch, -1)
+    places = torch.arange(keys).view(-1, 128)[::8].flatten()
+    first = first_seen(documents, keys, 0, torch.device("cpu"))[:, places]
+    pairs = batch * (queries // 128) * (keys // 128)
+    with Live() as live:
+        mask = block_mask(first, places, keys)
+    held = sum(getattr(mask, f"{kind}{side}_indices").nbytes for kind in ("", "full_") for side in ("kv", "q"))
+    assert held == 16 * pairs
+    assert live.peak < held + pairs + 4 * (batch + 1) * queries + 64 * batch * keys // 128
 
 
 def held(value: Any) -> dict[int, int]:

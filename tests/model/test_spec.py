@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 from collections import Counter
@@ -17,13 +16,12 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.config.model import AttentionSpec, ModelSpec, NormSpec
 from trainer.hf.agreement import disagreement, narrowed, with_few_layers
 from trainer.hf.config import config_from_spec, first_difference, spec_from_config
-from trainer.model.attention import attend, build_mask, last_queries
+from trainer.model.attention import attend, build_mask
 from trainer.model.axes import parameter_infos
 from trainer.model.initial import initial_std, initialize
 from trainer.model.loss import LinearCrossEntropy, LossSettings
@@ -292,23 +290,6 @@ def test_attention_against_its_definition(window: int, cap: float, packed: bool)
         seen = seen & (documents[:, :, None] == documents[:, None, :])
     ours = attend(query, key, value, build_mask(documents, length, window, cap, CPU), 0.7, cap)
     torch.testing.assert_close(ours, dense_attention(query, key, value, seen, 0.7, cap), rtol=1e-12, atol=1e-12)
-
-
-def test_last_queries_need_no_mask() -> None:
-    """Nothing is held for each pair, compiled or where operators are recorded as well."""
-    torch.manual_seed(0)
-    query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
-    expected = dense_attention(query, key, value, torch.ones(1, 3, 9).tril(6).bool(), 0.5, 0.0)
-
-    class Recorded(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            return operator(*args, **(kwargs or {}))
-
-    for run in (attend, torch.compile(attend)):
-        with Recorded() if run is attend else contextlib.nullcontext():
-            torch.testing.assert_close(run(query, key, value, None, 0.5), expected, rtol=1e-5, atol=1e-6)
-    million = last_queries(2**20, 2**20)
-    assert million.untyped_storage().nbytes() == 0 and million.seq_len_kv == 2**20
 
 
 @pytest.mark.parametrize(

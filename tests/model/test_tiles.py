@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.live import Live
 from support.reference import random_batch, tiny_spec
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from trainer.checkpointing import host
 from trainer.checkpointing.activation import apply_recompute
@@ -104,28 +103,6 @@ def test_gradients_of_tiles_are_added_up_in_fp32():
         found[name] = [parameter.grad.double() for parameter in model.parameters()]
     for exact, plain, tiles in zip(*found.values(), strict=True):
         assert (tiles - exact).norm() < 1.5 * (plain - exact).norm() + 1e-3 * exact.norm()
-
-
-class Live(TorchDispatchMode):
-    """Bytes of the tensors that are made meanwhile and still live, and the most at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: dict[int, int] = {}
-        self.bytes = self.peak = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: tuple = (), keywords: dict | None = None) -> Any:
-        result = function(*arguments, **(keywords or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self.known:
-                self.known[storage._cdata] = storage.nbytes()
-                self.bytes += storage.nbytes()
-                self.peak = max(self.peak, self.bytes)
-                weakref.finalize(storage, self.gone, storage._cdata)
-        return result
-
-    def gone(self, key: int) -> None:
-        self.bytes -= self.known.pop(key, 0)
 
 
 def peak(spec: ModelSpec, tile: int, loss_tile: int) -> int:

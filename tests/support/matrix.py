@@ -14,8 +14,13 @@ from typing import Any
 
 Case = dict[str, Any]
 
+WAYS = ("gather zigzag", "gather blocks", "halo zigzag", "heads")
+"""How context-parallel ranks share sequences: method and order."""
+
 LAYOUT = {
     "dp": (1, 2, 4),
+    "cp": (1, 2),
+    "way": ("none", *WAYS),
     "tp": (1, 2, 4),
     "pp": (1, 2, 4),
     "stage": (0, 1, 2, 3),
@@ -50,7 +55,7 @@ FEATURES = {
 FACTORS = LAYOUT | FEATURES
 CHUNKS = {"interleaved": 2, "interleaved3": 3, "zb_v": 2, "v_half": 2, "v_min": 2, "dualpipe_v": 2, "csv": 2}
 SEQUENCES = 24
-COSTS = {1: 0.5, 2: 1, 4: 2, 8: 5}
+COSTS = {1: 0.3, 2: 0.8, 4: 1.4, 8: 5}
 """Of a case in seconds of processor time, by processes."""
 PLAIN = dict(
     stage=0,
@@ -66,23 +71,29 @@ PLAIN = dict(
     family="llama",
     loss="plain",
     dp=1,
+    cp=1,
+    way="none",
     tp=1,
     pp=1,
 )
 
 
 def world(case: Case) -> int:
-    return case["dp"] * case.get("cp", 1) * case["tp"] * case["pp"]
+    return case["dp"] * case["cp"] * case["tp"] * case["pp"]
 
 
 def legal(case: Case) -> bool:
-    """Whether the layout exists on at most 8 processes: a pipeline has a schedule, whose stages 9 layers can fill, and
-    what ZeRO shards has ranks to be sharded over."""
+    """Whether the layout exists on at most 8 processes: a pipeline has a schedule, whose stages 9 layers can fill; what
+    ZeRO shards has ranks to be sharded over; sequences that are shared have a way, and 4 heads to exchange or a window
+    to fetch keys for."""
     return (
         world(case) <= 8
         and (case["schedule"] == "none") == (case["pp"] == 1)
         and case["pp"] * CHUNKS.get(case["schedule"], 1) <= 9
-        and (case["stage"] == 0 or case["dp"] > 1)
+        and (case["stage"] == 0 or case["dp"] * case["cp"] > 1)
+        and (case["way"] == "none") == (case["cp"] == 1)
+        and (case["way"] != "heads" or case["tp"] < 4)
+        and (case["way"] != "halo zigzag" or case.get("attention", "window_cap") == "window_cap")
     )
 
 
@@ -105,11 +116,16 @@ passes, one stage and several, in a loop and in a V). The others are further ord
 
 
 def possible() -> set[tuple]:
-    """All pairs of values that some legal case holds; but schedules need meet two data-parallel or tensor-parallel
-    ranks only, not four, and four tensor or pipeline ranks the ZeRO stages 0 and 3 only, or most of the time would go
-    to cases on eight processes; and schedules that are no `KINDS` every number of stages only, among whatever
-    features."""
-    few = (place for place in layouts() if max(place["dp"], place["tp"]) < 4 or place["pp"] == 1)
+    """All pairs of values that some legal case holds; but schedules and shared sequences need meet two data-parallel,
+    tensor-parallel or pipeline ranks only, not four, and four tensor or pipeline ranks the ZeRO stages 0 and 3 only, or
+    most of the time would go to cases on eight processes; and schedules that are no `KINDS` every number of stages, and
+    ranks that share sequences, only, among whatever features."""
+    few = (
+        place
+        for place in layouts()
+        if max(place["dp"], place["tp"]) < 4 or place["pp"] == 1
+        if max(place["dp"], place["tp"], place["pp"]) < 4 or place["cp"] == 1
+    )
     found = set().union(*map(pairs, few)) | {(("dp", 4), ("pp", 2)), (("pp", 2), ("tp", 4))}
     for one, two in itertools.combinations(FACTORS, 2):
         if one in FEATURES or two in FEATURES:
@@ -117,21 +133,31 @@ def possible() -> set[tuple]:
                 tuple(sorted(pair))
                 for pair in itertools.product(*([(name, value) for value in FACTORS[name]] for name in (one, two)))
             }
-    return {
-        pair
-        for pair in found
-        if dict(pair).get("schedule", "none") in KINDS or {name for name, _ in pair} == {"schedule", "pp"}
-        if not (dict(pair).get("stage") in (1, 2) and 4 in (dict(pair).get("tp"), dict(pair).get("pp")))
-    }
+    return {pair for pair in found if asked(pair)}
+
+
+def asked(pair: tuple) -> bool:
+    """Whether the sample is to have two values together. See `possible`."""
+    case = dict(pair)
+    return (
+        (case.get("schedule", "none") in KINDS or "pp" in case or case.get("cp") == 2)
+        and not (case.get("stage") in (1, 2) and 4 in (case.get("tp"), case.get("pp")))
+        and not (case.get("way") == "halo zigzag" and case.get("attention", "window_cap") != "window_cap")
+    )
 
 
 @cache
 def sample() -> tuple[Case, ...]:
-    """A covering sample: each case is the one of several tries that covers most new pairs for its cost."""
+    """A covering sample: each case is the one of several tries, on few processes, that covers most new pairs for its
+    cost."""
     left, chosen, choose, places = possible(), [], random.Random(1), layouts()
     while left:
         needed = dict(min(left, key=repr))
-        fitting = [place for place in places if all(place.get(name, value) == value for name, value in needed.items())]
+        fitting = [
+            place for place in places if legal(place | needed) and all(place.get(n, v) == v for n, v in needed.items())
+        ]
+        few = 2 * min(map(world, fitting))
+        fitting = [place for place in fitting if world(place) <= few]
         tries = [completed(dict(choose.choice(fitting)), needed, left, choose) for _ in range(40)]
         best = max(tries, key=lambda case: len(pairs(case) & left) / COSTS[world(case)])
         left -= pairs(best)
@@ -149,7 +175,8 @@ def completed(case: Case, needed: Case, left: set[tuple], choose: random.Random)
             if name == "micro_batches":
                 values = FACTORS[name]
             case[name] = max(
-                values, key=lambda value: sum(tuple(sorted([(name, value), item])) in left for item in case.items())
+                (value for value in values if legal(case | {name: value})),
+                key=lambda value: sum(tuple(sorted([(name, value), item])) in left for item in case.items()),
             )
     return case
 
@@ -199,39 +226,14 @@ def data_parallel(processes: int) -> Iterator[Case]:
     yield base | {"stage": 2, "precision": "bf16", "reduce": "bf16", "micro_batches": 1}
 
 
-WAYS = ("gather zigzag", "gather contiguous", "gather blocks", "halo zigzag", "heads")
-"""How context-parallel ranks share sequences: method and order."""
-
-
-def context_parallel(processes: int) -> Iterator[Case]:
-    """Sequences that ranks share, in every way and with every other feature: on two processes with each value of each
-    feature, on more with other axes and schedules."""
-    base = PLAIN | {"dp": 1, "cp": 2}
-    if processes == 2:
-        for index in range(11):
-            case = base | {"way": WAYS[index % 5], "stage": index % 4}
-            for number, name in enumerate(name for name in FEATURES if name != "micro_batches"):
-                values = FEATURES[name]
-                case[name] = values[(index + index // len(values) * number) % len(values)]
-            if "halo" in case["way"]:
-                case["attention"] = "window_cap"
-            yield case
-    if processes == 4:
-        yield base | {"cp": 4, "way": "gather blocks", "attention": "documents", "stage": 3, "recompute": "modules"}
-        yield base | {"cp": 4, "way": "both zigzag", "attention": "window_cap", "stage": 2, "precision": "bf16"}
-        yield base | {"cp": 4, "way": "heads", "kv_heads": 1, "stage": 1, "recompute": "every2"}
-        yield base | {"dp": 2, "stage": 3, "shard": 2, "attention": "documents", "way": "auto"}
-        yield base | {"dp": 2, "stage": 3, "offload": True, "micro_batches": 3}
-        yield base | {"tp": 2, "way": "gather contiguous", "qk_norm": "full", "family": "gpt2", "kv_heads": 1}
-        yield base | {"tp": 2, "way": "heads", "recompute": "full", "stage": 2, "loss": "z_loss"}
-        for schedule, more in (
-            ("1f1b", {"recompute": "selective", "way": "halo zigzag", "attention": "window_cap"}),
-            ("zb_h1", {"tied": True, "way": "heads", "attention": "documents"}),
-            ("zb_v", {"stage": 3, "kv_heads": 4, "precision": "fp16"}),
-            ("interleaved", {"stage": 1, "way": "gather blocks", "attention": "documents", "loss": "chunk"}),
-        ):
-            yield base | {"pp": 2, "schedule": schedule, "micro_batches": 3} | more
-
+CONTEXT = [
+    PLAIN | {"cp": 4, "way": "gather blocks", "attention": "documents", "stage": 3, "recompute": "modules"},
+    PLAIN | {"cp": 4, "way": "both zigzag", "attention": "window_cap", "stage": 2, "precision": "bf16"},
+    PLAIN | {"cp": 4, "way": "heads", "kv_heads": 1, "stage": 1, "recompute": "every2"},
+    PLAIN | {"cp": 2, "way": "auto", "dp": 2, "stage": 3, "shard": 2, "attention": "documents"},
+    PLAIN | {"cp": 2, "way": "gather contiguous", "dp": 2, "stage": 3, "offload": True, "micro_batches": 3},
+]
+"""Sequences that ranks share, where the sample has less: on four, and states that fewer or the host hold."""
 
 RECOMPUTED = [
     PLAIN | layout
@@ -249,7 +251,7 @@ modes, each mode two or three layouts."""
 COMPILED = [
     PLAIN | layout
     for layout in (
-        {"compile": "graphs", "cp": 2, "stage": 3, "recompute": "tiles", "loss": "tile"},
+        {"compile": "graphs", "cp": 2, "way": "gather zigzag", "stage": 3, "recompute": "tiles", "loss": "tile"},
         {"compile": "graphs", "tp": 2, "recompute": "selective", "attention": "documents", "float8": "rowwise"},
         {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "budget", "offload": True, "float8": "tensorwise"},
         {"compile": "graphs", "tp": 2, "recompute": "selective", "fusion": "auto"},
@@ -292,7 +294,7 @@ COPIED = [
         {"dp": 2, "stage": 3, "recompute": "selective", "family": "gpt2"},
         {"dp": 2, "stage": 2, "precision": "bf16", "reduce": "bf16", "tied": True},
         {"dp": 2, "stage": 1, "micro_batches": 3, "precision": "fp16", "kv_heads": 1},
-        {"cp": 2, "stage": 3, "attention": "documents", "micro_batches": 3, "recompute": "full"},
+        {"cp": 2, "way": "heads", "stage": 3, "attention": "documents", "micro_batches": 3, "recompute": "full"},
         {"dp": 4, "stage": 3, "precision": "bf16", "micro_batches": 3, "tied": True},
         {"dp": 4, "stage": 2, "shard": 2},
         {"dp": 2, "tp": 2, "stage": 3, "fusion": "copy_engine", "family": "gemma"},
@@ -308,7 +310,6 @@ CUBES = [
     PLAIN | {"dp": 2, "tp": 2, "pp": 2} | more
     for more in (
         {"stage": 1, "schedule": "1f1b", "micro_batches": 6, "precision": "fp16", "kv_heads": 1, "family": "gpt2"},
-        {"dp": 1, "cp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "attention": "documents", "tied": True},
     )
 ]
 
@@ -319,12 +320,12 @@ def hop(kind: str, codec: str, **more: Any) -> dict[str, Any]:
 
 
 QUANTISED = [
-    PLAIN | {"dp": 2} | more | {"gradients": {"min_size": 0, **gradients}}
+    PLAIN | more | {"gradients": {"min_size": 0, **gradients}}
     for more, gradients in (
-        ({"stage": 0, "micro_batches": 3}, hop("outer", "int8")),
-        ({"stage": 3, "precision": "fp16", "recompute": "full"}, hop("inner", "fp8")),
+        ({"dp": 2, "stage": 0, "micro_batches": 3}, hop("outer", "int8")),
+        ({"cp": 2, "way": "heads", "stage": 3, "precision": "fp16", "recompute": "full"}, hop("inner", "fp8")),
         (
-            {"stage": 2, "tp": 2, "pp": 2, "schedule": "zb_v", "tied": True},
+            {"dp": 2, "stage": 2, "tp": 2, "pp": 2, "schedule": "zb_v", "tied": True},
             hop("inner", "int4", hadamard=16, error_feedback="classic"),
         ),
     )
@@ -341,7 +342,7 @@ FLOAT8 = [
         {"float8": "tensorwise", "gather": True, "dp": 2, "stage": 3, "pp": 2, "schedule": "zb_v", "offload": True},
         {"float8": "rowwise", "tp": 2, "recompute": "full", "bias": True},
         {"float8": "tensorwise", "pp": 2, "schedule": "zb_v", "tied": True},
-        {"float8": "rowwise_with_gw_hp", "cp": 2, "stage": 2, "recompute": "tiles"},
+        {"float8": "rowwise_with_gw_hp", "cp": 2, "way": "gather zigzag", "stage": 2, "recompute": "tiles"},
         {"float8": "rowwise", "tp": 2, "dp": 2, "stage": 3},
         {"float8": "rowwise", "tp": 2, "pp": 2, "schedule": "zb_v", "micro_batches": 3},
         {"float8": "rowwise", "tp": 2, "fusion": "copy_engine", "recompute": "selective", "compile": "graphs"},
@@ -361,7 +362,7 @@ MUON = [
         {"dp": 2, "stage": 2, "offload": True},
         {"dp": 4, "stage": 3},
         {"dp": 4, "stage": 2, "shard": 2, "micro_batches": 1},
-        {"cp": 2, "tp": 2, "stage": 3},
+        {"cp": 2, "way": "heads", "tp": 2, "stage": 3},
         {"tp": 2, "pp": 2, "schedule": "1f1b", "tied": True},
         {"dp": 2, "pp": 2, "schedule": "interleaved", "stage": 1, "family": "neox"},
         {"pp": 2, "schedule": "1f1b", "optimizer": "muon_in_one_layer"},
@@ -374,8 +375,9 @@ MUON = [
 def cases(processes: int, compiled: bool, gpus: bool = False) -> list[Case]:
     """Everything that runs on this number of processes."""
     chosen = [*data_parallel(processes)] if processes <= 4 else []
-    chosen += [case for case in [*sample(), *QUANTISED, *FLOAT8, *MUON, *FUSED, *COPIED] if world(case) == processes]
-    chosen += context_parallel(processes)
+    chosen += [
+        case for case in [*sample(), *CONTEXT, *QUANTISED, *FLOAT8, *MUON, *FUSED, *COPIED] if world(case) == processes
+    ]
     if processes == 2:
         chosen += [
             case | {"recompute": recompute, "bits": True}

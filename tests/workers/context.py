@@ -9,18 +9,22 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import random
 import sys
 import weakref
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from support.launch import ROOT, fork, leave
 from support.reference import tiny_spec
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig, Config
@@ -35,12 +39,12 @@ from trainer.model.initial import fill, initial_weights
 from trainer.model.shared_attention import Arrive
 from trainer.model.transformer import Transformer
 from trainer.parallel.context import share_sequences
-from trainer.parallel.parallelize import keep_buffers
+from trainer.parallel.parallelize import compile_layers, keep_buffers
 from trainer.planning.context import Context, traffic
 from trainer.planning.cost.layers import left_by_recompute, model_work
 from trainer.planning.plan import resolve_plan
 
-LENGTH, BATCH, RANKS = 32, 2, 4
+LENGTH, RANKS = 32, 4
 CPU = torch.device("cpu")
 
 WAYS = {  # method, order, inner
@@ -51,26 +55,66 @@ WAYS = {  # method, order, inner
     "halo contiguous": ("halo", "contiguous", None),
     "heads": ("heads", "auto", None),
     "both zigzag": ("both", "zigzag", 2),
+    "both contiguous": ("both", "contiguous", 2),
+    "both blocks": ("both", "blocks", 2),
 }
-MASKS: dict[str, dict[str, Any]] = {
+MASKS: dict[str, dict[str, Any]] = {  # window: beyond the run of tokens that a rank holds; of one more, all are fetched
     "causal": {},
     "documents": {"documents": True},
-    "window": {"window": 5},  # 4 ranks in zigzag order hold runs of 4: a window of one more is fetched, of two gathered
-    "longer window": {"window": 6},
+    "window": {"window": 1},
+    "longer window": {"window": 2},
     "cap": {"soft_cap": 2.0},
-    "all": {"documents": True, "window": 4, "soft_cap": 2.0},
+    "all": {"documents": True, "window": 0, "soft_cap": 2.0},
 }
 
 
-def batch(documents: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tokens, targets and documents. Only the last quarter of a sequence has targets. Documents have one token, end at
-    runs' edges, and span them."""
+class Case(NamedTuple):
+    """Sequences that `size` ranks share. run: tokens of a rank that are neighbours; groups: of heads, at most."""
+
+    way: str
+    mask: str
+    kv_heads: int
+    size: int
+    batch: int
+    length: int
+    run: int
+    groups: int
+
+    @property
+    def window(self) -> int:
+        beyond = MASKS[self.mask].get("window")
+        return 0 if beyond is None else self.run + beyond
+
+    @property
+    def fetches(self) -> bool:
+        """Whether ranks fetch the keys before a run."""
+        halo = "halo" in self.way or self.way in ("both zigzag", "both contiguous")
+        return halo and 1 < self.window <= self.run + 1
+
+
+def cases() -> list[Case]:
+    """Every way with every mask and number of key-value heads; sizes are drawn."""
+    drawn, choose = [], random.Random(10)
+    for way, mask, heads in itertools.product(WAYS, MASKS, (1, 2, 4)):
+        size = 4 if "both" in way else choose.choice((2, 4))
+        length, batch, groups = choose.choice((2 * size, 16, 32, 64)), choose.choice((1, 3)), choose.choice((1, 2, 4))
+        ranks = {"heads": 1, "both": 2}.get(way.split()[0], size)
+        run = length // (ranks * (1 if "contiguous" in way else 2))
+        case = Case(way, mask, heads, size, batch, length, run, groups)
+        if "halo" not in way or case.fetches:
+            drawn.append(case)
+    return drawn
+
+
+def batch(documents: bool, size: int = 2, length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tokens, targets and documents of `size` sequences. Only the last quarter of a sequence has targets. Documents
+    have one token, end at runs' edges, and span them."""
     generator = torch.Generator().manual_seed(1)
-    tokens, targets = torch.randint(0, 61, (2, BATCH, LENGTH), generator=generator).unbind()
-    targets[:, : LENGTH * 3 // 4] = -100
-    edges = torch.zeros(BATCH, LENGTH, dtype=torch.int32)
-    edges[0, [1, 4, 16]] = 1
-    edges[1, [3, 11, 12, 13, 24]] = 1
+    tokens, targets = torch.randint(0, 61, (2, size, length), generator=generator).unbind()
+    targets[:, : length * 3 // 4] = -100
+    edges = torch.zeros(size, length, dtype=torch.int32)
+    edges[:, [1, length // 8, length // 2]] = 1
+    edges[-1, [length // 2 - 1, length * 3 // 4 - 1]] = 1
     return tokens, targets, edges.cumsum(1).int() if documents else None
 
 
@@ -84,20 +128,23 @@ def build(spec: ModelSpec) -> Transformer:
     return model.double()
 
 
-def numbers(model: Transformer, documents: bool) -> dict[str, Tensor]:
+def numbers(model: Transformer, documents: bool, size: int = 2, length: int = LENGTH) -> dict[str, Tensor]:
     """Loss and gradients of what this rank computes."""
-    tokens, targets, edges = batch(documents)
+    tokens, targets, edges = batch(documents, size, length)
     model.zero_grad()
     loss, entropy = model(tokens, targets, edges)
     loss.backward()
-    return {"loss": entropy.detach()} | {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"loss": entropy.detach()} | {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 class Counted(TensorGroup):
-    """A group that notes which collectives its rank starts, and how many elements come of other ranks in them."""
+    """A group that notes which collectives its rank starts, how many elements come of other ranks in them, and how many
+    results of exchanges are there at once."""
 
     seen: Counter = Counter()
     received: Counter = Counter()
+    exchanged: list[weakref.ref] = []
+    most = 0
 
     def note(self, kind: str, elements: int) -> None:
         self.seen[kind] += 1
@@ -107,34 +154,38 @@ class Counted(TensorGroup):
         self.note("gather", x.numel() * (self.size - 1))
         return super().gather(x)
 
-    def scatter_sum(self, x: Tensor) -> Tensor:
-        self.note("scatter_sum", x.numel() // self.size * (self.size - 1))
-        return super().scatter_sum(x)
-
     def exchange(self, x: Tensor, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
         tokens = [len(x) // self.size] * self.size if received is None else received
         self.note("exchange", (sum(tokens) - tokens[self.rank]) * x.shape[1:].numel())
-        return super().exchange(x, received, sent)
+        result = noted(super().exchange(x, received, sent), self.exchanged)
+        Counted.most = max(self.most, sum(each() is not None for each in self.exchanged))
+        return result
 
 
-def formula(spec: ModelSpec, context: Context, again: bool, kept: bool = False) -> float:
+def formula(
+    spec: ModelSpec, context: Context, again: bool, kept: bool = False, size: int = 2, length: int = LENGTH
+) -> float:
     """What the plan says that the busiest rank receives, where no layer, or each, is recomputed; kept: whether keys
     are not gathered again."""
-    return BATCH * spec.depth * traffic(spec.layer(0).attention, context, LENGTH, 1, float(again), kept).all
+    return size * spec.depth * traffic(spec.layer(0).attention, context, length, 1, float(again), kept).all
 
 
-def shared(model: Transformer, way: str, spec: ModelSpec, masked: bool, world: World, groups: int = 2) -> Counter:
-    """Lets the ranks of `world` share the model's sequences; what they will do is counted."""
+def share(model: Transformer, world: World, way: str, masked: bool, groups: int = 2, length: int = LENGTH) -> None:
+    """Lets the ranks of `world` share the model's sequences."""
     config, size = Config(), world.context.size()
-    config.batch.sequence_length, config.data.mask_documents = LENGTH, masked
+    config.batch.sequence_length, config.data.mask_documents = length, masked
     config.parallel.cp, context = size, config.parallel.context
     context.method, context.order, context.inner = WAYS[way]
     if context.order == "blocks":
-        context.block = 4
+        context.block = max(length // (4 * size), 1)
     if context.method != "heads":
         context.groups = groups
-    plan = resolve_plan(config.parallel, RANKS, spec)
-    share_sequences(model, config, spec, plan, world)
+    plan = resolve_plan(config.parallel, RANKS, model.spec)
+    share_sequences(model, config, model.spec, plan, world)
+
+
+def counted(model: Transformer) -> Counter:
+    """What the ranks that share the model's sequences will do."""
     Counted.seen, Counted.received = Counter(), Counter()
     for name in ("heads", "keys"):
         if (group := getattr(model.context, name)) is not None:
@@ -142,33 +193,68 @@ def shared(model: Transformer, way: str, spec: ModelSpec, masked: bool, world: W
     return Counted.seen
 
 
+def furthest(found: dict[str, Tensor], expected: dict[str, Tensor], world: World) -> float:
+    """The largest error of a loss or gradient that the ranks of `world` have computed parts of."""
+    flat = torch.cat([found[name].flatten() for name in expected])
+    dist.all_reduce(flat, group=world.context.get_group())
+    parts = flat.split([value.numel() for value in expected.values()])
+    return max(
+        ((part - value.flatten()).abs().max() / value.abs().max()).item()
+        for part, value in zip(parts, expected.values(), strict=True)
+    )
+
+
 def measure(worlds: dict[int, World]) -> list[dict[str, Any]]:
-    results = []
-    for (mask, changes), heads in itertools.product(MASKS.items(), (1, 2, 4)):
-        attention = {name: value for name, value in changes.items() if name != "documents"}
-        spec = tiny_spec(depth=1, attention=attention | {"kv_heads": heads})
-        model, masked = build(spec), "documents" in changes
-        expected = {name: value.clone() for name, value in numbers(model, masked).items()}
-        for size, world in worlds.items():
-            for way in WAYS:
-                if "halo" in way and mask != "window" or size == 2 and (way.startswith("both") or heads != 2):
-                    continue
-                counts = shared(model, way, spec, masked, world)
-                found = numbers(model, masked)
-                # A CPU's soft caps are computed with copies of keys, which are kept.
-                expected_elements = formula(spec, model.context.plan, again=False, kept="soft_cap" in changes)
-                model.context, counts = None, dict(counts)
-                flat = torch.cat([found[name].flatten() for name in expected])
-                dist.all_reduce(flat)  # every group of `size` ranks has computed the whole
-                parts = (flat * size / RANKS).split([value.numel() for value in expected.values()])
-                error = max(
-                    ((part - value.flatten()).abs().max() / value.abs().max()).item()
-                    for part, value in zip(parts, expected.values(), strict=True)
-                )
-                result = {"way": way, "mask": mask, "kv_heads": heads, "size": size, "error": error}
-                result |= {"counts": world.gather(counts), "formula": expected_elements}
-                results.append(result | {"received": world.gather(Counted.received["elements"])})
-    return results
+    results: list[dict[str, Any]] = []
+    models: dict[str, Transformer] = {}
+    expected: dict[str, dict[str, Tensor]] = {}
+    for case in cases():
+        mask, world = MASKS[case.mask], worlds[case.size]
+        attention = {"window": case.window, "soft_cap": mask.get("soft_cap", 0.0), "kv_heads": case.kv_heads}
+        data = "documents" in mask, case.batch, case.length
+        kind, key = str(attention), str((attention, data))
+        if kind not in models:
+            models[kind] = build(tiny_spec(depth=1, max_length=64, attention=attention))
+        model = models[kind]
+        if key not in expected:
+            expected[key] = numbers(model, *data)
+        share(model, world, case.way, data[0], case.groups, case.length)
+        counts, found = counted(model), numbers(model, *data)
+        # A CPU's soft caps are computed with copies of keys, which are kept.
+        elements = formula(model.spec, model.context.plan, False, "soft_cap" in mask, case.batch, case.length)
+        model.context = None
+        told = {"fetches": case.fetches, "error": furthest(found, expected[key], world), "formula": elements}
+        results.append(case._asdict() | told | {"counts": dict(counts), "received": Counted.received["elements"]})
+    everyone = worlds[RANKS].gather([(result["counts"], result["received"]) for result in results])
+    return [
+        result | {"counts": [counts for counts, _ in noted], "received": [elements for _, elements in noted]}
+        for result, *noted in zip(results, *everyone)
+    ]
+
+
+def compiled(world: World) -> list[dict[str, Any]]:
+    """Ways of two ranks whose layers are compiled: captured and cut as by default, and run eagerly. The first two ranks
+    save everything, the others recompute."""
+    results, compile = [], torch.compile
+    mode = ("none", "full")[dist.get_rank() // 2]
+    for way, changes in (
+        ("gather zigzag", {}),
+        ("gather blocks", {"documents": True}),
+        ("halo contiguous", {"window": 5}),
+        ("heads", {}),
+    ):
+        model = build(tiny_spec(depth=1, attention={"kv_heads": 4, "window": changes.get("window", 0)}))
+        masked = "documents" in changes
+        expected = numbers(model, masked)
+        apply_recompute(model, ActivationConfig(mode=mode))
+        share(model, world, way, masked)
+        counters.clear()
+        with patch.object(torch, "compile", partial(compile, backend="aot_eager_decomp_partition")):
+            compile_layers(model, deferring=False)
+            error = furthest(numbers(model, masked), expected, world)
+        graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        results.append({"way": way, "mode": mode, "error": error, "graphs": graphs, "breaks": breaks})
+    return [one for some in world.gather(results)[::2] for one in some]
 
 
 def noted(x: Tensor, seen: list[weakref.ref]) -> Tensor:
@@ -177,8 +263,9 @@ def noted(x: Tensor, seen: list[weakref.ref]) -> Tensor:
 
 
 def recomputed(world: World) -> dict[str, dict[str, Any]]:
-    """Collectives of two layers, what they bring and should bring, sums of gradients, and gathered groups of heads that
-    are there after the forward pass, by way, recompute and number of groups; `kept` is without gathering again."""
+    """Collectives of two layers, what they bring and should bring, sums of gradients, gathered groups of heads that are
+    there after the forward pass, and groups whose gradients from all ranks are there at once, by way, recompute and
+    number of groups; `kept` is without gathering again."""
     results: dict[str, dict[str, Any]] = {}
     tokens, targets, _ = batch(False)
     gathering = [("gather zigzag", *case) for case in (("none", 1), ("none", 4), ("kept", 2))]
@@ -189,7 +276,8 @@ def recomputed(world: World) -> dict[str, dict[str, Any]]:
         activation = ActivationConfig(mode={"kept": "none", "modules": "selective"}.get(mode, mode))
         activation.modules = ["*.attention"] if mode == "modules" else []
         apply_recompute(model, activation)
-        counts = shared(model, way, spec, False, world, groups)
+        share(model, world, way, False, groups)
+        counts = counted(model)
         if mode == "kept":
             for layer in model.layers.values():
                 layer.attention.recomputed = True  # as the mask is told, and nobody does
@@ -198,15 +286,13 @@ def recomputed(world: World) -> dict[str, dict[str, Any]]:
         loss, _ = model(tokens, targets)
         gc.collect()
         kept = sum(each() is not None for each in whole)
-        shared_attention.Arrive = Arrive
+        shared_attention.Arrive, Counted.most = Arrive, 0
         loss.backward()
         digest = sum(parameter.grad.double().sum().item() for parameter in model.parameters())
-        works = model_work(spec, LENGTH, 1, 8)
-        again = {left.attends for left in left_by_recompute(works, activation)}
+        again = {left.attends for left in left_by_recompute(model_work(spec, LENGTH, 1, 8), activation)}
         expected = formula(spec, model.context.plan, again == {1.0}, mode == "kept")
-        received = world.gather(Counted.received["elements"])
-        result = {"counts": dict(counts), "digest": digest, "kept": kept}
-        results[f"{way} {mode} {groups}"] = result | {"received": received, "formula": expected}
+        result = {"counts": dict(counts), "digest": digest, "kept": kept, "arriving": Counted.most, "formula": expected}
+        results[f"{way} {mode} {groups}"] = result | {"received": world.gather(Counted.received["elements"])}
     return results
 
 
@@ -235,8 +321,8 @@ def generated(worlds: dict[int, World]) -> list[dict[str, Any]]:
     of a row that a rank holds."""
     results, generator = [], torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, 61, (length,), generator=generator).tolist() for length in (1, 9, 60)]
-    for mask in ("causal", "window", "cap"):
-        spec = tiny_spec(max_length=90, attention=MASKS[mask] | {"kv_heads": 2})
+    for mask, changes in {"causal": {}, "window": {"window": 5}, "cap": {"soft_cap": 2.0}}.items():
+        spec = tiny_spec(max_length=90, attention=changes | {"kv_heads": 2})
         model = build(spec)
         keep_buffers(model, CPU)
         seen = []
@@ -264,8 +350,13 @@ def benched(world: World) -> list[dict[str, Any]]:
 def main(out: str) -> None:
     mesh = resolve_plan(Config().parallel, RANKS).mesh
     worlds = {size: join(mesh, CPU, cp=size) for size in (2, 4)}
-    results = {"ways": measure(worlds), "recompute": recomputed(worlds[4]), "generated": generated(worlds)}
-    results["benched"] = benched(worlds[4])
+    results = {
+        "ways": measure(worlds),
+        "recompute": recomputed(worlds[4]),
+        "compiled": compiled(worlds[2]),
+        "generated": generated(worlds),
+        "benched": benched(worlds[4]),
+    }
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
 

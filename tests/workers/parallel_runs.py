@@ -83,11 +83,11 @@ PLANS = {  # of one run of four steps
 CHAINS = {  # of plans, two steps each, on 4 processes and then on 2; one process begins and ends
     "untied": {
         4: [
-            {"parallel.cp": 2, "parallel.tp": 2, "parallel.zero.stage": 3},
-            {"parallel.pp": 2, "parallel.pipeline.schedule": "zb_h1", "parallel.zero.stage": 2, "batch.micro_size": 1},
+            {"parallel.pp": 2, "parallel.cp": 2, "parallel.pipeline.schedule": "zb_h1", "parallel.zero.stage": 2},
             {"parallel.tp": 2, "parallel.pp": 2, "parallel.pipeline.schedule": "interleaved", "parallel.zero.stage": 1},
+            {"parallel.cp": 4, "parallel.zero.stage": 3},
         ],
-        2: [{"parallel.pp": 2, "parallel.pipeline.schedule": "greedy"}],
+        2: [{"parallel.cp": 2, "parallel.context.method": "gather", "parallel.zero.stage": 1}],
     },
     "tied": {
         4: [
@@ -125,7 +125,7 @@ TRAINED = {
 FIRST, LEG = 2, 2
 """Steps that one process takes before a chain, and steps of each leg."""
 
-STOPPED = {"untied": 3, "tied": 2}
+STOPPED = {"untied": 2, "tied": 2}
 """The legs that would go on, but are ended by a signal to one rank: of tp2 x pp2, and of pp4."""
 
 

@@ -1,8 +1,8 @@
 """Scaled dot-product attention with causal, sliding-window and document masks.
 
 A query sees a run of keys that ends with itself; a mask says where each query's run begins. Plain causal attention goes
-to `scaled_dot_product_attention`, which picks the fastest kernel of the device. Windows, documents and soft caps go to
-FlexAttention on a GPU (a block mask, never N x N scores or masks) and to a dense mask on a CPU."""
+to the fastest kernel of the device (`plain_attention.py`). Windows, documents and soft caps go to FlexAttention on a
+GPU (a block mask, never N x N scores or masks) and to a dense mask on a CPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from trainer.model.block_mask import block_mask
 from trainer.model.compiled import compiled
+from trainer.model.plain_attention import attend_plain
 
 
 def build_mask(documents: Tensor | None, length: int, window: int, soft_cap: float, device: torch.device) -> Any:
@@ -70,10 +70,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, s
     the last query sees all keys. Returns [batch, heads, length, head_dim].
     """
     grouped = query.shape[1] != key.shape[1]
-    if mask is None and query.shape[2] < key.shape[2]:
-        return attend_last(query, key, value, scale)
     if mask is None:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+        return attend_plain(query, key, value, scale)
     if not isinstance(mask, Tensor):
         score_mod = partial(cap_score, cap=soft_cap) if soft_cap else None
         return flex()(query, key, value, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped)
@@ -83,28 +81,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, s
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     scores = cap_score(query @ key.transpose(-1, -2) * scale, cap=soft_cap).masked_fill(~mask, float("-inf"))
     return torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype) @ value
-
-
-@torch.compiler.disable
-def attend_last(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """`attend` for the last queries of a sequence, without a mask. Not compiled: torch 2.11 can not compile the
-    backward pass of the kernel that it takes in fp32."""
-    grouped = query.shape[1] != key.shape[1]
-    if grouped and query.element_size() > 2:  # flash attention has no fp32, and the kernel that has it no groups
-        repeat = query.shape[1] // key.shape[1]
-        key, value, grouped = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1), False
-    last = last_queries(query.shape[2], key.shape[2])
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=last, scale=scale, enable_gqa=grouped)
-
-
-def last_queries(queries: int, keys: int) -> CausalBias:
-    """What says that the last of the queries sees all keys, without a mask.
-
-    `causal_lower_right` says it too, but holds two numbers for each query and key, and torch 2.11 to 2.13 refuse it
-    where operators are recorded."""
-    bias = torch.Tensor._make_subclass(CausalBias, torch.empty(0))
-    CausalBias.__init__(bias, CausalVariant.LOWER_RIGHT, queries, keys)
-    return bias
 
 
 def cap_score(score: Tensor, *_: Any, cap: float) -> Tensor:

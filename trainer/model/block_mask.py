@@ -37,12 +37,12 @@ def block_mask(first: Tensor, places: Tensor, keys: int) -> Any:
 
 def seen_blocks(first: Tensor, places: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of each block of `size` queries the first and last block of keys that it sees, and the first and last that each
-    of its queries sees whole (the last before the first: none). All int [batch or 1, blocks of queries]; all rise."""
+    of its queries sees whole (the last before the first: none). All int32 [batch or 1, blocks of queries]; all rise."""
     heads = torch.arange(0, len(places), size, device=places.device)
     tails = (heads + size - 1).clamp(max=len(places) - 1)
     low, high = first[:, heads] // size, (places[tails] // size).expand(len(first), -1)
     whole_low, whole_high = -(-first[:, tails] // size), ((places[heads] + 1) // size - 1).expand(len(first), -1)
-    return low, high, whole_low, whole_high
+    return low.int(), high.int(), whole_low.int(), whole_high.int()
 
 
 def query_tables(first: Tensor, places: Tensor, size: int, keys: int) -> tuple[Tensor, ...]:
@@ -53,24 +53,25 @@ def query_tables(first: Tensor, places: Tensor, size: int, keys: int) -> tuple[T
 def key_tables(first: Tensor, places: Tensor, size: int, keys: int) -> tuple[Tensor, ...]:
     """The same from the other side: the blocks of queries that see each block of keys."""
     low, high, whole_low, whole_high = (bound.contiguous() for bound in seen_blocks(first, places, size))
-    blocks = torch.arange(-(-keys // size), device=places.device).expand(len(first), -1).contiguous()
+    blocks = torch.arange(-(-keys // size), device=places.device, dtype=torch.int32).expand(len(first), -1).contiguous()
 
     def between(bottom: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
         """The first and last block of queries whose run of keys, from `bottom` to `top`, holds each block of keys."""
-        return torch.searchsorted(top, blocks), torch.searchsorted(bottom, blocks, right=True) - 1
+        after = torch.searchsorted(bottom, blocks, right=True, out_int32=True)
+        return torch.searchsorted(top, blocks, out_int32=True), after - 1
 
     return tables(*between(low, high), *between(whole_low, whole_high), low.shape[1])
 
 
 def tables(low: Tensor, high: Tensor, whole_low: Tensor, whole_high: Tensor, width: int) -> tuple[Tensor, ...]:
     """Of runs of blocks with a run inside: how many are outside of the inner one and which, how many inside and which.
-    Numbers are int32 [batch or 1, 1, rows], indices [..., width], of which so many count."""
+    Numbers are int32 [batch or 1, 1, rows], indices [..., width], of which so many count. There is never more for each
+    pair of blocks than the two tables and a bool."""
     whole = (whole_high - whole_low + 1).clamp(min=0)
     seen = (high - low + 1).clamp(min=0)
     before = torch.where(whole > 0, whole_low - low, seen)[..., None]  # of those in part, how many stand first
-    column = torch.arange(width, device=low.device)
-    part = torch.where(column < before, low[..., None] + column, whole_high[..., None] + 1 + column - before)
+    column = torch.arange(width, device=low.device, dtype=torch.int32)
+    part = torch.where(column < before, low[..., None], whole_high[..., None] + 1 - before).add_(column)
     inside = whole_low[..., None] + column
-    return tuple(
-        table.int()[:, None] for table in (seen - whole, part.clamp(0, width - 1), whole, inside.clamp(0, width - 1))
-    )
+    found = seen - whole, part.clamp_(0, width - 1), whole, inside.clamp_(0, width - 1)
+    return tuple(table[:, None] for table in found)

@@ -28,13 +28,14 @@ class Halo(NamedTuple):
     """How a rank fetches the keys before its runs.
 
     sent: places, among its own tokens, of those that others need, by destination. to, of: how many go to each outer
-    rank and come from each. laid: places of [fetched, own] tokens in the order in which runs look at them.
+    rank and come from each. fetched, own: where those tokens go, in the order in which runs look at them.
     """
 
     sent: Tensor
     to: list[int]
     of: list[int]
-    laid: Tensor
+    fetched: Tensor
+    own: Tensor
 
 
 @dataclass(frozen=True)
@@ -127,17 +128,15 @@ class ContextGroup:
         runs, last, ranks = self.runs(length), self.plan.outer * self.plan.rows(length) - 1, range(self.plan.outer)
         sent = sorted((self.holder(run + 1), place) for place, run in enumerate(runs) if run < last)
         came = sorted((self.holder(run - 1), place) for place, run in enumerate(runs) if run > 0)
-        own, behind = before * len(came), torch.arange(before, device=device)
-        fetched = {place: number * before + behind for number, (_, place) in enumerate(came)}
-        laid = []
-        for place in range(len(runs)):
-            laid += [fetched[place]] if place in fetched else []
-            laid.append(torch.arange(own + place * size, own + (place + 1) * size, device=device))
+        behind, inside = torch.arange(before, device=device), torch.arange(size, device=device)
+        fetches = [run > 0 for run in runs]
+        starts = [place * size + before * sum(fetches[:place]) for place in range(len(runs))]
         return Halo(
             torch.cat([behind[:0], *((place + 1) * size - before + behind for _, place in sent)]),
             [before * sum(to == rank for to, _ in sent) for rank in ranks],
             [before * sum(of == rank for of, _ in came) for rank in ranks],
-            torch.cat(laid),
+            torch.cat([behind[:0], *(starts[place] + behind for _, place in came)]),
+            torch.cat([start + before * fetch + inside for start, fetch in zip(starts, fetches)]),
         )
 
 

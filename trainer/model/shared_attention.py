@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainer.distributed.collectives import TensorGroup
 from trainer.model.attention import attend
-from trainer.model.context import Part, SharedMask
+from trainer.model.context import Halo, Part, SharedMask
 from trainer.planning.context import divided
 
 
@@ -38,42 +38,47 @@ class Exchange(torch.autograd.Function):
 
 
 class Fetch(torch.autograd.Function):
-    """This rank's tokens [tokens, ...] -> its runs, each with the keys before it. See `Halo`."""
+    """This rank's tokens [tokens, ...] -> its runs, each with the keys before it. See `Halo`.
+
+    Not by `cat`: where a rank fetches nothing, the compiler would leave out what is empty, and the exchange with it
+    where the layer is recomputed, for which the others wait."""
 
     @staticmethod
-    def forward(
-        ctx: Any, group: TensorGroup, to: list[int], of: list[int], sent: Tensor, laid: Tensor, x: Tensor
-    ) -> Tensor:
-        ctx.group, ctx.to, ctx.of = group, to, of
-        ctx.save_for_backward(sent, laid)
-        return torch.cat([group.wait(group.exchange(x[sent], of, to)), x])[laid]
+    def forward(ctx: Any, group: TensorGroup, halo: Halo, x: Tensor) -> Tensor:
+        ctx.group, ctx.halo = group, halo
+        whole = x.new_empty(len(halo.fetched) + len(halo.own), *x.shape[1:])
+        whole[halo.fetched] = group.wait(group.exchange(x[halo.sent], halo.of, halo.to))
+        whole[halo.own] = x
+        return whole
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
-        sent, laid = ctx.saved_tensors
-        apart = torch.empty_like(gradient)
-        apart[laid] = gradient
-        fetched, own = apart[: sum(ctx.of)], apart[sum(ctx.of) :]
-        returned = ctx.group.wait(ctx.group.exchange(fetched, ctx.to, ctx.of))
-        return None, None, None, None, None, own.index_add(0, sent, returned)
+        halo = ctx.halo
+        returned = ctx.group.wait(ctx.group.exchange(gradient[halo.fetched], halo.to, halo.of))
+        return None, None, gradient[halo.own].index_add(0, halo.sent, returned)
 
 
 class Depart(torch.autograd.Function):
-    """Where the gradients of a group of heads arrive. They have started in `Arrive`; this is the last to run."""
+    """This rank's part [tokens / c, ...] of a group of heads -> one copy for each rank, [c, tokens / c, ...], without
+    memory.
+
+    The gradients of the copies come from all ranks, by an exchange that `Arrive` has started. They are added up here,
+    in fp32 and rounded once: a reduce-scatter in bf16 would round after each rank, and its error grow with their
+    number."""
 
     @staticmethod
     def forward(ctx: Any, group: TensorGroup, x: Tensor) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
+        return x.expand(group.size, *x.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        return None, ctx.group.wait(gradient)
+    def backward(ctx: Any, gradients: Tensor) -> tuple:
+        return None, ctx.group.wait(gradients).sum(0)  # torch adds up types of 16 bits in fp32
 
 
 class Arrive(torch.autograd.Function):
-    """Keys and values of a group of heads, in the sequence's order, on every rank: [tokens, ...]. x: this rank's part,
-    of `Depart`; started: its gather."""
+    """Keys and values of a group of heads, in the sequence's order, on every rank: [tokens, ...]. copies: of this
+    rank's part, of `Depart`; started: its gather."""
 
     @staticmethod
     def forward(
@@ -83,7 +88,7 @@ class Arrive(torch.autograd.Function):
         number: int,
         order: Tensor,
         inverse: Tensor,
-        x: Tensor,
+        copies: Tensor,
         started: Tensor,
     ) -> Tensor:
         ctx.group, ctx.again, ctx.number = group, again, number
@@ -95,7 +100,8 @@ class Arrive(torch.autograd.Function):
         (order,) = ctx.saved_tensors
         if ctx.again is not None:
             ctx.again.drop(ctx.number)
-        return None, None, None, None, None, ctx.group.scatter_sum(gradient[order]), None
+        by_rank = gradient[order].unflatten(0, (ctx.group.size, -1))
+        return None, None, None, None, None, ctx.group.exchange(by_rank), None
 
 
 class Again:
@@ -164,21 +170,25 @@ def attend_gathered(
     if group is None:
         return attend_parts(query, key, value, shared.parts, scale, soft_cap)
     if shared.halo is not None:
-        sent, to, of, laid = shared.halo
-        return run(query, Fetch.apply(group, to, of, sent, laid, travelling(key, value)))
+        return run(query, Fetch.apply(group, shared.halo, travelling(key, value)))
     count = divided(key.shape[1], shared.group.plan.groups)
     keys, values, queries = key.chunk(count, 1), value.chunk(count, 1), query.chunk(count, 1)
-    # All before attention, so that backward comes to them after it.
-    parts = [Depart.apply(group, travelling(keys[number], values[number])) for number in range(count)]
+    parts = [travelling(keys[number], values[number]) for number in range(count)]
     again = None
     if shared.again and parts[0].requires_grad and not torch.compiler.is_compiling():
         again = Again(shared, parts)
-    ahead, attended = group.gather(parts[0].detach()), []
+
+    def send(number: int) -> tuple[Tensor, Tensor]:
+        """The copies of a group of heads, and their gather. Backward takes the last first: it comes to these gradients
+        after attention of the group before, and two groups' are there at a time."""
+        return Depart.apply(group, parts[number]), group.gather(parts[number].detach())
+
+    ahead, attended = send(0), []
     for number in range(count):
-        started = ahead
+        copies, started = ahead
         if number + 1 < count:
-            ahead = group.gather(parts[number + 1].detach())
-        whole = Arrive.apply(group, again, number, shared.order, shared.inverse, parts[number], started)
+            ahead = send(number + 1)
+        whole = Arrive.apply(group, again, number, shared.order, shared.inverse, copies, started)
         with contextlib.nullcontext() if again is None else again.instead_of(whole, number):
             attended.append(run(queries[number], whole))
     return attended[0] if count == 1 else torch.cat(attended, 1)

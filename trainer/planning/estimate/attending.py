@@ -13,8 +13,9 @@ PLACE = 8
 
 
 def gathered_keys(layout: Layout, element: int) -> list[float]:
-    """Bytes of the gathered keys and values of each layer. Its backward pass has those of a group of heads, of the next
-    one, and gradients, before and behind their way into the ranks' order."""
+    """Bytes of the gathered keys and values of each layer. Its backward pass has those of a group of heads and of the
+    next one; gradients, before and behind their way into the ranks' order; and of two groups those that all ranks have
+    sent, until they are added up."""
     size, layers = element * layout.batch.micro_size, layer_specs(layout.spec)
     if layout.context is None:
         return [0.0] * layout.spec.depth

@@ -142,7 +142,7 @@ class ModelBytes:
         self.activation = tuple(map(sum, zip(self.activation, more)))
         self.tile = min(config.activation.tile or 0, self.tokens / plan.tp)
         self.working = tuple(
-            self.of_layer(work, rest, size * (3 + (count > 1)) / count, count)
+            self.of_layer(work, rest, size * (3 + (count > 1) + min(2, count)) / count, count)
             for work, rest, size, count in zip(works, left, keys, groups_of_heads(layout))
         )
         self.host = tuple(self.tokens * rest.host for rest in left)

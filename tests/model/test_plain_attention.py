@@ -1,0 +1,87 @@
+"""Causal attention without a mask: what kernels are given, and that it changes no value."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.model.attention import attend
+from trainer.model.plain_attention import Fit, attend_causal, attend_fitted, capability, fit, last_queries
+
+TURING, AMPERE, RTX_3090, HOPPER, BLACKWELL, RTX_5090 = (7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, head_dim, given",
+    [  # flash attention
+        *(
+            (gpu, dtype, 128, Fit(dtype, 128, True))
+            for gpu in (AMPERE, RTX_3090, HOPPER, BLACKWELL)
+            for dtype in (BF16, FP16)
+        ),
+        (HOPPER, BF16, 100, Fit(BF16, 100, True)),  # which torch fills up itself
+        (HOPPER, BF16, 256, Fit(BF16, 256, True)),
+        (RTX_3090, BF16, 256, Fit(BF16, 256, True)),
+        # the memory-efficient kernel: flash attention has no such type, head or backward pass
+        (HOPPER, FP32, 128, Fit(FP32, 128, False)),
+        (HOPPER, FP32, 6, Fit(FP32, 8, False)),
+        (TURING, FP32, 6, Fit(FP32, 6, False)),
+        (HOPPER, BF16, 257, Fit(BF16, 264, False)),
+        (AMPERE, FP16, 512, Fit(FP16, 512, False)),
+        (RTX_3090, BF16, 200, Fit(BF16, 200, False)),
+        (RTX_5090, FP16, 224, Fit(FP16, 224, False)),
+        (TURING, FP16, 128, Fit(FP16, 128, False)),
+        (TURING, FP16, 100, Fit(FP16, 104, False)),
+        (TURING, BF16, 128, Fit(FP32, 128, False)),  # which has no bf16 there
+    ],
+)
+def test_a_kernel_that_holds_no_scores_is_given_what_it_takes(capability, dtype, head_dim, given) -> None:
+    assert fit(capability, dtype, head_dim) == given
+
+
+@pytest.mark.parametrize("queries", [9, 3])
+@pytest.mark.parametrize(
+    "given", [Fit(torch.float64, 6, True), Fit(torch.float64, 8, False), Fit(torch.float64, 6, False)]
+)
+def test_what_is_given_changes_no_value(queries: int, given: Fit) -> None:
+    """Forward and backward: repeated keys, and heads filled up with zeros."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 4, queries, 6), (2, 2, 9, 6), (2, 2, 9, 6), (2, 4, queries, 6)
+    *inputs, gradient = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    inputs = [x.requires_grad_() for x in inputs]
+    plain, fitted = attend_causal(*inputs, 0.5), attend_fitted(*inputs, 0.5, given)
+    torch.testing.assert_close(fitted, plain, rtol=1e-13, atol=1e-13)
+    for one, other in zip(*(torch.autograd.grad(out, inputs, gradient) for out in (plain, fitted))):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+
+
+def test_a_compiled_layer_asks_for_the_device_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: TURING)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x.to(fit(capability(x.device), BF16, 64).dtype)
+
+    whole = torch.compile(run, backend="eager", fullgraph=True)
+    assert whole(torch.zeros(2, dtype=BF16)).dtype == FP32
+
+
+def test_last_queries_need_no_mask() -> None:
+    """Nothing is held for each pair, compiled or where operators are recorded as well."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    scores = (query @ key.repeat_interleave(2, 1).mT * 0.5).masked_fill(~torch.ones(3, 9).tril(6).bool(), -torch.inf)
+    expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            return operator(*args, **(kwargs or {}))
+
+    for run in (attend, torch.compile(attend)):
+        with Recorded() if run is attend else contextlib.nullcontext():
+            torch.testing.assert_close(run(query, key, value, None, 0.5), expected, rtol=1e-5, atol=1e-6)
+    million = last_queries(2**20, 2**20)
+    assert million.untyped_storage().nbytes() == 0 and million.seq_len_kv == 2**20

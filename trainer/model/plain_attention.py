@@ -1,0 +1,87 @@
+"""Plain causal attention, without a mask, by kernels that hold no matrix of scores.
+
+Of torch's kernels, flash attention (and cuDNN's) takes types of 16 bits, heads of at most 256 and shared key-value
+heads; the memory-efficient one takes the rest, where every query head has keys of its own and head_dim fits its loads
+(aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). For what neither takes, torch holds N x N scores without a word.
+So what does not fit is made to: keys are repeated, heads filled up with zeros, bf16 widened. No value changes by it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+FLASH_HEADS = 256
+"""The largest head_dim of flash attention."""
+
+
+class Fit(NamedTuple):
+    """What a kernel is given: the type, head_dim, and whether query heads share key-value heads."""
+
+    dtype: torch.dtype
+    head_dim: int
+    shared: bool
+
+
+def fit(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> Fit:
+    """What a GPU of a compute capability has to be given for a kernel that holds no scores. fp64 has none."""
+    ampere, narrow = capability >= (8, 0), dtype.itemsize == 2
+    small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)  # too little shared memory for some backward passes
+    if ampere and narrow and head_dim <= FLASH_HEADS and not (small and 192 < head_dim <= 224):
+        return Fit(dtype, head_dim, shared=True)
+    if dtype == torch.bfloat16 and not ampere:
+        dtype, narrow = torch.float32, False
+    multiple = 8 if narrow else 4 if ampere else 1
+    return Fit(dtype, -(-head_dim // multiple) * multiple, shared=False)
+
+
+@torch.compiler.assume_constant_result
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def attend_plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention, of which the last query sees all keys. Shapes: `attention.attend`."""
+    if not query.is_cuda:  # whose flash attention takes all of it
+        return attend_causal(query, key, value, scale)
+    return attend_fitted(query, key, value, scale, fit(capability(query.device), query.dtype, query.shape[3]))
+
+
+def attend_fitted(query: Tensor, key: Tensor, value: Tensor, scale: float, given: Fit) -> Tensor:
+    """The same by a kernel that is given what it takes."""
+    size, dtype, copies = query.shape[3], query.dtype, query.shape[1] // key.shape[1]
+    if copies > 1 and not given.shared:
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+    query, key, value = (x.to(given.dtype) for x in (query, key, value))
+    if given.head_dim > size:
+        query, key, value = (F.pad(x, (0, given.head_dim - size)) for x in (query, key, value))
+    return attend_causal(query, key, value, scale)[..., :size].to(dtype)
+
+
+def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """The same by whichever kernel torch chooses."""
+    if query.shape[2] < key.shape[2]:
+        return attend_last(query, key, value, scale)
+    shared = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
+
+
+@torch.compiler.disable
+def attend_last(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """The same for the last queries of a sequence. Not compiled: torch 2.11 can not compile the backward pass of the
+    kernel that it takes in fp32."""
+    last, shared = last_queries(query.shape[2], key.shape[2]), query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=last, scale=scale, enable_gqa=shared)
+
+
+def last_queries(queries: int, keys: int) -> CausalBias:
+    """What says that the last of the queries sees all keys, without a mask.
+
+    `causal_lower_right` says it too, but holds two numbers for each query and key, and torch 2.11 to 2.13 refuse it
+    where operators are recorded."""
+    bias = torch.Tensor._make_subclass(CausalBias, torch.empty(0))
+    CausalBias.__init__(bias, CausalVariant.LOWER_RIGHT, queries, keys)
+    return bias
