@@ -174,7 +174,10 @@ TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for p
 
 
 def private(name: str) -> bool:
-    return name.startswith("_") and not (name.startswith("__") and name.endswith("__")) and name != "_"
+    """`_replace` is public: the names that named tuples document begin so, for the sake of their fields' names."""
+    return (
+        name.startswith("_") and not (name.startswith("__") and name.endswith("__")) and name not in ("_", "_replace")
+    )
 
 
 def own() -> set[str]:

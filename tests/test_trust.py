@@ -54,7 +54,7 @@ USES = [
     Use("all_gather_object broadcast_object_list", "trainer/distributed/world.py", BETWEEN_RANKS),
     Use("broadcast_object_list", "trainer/training/ledger.py", BETWEEN_RANKS),
     Use("broadcast_object_list", "trainer/distributed/fastest.py", BETWEEN_RANKS),
-    Use("broadcast_object_list", "trainer/distributed/symmetric_memory.py", BETWEEN_RANKS),
+    Use("all_gather_object broadcast_object_list", "trainer/distributed/symmetric_memory.py", BETWEEN_RANKS),
     Use("gather_object", "trainer/parity/watch.py", BETWEEN_RANKS),
     Use(
         "broadcast_object_list gather_object scatter_object_list",

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from support.names import LACKING, TERM
 
 from trainer import option, register
 from trainer.data.batches import Loader
 
-TERM = "loss.terms.disturbance"
+__all__ = ["TERM"]
 BALLAST: list[torch.Tensor] = []
 CALLS = [0]
-LACKING = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free"
 
 
 @dataclass

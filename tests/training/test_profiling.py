@@ -73,7 +73,8 @@ def test_the_newest_account_is_in_the_metrics(root):
     last = lines[-1]  # that of step 4 may be there, or not yet
     known = [one for one in account.read(root / "sharded") if one.step == last["profiled_step"]]
     assert last["profiled_step"] in (3, 4)
-    assert last["exposed/data"] == pytest.approx(sum(one.share("communication/data") for one in known) / 2)
+    spent, whole = (sum(values) for values in zip(*((one.spent("communication/data"), one.seconds) for one in known)))
+    assert last["exposed/data"] == pytest.approx(spent / whole)
     assert last["host"] > 0 and last["launch_delay"] is None and "exposed/tensor" not in last
 
 

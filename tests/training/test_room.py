@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from support.disturbance import LACKING, TERM
 from support.estimates import h200, shipped
 from support.estimates import settings as configured
 from support.launch import ROOT, warm_python
+from support.names import LACKING, TERM
 
 import trainer
 from trainer.config import Config, ConfigError

@@ -314,7 +314,8 @@ def other_backend(world: World) -> dict:
         deferred.take()()
         seen.append([objective.detach(), *(local(parameter.grad) for parameter in model.parameters())])
         if backend is Copied:
-            boxes = [boxes_of(kind, groups()[model.group.name], torch.float64).bytes for kind in ("gather", "scatter")]
+            types = {"gather": torch.uint8, "scatter": torch.float64}
+            boxes = [boxes_of(kind, groups()[model.group.name], dtype).bytes for kind, dtype in types.items()]
             boxes = [sum(boxes), tensor_boxes("copy_engine", 8 * TOKENS * spec.width)]
         for keeps in (TensorGroup, Pieces) if backend in (TensorGroup, Pieces) else ():
             layer, x = model_of(spec_of(**GPT2), world, backend=backend), random_part(world, TOKENS, spec.width)

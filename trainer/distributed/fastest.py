@@ -12,7 +12,6 @@ and says so at the next point at which all ranks agree, which is the end of the 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
 import itertools
 import json
@@ -181,7 +180,9 @@ def machine(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     versions = {"torch": torch.__version__, "ways": code()}
     if importlib.util.find_spec("triton") is not None:
-        versions["triton"] = importlib.import_module("triton").__version__
+        import triton
+
+        versions["triton"] = triton.__version__
     return ", ".join([name, *(f"{what} {version}" for what, version in versions.items())])
 
 

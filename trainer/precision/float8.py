@@ -100,6 +100,9 @@ class Float8(Multiply):
         object.__setattr__(self, "key", f"{self.recipe}{' compiled' * (self.quantise is not quantise)}")
         MULTIPLIERS[self.key] = self
 
+    def __call__(self, a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> Tensor:
+        return self.product(self.left(a, role), self.right(b, role), role, a.dtype, add)
+
     @property
     def rowwise(self) -> bool:
         return self.recipe != "tensorwise"

@@ -61,7 +61,11 @@ class Multiply:
     """By which `MULTIPLIERS` knows it."""
 
     def __call__(self, a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> Tensor:
-        return self.product(self.left(a, role), self.right(b, role), role, a.dtype, add)
+        if role is Role.OUTPUT:
+            return F.linear(a, b, add)
+        if role is Role.INPUT_GRADIENT:
+            return a @ b if add is None else torch.addmm(add, a, b)
+        return a.t() @ b
 
     def largest(self, a: Tensor, role: Role) -> Tensor | None:
         """What of a whole left operand has to be known before a part of it is made: a scalar, of which that of the
@@ -79,12 +83,7 @@ class Multiply:
         self, left: Operand, right: Operand, role: Role, dtype: torch.dtype, add: Tensor | None = None
     ) -> Tensor:
         """In `dtype`, which is that of what the operands were made of."""
-        a, b = left.values, right.values
-        if role is Role.OUTPUT:
-            return F.linear(a, b, add)
-        if role is Role.INPUT_GRADIENT:
-            return a @ b if add is None else torch.addmm(add, a, b)
-        return a.t() @ b
+        return matmul(left.values, right.values, role, add)
 
     def into(self, out: Tensor, left: Operand, right: Operand, role: Role, add: Tensor | None = None) -> None:
         """`product`, but of a weight's gradient, into `out`, which may be what is added. Not differentiable."""
@@ -134,6 +133,8 @@ def matmul_all(
     a: Tensor, weights: Sequence[Tensor], role: Role, biases: Iterable[Tensor | None], multiply: Multiply = matmul
 ) -> list[Tensor]:
     """The products of one operand with each weight."""
+    if multiply is matmul:  # there is nothing to make once
+        return [matmul(a, weight, role, bias) for weight, bias in zip(weights, biases)]
     left = multiply.left(a, role)
     return [
         multiply.product(left, multiply.right(weight, role), role, a.dtype, bias)
@@ -144,5 +145,7 @@ def matmul_all(
 def weight_gradients(gradients: Sequence[Tensor], x: Tensor, multiply: Multiply = matmul) -> list[Tensor]:
     """Of the matrices that share the input x."""
     role = Role.WEIGHT_GRADIENT
+    if multiply is matmul:
+        return [matmul(gradient, x, role) for gradient in gradients]
     right = multiply.right(x, role)
     return [multiply.product(multiply.left(gradient, role), right, role, x.dtype) for gradient in gradients]
