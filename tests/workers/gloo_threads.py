@@ -1,6 +1,7 @@
 """Many gathers at once over gloo, in a process of its own: what goes wrong there ends the process."""
 
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -11,15 +12,19 @@ from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.world import join
 
 ROUNDS, AT_ONCE = 150, 64
+TASKS = Path("/proc/self/task")
 
 fork()
 world = join({"pp": 1, "replicate": 1, "shard": 1, "tp": 1}, torch.device("cpu"))
 group = world.dimensions["tp"].get_group()
 for made in (group, dist.group.WORLD, dist.new_group(backend="gloo")):
     print("threads", made._get_backend(torch.device("cpu")).options._threads)
-for thread in Path("/proc/self/task").iterdir():
-    if (name := (thread / "comm").read_text().strip()) == "gloo_tcp_loop":
-        print(name, os.sched_getscheduler(int(thread.name)) == os.SCHED_BATCH)
+until = time.monotonic() + 60
+while not (loops := [int(one.name) for one in TASKS.iterdir() if (one / "comm").read_text() == "gloo_tcp_loop\n"]):
+    assert time.monotonic() < until, "a thread names itself once it runs"
+    time.sleep(0.01)
+for thread in loops:
+    print("gloo_tcp_loop", os.sched_getscheduler(thread) == os.SCHED_BATCH)
 tensor, x = TensorGroup(group.group_name, rank=0, size=1), torch.arange(512.0)
 for _ in range(ROUNDS):
     started = [tensor.gather(x) for _ in range(AT_ONCE)]
