@@ -157,7 +157,7 @@ def test_how_a_run_ended_stands_at_the_top(tmp_path):
     folder, reason = write_run(tmp_path / "run", 3), "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
     for status, told in {
         "failed": f"out of memory tiny (llama) · 5.77M parameters · 4 x NVIDIA H200 · dp2 x pp2, ZeRO-1 {reason}",
-        "stopped": "Stopped by a signal or at its hours, and saved: the same command goes on.",
+        "stopped": "Stopped by a signal or at its hours; the same command goes on from its newest checkpoint",
     }.items():
         known = {"status": status, "step": 3, "steps": 9, "reason": reason if status == "failed" else None}
         (folder / "status.json").write_text(json.dumps(known))
