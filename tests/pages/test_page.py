@@ -150,7 +150,21 @@ def test_what_a_run_does_not_have_is_not_on_its_page(tmp_path):
     (tmp_path / "failed").mkdir()
     (tmp_path / "failed" / "status.json").write_text('{"status": "failed", "step": 0, "steps": 9, "reason": "OOM: no"}')
     page = page_of(tmp_path / "failed")
-    assert page.sections == [] and "OOM: no" in page.text and "no step done, of 9" in page.text
+    assert page.sections == [] and "failed OOM: no" in page.text and "no step done, of 9" in page.text
+
+
+def test_how_a_run_ended_stands_at_the_top(tmp_path):
+    folder, reason = write_run(tmp_path / "run", 3), "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    for status, told in {
+        "failed": f"out of memory tiny (llama) · 5.77M parameters · 4 x NVIDIA H200 · dp2 x pp2, ZeRO-1 {reason}",
+        "stopped": "Stopped by a signal or at its hours; the same command goes on from its newest checkpoint",
+    }.items():
+        known = {"status": status, "step": 3, "steps": 9, "reason": reason if status == "failed" else None}
+        (folder / "status.json").write_text(json.dumps(known))
+        page = page_of(folder)
+        assert told in page.text[: page.text.index("step 3 of 9")]
+        compared = page_of(folder, write_run(tmp_path / "other", 3))
+        assert (f"run: {reason}" in compared.text) == (status == "failed")
 
 
 def test_texts_of_a_run_are_never_code(tmp_path):

@@ -227,6 +227,40 @@ def test_a_reader_chooses(browser, pages):
     assert browser.evaluate(paper) != light and not browser.complaints
 
 
+def test_keys_go_from_point_to_point(browser, pages):
+    browser.open(pages["one"].as_uri(), 1280)
+
+    def press(figure: str, key: str) -> str:
+        browser.evaluate(f"document.querySelector('{figure} svg[tabindex]').focus()")
+        for kind in ("keyDown", "keyUp"):
+            browser.call("Input.dispatchKeyEvent", type=kind, key=key)
+        browser.evaluate("new Promise(requestAnimationFrame)")
+        return browser.evaluate(f"document.querySelector('{figure}').textContent")
+
+    loss = "data.runs[0].series.find((one) => one.name === 'loss').v"
+    keys = f'figure[data-panel="{browser.evaluate("data.panels.findIndex((one) => one.title === `loss`)")}"] .keys'
+    figure = keys.removesuffix(" .keys")
+    for key, place in (("Home", 0), ("ArrowRight", 1), ("PageDown", 11), ("ArrowLeft", 10), ("End", 39)):
+        press(figure, key)
+        shown = browser.evaluate(f"document.querySelector('{keys} b').textContent")
+        assert shown == browser.evaluate(f"exact({loss}[{place}])"), key
+    assert "step" in press(figure, "Home"), "the axis has a name"
+    assert "rank 0: forward, micro-batch 0" in press("figure[data-timeline]", "ArrowRight")
+    assert "rank 0: forward, micro-batch 1" in press("figure[data-timeline]", "ArrowRight")
+
+    def focus(figure: str, point: str) -> str:
+        found = f"document.querySelector('{figure} {point}').focus()"
+        return browser.evaluate(f"({found}, document.querySelector('{figure} .readout').textContent)")
+
+    assert "TFLOP/s at" in focus("[data-roofline]", "circle")
+    browser.open(pages["search"].as_uri(), 1280)
+    text = focus('[data-search="0 foretold"]', "g[tabindex] + g")
+    assert text.startswith(
+        "tp2_none: measured 800 ms, 2.56k tokens/s, 20 GiB allocated; expected 600 ms (480 ms to 750"
+    )
+    assert not browser.complaints
+
+
 def test_an_open_page_shows_new_steps(browser, tmp_path):
     folder = write_run(tmp_path / "run", 20)
     with serving(folder) as server:

@@ -112,7 +112,7 @@ def gather(
     if kind is None:
         notes.append(
             f"no file of configs/hardware is for {brief(machine.device)}, so nothing is compared with its peaks; "
-            "name one with --hardware"
+            "name one with --hardware (hardware=NAME of report and watch)"
         )
     steps = [record for record in records if record.get("step_seconds") is not None]
     profile = typical(accounts)

@@ -19,6 +19,7 @@ from trainer.pages.curves import Curves
 from trainer.pages.files import Files, Found, json_lines
 from trainer.planning.schedules.ir import Action
 from trainer.planning.schedules.timeline import measure, read_timeline
+from trainer.util.memory_errors import lacks_memory
 from trainer.util.reading import Shape, mismatch, printable, read_bytes, read_json
 from trainer.util.run_folder import DIAGNOSIS, EARLIER, LOG, METRICS_FILE, REPLACED, RUN_FILES, STARTS, STATUS
 
@@ -70,8 +71,11 @@ class Run(Files):
 
     @property
     def status(self) -> dict[str, Any]:
-        """What status.json holds; `status` and `reason` are None where it does not say."""
-        return {"status": None, "reason": None} | (self._found[STATUS].value or {})
+        """What status.json holds; `status` and `reason` are None where it does not say. `said` is the status in words:
+        a run may have failed for lack of memory."""
+        found = {"status": None, "reason": None} | (self._found[STATUS].value or {})
+        lacking = found["status"] == "failed" and lacks_memory(found["reason"] or "")
+        return found | {"said": "out of memory" if lacking else found["status"]}
 
     @property
     def starts(self) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ def numbers(run: Run) -> list[Number]:
     eta = last("eta_seconds") if run.status.get("status") == "running" else None
     processes = run.start.get("processes")
     return [
-        _number("loss", last("loss"), exact, "", METRICS["loss"], True),
+        _number("loss", last("loss"), exact, "nats per token", METRICS["loss"], True),
         _number("evaluation loss", last("eval_loss"), exact, f"best {exact(held)}", METRICS["eval_loss"], True),
         _number("tokens/s", speed, count, f"{count(speed / processes)} a process" if speed and processes else "",
                 METRICS["tokens_per_second"], False),

@@ -48,6 +48,7 @@ def environment() -> jinja2.Environment:
     )
     made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     made.filters |= {"count": tables.count, "duration": tables.duration, "percent": tables.percent}
+    made.filters["si"] = lambda value: tables.count(value).replace("B", "G")  # what units are counted in
     return made
 
 

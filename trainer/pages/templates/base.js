@@ -29,6 +29,9 @@ function count(value) {
   return digits(value) + units[power];
 }
 
+// The same with the prefix of a unit.
+const si = (value) => count(value).replace("B", "G");
+
 function tick(value) {
   const size = Math.abs(value);
   if (size >= 1e15 || (size && size < 1e-3)) return value.toExponential(1).replace(".0e", "e").replace("e+", "e");
@@ -69,9 +72,9 @@ function logarithmic(low, high, from, to) {
   return { low, high: 10 ** b, place, ticks, value: (pixel) => 10 ** (a + ((pixel - from) / (to - from)) * (b - a)) };
 }
 
-// The axes of a plot: grid, ticks and their labels.
+// The axes of a plot: grid, ticks and their labels; of x also its name, at its end.
 
-function axes(box, x, y, xLabel, yLabel) {
+function axes(box, x, y, xLabel, yLabel, name = "") {
   const group = svg("g");
   for (const value of y.ticks) {
     const at = y.place(value);
@@ -80,11 +83,12 @@ function axes(box, x, y, xLabel, yLabel) {
   }
   for (const value of x.ticks) {
     const at = x.place(value);
-    if (at > box.right - 4) continue;
+    if (at > box.right - (name ? 7 * name.length + 8 : 4)) continue;
     group.append(svg("text", { x: at, y: box.bottom + 15, "text-anchor": "middle" }, xLabel(value)));
     group.append(svg("line", { class: "axis", x1: at, x2: at, y1: box.bottom, y2: box.bottom + 3 }));
   }
   group.append(svg("line", { class: "axis", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }));
+  if (name) group.append(svg("text", { x: box.right, y: box.bottom + 15, "text-anchor": "end" }, name));
   return group;
 }
 
@@ -120,4 +124,19 @@ function pointer(picture, box, moved, chosen) {
   picture.addEventListener("pointerup", end);
   picture.addEventListener("pointercancel", () => { begin = null; fill(mark, { width: 0 }, []); });
   picture.addEventListener("pointerleave", (event) => { end(event); moved(null, null); });
+}
+
+// Going from place to place of a picture by keys: `moved` gets each place, null when the picture is left.
+
+function keyboard(picture, places, moved) {
+  let at = null;
+  picture.setAttribute("tabindex", 0);
+  picture.addEventListener("keydown", (event) => {
+    const far = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -Infinity, End: Infinity }[event.key];
+    if (far === undefined || !places.length) return;
+    event.preventDefault();
+    at = Math.max(0, Math.min(places.length - 1, (at ?? (far > 0 ? -1 : places.length)) + far));
+    moved(places[at]);
+  });
+  picture.addEventListener("blur", () => { at = null; moved(null); });
 }

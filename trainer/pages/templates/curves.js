@@ -51,7 +51,7 @@ function range(lines, panel) {
       if (value !== null && line.x[index] >= low && line.x[index] <= high) values.push(value);
     });
   values.sort((a, b) => a - b);
-  if (!values.length) return { low: 0, high: 1, above: 0, spread: 1 };
+  if (!values.length || (panel.zero && !values[0] && !values.at(-1))) return { low: 0, high: 1, least: values[0], above: 0, spread: 1 };
   const usual = values[Math.floor(0.98 * (values.length - 1))];
   let [least, most] = [values[0], values.at(-1)], above = 0;
   const spread = least > 0 ? most / least : 1;
@@ -79,6 +79,7 @@ function drawPanel(figure) {
   const { low, high, least, above, spread } = range(lines, panel);
   const wanted = choice.log.get(panel.title) ?? (panel.title === "gradient norm" && spread > 30);
   const x = linear(...(choice.zoom ?? [first, last]), box.left, box.right, Math.max(3, width / 110));
+  if (choice.x !== "hours") x.ticks = x.ticks.filter(Number.isInteger);
   const y = wanted && least > 0 ? logarithmic(least, high, box.bottom, box.top) : linear(low, high, box.bottom, box.top, height / 50);
   y.logarithmic = wanted && least > 0;
 
@@ -86,7 +87,7 @@ function drawPanel(figure) {
   const picture = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
   picture.append(svg("title", {}, summary(panel, lines)));
   picture.append(svg("clipPath", { id: clip }, svg("rect", { x: box.left, y: box.top - 4, width: box.right - box.left, height: box.bottom - box.top + 8 })));
-  picture.append(axes(box, x, y, tick, tick));
+  picture.append(axes(box, x, y, tick, tick, choice.x));
   const drawn = svg("g", { "clip-path": `url(#${clip})` });
   for (const line of lines) {
     const group = svg("g", { class: line.colour });
@@ -108,6 +109,7 @@ function drawPanel(figure) {
     choice.zoom = [x.value(from), x.value(to)];
     drawCurves();
   });
+  keyboard(picture, [...new Set(over)].filter((value) => value >= x.low && value <= x.high).sort((a, b) => a - b), moveCursors);
   picture.addEventListener("dblclick", () => { choice.zoom = null; drawCurves(); });
   const button = figure.querySelector("button");
   button.setAttribute("aria-pressed", String(y.logarithmic));

@@ -10,7 +10,7 @@ function drawRoofline(figure) {
   const up = bounds([...kernels.map((one) => one.rate), ...(peak ? [peak] : [])]);
   const x = logarithmic(...across, box.left, box.right), y = logarithmic(...up, box.bottom, box.top);
   const picture = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
-  picture.append(svg("title", {}, `roofline of ${kernels.length} kernels`), axes(box, x, y, tick, count));
+  picture.append(svg("title", {}, `roofline of ${kernels.length} kernels`), axes(box, x, y, tick, si));
   picture.append(svg("text", { x: (box.left + box.right) / 2, y: height - 4, "text-anchor": "middle" }, "FLOP per byte"));
   picture.append(svg("text", { x: box.left + 6, y: box.top + 10 }, "FLOP/s"));
   const clip = `roof-${figure.dataset.roofline}`;
@@ -25,7 +25,7 @@ function drawRoofline(figure) {
   const said = figure.querySelector(".readout");
   for (const one of kernels) {
     const share = peak ? `, ${digits((100 * one.rate) / roof(one.intensity))}% of what is reached there` : "";
-    const text = `${one.name}: ${seconds(one.seconds)} in ${one.calls} calls, ${count(one.rate)}FLOP/s at ${digits(one.intensity)} FLOP per byte${share}`;
+    const text = `${one.name}: ${seconds(one.seconds)} in ${one.calls} calls, ${si(one.rate)}FLOP/s at ${digits(one.intensity)} FLOP per byte${share}`;
     const dot = svg("circle", { class: `kernel t-${one.kind}`, cx: x.place(one.intensity), cy: y.place(one.rate), r: 3 + 11 * Math.sqrt(one.seconds / longest), tabindex: 0 });
     dot.append(svg("title", {}, text));
     for (const event of ["pointerenter", "focus"]) dot.addEventListener(event, () => { said.textContent = text; });

@@ -13,7 +13,7 @@ function drawTimeline(figure) {
   const x = linear(...(zooms.get(key) ?? [0, longest]), box.left, box.right, Math.max(3, width / 120));
   const picture = svg("svg", { width, height: box.bottom + 22, viewBox: `0 0 ${width} ${box.bottom + 22}`, role: "img" });
   picture.append(svg("title", {}, `${timeline.name} timeline of ${rows} ranks: makespan ${seconds(timeline.makespan)}, bubble ${digits(100 * timeline.bubble)}%`));
-  picture.append(axes(box, x, { ticks: [] }, seconds, tick));
+  picture.append(axes(box, x, { ticks: [] }, seconds, tick, "time"));
   const clip = `time-${run}-${index}`;
   picture.append(svg("clipPath", { id: clip }, svg("rect", { x: box.left, y: 0, width: box.right - box.left, height: box.bottom })));
   const drawn = svg("g", { "clip-path": `url(#${clip})` });
@@ -47,6 +47,8 @@ function drawTimeline(figure) {
     const span = at !== null && timeline.ranks[rank]?.find((one) => one[3] <= time && time < one[4]);
     said.textContent = span ? describe(rank, span) : "";
   };
+  const spans = timeline.ranks.flatMap((some, rank) => some.map((span) => [rank, span]));
+  keyboard(picture, spans, (place) => { said.textContent = place ? describe(...place) : ""; });
   pointer(picture, box, tell, (from, to) => { zooms.set(key, [x.value(from), x.value(to)]); drawTimeline(figure); });
   picture.addEventListener("dblclick", () => { zooms.delete(key); drawTimeline(figure); });
 }
