@@ -111,23 +111,7 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"guard.stall_factor={config.guard.stall_factor:g} would end ordinary steps; set 2 or more, or 0 for no "
             "watchdog"
         )
-    if config.precision.float8.recipe != "none" and config.parallel.fusion == "triton":
-        yield (
-            "parallel.fusion=triton multiplies in the compute type, and "
-            f"precision.float8.recipe={config.precision.float8.recipe} in fp8; set parallel.fusion=copy_engine, "
-            "chunks, auto or off, or precision.float8.recipe=none"
-        )
-    if config.parallel.zero.transport != "collectives" and (codecs := asked(config.parallel.grad_comm)):
-        yield (
-            f"parallel.zero.transport={config.parallel.zero.transport} sends gradients as they are, and "
-            + ", ".join(f"parallel.grad_comm.{name}.codec={hop.codec}" for name, hop in codecs.items())
-            + " quantises them; set parallel.zero.transport=collectives, or codec=none"
-        )
-    if config.precision.float8.recipe != "none" and config.precision.compute != "bf16":
-        yield (
-            f"precision.float8.recipe={config.precision.float8.recipe} multiplies in fp8 what is bf16 elsewhere, and "
-            f"precision.compute={config.precision.compute}; set precision.compute=bf16, or precision.float8.recipe=none"
-        )
+    yield from _narrow(config)
     if config.activation.mode == "budget" and not config.compile:
         yield (
             "activation.mode=budget lets the compiler choose and needs compile=true; without it use "
@@ -151,6 +135,27 @@ def _contradictions(config: Config) -> Iterator[str]:
                 )
         elif source.kind != "stdlib" and not source.path:
             yield f"{name}.kind={source.kind} needs {name}.path"
+
+
+def _narrow(config: Config) -> Iterator[str]:
+    """What does not go with products in fp8, or with gradients in fewer bits."""
+    if config.precision.float8.recipe != "none" and config.parallel.fusion == "triton":
+        yield (
+            "parallel.fusion=triton multiplies in the compute type, and "
+            f"precision.float8.recipe={config.precision.float8.recipe} in fp8; set parallel.fusion=copy_engine, "
+            "chunks, auto or off, or precision.float8.recipe=none"
+        )
+    if config.parallel.zero.transport != "collectives" and (codecs := asked(config.parallel.grad_comm)):
+        yield (
+            f"parallel.zero.transport={config.parallel.zero.transport} sends gradients as they are, and "
+            + ", ".join(f"parallel.grad_comm.{name}.codec={hop.codec}" for name, hop in codecs.items())
+            + " quantises them; set parallel.zero.transport=collectives, or codec=none"
+        )
+    if config.precision.float8.recipe != "none" and config.precision.compute != "bf16":
+        yield (
+            f"precision.float8.recipe={config.precision.float8.recipe} multiplies in fp8 what is bf16 elsewhere, and "
+            f"precision.compute={config.precision.compute}; set precision.compute=bf16, or precision.float8.recipe=none"
+        )
 
 
 def check_length(config: Config, steps: int) -> Iterator[str]:
