@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
+from statistics import median
 from typing import Any
 
 import pytest
@@ -104,8 +105,8 @@ def test_a_compiled_layer_repeats_the_products_that_lie_like_forward_s(of, name,
 
 @pytest.mark.parametrize("recomputed", [True, False])
 def test_a_real_compiled_layer_says_what_it_repeats(of, tmp_path, recomputed):
-    """Of four products of each matrix (forward, again, and both gradients) one is recompute; times of a busy machine
-    scatter."""
+    """Of four products of each matrix (forward, again, and both gradients) one is recompute, by time the middle of
+    three steps: something else may run during one."""
     up, down = (torch.nn.Linear(512, 512, bias=False) for _ in range(2))
 
     def layer(x):
@@ -114,14 +115,18 @@ def test_a_real_compiled_layer_says_what_it_repeats(of, tmp_path, recomputed):
     whole = partial(checkpoint, layer, use_reentrant=False) if recomputed else layer
     step, x = torch.compile(whole, backend="aot_eager"), torch.randn(1024, 512, requires_grad=True)
     step(x).sum().backward()
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded, record_function(traces.STEP):
-        step(x).sum().backward()
-    recorded.export_chrome_trace(str(tmp_path / "recorded.json"))
-    written = Written(device="cpu")
-    written.events = json.loads((tmp_path / "recorded.json").read_text())["traceEvents"]
-    (account,) = of(written)
-    products, again = account.spent("products"), account.spent("recompute")
-    assert 0.02 < again / (products + again) < 0.6 if recomputed else again == 0 < products
+    shares = []
+    for _ in range(3):
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded, record_function(traces.STEP):
+            step(x).sum().backward()
+        recorded.export_chrome_trace(str(tmp_path / "recorded.json"))
+        written = Written(device="cpu")
+        written.events = json.loads((tmp_path / "recorded.json").read_text())["traceEvents"]
+        (account,) = of(written)
+        products, again = account.spent("products"), account.spent("recompute")
+        assert products > 0 and (again > 0) == recomputed
+        shares.append(again / (products + again))
+    assert 0.1 < median(shares) < 0.4 if recomputed else max(shares) == 0
 
 
 def test_computation_hides_communication_and_copies_come_after_it(of):

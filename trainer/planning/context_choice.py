@@ -231,7 +231,7 @@ def _alone(asked: ContextConfig) -> Iterator[Fault]:
     if given:
         names = ", ".join(f"{SECTION}.{name}={value}" for name, value in given.items())
         unset = _way(**{name: UNSET[name] for name in given})
-        text = f"{names}: for ranks that share sequences, and parallel.cp=1 has none; leave it out"
+        text = f"{names}: for ranks that share sequences, and parallel.cp=1 has none"
         yield Fault(text, [[unset], [{"parallel.cp": 2}]], unset)
 
 
