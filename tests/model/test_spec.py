@@ -333,21 +333,35 @@ def test_loss_and_its_gradients(cap: float, z_loss: float, chunk: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
+def counted(spec: ModelSpec) -> int:
+    """FLOPs of torch's counter in both passes of two sequences of 24 tokens."""
+    model, tokens = build(spec), torch.randint(0, 61, (2, 24))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens, tokens)[0].backward()
+    return counter.get_total_flops()
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"tied": True},
         {"attention__head_dim": 12, "feed_forward__kind": "plain", "attention__bias": True},
         {"attention__soft_cap": 5.0, "overrides": {"1": {"feed_forward": {"width": 20}}}},
     ],
 )
 def test_flops_against_torchs_counter(changes: dict) -> None:
     spec = small(**changes)
-    model, tokens = build(spec), torch.randint(0, 61, (2, 24))
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(tokens, tokens)[0].backward()
-    assert counter.get_total_flops() == cost.flops_per_token(spec, 24, causal=False) * tokens.numel()
+    assert counted(spec) == cost.flops_per_token(spec, 24, causal=False) * 48
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_flops_of_shipped_models_against_torchs_counter(name: str) -> None:
+    """Narrow and of few layers, and of its own kind: heads, windows, norms, biases, tied heads."""
+    spec = shipped(name)
+    spec.depth, spec.width, spec.vocab_size, spec.max_length = 3, 48, 61, 32
+    attention, one = spec.attention, spec.layer(0).attention
+    attention.heads, attention.kv_heads, attention.head_dim = 2 * one.heads // one.kv_heads, 2, 16
+    attention.window, spec.feed_forward.width = min(attention.window, 8), 84
+    assert counted(spec) == cost.flops_per_token(spec, 24, causal=False) * 48
 
 
 @given(st.integers(1, 60), st.integers(0, 80))
