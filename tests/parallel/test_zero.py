@@ -62,6 +62,20 @@ def test_collectives_per_step(stages):
     assert stages[3, 2]["collectives"] == {"gather": gathers, "scatter": units * MICRO_BATCHES, "reduce": units}
 
 
+def test_collectives_and_their_bytes_are_those_that_are_planned(results):
+    """To the byte, padding included; quantised reductions travel by others."""
+    plain = [result for result in results if "grad_comm__min_size" not in result["more"]]
+    for result in plain:
+        alone = {"reduce"} if result["shard"] == RANKS else set()  # offloaded ones get a dimension of one rank
+        kinds = result["collectives"].keys() - alone
+        seen = {kind: [result["collectives"][kind], result["moved"][kind]] for kind in kinds}
+        assert seen == result["planned"], result
+    assert len(plain) == 11
+    for result in results:
+        if result not in plain:
+            assert result["collectives"]["gather"] == result["planned"]["gather"][0]
+
+
 def test_offloaded_gradients_leave_the_device_once_a_step(results):
     offloaded = [result for result in results if result["more"].get("zero__offload")]
     assert len(offloaded) == 5

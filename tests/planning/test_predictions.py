@@ -17,9 +17,12 @@ from trainer.planning.cost.layers import layer_costs
 from trainer.planning.cost.memory import rank_states
 from trainer.planning.estimate.course import course
 from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.memory import peaks
+from trainer.planning.estimate.memory import peaks, programs_of
+from trainer.planning.estimate.pace import Ring
 from trainer.planning.estimate.plans import rank_plans
+from trainer.planning.estimate.seconds import communication
 from trainer.planning.estimate.step import GIB
+from trainer.planning.estimate.timing import time_units
 from trainer.planning.resolve import resolve
 from trainer.planning.schedules.simulate import simulate
 
@@ -265,6 +268,20 @@ def test_activations_in_flight_are_the_simulators(schedule):
         for peak, memory in zip(peaks(config, layout, lowered), simulated, strict=True):
             held = peak.categories["activations"] + peak.categories["logits and loss"]
             assert held == pytest.approx(memory, rel=0.03)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_v", "dualpipe_v"])
+def test_transfers_are_those_that_ranks_run(schedule):
+    """Each sends hidden states of a micro-batch, or their gradient."""
+    config = settings(shipped("llama_60m"), parallel__pp=4, parallel__pipeline__schedule=schedule)
+    config.batch.accumulation = 8
+    layout = resolve(config, 4, config.model)
+    timing = time_units(config, layout, h200())
+    ran = sum(action.kind.startswith("SEND") for program in programs_of(layout.pipeline.schedule) for action in program)
+    moved = communication(layout, timing)["pipeline"]
+    assert ran > 0 and moved * layout.plan.pp / timing.costs.transfer == pytest.approx(ran)
+    size = 2 * layout.batch.micro_size * layout.batch.sequence_length * layout.spec.width
+    assert timing.costs.transfer == pytest.approx(Ring.of(h200(), layout.plan, "pp").transfer(size))
 
 
 def test_offloaded_states_are_not_on_the_device():

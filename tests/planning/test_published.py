@@ -125,7 +125,7 @@ LARGE = {
     "405B, 1F1B": ("405b", "h100", 512, DEEP | FLOAT8, 100, -0.20),
     "405B, interleaved": ("405b", "h100", 512, DEEP | FLOAT8 | CHUNKS, 128, -0.18),
     "8B, 32 H200, fp8": ("8b", "h200", 32, FLOAT8 | SELECTIVE, 10938, 0.15),
-    "8B, 64 H200, fp8": ("8b", "h200", 64, FLOAT8 | SELECTIVE, 10753, 0.16),
+    "8B, 64 H200, fp8": ("8b", "h200", 64, FLOAT8 | SELECTIVE, 10753, 0.17),
 }
 OUTSIDE = {"70B, fp8", "8B, 32 H200, fp8", "8B, 64 H200, fp8"}
 """Of which the error is larger than the band: docs/insight.md, known to be wrong."""

@@ -15,13 +15,16 @@ from support.launch import fork, leave
 from support.reference import random_batch, rows, settings, tiny_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.config.model import ModelSpec
 from trainer.distributed.tensors import local
 from trainer.distributed.world import join
 from trainer.parallel.fsdp_internals import fsdp_units, parameter_group
 from trainer.planning.batch import BatchPlan
+from trainer.planning.cost.collectives import of_states
+from trainer.planning.cost.memory import sent_parameters
 from trainer.planning.fit import kept
 from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import resolve_plan
+from trainer.planning.plan import Plan, resolve_plan
 from trainer.planning.resolve import Layout
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
@@ -46,18 +49,22 @@ PLANS = [
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives on tensors of more than 64 elements, so not the scalars of a step."""
+    """Counts collectives on tensors of more than 64 elements, so not the scalars of a step, and bytes of these."""
 
     def __init__(self):
         super().__init__()
         self.counts: Counter = Counter()
+        self.bytes: Counter = Counter()
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         name = function._opname
         if function.namespace == "c10d" and any(kind in name for kind in ("allgather", "reduce_scatter", "allreduce")):
             tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-            if max(tensor.numel() for tensor in tensors) > 64:
-                self.counts["gather" if "gather" in name else "scatter" if "scatter" in name else "reduce"] += 1
+            whole = max(tensors, key=torch.numel)
+            if whole.numel() > 64:
+                kind = "gather" if "gather" in name else "scatter" if "scatter" in name else "reduce"
+                self.counts[kind] += 1
+                self.bytes[kind] += whole.nbytes
         return function(*arguments, **(keywords or {}))
 
 
@@ -110,10 +117,23 @@ def main(out: str) -> None:
                 "gradients": gradients[-1],
                 "optimizer": sum(t.nbytes for t in state.optimizer.state.values()),
                 "collectives": collectives.counts,
+                "moved": collectives.bytes,
+                "planned": planned_collectives(spec, plan, state.compression.once),
             }
         )
     if state.world.rank == 0:
         Path(out).write_text(json.dumps(results))
+
+
+def planned_collectives(spec: ModelSpec, plan: Plan, once: bool) -> dict[str, list[float]]:
+    """By kind, how many there should be in a step, and their bytes; of those that there are."""
+    found: dict[str, list[float]] = {}
+    for place, size in enumerate(sent_parameters(spec, 1, plan.shard).units(range(spec.depth))):
+        for kind, moved in of_states(plan, 4 * size, 4 * size, outer=place == 0, once=once).items():
+            if calls := moved.calls(ACCUMULATION):
+                before = found.get(kind, [0, 0])
+                found[kind] = [before[0] + calls, before[1] + calls * moved.size]
+    return found
 
 
 def accumulated_bytes(model: torch.nn.Module) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from trainer.config import Config, GradCommConfig, TypePolicy
 from trainer.config.model import ModelSpec
 from trainer.planning.cost.memory import MASTER_BYTES
-from trainer.planning.cost.parameters import ParameterInfo, Table, layer_tables, outer_tables
+from trainer.planning.cost.parameters import Table, layer_tables, outer_tables
 from trainer.planning.cost.updates import Updates
 from trainer.planning.gradient_comm import BLOCK, Route, asked, routes
 from trainer.planning.pipeline import Pipeline
@@ -52,7 +52,7 @@ def feedback_bytes(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeli
 
 def _of_unit(unit: Table, policies: Mapping[str, TypePolicy], settings: GradCommConfig, plan: Plan, node: int) -> int:
     """Of the message of one unit."""
-    sizes = {name: _row(info, plan) for name, info in unit.items()}
+    sizes = {name: info.row(plan.tp, plan.shard) for name, info in unit.items()}
     coded, chunk = [size for name, size in sizes.items() if policies[name].quantise], sum(sizes.values())
     scattered, reduced = (_hops(route, settings) for route in routes(plan, node))
     total = 0
@@ -61,14 +61,6 @@ def _of_unit(unit: Table, policies: Mapping[str, TypePolicy], settings: GradComm
     if coded and MASTER_BYTES * chunk >= settings.min_size:
         total += _of_path(reduced, coded, plan.replicate, scatters=False)
     return total
-
-
-def _row(info: ParameterInfo, plan: Plan) -> int:
-    """Elements of a parameter in a row of its unit's message: rows of the matrix are cut evenly, padding included."""
-    shape, cut = list(info.shape), info.tensor_dimension(plan.tp)
-    if cut is not None:
-        shape[cut] = -(-shape[cut] // plan.tp)
-    return -(-shape[0] // plan.shard) * prod(shape[1:])
 
 
 def _hops(route: Route | None, settings: GradCommConfig) -> list[Hop]:

@@ -119,6 +119,8 @@ class LayerWork:
         for all of them, and those whose results are summed.
     summed: those of `reduces` whose sums selective recompute keeps in any case, which are cheaper kept than sent again.
     together: whether projections that share an input are one operation to recompute.
+    partial: bytes of a product of `reduces` before its sum, where that is an operation of its own.
+    spread: bytes that eager layers keep beside `saved` of norms of queries and keys whose heads ranks share.
     weights: elements of the projections' matrices.
     input: bytes of the layer's input.
     saved: bytes held for backward where nothing is recomputed. blocks: those inside of attention and feed-forward.
@@ -136,6 +138,8 @@ class LayerWork:
     reduces: tuple[str, ...]
     summed: frozenset[str]
     together: bool
+    partial: float
+    spread: float
     weights: float
     input: float
     saved: float
@@ -163,13 +167,13 @@ class LayerWork:
 @by_value
 def model_work(spec: ModelSpec, length: int, tp: int, element_bytes: int, fusion: str = "off") -> tuple[LayerWork, ...]:
     """The work of each layer; layers that are equal share one. fusion: `parallel.fusion`."""
-    common = spec.width, spec.parallel_residual, length, tp, element_bytes, fusion in WHOLE
+    common = spec.width, spec.parallel_residual, length, tp, element_bytes, fusion
     return tuple(layer_work(layer, *common) for layer in layer_specs(spec))
 
 
 @by_value
 def layer_work(
-    layer: LayerSpec, width: int, parallel_residual: bool, length: int, tp: int, element_bytes: int, together: bool
+    layer: LayerSpec, width: int, parallel_residual: bool, length: int, tp: int, element_bytes: int, fusion: str
 ) -> LayerWork:
     """The work of one layer. width: of the residual stream. length: tokens of a sequence."""
     a, table = layer.attention, layer_table(layer, width)
@@ -206,7 +210,9 @@ def layer_work(
         gathers=tuple(tuple(names) for _, names in by_columns),
         reduces=by_rows,
         summed=needed.intersection(by_rows if tp > 1 else ()),
-        together=together,
+        together=fusion in WHOLE,
+        partial=float(element_bytes * width) if tp > 1 and fusion == "off" else 0.0,
+        spread=outputs["attention.q"] + outputs["attention.k"] if tp > 1 and a.qk_norm == "full" else 0.0,
         weights=sum(map(prod, shapes.values())),
         input=stream,
         saved=streams * stream + statistics + sum(blocks.values()),
@@ -255,19 +261,33 @@ ATTENTION_SAVED: dict[str, Saved] = {"softmax": softmax_saved}
 FEED_FORWARD_SAVED: dict[str, Saved] = {"gated": gated_saved, "plain": plain_saved}
 
 
+class Eager(NamedTuple):
+    """What eager layers over ranks hold and repeat, and compiled ones leave out since nothing reads it.
+
+    saved: bytes of one token: products before their sums, and sums, which selective recompute keeps both; and what
+    norms over the heads of several ranks take in several operations. again: products whose results are summed.
+    calls: sums of such products, and gathers of inputs whose products are kept.
+    """
+
+    saved: float = 0.0
+    again: tuple[str, ...] = ()
+    calls: int = 0
+
+
 class Remaining(NamedTuple):
     """What a recompute policy leaves of a layer.
 
     saved: bytes of one token that are held for backward. again: operations that the backward pass repeats, and the
     share of each: below 1 where it is not known which. host: bytes of one token that wait in host memory. attends: how
     often it runs attention's block again, whose kernel's result may have been kept: what ranks send there, they send
-    again.
+    again. eager: what eager layers do besides.
     """
 
     saved: float
     again: Mapping[str, float]
     host: float = 0.0
     attends: float = 0.0
+    eager: Eager = Eager()
 
 
 def left_by_recompute(layers: Sequence[LayerWork], config: ActivationConfig | None) -> list[Remaining]:
@@ -290,30 +310,48 @@ def left_by_recompute(layers: Sequence[LayerWork], config: ActivationConfig | No
 def recomputed(layer: LayerWork, index: int, config: ActivationConfig | None) -> Remaining:
     """What a recompute policy (see `checkpointing/activation.py`) leaves of layer `index`."""
     if config is None:
-        return Remaining(layer.saved, {})
+        return Remaining(layer.saved, {}, eager=Eager(layer.spread))
     tiled = list(filter(fed, layer.flops)) if config.tile else []  # what tiles repeat, the last product too
     whole, host, attends = layer.saved - layer.feed * bool(tiled), 0.0, True
     entries = saved_in(config.save, index) if config.mode == "selective" and not config.modules else ()
     spared = config.mode != "budget" and index % config.every or any(entry.name == ALL for entry in entries)
     if config.mode in ("none", "auto") or spared:  # auto: before it is decided
-        return Remaining(whole, dict.fromkeys(tiled, 1.0))
+        return Remaining(whole, dict.fromkeys(tiled, 1.0), eager=Eager(layer.spread))
     if config.mode == "selective" and config.modules:
-        again = [name for name in layer.flops if matches(index, name, config.modules)]
+        matched = [name for name in layer.flops if matches(index, name, config.modules)]
+        again = [name for name in matched if name not in layer.reduces]  # recompute ends before a block's last product
         # A block's input is a norm's output, which is kept. What a single projection returns is its consumer's to keep.
         saved = whole - sum(size for block, size in layer.blocks.items() if matches(index, block, config.modules))
         attends = matches(index, "attention", config.modules)
+        summed = tuple(name for name in layer.reduces if name in matched) if layer.partial else ()
+        eager = Eager(layer.spread * (not attends), summed, len(summed))
     else:
         kept = [name for name in layer.flops if selected(layer, name, entries) or entries and name in layer.summed]
         inputs = layer.input + layer.between * bool(tiled)
         saved = inputs + sum(layer.outputs[name] for name in kept if name not in tiled)
         again = [name for name in layer.flops if name not in kept]
+        eager = unread(layer, entries, kept, [name for name in layer.reduces if name not in tiled])
         if config.offload:  # a byte is left, of which what W needs can be a multiple
             saved, host = max(1.0, saved - inputs), inputs
     share = 1.0
     if config.mode == "budget":  # which operations the compiler keeps is not known: between all and none
         saved, share = saved + config.budget * (layer.saved - saved), 1 - config.budget
     repeated = {name: share for name in again if name in layer.needed}
-    return Remaining(saved, repeated | dict.fromkeys(tiled, 1.0), host, share * attends)
+    return Remaining(saved, repeated | dict.fromkeys(tiled, 1.0), host, share * attends, eager)
+
+
+def unread(layer: LayerWork, entries: Sequence[Entry], kept: Sequence[str], rows: Sequence[str]) -> Eager:
+    """What an eager layer holds and repeats beside, of which `kept` is planned to be kept. rows: products whose results
+    are summed."""
+    if not layer.partial:
+        return Eager()
+    chosen = [name for name in rows if selected(layer, name, entries)]
+    again = tuple(name for name in rows if name not in chosen and (name in kept or name not in layer.needed))
+    if not entries:
+        return Eager(0.0, again, len(again))
+    saved = layer.partial * len(chosen) + sum(layer.outputs[name] for name in rows if name not in kept)
+    whole = [names for names in layer.gathers if all(selected(layer, name, entries) for name in names)]
+    return Eager(saved, again, len(whole))
 
 
 def fed(name: str) -> bool:

@@ -123,6 +123,21 @@ def held_parameters(spec: ModelSpec, tp: int) -> HeldParameters:
 
 
 @by_value
+def sent_parameters(spec: ModelSpec, tp: int, shards: int) -> HeldParameters:
+    """What the first of `tp` tensor-parallel ranks sends of each unit that `shards` ranks gather and reduce: what it
+    holds, and padding."""
+
+    def sent(*tables: Table) -> int:
+        return shards * sum(info.row(tp, shards) for table in tables for info in table.values())
+
+    ends = [(first, last) for first in (True, False) for last in (True, False)]
+    return HeldParameters(
+        layers=tuple(sent(table) for table in layer_tables(spec)),
+        outer={end: sent(*outer_tables(spec, *end)) for end in ends},
+    )
+
+
+@by_value
 def held_moments(spec: ModelSpec, tp: int, updates: Updates) -> HeldParameters:
     """Bytes of what the optimizers of a model keep on each of `tp` tensor-parallel ranks."""
 

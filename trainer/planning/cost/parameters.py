@@ -72,6 +72,14 @@ class ParameterInfo:
         """Elements that one of `ranks` tensor-parallel ranks holds, rounded up."""
         return self.size if self.tensor_dimension(ranks) is None else -(-self.size // ranks)
 
+    def row(self, ranks: int, shards: int) -> int:
+        """Elements that the first of `ranks` tensor-parallel ranks holds of it, shared by `shards` ranks: rows are cut
+        evenly, padding included."""
+        shape, cut = list(self.shape), self.tensor_dimension(ranks)
+        if cut is not None:
+            shape[cut] = -(-shape[cut] // ranks)
+        return -(-shape[0] // shards) * prod(shape[1:])
+
     def multiplied(self, ranks: int) -> tuple[float, ...]:
         """The shape that one of `ranks` tensor-parallel ranks computes with, on average. Where ranks share key-value
         heads, each holds all of them and computes with one."""

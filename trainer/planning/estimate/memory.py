@@ -132,14 +132,14 @@ class ModelBytes:
         # What a layer holds from I to W.
         self.deferred = [self.tokens * (work.deferred - work.feed_deferred * tiled) for work in works]
         left, keys = left_by_recompute(works, config.activation), gathered_keys(layout, self.element)
+        more = [self.tokens * rest.eager.saved for rest in left]
         if config.compile:  # which keeps gathered keys instead of the rank's own, where nothing is recomputed
             more = [
                 (size * (1 - 1 / plan.cp) - self.tokens * work.fused) * (rest.saved == work.saved)
                 for size, rest, work in zip(keys, left, works)
             ]
-            self.activation = tuple(map(sum, zip(self.activation, [0.0, *more, 0.0])))
-        more = [0.0, *masks(layout, config.data.mask_documents), 0.0]
-        self.activation = tuple(map(sum, zip(self.activation, more)))
+        masked = masks(layout, config.data.mask_documents)
+        self.activation = tuple(map(sum, zip(self.activation, [0.0, *more, 0.0], [0.0, *masked, 0.0])))
         self.tile = min(config.activation.tile or 0, self.tokens / plan.tp)
         self.working = tuple(
             self.of_layer(work, rest, size * (3 + (count > 1) + min(2, count)) / count, count)

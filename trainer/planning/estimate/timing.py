@@ -12,15 +12,16 @@ from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import AttentionSpec
 from trainer.planning.context import Passes, balance, kernel, traffic
+from trainer.planning.cost.collectives import of_states
 from trainer.planning.cost.flops import product_flops
-from trainer.planning.cost.layers import ATTENTION_BACKWARD, LayerWork, Remaining, left_by_recompute, model_work
-from trainer.planning.cost.memory import ELEMENT_BYTES
+from trainer.planning.cost.layers import ATTENTION_BACKWARD, Eager, LayerWork, Remaining, left_by_recompute, model_work
+from trainer.planning.cost.memory import ELEMENT_BYTES, sent_parameters
 from trainer.planning.cost.parameters import head, layer_specs
 from trainer.planning.cost.stages import LayerCosts
 from trainer.planning.estimate.fusion import WAYS, Link, Off, passes
 from trainer.planning.estimate.pace import Pace, Ring
 from trainer.planning.float8 import float8_linears, gathered_in_float8
-from trainer.planning.gradient_comm import asked
+from trainer.planning.gradient_comm import asked, reduces_once
 from trainer.planning.pipeline import estimated_costs
 from trainer.planning.resolve import Layout
 
@@ -148,6 +149,9 @@ class _Timer:
         self.apart = any(action.kind == "W" for order in layout.pipeline.schedule.orders for action in order)
         self.transfer = self.rings["pp"].transfer(stream / self.plan.tp) if self.plan.pp > 1 else 0.0
         self.gradient = self._gradient_bytes(hardware)
+        self.sent = sent_parameters(self.spec, self.plan.tp, self.plan.shard)
+        node = min(self.plan.world, hardware.devices)
+        self.reduces_once = reduces_once(config.parallel.grad_comm, self.plan, node)
 
     def _ways(self, hardware: HardwareConfig, stream: float) -> tuple[Off, Off]:
         """How products and collectives of tensor-parallel ranks run. stream: bytes of the hidden states."""
@@ -182,7 +186,8 @@ class _Timer:
             narrow = frozenset(name for name in work.shapes if f"layers.{index}.{name}" in float8)
             key = id(work), id(remaining), narrow  # of layers that are equal, and keep the same
             if key not in known:
-                known[key] = self._layer(work, remaining, layer.attention, narrow, travelling[index])
+                sent = self.sent.layers[index]
+                known[key] = self._layer(work, remaining, layer.attention, narrow, sent, travelling[index])
             layers.append(known[key])
         units = (self._embedding(), *layers, self._head())
         return Timing(
@@ -231,9 +236,16 @@ class _Timer:
         return terms[0], terms[1], exchanged.both + fetched.both
 
     def _layer(
-        self, work: LayerWork, left: Remaining, spec: AttentionSpec, float8: frozenset[str], narrow: float
+        self,
+        work: LayerWork,
+        left: Remaining,
+        spec: AttentionSpec,
+        float8: frozenset[str],
+        parameters: int,
+        narrow: float,
     ) -> Unit:
-        """float8: the projections that multiply in fp8; narrow: elements that are gathered so."""
+        """float8: the projections that multiply in fp8; narrow: of the parameters, those that are gathered
+        in fp8."""
         tokens, pace = self.tokens, self.pace
 
         def products_of(narrow: frozenset[str]) -> dict[str, float]:
@@ -249,7 +261,10 @@ class _Timer:
         attention = self._attention(work, spec)
         kernels = KERNELS[self.config.compile]
         bound = self.fused * tokens * work.saved / pace.memory + kernels * pace.kernel
-        again = took.again.products + left.again.get("attention", 0.0) * attention
+        unread = Eager() if self.config.compile else left.eager
+        sent = unread.calls * self.way.moving
+        again = took.again.products + sum(products[name] for name in unread.again)
+        again += left.again.get("attention", 0.0) * attention
         again += self.fused * tokens * max(0.0, work.saved - left.saved - left.host) / pace.memory
         to_weights = sum(for_weights.values())
         forward = {
@@ -263,7 +278,7 @@ class _Timer:
             "attention": ATTENTION_BACKWARD * attention + pace.kernel,
             "memory-bound kernels": 2 * bound,
             "recompute": again,
-            "tensor collectives": took.backward.exposed + took.again.exposed,
+            "tensor collectives": took.backward.exposed + took.again.exposed + sent,
         }
         shared_forward, shared_backward, shared = self._shared(spec, attention, left.attends)
         forward, backward = {**forward, **shared_forward}, {**backward, **shared_backward}
@@ -272,7 +287,7 @@ class _Timer:
         launches *= 2 + self.repeated * bool(left.again)
         backward["launching"] = max(0.0, launches - sum(backward.values()) - to_weights)
         weight = {"matrix products": to_weights}
-        return self._sharded(work.weights, forward, backward, weight, took.moved, shared, narrow)
+        return self._sharded(parameters, forward, backward, weight, took.moved + sent, shared, narrow)
 
     def _embedding(self) -> Unit:
         """The look-up, and the gradient of the whole table, most of which is zero."""
@@ -284,7 +299,7 @@ class _Timer:
             "memory-bound kernels": (3 * stream + self.element * table) / self.pace.memory,
             "tensor collectives": collective,
         }
-        return self._sharded(table, forward, {}, weight, 2 * collective)
+        return self._sharded(self.sent.outer[True, False], forward, {}, weight, 2 * collective, outer=True)
 
     def _head(self) -> Unit:
         """Norm, logits and loss, whose compiled chunks read the logits twice and write their gradient over them."""
@@ -301,9 +316,10 @@ class _Timer:
             forward["matrix products"] += 2 * product
             forward["tensor collectives"] += collective
             backward, weight = {}, {}
-        # A tied head of one stage is the embedding's parameter, which that unit gathers.
-        size = 0.0 if self.spec.tied and self.plan.pp == 1 else rows * columns
-        return self._sharded(size, forward, backward, weight, self.way.moving + 2 * collective)
+        # Of one stage what is left of the unit that it shares with the embedding: no tied head.
+        size, alone = self.sent.outer[self.plan.pp == 1, True], self.plan.pp > 1
+        size -= 0 if alone else self.sent.outer[True, False]
+        return self._sharded(size, forward, backward, weight, self.way.moving + 2 * collective, outer=True)
 
     def _sharded(
         self,
@@ -314,15 +330,17 @@ class _Timer:
         tensor: float,
         context: float = 0.0,
         narrow: float = 0.0,
+        outer: bool = False,
     ) -> Unit:
         """A unit of `size` parameters with what data-parallel ranks do around its passes: gathers, reductions, and
         copies in and out of flat buffers. tensor, context: seconds of what tensor-parallel ranks and those that share
-        sequences communicate in a micro-batch; narrow: elements that are gathered in fp8."""
+        sequences communicate in a micro-batch; narrow: elements that are gathered in fp8; outer: see `of_states`."""
         plan, pace, shards = self.plan, self.pace, self.rings["shard"]
         axes = {"tensor": tensor, "context": context}
-        gather = shards.seconds(self.element * (size - narrow) + narrow) if plan.stage else 0.0
         copied = self.config.parallel.zero.transport == "copy_engine"  # in the type in which gradients were computed
-        reduce = shards.seconds((self.element if copied else self.gradient) * size)
+        widths = self.element * (size - narrow) + narrow, (self.element if copied else self.gradient) * size
+        moved = of_states(plan, *widths, outer, self.reduces_once)
+        gather, reduce = (shards.seconds(moved[kind].size) for kind in ("gather", "scatter"))
         replicas = 2 * self.rings["replicate"].seconds(self.gradient * size / shards.ranks)
         copy_in = ((MASTER + self.element) / shards.ranks + 2 * self.element * (shards.ranks > 1)) * size / pace.copy
         # Read for the scale and again, written, and cast back.
@@ -332,20 +350,20 @@ class _Timer:
             copy_in = (MASTER + 3 * self.element) / shards.ranks * size / pace.copy
             copy_out = ((MASTER + 2 * self.element) / shards.ranks + self.element) * size / pace.copy
         f, b = sum(forward.values()), sum(backward.values()) + sum(weight.values())
-        first, copies, last_copy = pace.exposed(gather, f), copy_in, copy_out
-        each, once = {"shard": reduce}, {"shard": gather, "replicate": replicas}
-        late = replicas  # communication behind the last backward pass
-        if plan.stage == 3:
-            first, copies = 0.0, 0.0
-            each, once = {"shard": 2 * gather + reduce}, {"replicate": replicas}
+        gathers, scatters = moved["gather"], moved["scatter"]
+        first = pace.exposed(gather * gathers.once, f)
+        copies, last_copy = 0.0 if gathers.each else copy_in, copy_out
+        each = {"shard": gathers.each * gather + scatters.each * reduce}
+        once = {"shard": gathers.once * gather + scatters.once * reduce, "replicate": replicas}
+        if gathers.each:
             forward = _and(forward, pace.exposed(gather, f), copy_in)
+        if gathers.each > 1:
             backward = _and(backward, pace.exposed(gather, b), copy_in)
-        if plan.stage >= 2:
+        if scatters.each:
             backward, last_copy = _and(backward, pace.exposed(reduce, b), copy_out), 0.0
-        else:
-            each, once, late = {}, {**once, "shard": gather + reduce}, reduce + replicas
-            if self.batch.accumulation > 1:  # added to the sums in fp32, tensor by tensor
-                backward = _and(backward, 0.0, (2 * MASTER + self.element) * size / pace.copy)
+        elif self.batch.accumulation > 1:  # added to the sums in fp32, tensor by tensor
+            backward = _and(backward, 0.0, (2 * MASTER + self.element) * size / pace.copy)
+        late = scatters.once * reduce + replicas  # communication behind the last backward pass
         exposed = pace.exposed(late, b)
         summed = exposed * (replicas / late) if late else 0.0
         return Unit(

@@ -1,0 +1,145 @@
+"""What a layer of each shipped family holds from its forward to its backward pass, and what its ranks send, beside what
+the estimate plans with: at full size, on meta tensors and a group of ranks that is not there.
+
+Attention and RMSNorm stand for the kernels of GPUs, which keep less than the operations that a CPU takes."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from model.test_tiles import Live
+from support.estimates import h200, settings, shipped
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from trainer.checkpointing.activation import apply_recompute
+from trainer.config import ActivationConfig
+from trainer.config.model import ModelSpec
+from trainer.distributed.tensors import local
+from trainer.model import layers
+from trainer.model.transformer import Transformer
+from trainer.parallel.tensor import split
+from trainer.planning.cost.layers import left_by_recompute, model_work
+from trainer.planning.estimate.pace import Ring
+from trainer.planning.estimate.timing import time_units
+from trainer.planning.resolve import resolve
+
+LENGTH, ELEMENT = 8192, 4
+FAMILIES = (
+    "llama3_8b",
+    "gpt2",
+    "gemma2_2b",
+    "mistral_7b",
+    "olmo2_7b",
+    "phi3_mini",
+    "pythia_160m",
+    "qwen2_7b",
+    "qwen3_8b",
+)
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"mode": "full"},
+    "attention and every second product": {"mode": "selective"},
+    "products by name": {"mode": "selective", "save": ["attention", "attention.o", "feed_forward.up"]},
+    "feed-forward": {"mode": "selective", "modules": ["*.feed_forward"]},
+}
+
+
+class FusedNorm(torch.autograd.Function):
+    """RMSNorm as one kernel: it keeps its input and a number for each token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    """Attention as one kernel with grouped heads; FlexAttention, for windows and soft caps, keeps the same."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+
+
+class Noted(Live):
+    """Counts collectives of a tensor-parallel group by the bytes of the whole tensor."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+        self.sent: Counter[int] = Counter()
+        self.products = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: tuple = (), keywords: dict | None = None) -> Any:
+        result = super().__torch_dispatch__(function, types, arguments, keywords)
+        self.products += function._opname in ("mm", "addmm")
+        if function.namespace == "_c10d_functional" and ("gather" in function._opname or "scatter" in function._opname):
+            self.sent[max(arguments[0].nbytes, result.nbytes)] += 1
+        return result
+
+
+@pytest.fixture(params=[1, 2, 4])
+def tp(request, monkeypatch) -> Iterator[int]:
+    monkeypatch.setattr(F, "rms_norm", lambda x, shape, weight, eps: FusedNorm.apply(x, weight))
+    monkeypatch.setattr(layers, "attend", flash)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    yield request.param
+    dist.destroy_process_group()
+
+
+def passes(name: str, tp: int, policy: ActivationConfig) -> tuple[int, Counter]:
+    """Bytes that the first layer holds after its forward pass, and collectives of both passes."""
+    spec = shipped(name)
+    spec.depth = 1
+    with torch.device("meta"):
+        model = Transformer(spec)
+        x = torch.empty(LENGTH // tp, spec.width, requires_grad=True)
+        angles = torch.empty(1, LENGTH, 1, spec.layer(0).attention.head_dim // 2)
+    split(model, init_device_mesh("cpu", (tp,)))
+    apply_recompute(model, policy)
+    gc.collect()
+    gc.disable()
+    try:
+        with Noted([x, angles, *map(local, model.parameters())]) as noted:
+            result = model.layers["0"](x, (1, LENGTH), (angles, angles), None)
+            held = noted.bytes
+            result.backward(torch.empty_like(result))
+    finally:
+        gc.enable()
+    return held, noted.sent, noted.products
+
+
+def planned_collectives(spec: ModelSpec, tp: int, policy: ActivationConfig) -> Counter:
+    """By the bytes of the whole tensor, as many as the layer's predicted seconds are of one."""
+    sizes = {"batch__sequence_length": LENGTH, "batch__micro_size": 1, "batch__accumulation": 1}
+    config = settings(spec, precision__compute="fp32", parallel__tp=tp, **sizes)
+    config.activation, whole = policy, ELEMENT * LENGTH * spec.width
+    layout = resolve(config, tp, spec)
+    one = Ring.of(h200(), layout.plan, "tp").seconds(whole)
+    seconds = time_units(config, layout, h200()).units[1].collectives["tensor"]
+    return Counter({whole: round(seconds / one, 6)} if tp > 1 else {})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_over_ranks_hold_and_send_what_is_planned(name, tp):
+    for label, options in POLICIES.items():
+        policy, spec = ActivationConfig(**options), shipped(name)
+        held, sent, products = passes(name, tp, policy)
+        spec.depth = 1
+        (work,) = model_work(spec, LENGTH, tp, ELEMENT)
+        (left,) = left_by_recompute([work], policy)
+        assert (left.saved + left.eager.saved) * LENGTH / held == pytest.approx(1, abs=0.005), label
+        repeated = sum(share for operation, share in left.again.items() if operation != "attention")
+        assert products == 3 * (len(work.flops) - 1) + repeated + len(left.eager.again), label
+        assert sent == planned_collectives(spec, tp, policy), label
