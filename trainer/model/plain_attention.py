@@ -26,10 +26,10 @@ class Fit(NamedTuple):
     shared: bool
 
 
-def fit(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> Fit:
-    """What a GPU of a compute capability has to be given for a kernel that holds no scores. fp64 has none."""
-    ampere, narrow = capability >= (8, 0), dtype.itemsize == 2
-    small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)  # too little shared memory for some backward passes
+def fit(capability: int, dtype: torch.dtype, head_dim: int) -> Fit:
+    """What a GPU of a compute capability (90 is 9.0) has to be given for a kernel that holds no scores. fp64 has none."""
+    ampere, narrow = capability >= 80, dtype.itemsize == 2
+    small = 86 <= capability <= 89 or capability >= 120  # too little shared memory for some backward passes
     if ampere and narrow and head_dim <= FLASH_HEADS and not (small and 192 < head_dim <= 224):
         return Fit(dtype, head_dim, shared=True)
     if dtype == torch.bfloat16 and not ampere:
@@ -39,8 +39,10 @@ def fit(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> Fit:
 
 
 @torch.compiler.assume_constant_result
-def capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def capability(device: torch.device) -> int:
+    """A number, since torch 2.11 cannot compare tuples that a compiled function takes for constant."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def attend_plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
