@@ -23,7 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SECONDS = float(os.environ.get("GPU_CHECK_SECONDS", 460))
 """In which all ends."""
-AT_ONCE = 6
+AT_ONCE = max(6, (os.cpu_count() or 1) // 3)
+"""Cases: what they wait for most is the compiler, on the host."""
 REPORT = 20
 """Seconds between reports of what runs."""
 
@@ -232,8 +233,9 @@ def last_word(log: Path) -> str:
 
 
 def evidence(log: Path) -> list[str]:
-    """Where the main threads were of processes that were told to dump their stacks; else the end of the log."""
-    text = log.read_text(errors="replace")
+    """Where the main threads were of processes that were told to dump their stacks; else the end of the log. Of a case
+    that was not started, nothing."""
+    text = log.read_text(errors="replace") if log.exists() else ""
     stacks = re.split(r"^(?=(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE)[1:]
     stacks = [stack for stack in stacks if "in <module>" in stack and "distributed/run.py" not in stack]
     lines = [line for stack in stacks[:2] for line in stack.splitlines()[:24]] or text.splitlines()[-25:]

@@ -27,7 +27,7 @@ class Fit(NamedTuple):
 
 
 def fit(capability: int, dtype: torch.dtype, head_dim: int) -> Fit:
-    """What a GPU of a compute capability (90 is 9.0) has to be given for a kernel that holds no scores. fp64 has none."""
+    """What a GPU of a compute capability (90: 9.0) has to be given for a kernel that holds no scores. fp64 has none."""
     ampere, narrow = capability >= 80, dtype.itemsize == 2
     small = 86 <= capability <= 89 or capability >= 120  # too little shared memory for some backward passes
     if ampere and narrow and head_dim <= FLASH_HEADS and not (small and 192 < head_dim <= 224):
