@@ -11,7 +11,9 @@ from trainer.distributed.collectives import TensorGroup
 from trainer.model import compiled
 from trainer.model.attention import attend, compiled_flex, first_seen, mask_of
 from trainer.model.block_mask import block_mask
+from trainer.model.linear import columns
 from trainer.planning.cost.saved import saved_in
+from trainer.precision.float8 import Float8
 
 
 @pytest.mark.skipif(not CAN_COMPILE, reason="needs a compiler")
@@ -51,3 +53,16 @@ def test_block_masks_are_in_the_graph_of_what_is_around():
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(block_mask(first, places, 32)), layer(mask_of(first, places, 32)))
+
+
+def test_a_single_matrix_in_fp8_stays_in_the_graph_without_gradients():
+    """As in evaluation, where the compiler itself calls what autograd calls otherwise."""
+    multiply, x = Float8("rowwise"), torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(48, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return columns(x, [weight], [None], None, multiply=multiply)[0]
+
+    whole = torch.compile(product, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(whole(x, weight), product(x, weight), rtol=0, atol=0)

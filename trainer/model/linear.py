@@ -184,9 +184,10 @@ class Columns(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, group: TensorGroup | None, multiply: Multiply, x: Tensor, count: int, *operands: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        """given: of `apply`. By the number of names here the compiler decides, without gradients, whether there is a
+        ctx, and among several names would be wrong for one matrix."""
+        group, multiply, x, count, *operands = given
         weights, biases, numbers = operands[:count], operands[count : 2 * count], operands[2 * count :]
         ctx.group, ctx.multiply, ctx.count, ctx.biased = group, multiply, count, [b is not None for b in biases]
         ctx.save_for_backward(x, *weights, *numbers)
