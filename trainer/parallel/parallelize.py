@@ -145,8 +145,8 @@ def compile_layers(model: Stage, deferring: bool) -> None:
     """Compiles each layer. deferring: whether weight gradients may be put off."""
     # What is put off lives on in tensors that the compiler thinks are done with: it must not write over them.
     inductor.allow_buffer_reuse = inductor.inplace_buffers = functorch.donated_buffer = not deferring
-    # Selective recompute is experimental there.
-    logging.getLogger("torch._dynamo.variables.higher_order_ops").setLevel(logging.ERROR)
+    # Of each function that is recomputed in part it says to be careful with operations in place.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for layer in model.layers.values():
         layer.run = compiled(layer.run)  # layers of one kind share a graph
         if layer.tile:
