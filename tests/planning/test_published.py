@@ -182,8 +182,8 @@ RESERVED = {
 
 @pytest.mark.parametrize("name", RESERVED)
 def test_memory_of_torchtitan(name):
-    """Their loss as in `test_llama_of_torchtitan`; the fullest rank of a pipeline has none. Of 405B they publish 82.5 and
-    75.3 GiB for as many tokens a micro-batch, micro-batches and ranks, so that no formula is right for both."""
+    """Their loss as in `test_llama_of_torchtitan`; the fullest rank of a pipeline has none. Of 405B they publish 82.5
+    and 75.3 GiB for as many tokens a micro-batch, micro-batches and ranks: no formula is right for both."""
     one, (memory, error) = large(name), RESERVED[name]
     plan, batch = one.layout.plan, one.layout.batch
     loss = 10 * batch.micro_size * batch.sequence_length * 128256 / plan.tp * (plan.pp == 1)

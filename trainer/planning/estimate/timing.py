@@ -201,6 +201,7 @@ class _Timer:
                 unshard=tuple(unit.gather for unit in units),
                 reduce=tuple(unit.reduce for unit in units),
                 transfer=self.transfer,
+                latency=self.rings["pp"].latency,
             ),
         )
 
