@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support.estimates import estimated, h200, settings, shipped
 
 import trainer
 from trainer.data.corpus import open_corpus
 from trainer.data.lengths import documents_in, with_lengths
 from trainer.estimate import main
+from trainer.observe.report import predicted
 from trainer.planning.documents import USUAL, mean_keys
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.unknown import SHORTEST
+from trainer.planning.resolve import resolve
 
 LLAMA = {"activation__mode": "selective", "compile": True, "batch__sequence_length": 8192}
 LLAMA |= {"batch__micro_size": 1, "batch__accumulation": 1, "parallel__zero__stage": 2}
@@ -115,6 +119,9 @@ def test_a_corpus_at_hand_is_measured(texts):
     assert 0.85 * seen < mean_keys(4096, 0, found) < seen  # those that sequences end in are cut
     measured = with_lengths(config).data.documents
     assert (measured.mean, measured.median) == tuple(found)
+    world = SimpleNamespace(device=torch.device("cpu"))
+    at_start = predicted(config, resolve(config, 1, config.model), open_corpus(config), world, 1)
+    assert at_start.config.data.documents == measured and not at_start.assumptions
     config.data.documents.mean = 7.0
     assert with_lengths(config) is config  # what is given counts
 

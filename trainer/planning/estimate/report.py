@@ -54,7 +54,8 @@ def _plan(found: Estimate) -> list[tuple[str, Any]]:
 def _memory(found: Estimate) -> list[tuple[str, Any]]:
     fullest, hardware = found.fullest, found.hardware
     rank = f"pipeline rank {fullest.rank} of {found.layout.plan.pp}" if found.layout.plan.pp > 1 else "every rank"
-    used = f"{_size_band(found)} of {hardware.memory:g} GiB"
+    least, most = (size / GIB for size in memory_band(found))
+    used = f"{least:.1f} to {most:.1f} of {hardware.memory:g} GiB"
     return [
         ("fullest", rank),
         ("at", fullest.where),
@@ -65,9 +66,20 @@ def _memory(found: Estimate) -> list[tuple[str, Any]]:
     ]
 
 
-def _size_band(found: Estimate) -> str:
-    band = found.hardware.memory_band
-    return f"{found.memory * (1 - band) / GIB:.1f} to {found.memory * (1 + band) / GIB:.1f}"
+def memory_band(found: Estimate) -> tuple[float, float]:
+    """Least and most bytes that the fullest device holds."""
+    return _even(found.hardware.memory_band).of(found.memory)
+
+
+def brief(found: Estimate) -> list[tuple[str, str]]:
+    """The step and what follows from it, in a few rows."""
+    return [
+        ("counts", f"a step, predicted for {found.hardware.device}"),
+        ("step", step_time(found)),
+        ("tokens/s", _speed(found.tokens_per_second, found.band)),
+        *(("not known", text) for text in found.assumptions),
+        *(("not in the time", text) for text in left_out(found)),
+    ]
 
 
 def _time(found: Estimate) -> list[tuple[str, Any]]:
