@@ -126,6 +126,13 @@ def test_a_corpus_at_hand_is_measured(texts):
     assert with_lengths(config) is config  # what is given counts
 
 
+@pytest.mark.parametrize("more", [[], ["plans=all"]])
+def test_lengths_without_a_meaning_are_refused(more, capsys):
+    given = ["+config=debug", "data.mask_documents=true", "data.documents.mean=10", "data.documents.median=20"]
+    assert main([*given, "processes=2", *more]) == 2
+    assert "data.documents.median=20 must not be above data.documents.mean=10" in capsys.readouterr().err
+
+
 def test_the_command_says_what_it_does_not_know(texts, capsys):
     out = texts / "all.json"
     given = words(texts, "data.tokenizer=bytes", "data.eval_fraction=0", "hardware=h200", "processes=2", f"json={out}")

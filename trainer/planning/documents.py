@@ -12,7 +12,7 @@ from itertools import count
 from statistics import NormalDist
 from typing import NamedTuple
 
-from trainer.config import Config
+from trainer.config import Config, ConfigError
 from trainer.config.schema import DataConfig, DocumentsConfig
 from trainer.planning.cost.flops import seen_keys
 
@@ -40,7 +40,9 @@ USUAL = Documents(18900.0, 8100.0)
 
 
 def documents_of(data: DataConfig) -> Documents | None:
-    """The documents that are masked; None if none are."""
+    """The documents that are masked; None if none are. Raises `ConfigError` for lengths without a meaning."""
+    if wrong := list(problems(data)):
+        raise ConfigError(wrong)
     if not data.mask_documents:
         return None
     given = data.documents

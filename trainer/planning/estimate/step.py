@@ -150,7 +150,6 @@ def estimate_within(
     """The same of a step that takes no longer than `seconds`, or None. lowered: see `memory.peaks`."""
     node, pace = min(layout.plan.world, hardware.devices), Pace.of(hardware, config.precision)
     ways = candidates(config, layout.plan, node)
-
     timings = [time_units(way, layout, hardware) for way in ways]
     steps = [step_seconds(way, layout, timing, pace) for way, timing in zip(ways, timings)]
     taken = chosen([taken for _, taken in steps])
