@@ -12,6 +12,7 @@ from trainer.config import Config, ConfigError
 from trainer.config.fields import option
 from trainer.config.hardware import HardwareConfig
 from trainer.config.options import parse, usage
+from trainer.data.lengths import with_lengths
 from trainer.diagnosis.advice import advise
 from trainer.planning.estimate import report
 from trainer.planning.estimate.hardware import load_hardware
@@ -49,6 +50,7 @@ def run(options: EstimateOptions, changes: list[str], overrides: list[str], conf
         from trainer.hf import model_from_hf
 
         base.model = model_from_hf(base.model)
+    base = with_lengths(base)
     if options.plans == "all":
         size = global_size(base.batch, world)
         ranking = rank_plans(base, hardware, world, size, options.top, sure=True)
@@ -117,7 +119,7 @@ def check_options(options: EstimateOptions) -> None:
 def planned(text: str, base: Config, overrides: list[str], config_dir: str | None, world: int, node: int) -> Config:
     """The configuration of a plan given as text, its micro-batches fitted to the recipe's global batch."""
     config, named = variant(text, base, overrides, config_dir, world, corpus=False)
-    config.model = base.model
+    config.model, config.data = base.model, base.data
     fit_batch(config, resolve_plan(config.parallel, world, base.model, node), global_size(base.batch, world), named)
     return config
 

@@ -10,7 +10,8 @@ from support.launch import launch
 from trainer import estimate
 from trainer.cluster.links import axes
 from trainer.config import ParallelConfig
-from trainer.planning.estimate.calibrate import COLLECTIVES, UNMEASURED
+from trainer.planning.context import KERNELS
+from trainer.planning.estimate.calibrate import COLLECTIVES
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.plan import resolve_plan
 from trainer.probe import main
@@ -40,7 +41,9 @@ def test_the_file_is_hardware_and_says_what_was_measured(measured):
         "feed_forward.down 128 x 352 ",
         "head 512 x 128 ",
         "forward pass of 2 layers ",
-        f"Not measured but taken from the figures of CPU: eager, {', '.join(UNMEASURED)}, network",
+        "Not measured but taken from the figures of CPU: eager, network, achieved.float8",
+        *(f"{name} 0." for name in KERNELS),
+        "A call by copies beside its bytes: ",
         *(f"node, shard: {kind} over 2 ranks, " for kind in COLLECTIVES),
     ):
         assert expected in said, (expected, said)

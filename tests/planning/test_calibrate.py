@@ -14,7 +14,6 @@ from trainer.planning.cost.layers import model_work
 from trainer.planning.estimate.calibrate import (
     COLLECTIVES,
     LEAST_BAND,
-    UNMEASURED,
     Measurements,
     Pass,
     Product,
@@ -41,7 +40,6 @@ def measure(hardware, config, slower=1.0, links=("node", "network"), device=None
     """What would be measured on such a machine. slower: factor on passes."""
     pace = Pace.of(hardware, config.precision)
     [work, *_] = model_work(config.model, 1024, 1, 2)
-    attended = "block_mask" if config.model.attention.window else "attention"
 
     def product(name, rows, columns, tokens=4096, count=1):
         moved = 2 * (tokens * (rows + columns) + rows * columns)
@@ -69,7 +67,7 @@ def measure(hardware, config, slower=1.0, links=("node", "network"), device=None
         devices=hardware.devices,
         products=[product(name, round(rows), round(columns)) for name, (rows, columns) in work.shapes.items()],
         sweep=[product("1024", 1024, 1024, 1024)],
-        attention=Work(1e12, 1e12 / pace.attention[attended] + 2 * pace.kernel),
+        attention={name: Work(1e12, 1e12 / rate + 2 * pace.kernel) for name, rate in pace.attention.items()},
         passes=[through(depth) for depth in (1, 2)],
         eager=[through(depth, compile=False) for depth in (1, 2)] if eager else [],
         stream=Work(1e9, 1e9 / (bandwidth * hardware.achieved.memory)),
@@ -78,6 +76,7 @@ def measure(hardware, config, slower=1.0, links=("node", "network"), device=None
         kernel=pace.kernel,
         launch=pace.launch,
         hidden=hardware.achieved.hidden,
+        signal=hardware.signal * 1e-6,
         sent=sent,
         float8=Work(1e12, 1e12 / (1978.9e12 * hardware.achieved.product * hardware.achieved.float8))
         if float8
@@ -86,29 +85,43 @@ def measure(hardware, config, slower=1.0, links=("node", "network"), device=None
 
 
 def test_a_machine_is_found_again_in_what_it_would_show():
-    hardware, config = load_hardware("h200", ["eager=2.7"]), recipe()
+    own = ["eager=2.7", "signal=17", "achieved.last_queries=0.8", "achieved.block_mask=1.2"]
+    hardware, config = load_hardware("h200", own), recipe()
     other = load_hardware(
         "h200", ["achieved.product=0.5", "achieved.memory=0.4", "achieved.float8=0.5", "kernel=9", "node.latency=50"]
     )
     found = calibrate(measure(hardware, config), config, other)
-    for name in ("product", "attention", "memory", "optimizer", "copy", "hidden", "float8"):
+    kernels = ("attention", "last_queries", "block_mask")
+    for name in ("product", *kernels, "memory", "optimizer", "copy", "hidden", "float8"):
         assert getattr(found.hardware.achieved, name) == pytest.approx(getattr(hardware.achieved, name), rel=0.02), name
     assert found.hardware.eager == pytest.approx(2.7, rel=0.02)
     for place in ("node", "network"):
         one, expected = getattr(found.hardware, place), getattr(hardware, place)
         assert (one.bandwidth, one.latency) == pytest.approx((expected.bandwidth, expected.latency), rel=1e-6)
         assert one.achieved == pytest.approx(expected.achieved, rel=1e-6)
-    assert (found.hardware.kernel, found.hardware.launch) == pytest.approx((4, 6))
-    assert found.kept == ("bandwidth", *UNMEASURED)
+    assert (found.hardware.kernel, found.hardware.launch, found.hardware.signal) == pytest.approx((4, 6, 17))
+    assert found.kept == ("bandwidth",)
     unmeasured = calibrate(measure(hardware, config, eager=False), config, other)
-    assert unmeasured.kept == ("eager", "bandwidth", *UNMEASURED) and unmeasured.hardware.eager == other.eager == 3.5
+    assert unmeasured.kept == ("eager", "bandwidth") and unmeasured.hardware.eager == other.eager == 3.5
     assert found.hardware.band == LEAST_BAND and max(abs(said / took - 1) for _, took, said in found.errors) < 0.02
 
 
-def test_attention_with_a_window_is_measured_in_the_kernel_that_it_takes():
+def test_a_pass_with_a_window_is_that_of_the_kernel_that_it_takes():
     config = recipe()
     config.model.attention.window = 256
-    assert calibrate(measure(h200(), config), config, h200()).hardware.achieved.attention == pytest.approx(0.48)
+    found = calibrate(measure(h200(), config), config, h200())
+    assert found.hardware.achieved.attention == pytest.approx(0.48)
+    assert max(abs(said / took - 1) for _, took, said in found.errors) < 0.02
+
+
+def test_kernels_that_were_not_measured_are_those_of_the_other_file():
+    config, measured = recipe(), measure(h200(), recipe())
+    one = calibrate(replace(measured, attention={"attention": measured.attention["attention"]}), config, h200())
+    assert one.kept == ("bandwidth", "achieved.last_queries", "achieved.block_mask")
+    assert (one.hardware.achieved.last_queries, one.hardware.achieved.block_mask) == (0.58, 0.69)
+    none = calibrate(replace(measured, attention={}, signal=None), config, h200())
+    assert none.kept == ("bandwidth", "achieved.last_queries", "achieved.block_mask", "signal")
+    assert none.hardware.achieved.attention == none.hardware.achieved.product and none.hardware.signal == 30
 
 
 def test_an_unknown_device_has_the_best_that_was_reached_as_its_peaks():
@@ -122,9 +135,9 @@ def test_an_unknown_device_has_the_best_that_was_reached_as_its_peaks():
     expected = 4800e9 * h200().achieved.optimizer
     assert one.bandwidth * 1e9 * one.achieved.optimizer == pytest.approx(expected, rel=1e-6)
     assert one.peak["fp8"] * one.achieved.product == pytest.approx(1978.9 * 0.69 * 0.97) and one.achieved.float8 == 1
-    assert found.kept == (*UNMEASURED, "network") and one.network == base.network
+    assert found.kept == ("network",) and one.network == base.network
     without = calibrate(measure(h200(), config, device="NVIDIA Abacus", float8=False), config, base)
-    assert without.kept == (*UNMEASURED, "achieved.float8") and without.hardware.peak.keys() == {"bf16"}
+    assert without.kept == ("achieved.float8",) and without.hardware.peak.keys() == {"bf16"}
     for one_pass in measured.passes:
         said = pass_seconds(*cut(config, one_pass.depth, 1024, 4), one)
         assert sum(said) == pytest.approx(one_pass.forward + one_pass.backward, rel=0.1)

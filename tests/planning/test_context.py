@@ -19,8 +19,9 @@ from trainer.config.model import ModelSpec
 from trainer.model.attention import first_seen
 from trainer.model.context import ContextGroup
 from trainer.observe.report import sharing
-from trainer.planning.context import DOCUMENTS, DRAWS, Context, balance, packed, traffic
+from trainer.planning.context import DRAWS, Context, balance, traffic
 from trainer.planning.context_choice import resolve_context
+from trainer.planning.documents import USUAL, packed
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.memory import peaks
 from trainer.planning.estimate.plans import rank_plans
@@ -78,31 +79,29 @@ def counted_balance(order: str, ranks: int, first: torch.Tensor) -> float:
 @pytest.mark.parametrize("window", [0, 3000])
 @pytest.mark.parametrize("length, ranks", [(2**17, 2), (2**17, 8), (2**16, 32)])
 def test_balance_is_that_of_the_keys_that_queries_see(length, ranks, window):
-    starts = [packed(length, draw) for draw in range(DRAWS)]
+    starts = [packed(USUAL, length, draw) for draw in range(DRAWS)]
     sizes = [torch.tensor([*one, length]).diff() for one in starts]
     documents = [torch.arange(len(one)).repeat_interleave(one)[None] for one in sizes]
     for order in ("contiguous", "zigzag", "blocks"):
         context = Context(1, ranks, order, 128, False, 1)
         alone = counted_balance(order, ranks, first_seen(None, length, window, CPU))
         packs = mean(counted_balance(order, ranks, first_seen(one, length, window, CPU)) for one in documents)
-        assert balance(context, length, window, False) == pytest.approx(alone)
-        assert balance(context, length, window, True) == pytest.approx(packs)
+        assert balance(context, length, window, None) == pytest.approx(alone)
+        assert balance(context, length, window, USUAL) == pytest.approx(packs)
 
 
 def test_each_order_is_balanced_for_what_it_is_for():
     def of(order: str, masked: bool, inner: int = 1) -> float:
-        return balance(Context(inner, 8 // inner, order, 128, False, 1), 2**17, 0, masked)
+        return balance(Context(inner, 8 // inner, order, 128, False, 1), 2**17, 0, USUAL if masked else None)
 
     assert of("zigzag", False) == 1.0 and of("contiguous", False) == pytest.approx(1.875, abs=1e-4)
     assert (
         of("blocks", False) < 1.001 and of("blocks", True) < 1.02 and 1.3 < of("zigzag", True) < of("contiguous", True)
     )
     assert of("contiguous", True, inner=8) == 1.0  # whole sequences
-    median, average = DOCUMENTS
-    drawn = [float(size) for seed in range(40) for size in torch.tensor(packed(2**21, seed)).diff()]
-    assert mean(drawn) == pytest.approx(average, rel=0.05) and sorted(drawn)[len(drawn) // 2] == pytest.approx(
-        median, rel=0.05
-    )
+    drawn = [float(size) for seed in range(40) for size in torch.tensor(packed(USUAL, 2**21, seed)).diff()]
+    assert mean(drawn) == pytest.approx(USUAL.mean, rel=0.05)
+    assert sorted(drawn)[len(drawn) // 2] == pytest.approx(USUAL.median, rel=0.05)
 
 
 CHOSEN = [  # model, processes, node, settings -> method, order

@@ -96,6 +96,28 @@ def test_transfers_overlap_with_computation():
     assert slow.busy == plain.busy
 
 
+@pytest.mark.parametrize("latency", [0.0, 3.0])
+def test_transfers_of_one_sender_queue(latency):
+    """Forwards take a second and their transfers five, of which all or two occupy the link."""
+    plan, m = build_schedule("gpipe", 2, 6), 6
+    forward = StageCosts.uniform(2, f=1, i=0, w=0, transfer=5.0, latency=latency)
+    arrivals = [1 + 5 + number * (5 - latency) for number in range(m)]
+    result = simulate(plan, forward)
+    assert [span.start for span in result.spans[1] if span.action.kind == "F"] == arrivals
+    lone = simulate(schedule("0F0 0B0", "1F0 1B0", placement=(0, 1), microbatches=1), forward)
+    assert lone.makespan == 1 + 5 + 1 + 5
+
+
+def test_a_rank_sends_to_both_neighbours_over_one_link():
+    """Rank 1 sends hidden states and gradients: two transfers a micro-batch, where the ends have one."""
+    m, makespans = 40, []
+    for ranks in (2, 3):
+        costs = StageCosts.uniform(ranks, f=0.01, i=0.01, w=0, transfer=1.0)
+        makespans.append(simulate(build_schedule("1f1b", ranks, m), costs).makespan)
+    two, three = makespans
+    assert m < two < 1.6 * m and 2 * m < three < 2.2 * m
+
+
 def test_host_time_precedes_every_action_and_is_not_computation():
     result = simulate(build_schedule("1f1b", 1, 6), StageCosts.uniform(1, host=0.5))
     assert (result.makespan, result.busy) == (6 * 3 + 12 * 0.5, (18.0,))
@@ -168,8 +190,8 @@ def test_costs_of_other_stages_are_refused():
 
 
 def reference(plan: Schedule, costs: StageCosts) -> dict[Action, float]:
-    """End times by the definition: an action starts when its predecessor on the rank has ended and its input is
-    there."""
+    """End times by the definition: an action starts when its predecessor on the rank has ended and its input is there;
+    a result leaves its rank when it is there and the one before it has left."""
     rank_of = {
         action: (rank, order, position)
         for rank, order in enumerate(plan.orders)
@@ -177,6 +199,15 @@ def reference(plan: Schedule, costs: StageCosts) -> dict[Action, float]:
     }
     seconds = {"F": costs.f, "I": costs.i, "W": costs.w, "B": costs.b}
     ends: dict[Action, float] = {}
+
+    def sends(action: Action) -> bool:
+        rank, other = rank_of[action][0], action.stage + (1 if action.kind == "F" else -1)
+        return action.kind != "W" and 0 <= other < plan.stages and plan.placement[other] != rank
+
+    def leaves(action: Action) -> float:
+        rank, order, position = rank_of[action]
+        before = [one for one in order[:position] if sends(one)]
+        return max(end(action), leaves(before[-1]) + costs.transfer - costs.latency if before else 0.0)
 
     def end(action: Action) -> float:
         if action not in ends:
@@ -191,7 +222,8 @@ def reference(plan: Schedule, costs: StageCosts) -> dict[Action, float]:
             start = end(order[position - 1]) if position else 0.0
             for need in source:
                 if need in rank_of:
-                    start = max(start, end(need) + costs.transfer * (plan.placement[need.stage] != rank))
+                    there = leaves(need) + costs.transfer if plan.placement[need.stage] != rank else end(need)
+                    start = max(start, there)
             ends[action] = start + costs.host + seconds[action.kind][stage]
         return ends[action]
 
@@ -226,7 +258,8 @@ def test_any_schedule_and_costs_equal_the_definition(data, ranks, layout, microb
         draw(),
         draw(),
         kept=data.draw(st.floats(0, 2)),
-        transfer=data.draw(st.floats(0, 1)),
+        transfer=(transfer := data.draw(st.floats(0, 3))),
+        latency=transfer * data.draw(st.floats(0, 1)),
         host=data.draw(st.floats(0, 0.5)),
     )
     plan = greedy(StageCosts.uniform(stages), place_stages(ranks, chunks, style), microbatches, None, split)

@@ -18,9 +18,14 @@ import trainer
 import trainer.training.run
 import trainer.training.trainer
 from trainer.config import Config, ConfigError
+from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.estimate.report import brief, memory_band
+from trainer.planning.estimate.step import estimate
 from trainer.planning.fit import Memory
+from trainer.planning.resolve import resolve
 from trainer.training.history import changes, set_aside, start_of
 from trainer.training.run import main
+from trainer.util.tables import sizes
 
 train_step = trainer.training.trainer.train_step
 
@@ -199,7 +204,13 @@ def test_every_start_is_noted_and_what_changed_is_named(used, settings, capsys):
     assert log.count("FLOPs per token") == 2 and "step 4/4" in log and "step 6/6" in log and "lr.peak 0.0003" in log
     times = [json.loads(text)["time"] for text in (used / "metrics.jsonl").read_text().splitlines()]
     assert times == sorted(times) and times[0] > 1.7e9
-    assert second["table"]["batch"][0] == ["sequence", "16 tokens"]
+    table = second["table"]
+    assert table["batch"][0] == ["sequence", "16 tokens"]
+    config = settings(used)
+    found = estimate(config, resolve(config, 1, config.model), load_hardware("cpu"))
+    assert [tuple(row) for row in table["time"]] == brief(found)  # times and memory with their bands
+    least, most = sizes(memory_band(found))
+    assert dict(table["peak"])["with what is outside"] == f"{least} to {most}"
     page = (used / "report.html").read_text()
     assert "lr.peak 0.0003 → 0.005" in page and "step 6 of 6" in page and 'class="status done"' in page
 

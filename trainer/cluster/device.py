@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from statistics import median
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from trainer.cluster.stopwatch import Stopwatch
 from trainer.config import Config, OptimizerConfig
+from trainer.config.model import AttentionSpec
 from trainer.config.registry import ATTENTION
 from trainer.distributed.world import World
-from trainer.model.attention import attend, build_mask, kernel_priority
+from trainer.model.attention import attend, first_seen, kernel_priority, mask_of
 from trainer.model.axes import parameter_infos
 from trainer.model.initial import initialize
 from trainer.model.loss import loss_terms
@@ -28,10 +29,12 @@ from trainer.optim.groups import parameter_policies
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.gradients import squared_norms
 from trainer.parallel.parallelize import compile_layers, keep_buffers
+from trainer.planning.context import KERNELS, kernel
 from trainer.planning.cost.flops import attention_flops, flops_per_token, seen_keys
 from trainer.planning.cost.layers import ATTENTION_BACKWARD, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES, MASTER_BYTES
 from trainer.planning.cost.parameters import head, layer_specs
+from trainer.planning.documents import Documents, computed_keys, documents_of, runs
 from trainer.planning.estimate.calibrate import Pass, Product, Work, cut
 from trainer.planning.estimate.memory import peaks
 from trainer.planning.estimate.seconds import update_bytes
@@ -120,32 +123,75 @@ class DeviceProbe:
         )
         return Work(2.0 * side**3, seconds)
 
-    def attention(self, rate: float) -> Work | None:
-        """Forward and backward pass of the first layer's attention; None for a registered kind, whose kernels are its
-        own."""
-        spec, tp = layer_specs(self.layout.spec)[0].attention, self.layout.plan.tp
-        if spec.kind in ATTENTION.registered:
-            return None
+    def attention(self, rate: float) -> dict[str, Work]:
+        """Forward and backward pass of attention by kernel (`planning/context.py`): of whole sequences, of the queries
+        of their second half, and under the mask that the recipe's layers have, or a causal one. Left out: registered
+        kinds of attention, whose kernels are their own, and a kernel that the device lacks and the recipe does without.
+        """
+        layers = [layer.attention for layer in layer_specs(self.layout.spec)]
+        if layers[0].kind in ATTENTION.registered:
+            return {}
+        used = self._kernels(layers)
+        found: dict[str, Work] = {}
+        with kernel_priority(self.config.run.deterministic):
+            for name in KERNELS:
+                try:
+                    found[name] = self._attention(name, layers, rate)
+                except RuntimeError:
+                    if name in used:
+                        raise
+        return found
+
+    def _kernels(self, layers: Sequence[AttentionSpec]) -> set[str]:
+        """Those that the recipe takes."""
+        masked, length = self.config.data.mask_documents, self.layout.batch.sequence_length
+        return {kernel(one, self.layout.context, length, masked) for one in layers}
+
+    def _attention(self, name: str, layers: Sequence[AttentionSpec], rate: float) -> Work:
+        """Of the first layer that has a mask, for a masked kernel, or else of the first layer."""
+        masked = name == "block_mask"
+        spec = next((one for one in layers if masked and (one.window or one.soft_cap)), layers[0])
+        window, cap = (spec.window, spec.soft_cap) if masked else (0, 0.0)
+        documents, tp = documents_of(self.config.data) if masked else None, self.layout.plan.tp
         heads, groups = max(1, spec.heads // tp), max(1, spec.kv_heads // tp)
-        length, sequences, limit = self.length, self.layout.batch.micro_size, 0.08 * self.budget
+        length, sequences, limit = self.length, self.layout.batch.micro_size, 0.04 * self.budget
 
-        def work() -> float:
-            flops = sequences * length * attention_flops(spec, seen_keys(length, spec.window)) * heads / spec.heads
-            return (1 + ATTENTION_BACKWARD) * flops
+        def work(keys: float) -> float:
+            queries = length - length // 2 if name == "last_queries" else length
+            return (1 + ATTENTION_BACKWARD) * sequences * queries * attention_flops(spec, keys) * heads / spec.heads
 
-        while 5 * work() / (0.3 * rate) > limit and (sequences > 1 or length > 64):
+        def keys() -> float:
+            if name == "last_queries":
+                return length // 2 + seen_keys(length - length // 2)
+            return computed_keys(length, window, documents, 128) if masked else seen_keys(length)
+
+        while 5 * work(keys()) / (0.3 * rate) > limit and (sequences > 1 or length > 64):
             sequences, length = (sequences // 2, length) if sequences > 1 else (sequences, length // 2)
-        query = self.random(sequences, heads, length, spec.head_dim).requires_grad_()
+        query = self.random(sequences, heads, length, spec.head_dim)
+        query = (query[:, :, length // 2 :] if name == "last_queries" else query).detach().requires_grad_()
         key, value = (self.random(sequences, groups, length, spec.head_dim).requires_grad_() for _ in "kv")
-        mask = build_mask(None, length, spec.window, spec.soft_cap, self.device)
+        mask = self._mask(sequences, length, window, documents) if masked else None
         gradient = self.random(*query.shape)
 
         def both() -> Any:
-            out = attend(query, key, value, mask, spec.scale, spec.soft_cap)
+            out = attend(query, key, value, mask, spec.scale, cap)
             return torch.autograd.grad(out, (query, key, value), gradient)
 
-        with kernel_priority(self.config.run.deterministic):
-            return Work(work(), self.watch.seconds(both, limit))
+        return Work(work(computed_in(mask, length) if masked else keys()), self.watch.seconds(both, limit))
+
+    def _mask(self, sequences: int, length: int, window: int, documents: Documents | None) -> Any:
+        """Of sequences of documents, or of one each, within a window."""
+        places, numbers = torch.arange(length, device=self.device), None
+        if documents:
+            begins = torch.zeros(sequences, length, dtype=torch.int64)
+            row = -1
+            for start, _ in runs(documents, length):
+                row += start == 0
+                if row == sequences:
+                    break
+                begins[row, start] = 1
+            numbers = begins.cumsum(1).to(self.device)
+        return mask_of(first_seen(numbers, length, window, self.device), places, length)
 
     def passes(self, rate: float) -> tuple[list[Pass], list[Pass]]:
         """Forward and backward passes of the model cut to one and to three layers, of a micro-batch or as much of it as
@@ -276,6 +322,15 @@ class DeviceProbe:
             found.append((time.perf_counter() - start) / TINY)
         torch.cuda.synchronize()
         return self.watch.together(median(found))
+
+
+def computed_in(mask: Any, length: int) -> float:
+    """Keys that attention computes for a query of sequences of `length` under a mask: those of blocks that are not left
+    out, or all."""
+    if isinstance(mask, Tensor):
+        return float(length)
+    blocks = (mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()).item() / len(mask.kv_num_blocks)
+    return blocks * prod(mask.BLOCK_SIZE) / length
 
 
 def graphed(work: Callable[[], None]) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,10 @@ import torch
 import torch.distributed as dist
 
 from trainer.cluster.stopwatch import Stopwatch
+from trainer.config import ConfigError
+from trainer.distributed.boxes import boxes_of
+from trainer.distributed.copied import Place, copies
+from trainer.distributed.copied import Sent as Gathered
 from trainer.distributed.world import World, own_group
 from trainer.parallel.compress.links import all_gather, reduce_scatter
 from trainer.planning.estimate.calibrate import COLLECTIVES, Sent, fit_link
@@ -17,6 +22,9 @@ from trainer.planning.plan import Plan
 
 SIZES = {"cuda": (2**12, 2**16, 2**20, 2**24, 2**28), "cpu": (2**12, 2**16, 2**20, 2**22)}
 """Bytes of the whole tensor of a collective."""
+
+CALLS, AHEAD = 8, 5e-3
+"""Calls by copies that are timed together, and seconds of work before them, in which the host launches them."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,33 @@ class LinkProbe:
         if place % 2:
             return lambda: dist.recv(tensor, ranks[place - 1], group=axis.group)
         return lambda: dist.send(tensor, ranks[place + 1], group=axis.group)
+
+    def signal(self, work: Callable[[], Any], seconds: float) -> float | None:
+        """Seconds of a call by copies between the processes of a node, beside its bytes: a gather of next to nothing.
+        None where a node has one process, or they cannot share memory. work: a computation that takes so many
+        `seconds`, behind which a GPU's host can be ahead of its device."""
+        axis = next((axis for axis in self.axes if axis.place == "node"), None)
+        if axis is None:
+            return None
+        group, device = axis.group, self.world.device
+        place = Place(group.group_name, dist.get_rank(group), dist.get_world_size(group), 0)
+        tiny, ahead = torch.ones(64, device=device), max(1, math.ceil(AHEAD / seconds)) * (device.type == "cuda")
+
+        def computing(calls: int) -> None:
+            for _ in range(ahead):
+                work()
+            for _ in range(calls):
+                for _ in Gathered("probe", [tiny], place).arriving():
+                    pass
+                copies(device).end()
+
+        try:
+            both = self.watch.seconds(lambda: computing(CALLS), 10 * self.limit)
+        except (ConfigError, RuntimeError):  # of all ranks alike: see `symmetric_memory.together`
+            return None
+        boxes_of("probe", group, torch.uint8).free()
+        alone = self.watch.seconds(lambda: computing(0), 10 * self.limit) if ahead else 0.0
+        return max(0.0, both - alone) / CALLS
 
     def hidden(self, sent: Sequence[Sent], work: Callable[[], Any], seconds: float) -> float:
         """Which share of an all-gather behind computation does not slow it down. work: a computation that takes so many

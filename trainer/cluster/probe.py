@@ -68,12 +68,13 @@ def measure(config: Config, layout: Layout, world: World, seconds: float, float8
     products, kernel = one.products(rate), one.kernel()
     attention, (passes, eager) = one.attention(rate), one.passes(rate)
     stream, update, copy = one.stream(), one.update(), one.copy()
-    launch, hidden, sent = one.launch(kernel), None, list[Sent]()
+    launch, hidden, signal, sent = one.launch(kernel), None, None, list[Sent]()
     if world.size > 1:
         links = LinkProbe(world, axes(layout.plan, world, node), 0.35 * seconds)
         sent = links.measure()
         a, b = one.random(sweep[-1].tokens, sweep[-1].tokens), one.random(sweep[-1].tokens, sweep[-1].tokens)
         hidden = links.hidden(sent, lambda: matmul(a, b, Role.OUTPUT), sweep[-1].seconds)
+        signal = links.signal(lambda: matmul(a, b, Role.OUTPUT), sweep[-1].seconds)
     return Measurements(
         device=device_name(device),
         memory=memory,
@@ -90,6 +91,7 @@ def measure(config: Config, layout: Layout, world: World, seconds: float, float8
         launch=launch,
         eager=eager,
         hidden=hidden,
+        signal=signal,
         sent=sent,
         float8=None if float8 == "none" else one.float8(float8, sweep[-1].tokens),
     )
@@ -121,6 +123,13 @@ def comments(
         f"{peak / 1e12:.4g} TFLOP/s: {shares(measured.products)}"
     )
     yield f"Square products: {shares(measured.sweep)}"
+    attended = ", ".join(
+        f"{name} {one.rate / 1e12:.4g} TFLOP/s ({milliseconds(one.seconds)})"
+        for name, one in measured.attention.items()
+    )
+    yield f"Attention, forward and backward, by kernel: {attended or 'none of the shipped ones'}"
+    if measured.signal is not None:
+        yield f"A call by copies beside its bytes: {measured.signal * 1e6:.3g} us"
     yield "Measured, and how far the prediction with this file is off: " + "; ".join(
         f"{what} {milliseconds(seconds)} {said / seconds - 1:+.0%}"
         for what, seconds, said in found.errors[: 2 * len(measured.passes)]

@@ -91,6 +91,22 @@ class SourceConfig(CorpusConfig):
 
 
 @dataclass
+class DocumentsConfig:
+    """How long documents are, for predictions."""
+
+    mean: float | None = option(
+        None,
+        "tokens of a masked document in the mean, by which the time of attention is predicted; null: measured where "
+        "the corpus is at hand, tokenised",
+        unit="tokens",
+        range="[1, inf)",
+    )
+    median: float | None = option(
+        None, "the same in the median; null: 0.43 of the mean", unit="tokens", range="[1, inf)"
+    )
+
+
+@dataclass
 class DataConfig:
     sources: dict[str, SourceConfig] = option({"stdlib": SourceConfig()}, "corpora by name, mixed by weight")
     tokenizer: str = option(
@@ -105,6 +121,7 @@ class DataConfig:
     cache: str = option("~/.cache/trainer", "folder of trained tokenizers and tokenised corpora")
     eval_fraction: float = option(0.01, "share of the documents held out for evaluation", range="[0, 1)")
     mask_documents: bool = option(False, "packed documents do not attend to each other")
+    documents: DocumentsConfig = option(DocumentsConfig(), "how long masked documents are, for predictions")
     on_error: str = option(
         "stop",
         "a line or row that cannot be read (text, jsonl, parquet, chat) ends the run, or is left out and counted",

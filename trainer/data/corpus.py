@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,10 @@ FORMAT = 1
 
 TRAINING_BYTES = 100 << 20
 """Text that a tokenizer is trained on, at most, over all sources."""
+
+
+Once = Callable[[Path, Callable[[], None]], None]
+"""Makes what is not there yet."""
 
 
 class Samples:
@@ -99,14 +104,20 @@ class Corpus:
         return self.tokenizer.vocab_size
 
 
-def open_corpus(config: Config) -> Corpus:
-    """The corpus of `config.data`, tokenised first if the cache does not have it.
+class NotPrepared(ConfigError):
+    """A part of the corpus would have to be made first."""
+
+
+def open_corpus(config: Config, prepare: bool = True) -> Corpus:
+    """The corpus of `config.data`, tokenised first if the cache does not have it, or, unless it is to be prepared, a
+    `NotPrepared` raised.
 
     Safe to call from many processes at once, on one or several machines, before any process group exists. Raises
     `ConfigError` with everything that is wrong with the sources, the tokenizer or their sizes.
     """
     sources, sets = _sources(config)
-    tokenizer = _tokenizer(config, sources)
+    once = partial(_once, config=config, prepare=prepare)
+    tokenizer = _tokenizer(config, sources, once)
     _use_template(config, [*sources, *sets], tokenizer)
     limit = _model_vocab_size(config)
     if tokenizer.vocab_size > limit:
@@ -116,8 +127,11 @@ def open_corpus(config: Config) -> Corpus:
         )
     opened = _collect(
         [
-            *(lambda source=source: _open(config, source, tokenizer, config.data.eval_fraction) for source in sources),
-            *(lambda source=source: _open(config, source, tokenizer, 1.0) for source in sets),
+            *(
+                lambda source=source: _open(config, source, tokenizer, config.data.eval_fraction, once)
+                for source in sources
+            ),
+            *(lambda source=source: _open(config, source, tokenizer, 1.0, once) for source in sets),
         ]
     )
     evaluated = {source.name: Samples([one.held], [1.0]) for source, one in zip(sets, opened[len(sources) :])}
@@ -195,7 +209,7 @@ def _collect(makers: Iterable[Callable[[], Any]]) -> list[Any]:
     return made
 
 
-def _tokenizer(config: Config, sources: list[Source]) -> Tokenizer:
+def _tokenizer(config: Config, sources: list[Source], once: Once) -> Tokenizer:
     data = config.data
     if data.tokenizer == "bytes":
         return byte_tokenizer()
@@ -230,17 +244,17 @@ def _tokenizer(config: Config, sources: list[Source]) -> Tokenizer:
         with replacing(path) as part:
             tokenizer.backend.save(part)
 
-    _once(path, train, config)
+    once(path, train)
     return load_tokenizer(path)
 
 
-def _open(config: Config, source: Source, tokenizer: Tokenizer, fraction: float) -> Opened:
+def _open(config: Config, source: Source, tokenizer: Tokenizer, fraction: float, once: Once) -> Opened:
     """A source, of whose documents the share `fraction` is held out."""
     if source.config.kind == "tokens":
         runs, content = _token_files(source, tokenizer, fraction)
         return Opened(*(_packed(config, source, tokenizer, runs[split]) for split in SPLITS), content)
     if source.streams:
-        return _open_stream(config, source, tokenizer, fraction)
+        return _open_stream(config, source, tokenizer, fraction, once)
     key = [source.identity, tokenizer.digest, fraction]
     key += [source.template.digest] if source.template else []
     folder = _cache(config) / "tokens" / f"{source.name}-{_key([*key, 'skip'] if source.skip else key)}"
@@ -251,7 +265,7 @@ def _open(config: Config, source: Source, tokenizer: Tokenizer, fraction: float)
         job = TokeniseJob(source.documents, tokenizer, dtype, threshold, folder, chat=source.template is not None)
         tokenise(job, source.name, config.data.workers)
 
-    _once(folder / "manifest.json", prepare, config)
+    once(folder / "manifest.json", prepare)
     runs, content, tally = read_manifest(folder)
     if tally.damaged > config.data.max_damaged * max(tally.rows, tally.damaged):
         raise ConfigError(
@@ -270,7 +284,7 @@ def _open(config: Config, source: Source, tokenizer: Tokenizer, fraction: float)
     return Opened(*sides, content, tally.damaged, tuple(notes))
 
 
-def _open_stream(config: Config, source: Source, tokenizer: Tokenizer, fraction: float) -> Opened:
+def _open_stream(config: Config, source: Source, tokenizer: Tokenizer, fraction: float, once: Once) -> Opened:
     threshold, length = held_out_threshold(source.documents, fraction), config.batch.sequence_length
     content = [source.identity, tokenizer.digest, threshold]
     source.documents.open()  # errors in its name or columns are found now
@@ -286,7 +300,7 @@ def _open_stream(config: Config, source: Source, tokenizer: Tokenizer, fraction:
         finally:
             writer.discard()
 
-    _once(folder / "manifest.json", prepare, config)
+    once(folder / "manifest.json", prepare)
     notes = _cache(config) / "streams" / _key([*content, length])
     train = StreamedSequences(source.documents, tokenizer, threshold, length, notes)
     return Opened(train, _packed(config, source, tokenizer, read_manifest(folder)[0]["eval"]), content)
@@ -352,10 +366,13 @@ def _key(parts: list[Any]) -> str:
     return hashlib.blake2b(json.dumps([FORMAT, *parts]).encode(), digest_size=12).hexdigest()
 
 
-def _once(target: Path, make: Callable[[], None], config: Config) -> None:
-    """Makes `target` in the first process that needs it; the others wait for that process's file lock."""
+def _once(target: Path, make: Callable[[], None], config: Config, prepare: bool) -> None:
+    """Makes `target` in the first process that needs it; the others wait for that process's file lock. Raises
+    `NotPrepared` where it is not to be made."""
     if target.exists():
         return
+    if not prepare:
+        raise NotPrepared(f"{target} has not been made")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Others may share the folder: a link that one of them has put there is not followed, and nothing is cut off.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from trainer.config import Config
+from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
+from trainer.data.lengths import documents_in
 from trainer.distributed.world import World
 from trainer.observe.metrics import Meter
 from trainer.optim.groups import parameter_policies
@@ -23,8 +24,12 @@ from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.layers import left_by_recompute, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES, StateBytes
 from trainer.planning.cost.parameters import Table, declarations, layer_specs, layer_tables, outer_tables
+from trainer.planning.documents import with_documents
+from trainer.planning.estimate.hardware import load_hardware, shipped_for
 from trainer.planning.estimate.memory import Peak, peaks, replays
+from trainer.planning.estimate.report import brief, memory_band
 from trainer.planning.estimate.sequence import measures, recompute
+from trainer.planning.estimate.step import Estimate, estimate_within, fullest
 from trainer.planning.fit import Memory
 from trainer.planning.float8 import numeric_types
 from trainer.planning.gradient_comm import describe
@@ -99,9 +104,9 @@ def start_report(
     counts, (labels, values) = cost.parameter_counts(spec), zip(*states.rows())
     node = node_size(world.size)
     gradients = describe(config.parallel.grad_comm, plan, node)
-    moment = None
+    found, moment = predicted(config, layout, corpus, world, node), None
     if replays(plan):
-        moment = max(peaks(config, layout, lowered=False, node=node), key=lambda moment: moment.reserved)
+        moment = found.fullest if found else fullest(peaks(config, layout, lowered=False, node=node))
     return StartReport(
         {
             "model": [
@@ -150,22 +155,40 @@ def start_report(
                 *([("the GPU has", tables.size(memory.device))] if memory.device else []),
                 ("the machine has", f"{tables.size(memory.host)} for {tables.number(node, 'process', 'es')}"),
             ],
-            **({"peak": peak_rows(moment, plan.pp)} if moment else {}),
+            **({"peak": peak_rows(moment, plan.pp, found)} if moment else {}),
+            **({"time": brief(found)} if found else {}),
         },
         ({"the model": model_table(spec)} if config.logging.model else {})
         | ({"parameter types": types_table(config, spec)} if config.logging.types else {}),
     )
 
 
-def peak_rows(moment: Peak, ranks: int) -> list[tuple[str, str]]:
+def predicted(config: Config, layout: Layout, corpus: Any, world: World, node: int) -> Estimate | None:
+    """What `trainer.estimate` says of the run on its devices; None where no file of hardware is for them. Masked
+    documents are as long as those of the corpus."""
+    name = device_name(world.device)
+    hardware = load_hardware(shipped_for(name))
+    if config.data.mask_documents and config.data.documents.mean is None:
+        config = with_documents(config, documents_in(corpus.train))
+    try:
+        if config.activation.hardware:
+            hardware = load_hardware(config.activation.hardware)
+        known = replace(hardware, devices=node) if hardware.device == name else None
+        return known and estimate_within(inf, config, layout, known, lowered=False)
+    except ConfigError:  # a type of numbers whose peak is not known
+        return None
+
+
+def peak_rows(moment: Peak, ranks: int, found: Estimate | None = None) -> list[tuple[str, str]]:
     """The fullest moment of the fullest rank, predicted by category, as `trainer.estimate` has it. ranks: of the
-    pipeline."""
+    pipeline; found: the estimate that it is from, whose band is told."""
     labels, values = zip(*moment.rows())
     where = f"pipeline rank {moment.rank} of {ranks}" if ranks > 1 else "every rank"
     return [
         ("counts", f"the predicted peak of a step, of {where}"),
         ("at", moment.where),
         *zip(labels, tables.sizes(values)),
+        *([("with what is outside", " to ".join(tables.sizes(memory_band(found))))] if found else []),
     ]
 
 

@@ -11,6 +11,7 @@ from dataclasses import fields
 from trainer.config import ActivationConfig, Config, CorpusConfig, GenerateConfig, SourceConfig
 from trainer.config.registry import ATTENTION, FEED_FORWARD, OPTIMIZERS, SCHEDULES, SOURCES, Registry
 from trainer.config.typed import join, out_of_range
+from trainer.planning import documents
 from trainer.planning.cost import saved
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.cost.updates import Updates
@@ -214,6 +215,7 @@ def _conversations(config: Config, corpora: dict[str, CorpusConfig]) -> Iterator
     chats, data = [name for name, source in corpora.items() if source.kind == "chat"], config.data
     if chats and not data.mask_documents:
         yield f"{chats[0]}.kind=chat needs data.mask_documents=true, so that conversations do not see each other"
+    yield from documents.problems(data)
     if data.chat_template and not chats:
         yield f"data.chat_template={data.chat_template} is for conversations, and no corpus has kind=chat; leave it out"
 

@@ -7,8 +7,6 @@ heads of all their tokens; the `outer` ranks with one place in their runs gather
 
 from __future__ import annotations
 
-import math
-import random
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,10 +15,10 @@ from statistics import mean
 from typing import NamedTuple
 
 from trainer.config.model import AttentionSpec
+from trainer.planning.documents import Documents, packed
 
-DOCUMENTS, DRAWS = (8100.0, 18900.0), 8
-"""Median and mean of the tokens of packed documents, where an order's balance depends on them: lognormal, as long as
-documents are for which sequences are shared. How often they are drawn."""
+DRAWS = 8
+"""How often documents are drawn, where an order's balance depends on them."""
 
 ROWS = {"contiguous": 1, "zigzag": 2}
 """Runs of tokens that each rank holds, where the order says it."""
@@ -132,12 +130,12 @@ def kernel(attention: AttentionSpec, context: Context | None, length: int, maske
 
 
 @lru_cache(1024)
-def balance(context: Context | None, length: int, window: int, masked: bool) -> float:
+def balance(context: Context | None, length: int, window: int, documents: Documents | None) -> float:
     """Keys that the queries of the busiest rank see in a layer with this window (0: none), over the mean of all ranks.
-    masked: whether documents are, in which case those of `DOCUMENTS` are drawn."""
+    documents: that are masked, of which some are drawn."""
     if context is None or context.outer == 1:
         return 1.0
-    drawn = [packed(length, draw) for draw in range(DRAWS)] if masked else [[0]]
+    drawn = [packed(documents, length, draw) for draw in range(DRAWS)] if documents else [[0]]
     work = [_work(context, length, window or length, starts) for starts in drawn]
     return mean(max(ranks) * context.outer / sum(ranks) for ranks in work)
 
@@ -160,16 +158,6 @@ def _work(context: Context, length: int, window: int, starts: list[int]) -> list
     runs = [end - start for start, end in zip(ends, ends[1:])]
     rows = [runs[start : start + outer] for start in range(0, len(runs), outer)]
     return [sum(parts) for parts in zip(*(row[::-1] if number % 2 else row for number, row in enumerate(rows)))]
-
-
-def packed(length: int, seed: int) -> list[int]:
-    """First places of the documents of a sequence, drawn."""
-    median, average = DOCUMENTS
-    spread = math.sqrt(2 * math.log(average / median))
-    generator, starts = random.Random(seed), [0]
-    while (place := starts[-1] + 1 + int(generator.lognormvariate(math.log(median), spread))) < length:
-        starts.append(place)
-    return starts
 
 
 def gathered(attention: AttentionSpec, context: Context, length: int, tp: int) -> float:

@@ -20,6 +20,7 @@ from trainer.planning.context import ROWS, Context, balance, kernel, traffic
 from trainer.planning.cost.flops import attention_flops, seen_keys
 from trainer.planning.cost.layers import ATTENTION_BACKWARD
 from trainer.planning.cost.parameters import layer_specs
+from trainer.planning.documents import USUAL
 from trainer.planning.plan import Plan, check_plan, cuts
 
 BETWEEN_NODES = 8.0
@@ -168,7 +169,7 @@ def cost(request: Request, context: Context) -> float:
     total, reached = 0.0, AchievedConfig()
     for layer in request.layers:
         computed = attention_flops(layer, seen_keys(length, layer.window), plan.tp) * length / plan.cp
-        computed *= balance(context, length, layer.window, request.masked)
+        computed *= balance(context, length, layer.window, USUAL if request.masked else None)
         computed /= reached.of_attention(kernel(layer, context, length, request.masked))
         sent = traffic(layer, context, length, plan.tp, again)
         total += (1 + again + ATTENTION_BACKWARD) * computed + ELEMENT * (sent.inner.both + far * sent.outer.both)

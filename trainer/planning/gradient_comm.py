@@ -13,6 +13,11 @@ BLOCK = {"int8": 256, "int4": 128, "fp8": 256, "bf16": 256}
 thousands)."""
 
 
+AUTO, MARGIN = "int8", 0.97
+"""What codec=auto tries on a hop, and keeps if a step then takes at most this share of the time without: it costs
+accuracy."""
+
+
 @dataclass(frozen=True)
 class Route:
     """How a reduction over one kind of group goes. Ranks [nodes, ranks on each node] of every group of that kind in the
@@ -65,6 +70,12 @@ def reduces_once(settings: GradCommConfig, plan: Plan, node: int) -> bool:
     return scattered is not None and any(
         getattr(settings, kind).codec not in ("none", "auto") for kind, _ in scattered.hops
     )
+
+
+def auto_hops(settings: GradCommConfig, plan: Plan, node: int) -> list[str]:
+    """The kinds of hops under a plan whose codec is left open."""
+    open_ones = [name for name, hop in asked(settings).items() if hop.codec == "auto"]
+    return [name for name in open_ones if name in _kinds(plan, node)] if open_ones else []
 
 
 def describe(settings: GradCommConfig, plan: Plan, node: int) -> str:

@@ -9,6 +9,7 @@ from trainer.config.model import ModelSpec
 from trainer.planning.context import Context, balance
 from trainer.planning.context_choice import BETWEEN_NODES, Request, in_blocks, request_of
 from trainer.planning.cost.parameters import layer_specs
+from trainer.planning.documents import Documents, documents_of
 from trainer.planning.resolve import Layout
 
 
@@ -17,7 +18,8 @@ def remarks(config: Config, layout: Layout, node: int) -> list[str]:
     found = list(_positions(layout.spec, layout.batch.sequence_length))
     if layout.context is not None:
         request = request_of(config, layout.spec, layout.plan, node)
-        found += [*_between_nodes(request, layout.context), *_unbalanced(request, layout.context)]
+        documents = documents_of(config.data)
+        found += [*_between_nodes(request, layout.context), *_unbalanced(request, layout.context, documents)]
     return found
 
 
@@ -47,12 +49,12 @@ def _between_nodes(request: Request, context: Context) -> Iterator[str]:
         )
 
 
-def _unbalanced(request: Request, context: Context) -> Iterator[str]:
+def _unbalanced(request: Request, context: Context, documents: Documents | None) -> Iterator[str]:
     """Documents that `order=auto` could not deal out in blocks."""
     if request.asked.order == "auto" and context.order == "zigzag" and in_blocks(request):
         unit = context.outer * context.block
         near = [n for n in (request.length // unit * unit, request.length // unit * unit + unit) if n]
-        more = balance(context, request.length, 0, True)
+        more = balance(context, request.length, 0, documents)
         yield (
             f"documents are masked, and batch.sequence_length={request.length} cannot be dealt out in blocks of "
             f"{context.block}: in zigzag order the busiest rank has about {more:.1f} times the attention of the mean; "

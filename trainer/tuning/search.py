@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trainer.config import Config, ConfigError, typed
 from trainer.config.hardware import HardwareConfig
+from trainer.data.lengths import with_lengths
 from trainer.planning.estimate.hardware import hardware_names, load_hardware
 from trainer.planning.estimate.plans import DEGREES, PIPELINE
 from trainer.planning.variants import compose, key
@@ -59,7 +60,8 @@ def search(
     base = known(compose(common, config_dir, sweep.processes))
     tried = [known(compose([*common, *more], config_dir, sweep.processes)) if more else base for more in swept]
     check_allowed(base, tried, allow)
-    found = plans(base, tried, machine, sweep.processes, pool, named & {*DEGREES, *PIPELINE})
+    measured = [with_lengths(one) for one in tried]
+    found = plans(with_lengths(base), measured, machine, sweep.processes, pool, named & {*DEGREES, *PIPELINE})
     settings = {
         "settings": typed.plain(base),
         "tried": "; ".join(map(" ".join, swept)),

@@ -25,7 +25,7 @@ from trainer.optim.groups import Policy
 from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, pack, unpack
 from trainer.parallel.compress.links import Link
 from trainer.parallel.fsdp_internals import fsdp_units, sharded_sizes
-from trainer.planning.gradient_comm import BLOCK, Route, asked, routes
+from trainer.planning.gradient_comm import AUTO, BLOCK, Route, asked, routes
 from trainer.planning.plan import Plan, node_size
 from trainer.precision.scaler import LossScale
 
@@ -408,10 +408,10 @@ class Compression:
 
 
 def resolve(hop: HopConfig) -> Codec | None:
-    """The codec of a hop; int8 for codec=auto, which is tried with and without it."""
+    """The codec of a hop; for codec=auto the one that is tried."""
     if hop.codec == "none":
         return None
-    kind = "int8" if hop.codec == "auto" else hop.codec
+    kind = AUTO if hop.codec == "auto" else hop.codec
     return Codec(kind, hop.block or BLOCK[kind], hop.hadamard, hop.stochastic)
 
 

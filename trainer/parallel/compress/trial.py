@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 
 from trainer.parallel.compress.reduction import Compression
+from trainer.planning.gradient_comm import MARGIN
 
 STEPS = 3
 """Steps timed with each candidate, after a first one that is not."""
-
-MARGIN = 0.97
-"""A candidate is taken if a step takes at most this share of the time without quantisation, which costs accuracy."""
 
 
 class CodecTrial:

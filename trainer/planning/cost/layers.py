@@ -97,6 +97,7 @@ def layer_costs(
         / sum(left.saved for left in remaining),
         host=host,
         transfer=latency + element_bytes * tokens * spec.width / tp / bandwidth,
+        latency=latency,
         unshard=tuple(ring(element_bytes * size, shard, bandwidth, latency) for size in sizes),
         reduce=tuple(ring(4 * size, shard, bandwidth, latency) for size in sizes),
     )

@@ -19,7 +19,8 @@ class StageCosts:
     f, i, w, b: seconds of the forward pass, of the gradient of the input, of the weights, and of both at once.
     activation: bytes (or any unit) held from a micro-batch's forward pass to its backward pass.
     kept: what is held from I to W, as a share of `activation`. Above 1 where recompute in I fills what W reads.
-    transfer: seconds of one hop between two ranks. host: seconds before every action that are not computation.
+    transfer: seconds of one hop between two ranks; latency: of these, the ones in which the sender's link is free for
+    the next. host: seconds before every action that are not computation.
     unshard, reduce: seconds to gather a stage's parameters and to reduce its gradients, once a step; empty means none.
     """
 
@@ -33,6 +34,7 @@ class StageCosts:
     host: float = 0.0
     unshard: tuple[float, ...] = ()
     reduce: tuple[float, ...] = ()
+    latency: float = 0.0
 
     def __post_init__(self) -> None:
         check_lengths(self)
@@ -40,6 +42,11 @@ class StageCosts:
     @property
     def stages(self) -> int:
         return len(self.f)
+
+    @property
+    def occupied(self) -> float:
+        """Seconds in which a hop leaves the sender's link to no other."""
+        return max(0.0, self.transfer - self.latency)
 
     @classmethod
     def uniform(
@@ -55,6 +62,7 @@ class StageCosts:
         host: float = 0.0,
         unshard: float = 0.0,
         reduce: float = 0.0,
+        latency: float = 0.0,
     ) -> StageCosts:
         """The same cost on every stage; b is i + w unless given."""
         each = {
@@ -66,7 +74,8 @@ class StageCosts:
             "unshard": unshard,
             "reduce": reduce,
         }
-        return cls(**{name: (value,) * stages for name, value in each.items()}, kept=kept, transfer=transfer, host=host)
+        tuples = {name: (value,) * stages for name, value in each.items()}
+        return cls(**tuples, kept=kept, transfer=transfer, latency=latency, host=host)
 
     def share(self, placement: tuple[int, ...]) -> float:
         """What one micro-batch holds of the fullest rank, in the unit of `activation`."""
@@ -100,6 +109,7 @@ class LayerCosts:
     kept: float = 0.5
     transfer: float = 0.0
     host: float = 0.0
+    latency: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.b:
@@ -142,6 +152,7 @@ class LayerCosts:
             activation=sums(self.activation),
             kept=self.kept,
             transfer=self.transfer,
+            latency=self.latency,
             host=self.host,
             unshard=sums(self.unshard) if self.unshard else (),
             reduce=sums(self.reduce) if self.reduce else (),
@@ -159,6 +170,7 @@ class LayerCosts:
             reduce=self.reduce,
             kept=self.kept,
             transfer=factor * self.transfer,
+            latency=factor * self.latency,
             host=self.host,
         )
 

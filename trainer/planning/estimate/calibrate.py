@@ -4,25 +4,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, hypot, log, sqrt
 
 from trainer.config import Config
-from trainer.config.hardware import HardwareConfig, LinkConfig
+from trainer.config.hardware import AchievedConfig, HardwareConfig, LinkConfig
 from trainer.config.schema import ActivationConfig, BatchConfig, ParallelConfig
-from trainer.planning.context import kernel
+from trainer.planning.context import KERNELS
 from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.memory import ELEMENT_BYTES
-from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.estimate.timing import time_units
 from trainer.planning.resolve import Layout, resolve
 
 LEAST_BAND = 0.05
 """Parts of a step that are predicted exactly do not make the whole exact."""
-
-UNMEASURED = ("achieved.last_queries", "achieved.block_mask", "signal")
-"""Settings that no probe measures."""
 
 LARGE = 2**20
 """Bytes of a transfer that counts in the band: small ones take little of a step."""
@@ -105,11 +101,11 @@ class Sent:
 @dataclass(frozen=True)
 class Measurements:
     """What was measured. memory, fixed: bytes; devices: processes of a node, or GPUs that it has; products: of the
-    model's own matrices, sweep: square ones; attention: forward and backward; passes: of one shape, through few layers
-    and, if the model has them, through more; eager: the same again, where the recipe is compiled; stream, update, copy:
-    bytes of kernels that only move them, of the optimizer's update, of casts into and out of flat buffers; kernel,
-    launch: seconds; hidden: as in `AchievedConfig`, None without other ranks; float8: a large product in fp8, None
-    without any."""
+    model's own matrices, sweep: square ones; attention: forward and backward, by kernel; passes: of one shape, through
+    few layers and, if the model has them, through more; eager: the same again, where the recipe is compiled; stream,
+    update, copy: bytes of kernels that only move them, of the optimizer's update, of casts into and out of flat
+    buffers; kernel, launch: seconds; hidden: as in `AchievedConfig`, None without other ranks; signal: seconds of a
+    call by copies beside its bytes, None where none was measured; float8: a large product in fp8, None without any."""
 
     device: str
     memory: float
@@ -117,7 +113,7 @@ class Measurements:
     devices: int
     products: Sequence[Product]
     sweep: Sequence[Product]
-    attention: Work | None
+    attention: Mapping[str, Work]
     passes: Sequence[Pass]
     stream: Work
     update: Work
@@ -126,6 +122,7 @@ class Measurements:
     launch: float
     eager: Sequence[Pass] = ()
     hidden: float | None = None
+    signal: float | None = None
     sent: Sequence[Sent] = ()
     float8: Work | None = None
 
@@ -156,8 +153,11 @@ def calibrate(measured: Measurements, config: Config, base: HardwareConfig) -> C
     errors = _fit_device(found, measured, config, published)
     if measured.eager:
         _fit_eager(found, measured, config)
+    if measured.signal is not None:
+        found.signal = measured.signal * 1e6
     taken = {"eager": not measured.eager, "bandwidth": published, "achieved.hidden": measured.hidden is None}
-    kept = [*(name for name, known in taken.items() if known), *UNMEASURED]
+    taken |= {f"achieved.{name}": name not in measured.attention for name in KERNELS[1:]}
+    kept = [name for name, known in (taken | {"signal": measured.signal is None}).items() if known]
     for place, link in (("node", found.node), ("network", found.network)):
         if sent := [one for one in measured.sent if one.place == place]:
             errors += _fill_link(link, sent, published)
@@ -214,7 +214,6 @@ def _fit_device(found: HardwareConfig, measured: Measurements, config: Config, p
     found.bandwidth, reached = bandwidth / 1e9, found.achieved
     reached.memory, reached.optimizer, reached.copy = (share(rate, bandwidth) for rate in rates)
     cuts, depth = cuts_of(measured.passes, config), config.model.depth
-    attended = kernel(layer_specs(config.model)[0].attention, None, config.batch.sequence_length, masked=False)
 
     def products(part: float) -> float:
         reached.product = part
@@ -230,10 +229,7 @@ def _fit_device(found: HardwareConfig, measured: Measurements, config: Config, p
 
     for _ in range(4):  # each depends on the other a little
         solve(products, sum(one.count * one.seconds for one in measured.products))
-        reached.attention = reached.product
-        if one := measured.attention:
-            rate = one.amount / max(one.seconds - 2 * measured.kernel, 0.1 * one.seconds)
-            reached.attention = share(rate, peak * reached.of_attention(attended))
+        _fit_attention(reached, measured, peak)
         solve(passes, whole(measured.passes, [one.seconds for one in measured.passes], depth))
     if not published:
         most = max(reached.memory, *(share(rate, bandwidth) for rate in rates))
@@ -247,6 +243,18 @@ def _fit_device(found: HardwareConfig, measured: Measurements, config: Config, p
         what = f"pass of {one_pass.depth} layers"
         errors += [(f"forward {what}", one_pass.forward, forward), (f"backward {what}", one_pass.backward, backward)]
     return errors
+
+
+def _fit_attention(reached: AchievedConfig, measured: Measurements, peak: float) -> None:
+    """Sets the share of the peak that attention of whole sequences reaches, and those of it that other kernels do."""
+    rates = {
+        name: one.amount / max(one.seconds - 2 * measured.kernel, 0.1 * one.seconds)
+        for name, one in measured.attention.items()
+    }
+    reached.attention = share(rates["attention"], peak) if "attention" in rates else reached.product
+    for name in KERNELS[1:]:
+        if name in rates:
+            setattr(reached, name, max(1e-6, rates[name] / (peak * reached.attention)))
 
 
 def _fill_link(link: LinkConfig, sent: Sequence[Sent], published: bool) -> list[Error]:

@@ -24,6 +24,7 @@ from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
 from trainer.planning.cost.updates import Updates
 from trainer.planning.deepspeed import check_settings
+from trainer.planning.estimate.coding import candidates
 from trainer.planning.estimate.pace import Pace
 from trainer.planning.estimate.recompute import uniform
 from trainer.planning.estimate.seconds import update_bytes
@@ -223,9 +224,10 @@ class _Search:
         schedules = [one for one in schedules if self.keeps(one, PIPELINE)] if plan.pp > 1 else schedules[:1]
         self.legal += len(schedules)
         batch = BatchPlan(config.batch.sequence_length, self.global_size, micro, accumulation)
-        timing = self.timing(config, plan, batch)
+        timing, *others = (self.timing(way, plan, batch) for way in candidates(config, plan, self.node))
+        work = min(sum(one.terms.values()) for one in (timing, *others))
         sharded = parameter_counts(self.spec)["total"] / (plan.tp * plan.pp * plan.shard)
-        bound = accumulation * sum(timing.terms.values()) / plan.pp
+        bound = accumulation * work / plan.pp
         bound += update_bytes(config) * sharded / self.pace.optimizer
         least = timing
         if config.activation.mode == "auto":  # timed as if nothing were recomputed, it may recompute all

@@ -13,7 +13,7 @@ from trainer.config.typed import flat
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.estimate.plans import Ranking
 from trainer.planning.estimate.sequence import measures, recompute
-from trainer.planning.estimate.step import GIB, Estimate
+from trainer.planning.estimate.step import GIB, Band, Estimate
 from trainer.planning.estimate.timing import AXES
 from trainer.planning.float8 import numeric_types
 from trainer.planning.remarks import remarks
@@ -54,7 +54,8 @@ def _plan(found: Estimate) -> list[tuple[str, Any]]:
 def _memory(found: Estimate) -> list[tuple[str, Any]]:
     fullest, hardware = found.fullest, found.hardware
     rank = f"pipeline rank {fullest.rank} of {found.layout.plan.pp}" if found.layout.plan.pp > 1 else "every rank"
-    used = f"{_size_band(found)} of {hardware.memory:g} GiB"
+    least, most = (size / GIB for size in memory_band(found))
+    used = f"{least:.1f} to {most:.1f} of {hardware.memory:g} GiB"
     return [
         ("fullest", rank),
         ("at", fullest.where),
@@ -65,36 +66,56 @@ def _memory(found: Estimate) -> list[tuple[str, Any]]:
     ]
 
 
-def _size_band(found: Estimate) -> str:
-    band = found.hardware.memory_band
-    return f"{found.memory * (1 - band) / GIB:.1f} to {found.memory * (1 + band) / GIB:.1f}"
+def memory_band(found: Estimate) -> tuple[float, float]:
+    """Least and most bytes that the fullest device holds."""
+    return _even(found.hardware.memory_band).of(found.memory)
+
+
+def brief(found: Estimate) -> list[tuple[str, str]]:
+    """The step and what follows from it, in a few rows."""
+    return [
+        ("counts", f"a step, predicted for {found.hardware.device}"),
+        ("step", step_time(found)),
+        ("tokens/s", _speed(found.tokens_per_second, found.band)),
+        *(("not known", text) for text in found.assumptions),
+        *(("not in the time", text) for text in left_out(found)),
+    ]
 
 
 def _time(found: Estimate) -> list[tuple[str, Any]]:
     """The terms of the step, that of an axis with what is hidden of its communication; and their sum."""
-    band, least = found.hardware.band, 1e-6 * found.seconds
+    least = 1e-6 * found.seconds
     rows, axes = [], {term: axis for axis, term in AXES.items()}
     for name, seconds in found.terms.items():
         hidden = found.hidden[axes[name]] if name in axes else 0.0
         if max(seconds, hidden) > least:
+            band = found.band_of(name)
             text = f"{_band(seconds, band, tables.duration)}, {tables.percent(seconds / found.seconds)}"
             behind = f"; {_band(hidden, band, tables.duration)} more hidden" * (hidden > least)
             rows.append((name, text + behind))
-    return [*rows, ("step", _band(found.seconds, band, tables.duration))]
+    unknown = (("not known", text) for text in found.assumptions)
+    return [*rows, ("step", step_time(found)), *unknown]
 
 
-def _band(value: float, band: float, form: Form) -> str:
+def step_time(found: Estimate) -> str:
+    """The step's time with its band."""
+    return _band(found.seconds, found.band, tables.duration)
+
+
+def _band(value: float, band: Band, form: Form) -> str:
     """A time with its band."""
-    return f"{form(value)} ({form(value * (1 - band))} to {form(value * (1 + band))})"
+    least, most = band.of(value)
+    return f"{form(value)} ({form(least)} to {form(most)})"
 
 
-def _speed(value: float, band: float, form: Form = tables.count) -> str:
+def _speed(value: float, band: Band, form: Form = tables.count) -> str:
     """What is done in a time with that band."""
-    return f"{form(value)} ({form(value / (1 + band))} to {form(value / (1 - band))})"
+    least, most = band.of_speed(value)
+    return f"{form(value)} ({form(least)} to {form(most)})"
 
 
 def _result(found: Estimate, tokens: float) -> list[tuple[str, Any]]:
-    speed, band, world = found.tokens_per_second, found.hardware.band, found.layout.plan.world
+    speed, band, world = found.tokens_per_second, found.band, found.layout.plan.world
     causal, full = (_speed(found.mfu(one), band, tables.percent) for one in (True, False))
     rows = [
         ("tokens/s", _speed(speed, band)),
@@ -133,7 +154,7 @@ def show_plans(found: Sequence[Estimate], title: str, tokens: float = 0.0) -> No
 
 def _row(number: int, found: Estimate, tokens: float) -> dict[str, Any]:
     layout, speed, hardware = found.layout, found.tokens_per_second, found.hardware
-    longer, faster = _spread(hardware.band), _spread(hardware.band, of_speed=True)
+    longer, faster = _spread(found.band), _spread(found.band, of_speed=True)
     pipeline, seconds = layout.pipeline.schedule, tokens / speed
     budget = {
         "for the tokens": f"{tables.duration(seconds)} {longer}",
@@ -152,14 +173,19 @@ def _row(number: int, found: Estimate, tokens: float) -> dict[str, Any]:
         "MFU": f"{tables.percent(found.mfu(True))} {faster}",
         "exposed": tables.percent(sum(found.exposed.values()) / found.seconds),
         "bubble": tables.percent(found.terms["bubble"] / found.seconds),
-        "memory": f"{found.memory / GIB:.1f} GiB {_spread(hardware.memory_band)}",
+        "memory": f"{found.memory / GIB:.1f} GiB {_spread(_even(hardware.memory_band))}",
         "fits": found.fits,
     }
 
 
-def _spread(band: float, of_speed: bool = False) -> str:
+def _even(band: float) -> Band:
+    return Band(band, band)
+
+
+def _spread(band: Band, of_speed: bool = False) -> str:
     """A band in percent: of a time or a size, or of what is done in such a time."""
-    low, high = (round(100 * one) for one in ((band / (1 + band), band / (1 - band)) if of_speed else (band, band)))
+    least, most = band.of_speed(1.0) if of_speed else band.of(1.0)
+    low, high = round(100 * (1 - least)), round(100 * (most - 1))
     return f"±{high}%" if low == high else f"-{low}% +{high}%"
 
 
@@ -186,9 +212,9 @@ def to_json(found: Estimate, tokens: float = 0.0) -> dict[str, Any]:
         times |= {"seconds_of_tokens": tokens / speed, "device_hours": tokens / speed * world / 3600}
     speeds = {"tokens_per_second": speed, "tokens_per_day": speed * DAY}
     speeds |= {"mfu": found.mfu(True), "mfu_full": found.mfu(False)}
-    band, sizes = found.hardware.band, {"memory": found.memory}
+    band, even, sizes = found.band, _even(found.hardware.band), {"memory": found.memory}
     moved = {
-        axis: {"exposed": found.exposed[axis], "hidden": found.hidden[axis], "range": _range({axis: seconds}, band)}
+        axis: {"exposed": found.exposed[axis], "hidden": found.hidden[axis], "range": _range({axis: seconds}, even)}
         for axis, seconds in found.communication.items()
     }
     return {
@@ -202,13 +228,14 @@ def to_json(found: Estimate, tokens: float = 0.0) -> dict[str, Any]:
         **times,
         **speeds,
         **sizes,
-        "band": band,
+        "band": found.hardware.band,
+        "not_known": found.assumptions,
         "memory_band": found.hardware.memory_band,
         "range": {
             **_range(times, band),
-            **{name: [value / (1 + band), value / (1 - band)] for name, value in speeds.items()},
-            **_range(sizes, found.hardware.memory_band),
-            "terms": _range(found.terms, band),
+            **{name: list(band.of_speed(value)) for name, value in speeds.items()},
+            **_range(sizes, _even(found.hardware.memory_band)),
+            "terms": {name: list(found.band_of(name).of(seconds)) for name, seconds in found.terms.items()},
         },
         "terms": found.terms,
         "communication": moved,
@@ -217,8 +244,8 @@ def to_json(found: Estimate, tokens: float = 0.0) -> dict[str, Any]:
     }
 
 
-def _range(values: Mapping[str, float], band: float) -> dict[str, list[float]]:
-    return {name: [value * (1 - band), value * (1 + band)] for name, value in values.items()}
+def _range(values: Mapping[str, float], band: Band) -> dict[str, list[float]]:
+    return {name: list(band.of(value)) for name, value in values.items()}
 
 
 def changes(config: Config, base: Config) -> dict[str, Any]:
@@ -243,10 +270,10 @@ def recipe(settings: Mapping[str, Any], head: str) -> str:
 def predicted(found: Estimate) -> str:
     """What is predicted of a plan, in a line."""
     hardware, layout = found.hardware, found.layout
-    longer, larger = _spread(hardware.band), _spread(hardware.memory_band)
+    longer, larger = _spread(found.band), _spread(_even(hardware.memory_band))
     fits = {"yes": "fits for sure", "perhaps": "perhaps fits, as none does for sure", "no": "does not fit"}
     return (
         f"Predicted on {layout.plan.world} x {hardware.device}: step {found.seconds:.4g} s {longer}, "
-        f"{found.tokens_per_second:.4g} tokens/s {_spread(hardware.band, of_speed=True)}, {found.memory / GIB:.4g} GiB "
+        f"{found.tokens_per_second:.4g} tokens/s {_spread(found.band, of_speed=True)}, {found.memory / GIB:.4g} GiB "
         f"{larger} of {hardware.memory:g}, which {fits[found.fits]}."
     )

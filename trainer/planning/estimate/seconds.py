@@ -31,7 +31,7 @@ def step_terms(
     pipeline, plan, costs = layout.pipeline, layout.plan, simulation.costs
     alone = replace(costs, unshard=(), reduce=()) if any(costs.unshard) or any(costs.reduce) else costs
     plain = simulation if alone is costs else simulate(pipeline.schedule, alone)
-    still = simulate(pipeline.schedule, replace(alone, transfer=0.0)) if alone.transfer else plain
+    still = simulate(pipeline.schedule, replace(alone, transfer=0.0, latency=0.0)) if alone.transfer else plain
     microbatches = pipeline.schedule.microbatches
     terms = {name: microbatches * timing.terms.get(name, 0.0) / plan.pp for name in TERMS}
     bubble = still.makespan - sum(terms.values())

@@ -6,17 +6,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from typing import NamedTuple
 
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.planning.cost.flops import flops_per_token
+from trainer.planning.estimate.coding import candidates, chosen
 from trainer.planning.estimate.memory import Peak, peaks
 from trainer.planning.estimate.pace import Pace
 from trainer.planning.estimate.seconds import step_seconds, step_terms
 from trainer.planning.estimate.sequence import GIB, Room, settle
 from trainer.planning.estimate.timing import AXES, time_units
+from trainer.planning.estimate.unknown import assumptions, ends
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.simulate import Simulation
+
+
+class Band(NamedTuple):
+    """How much less and more something may be than predicted, as shares of it."""
+
+    below: float
+    above: float
+
+    def of(self, value: float) -> tuple[float, float]:
+        """Least and most of a time or size."""
+        return value * (1 - self.below), value * (1 + self.above)
+
+    def of_speed(self, value: float) -> tuple[float, float]:
+        """The same of what is done in such a time."""
+        return value / (1 + self.above), value / (1 - self.below)
 
 
 @dataclass(frozen=True)
@@ -24,10 +42,12 @@ class Estimate:
     """What a step will take. All times in seconds.
 
     terms: of a step, as the mean over pipeline ranks; they add up to `seconds`. hidden: communication by axis that
-    computation hides. ranks: the fullest moment of each pipeline rank.
+    computation hides. ranks: the fullest moment of each pipeline rank. held: the configuration of which these are, of
+    the ways that codec=auto tries.
     """
 
     config: Config
+    held: Config
     layout: Layout
     hardware: HardwareConfig
     terms: dict[str, float]
@@ -52,6 +72,37 @@ class Estimate:
         both = {axis: seconds + self.hidden[axis] for axis, seconds in self.exposed.items()}
         return {axis: seconds for axis, seconds in both.items() if seconds}
 
+    @cached_property
+    def _ends(self) -> list[dict[str, float]]:
+        """The terms at both ends of what is not known."""
+        node, found = min(self.layout.plan.world, self.hardware.devices), list[dict[str, float]]()
+        for ways in ends(self.config, self.layout.plan, node):
+            terms = [terms_of(way, self.layout, self.hardware) for way in ways]
+            times = [sum(one.values()) for one in terms]
+            near = (1 + 2 * self.hardware.band) * times[chosen(times)]
+            found += [one for one, time in zip(terms, times) if time <= near]
+        return found
+
+    @cached_property
+    def band(self) -> Band:
+        """Of the step's time: that of the hardware, around all that it may be for what is not known."""
+        return self._around(self.seconds, [sum(terms.values()) for terms in self._ends])
+
+    def band_of(self, term: str) -> Band:
+        """The same of one of the terms."""
+        return self._around(self.terms[term], [terms[term] for terms in self._ends])
+
+    def _around(self, value: float, others: list[float]) -> Band:
+        band, every = self.hardware.band, [value, *others]
+        if not value:
+            return Band(band, band)
+        return Band(1 - min(every) / value * (1 - band), max(every) / value * (1 + band) - 1)
+
+    @property
+    def assumptions(self) -> list[str]:
+        """What is taken where something is not known, in sentences."""
+        return assumptions(self.config, self.layout.plan, min(self.layout.plan.world, self.hardware.devices))
+
     @property
     def tokens_per_second(self) -> float:
         return self.layout.batch.tokens / self.seconds
@@ -64,7 +115,7 @@ class Estimate:
 
     @property
     def fullest(self) -> Peak:
-        return max(self.ranks, key=lambda peak: peak.reserved)
+        return fullest(self.ranks)
 
     @property
     def memory(self) -> float:
@@ -97,10 +148,26 @@ def estimate_within(
     seconds: float, config: Config, layout: Layout, hardware: HardwareConfig, lowered: bool = True
 ) -> Estimate | None:
     """The same of a step that takes no longer than `seconds`, or None. lowered: see `memory.peaks`."""
-    timing, pace = time_units(config, layout, hardware), Pace.of(hardware, config.precision)
-    simulation, taken = step_seconds(config, layout, timing, pace)
-    if taken > seconds:
+    node, pace = min(layout.plan.world, hardware.devices), Pace.of(hardware, config.precision)
+    ways = candidates(config, layout.plan, node)
+    timings = [time_units(way, layout, hardware) for way in ways]
+    steps = [step_seconds(way, layout, timing, pace) for way, timing in zip(ways, timings)]
+    taken = chosen([taken for _, taken in steps])
+    simulation, least = steps[taken]
+    if least > seconds:
         return None
-    terms, hidden = step_terms(config, layout, timing, pace, simulation)
-    ranks = tuple(peaks(config, layout, lowered, min(layout.plan.world, hardware.devices)))
-    return Estimate(config, layout, hardware, terms, hidden, simulation, ranks, pace.peak)
+    terms, hidden = step_terms(ways[taken], layout, timings[taken], pace, simulation)
+    tried = [(way, tuple(peaks(way, layout, lowered, node))) for way in ways]
+    held, ranks = max(tried, key=lambda one: fullest(one[1]).reserved)
+    return Estimate(config, held, layout, hardware, terms, hidden, simulation, ranks, pace.peak)
+
+
+def terms_of(config: Config, layout: Layout, hardware: HardwareConfig) -> dict[str, float]:
+    """Seconds of a step by term, of a configuration that leaves nothing open."""
+    timing, pace = time_units(config, layout, hardware), Pace.of(hardware, config.precision)
+    simulation, _ = step_seconds(config, layout, timing, pace)
+    return step_terms(config, layout, timing, pace, simulation)[0]
+
+
+def fullest(ranks: Sequence[Peak]) -> Peak:
+    return max(ranks, key=lambda peak: peak.reserved)

@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import hypot
 
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import AttentionSpec
-from trainer.planning.context import Passes, balance, kernel, traffic
+from trainer.planning.context import Passes, traffic
 from trainer.planning.cost.collectives import of_states
 from trainer.planning.cost.flops import product_flops
 from trainer.planning.cost.layers import ATTENTION_BACKWARD, Eager, LayerWork, Remaining, left_by_recompute, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES, sent_parameters
 from trainer.planning.cost.parameters import head, layer_specs
 from trainer.planning.cost.stages import LayerCosts
+from trainer.planning.documents import documents_of
+from trainer.planning.estimate.attending import computed_share
+from trainer.planning.estimate.coding import wires
 from trainer.planning.estimate.fusion import WAYS, Link, Off, passes
 from trainer.planning.estimate.pace import Pace, Ring
 from trainer.planning.float8 import float8_linears, gathered_in_float8
-from trainer.planning.gradient_comm import asked, reduces_once
+from trainer.planning.gradient_comm import reduces_once
 from trainer.planning.pipeline import estimated_costs
 from trainer.planning.resolve import Layout
 
@@ -60,9 +63,6 @@ autograd. Fitted, as `REPEATED` is, to steps of a 1.1B model in micro-batches of
 REPEATED = {False: 3.9, True: 6.0}
 """How many forward passes of an eager layer the host takes to repeat one, by whether some operators' results are kept:
 each tensor goes through hooks of `torch.utils.checkpoint`, and then each operator through Python. Compiled: one."""
-
-CODEC_BYTES = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
-"""Of an element of quantised gradients, less the scales."""
 
 MASTER = 4
 
@@ -130,7 +130,8 @@ def time_units(config: Config, layout: Layout, hardware: HardwareConfig) -> Timi
 class _Timer:
     def __init__(self, config: Config, layout: Layout, hardware: HardwareConfig):
         self.config, self.plan, self.spec, self.batch = config, layout.plan, layout.spec, layout.batch
-        self.pace = Pace.of(hardware, config.precision)
+        self.pace, self.on_cpu = Pace.of(hardware, config.precision), hardware.device == "CPU"
+        self.computed = partial(computed_share, layout, documents_of(config.data), self.on_cpu)
         self.element = ELEMENT_BYTES[config.precision.compute]
         self.tokens = self.batch.sequence_length * self.batch.micro_size // self.plan.cp
         self.context, first = layout.context, self.plan.groups("cp")[0]
@@ -140,17 +141,17 @@ class _Timer:
         self.rings = {name: Ring.of(hardware, self.plan, name) for name in ("tp", "shard", "replicate", "pp")}
         self.fused = 1.0 if config.compile else hardware.eager
         self.launch, self.repeated, recompute = self.pace.launch, 1.0, config.activation
-        if hardware.device != "CPU":
+        if not self.on_cpu:
             self.launch *= HOST[config.compile]
-        if hardware.device != "CPU" and not config.compile:
+        if not self.on_cpu and not config.compile:
             self.repeated = REPEATED[recompute.mode == "selective" and bool(recompute.save) and not recompute.modules]
         stream = self.element * self.tokens * self.spec.width
         self.way, self.off = self._ways(hardware, stream)
         self.apart = any(action.kind == "W" for order in layout.pipeline.schedule.orders for action in order)
         self.transfer = self.rings["pp"].transfer(stream / self.plan.tp) if self.plan.pp > 1 else 0.0
-        self.gradient = self._gradient_bytes(hardware)
         self.sent = sent_parameters(self.spec, self.plan.tp, self.plan.shard)
         node = min(self.plan.world, hardware.devices)
+        self.scattered, self.summed = wires(config, self.plan, node, float(ELEMENT_BYTES[config.precision.reduce]))
         self.reduces_once = reduces_once(config.parallel.grad_comm, self.plan, node)
 
     def _ways(self, hardware: HardwareConfig, stream: float) -> tuple[Off, Off]:
@@ -167,12 +168,6 @@ class _Timer:
             near=not self.config.parallel.tp_across_nodes,
         )
         return WAYS[self.config.parallel.fusion](link), Off(link)
-
-    def _gradient_bytes(self, hardware: HardwareConfig) -> float:
-        """Of an element of gradients on their way."""
-        plain, spans = float(ELEMENT_BYTES[self.config.precision.reduce]), self.plan.world > hardware.devices
-        hop = asked(self.config.parallel.grad_comm).get("outer" if spans or self.plan.replicate > 1 else "inner")
-        return CODEC_BYTES.get(hop.codec, plain) if hop else plain
 
     def timing(self) -> Timing:
         spec, plan, batch = self.spec, self.plan, self.batch
@@ -201,6 +196,7 @@ class _Timer:
                 unshard=tuple(unit.gather for unit in units),
                 reduce=tuple(unit.reduce for unit in units),
                 transfer=self.transfer,
+                latency=self.rings["pp"].latency,
             ),
         )
 
@@ -215,9 +211,8 @@ class _Timer:
 
     def _attention(self, work: LayerWork, attention: AttentionSpec) -> float:
         """The forward pass of attention, on the rank that has most of it."""
-        length, masked = self.batch.sequence_length, self.config.data.mask_documents
-        rate = self.pace.attention[kernel(attention, self.context, length, masked)]
-        return self.tokens * work.attention / rate * balance(self.context, length, attention.window, masked)
+        by, share = self.computed(attention)
+        return self.tokens * work.attention / self.pace.attention[by] * share
 
     def _shared(self, attention: AttentionSpec, behind: float, again: float) -> tuple[Terms, Terms, float]:
         """What ranks that share sequences add to a layer's forward and backward pass, exposed, and all of it. Keys but
@@ -338,21 +333,25 @@ class _Timer:
         plan, pace, shards = self.plan, self.pace, self.rings["shard"]
         axes = {"tensor": tensor, "context": context}
         copied = self.config.parallel.zero.transport == "copy_engine"  # in the type in which gradients were computed
-        widths = self.element * (size - narrow) + narrow, (self.element if copied else self.gradient) * size
+        widths = self.element * (size - narrow) + narrow, (self.element if copied else self.scattered.width) * size
         moved = of_states(plan, *widths, outer, self.reduces_once)
         gather, reduce = (shards.seconds(moved[kind].size) for kind in ("gather", "scatter"))
-        replicas = 2 * self.rings["replicate"].seconds(self.gradient * size / shards.ranks)
+        own = size / shards.ranks
+        replicas = 2 * self.rings["replicate"].seconds(self.summed.width * own)
+        coding = self.scattered.scatter(size) / pace.memory, self.summed.reduce(own) / pace.memory
+        if not self.on_cpu:  # on a stream beside the computation
+            reduce, replicas, coding = reduce + coding[0], replicas + coding[1], (0.0, 0.0)
         copy_in = ((MASTER + self.element) / shards.ranks + 2 * self.element * (shards.ranks > 1)) * size / pace.copy
         # Read for the scale and again, written, and cast back.
         copy_in += ((2 * self.element + 1) / shards.ranks + self.element + 1) * narrow / pace.copy
-        copy_out = (self.element + MASTER) * size / pace.copy
+        copy_out = (self.element + MASTER) * size / pace.copy + coding[0]
         if copied:  # what is cast, kept and added up takes from the products beside it what it needs
             copy_in = (MASTER + 3 * self.element) / shards.ranks * size / pace.copy
             copy_out = ((MASTER + 2 * self.element) / shards.ranks + self.element) * size / pace.copy
         f, b = sum(forward.values()), sum(backward.values()) + sum(weight.values())
         gathers, scatters = moved["gather"], moved["scatter"]
         first = pace.exposed(gather * gathers.once, f)
-        copies, last_copy = 0.0 if gathers.each else copy_in, copy_out
+        copies, last_copy = 0.0 if gathers.each else copy_in, copy_out + coding[1]
         each = {"shard": gathers.each * gather + scatters.each * reduce}
         once = {"shard": gathers.once * gather + scatters.once * reduce, "replicate": replicas}
         if gathers.each:
@@ -360,7 +359,7 @@ class _Timer:
         if gathers.each > 1:
             backward = _and(backward, pace.exposed(gather, b), copy_in)
         if scatters.each:
-            backward, last_copy = _and(backward, pace.exposed(reduce, b), copy_out), 0.0
+            backward, last_copy = _and(backward, pace.exposed(reduce, b), copy_out), coding[1]
         elif self.batch.accumulation > 1:  # added to the sums in fp32, tensor by tensor
             backward = _and(backward, 0.0, (2 * MASTER + self.element) * size / pace.copy)
         late = scatters.once * reduce + replicas  # communication behind the last backward pass

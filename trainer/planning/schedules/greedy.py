@@ -99,7 +99,7 @@ class _ListScheduler:
         self.backward_due = [deque[float]() for _ in range(stages)]
         self.forwards, self.backwards = [0] * stages, [0] * stages
         self.weights_due = [deque[tuple[int, int]]() for _ in range(ranks)]
-        self.held, self.free = [0.0] * ranks, [0.0] * ranks
+        self.held, self.free, self.links = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
         self.taken = [0] * ranks
         self.orders: list[list[Action]] = [[] for _ in range(ranks)]
 
@@ -207,7 +207,9 @@ class _ListScheduler:
         return seconds
 
     def _announce(self, dues: list[deque[float]], stage: int, rank: int, end: float) -> None:
-        owner = self.placement[stage]
-        due = end + (self.costs.transfer if owner != rank else 0.0)
+        owner, due = self.placement[stage], end
+        if owner != rank:
+            leaves = max(end, self.links[rank])
+            self.links[rank], due = leaves + self.costs.occupied, leaves + self.costs.transfer
         dues[stage].append(due)
         heappush(self.events, (due, owner))

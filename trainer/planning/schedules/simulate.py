@@ -1,9 +1,9 @@
 """How long a schedule takes and how much memory it needs: an event simulation on the costs of stages.
 
 A rank computes its actions in order, each as soon as its input has arrived. Transfers between ranks overlap with
-computation and cost latency only. Parameters are gathered from the step's start, one stage of a rank after the other,
-in the order of their first use. Gradients are reduced one stage after the other, each after the stage's last backward
-action. Both overlap with computation."""
+computation; what a rank sends, to whichever rank, waits until its link has sent what came before. Parameters are
+gathered from the step's start, one stage of a rank after the other, in the order of their first use. Gradients are
+reduced one stage after the other, each after the stage's last backward action. Both overlap with computation."""
 
 from __future__ import annotations
 
@@ -78,12 +78,13 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
     stages, count, placement = schedule.stages, schedule.microbatches, schedule.placement
     size, last, train = stages * count, stages - 1, schedule.trains
     held = {kind: [held_change(Action(stage, kind, 0), costs, train) for stage in range(stages)] for kind in "FIWB"}
-    # hop[s]: seconds between stage s and s + 1.
-    hop = [costs.transfer if placement[stage] != placement[stage + 1] else 0.0 for stage in range(last)] + [0.0]
+    # Whether the result of F, and of I or B, goes to another rank.
+    onward = [placement[stage] != placement[stage + 1] for stage in range(last)] + [False]
+    back = [False, *onward[:-1]]
+    transfer, occupied, links = costs.transfer, costs.occupied, [0.0] * len(orders)
     gathered = gather_ends(orders, costs)
-    done = [-1.0] * (
-        2 * size
-    )  # when a forward action ended (stage x count + micro-batch), then when a gradient was there
+    # When the result of a forward action is there (stage x count + micro-batch), then a gradient.
+    done = [-1.0] * (2 * size)
     waiting: dict[int, int] = {}  # what a rank waits for -> the rank
     ends: list[list[float]] = [[] for _ in orders]
     free, busy, memory, peak = [0.0] * len(orders), [0.0] * len(orders), [0.0] * len(orders), [0.0] * len(orders)
@@ -112,7 +113,6 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
                     if arrival < 0:
                         waiting[need] = rank
                         break
-                    arrival += hop[stage - 1]
                     if arrival > ready:
                         ready = arrival
             else:
@@ -126,8 +126,8 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
                 if ready < 0:
                     waiting[need] = rank
                     break
-                if kind != "W":
-                    ready += hop[stage]
+                if kind == "W":  # what it needs ended on this rank
+                    ready = 0.0
             end = (ready if ready > now else now) + host + seconds
             now = end
             worked += seconds
@@ -140,6 +140,9 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
                 continue
             if kind == "B":
                 final[stage] = end
+            if onward[stage] if kind == "F" else back[stage]:
+                leaves = max(end, links[rank])
+                links[rank], end = leaves + occupied, leaves + transfer
             done[own] = end
             if own in waiting:
                 runnable.append(waiting.pop(own))

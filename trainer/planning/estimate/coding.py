@@ -1,0 +1,86 @@
+"""Quantised gradients in predictions: bytes on their way, what encoding takes, and what codec=auto comes to.
+
+A run with codec=auto times whole steps with and without int8 on each such hop (`parallel/compress/trial.py`). Here the
+same rule is applied to predicted steps. Memory is that of the fullest step, since each way is tried."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from trainer.config import Config
+from trainer.planning.gradient_comm import AUTO, MARGIN, asked, auto_hops, routes
+from trainer.planning.plan import Plan
+
+CODE_BYTES = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
+"""Of an element of quantised gradients, less the scales."""
+
+PLAIN = 4
+"""Bytes of an element before it is encoded, and of sums."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How gradients travel over a route of `ranks`. width: bytes of an element on its slowest hop; codec: there."""
+
+    ranks: int
+    width: float
+    codec: str
+
+    def encoding(self, elements: float) -> float:
+        """Bytes that move in memory to encode so many elements: read for their scales, read again, and written."""
+        return elements * (PLAIN * (1 + (self.codec != "bf16")) + self.width) if self.codec else 0.0
+
+    def decoding(self, elements: float, sums: float) -> float:
+        """The same to decode elements into fewer sums."""
+        return elements * self.width + sums * PLAIN if self.codec else 0.0
+
+    def scatter(self, elements: float) -> float:
+        """Bytes that coding moves in a reduce-scatter of elements on each rank."""
+        return self.encoding(elements) + self.decoding(elements, elements / self.ranks)
+
+    def reduce(self, elements: float) -> float:
+        """The same in an all-reduce, whose sums are encoded once more."""
+        return self.scatter(elements) + self.encoding(elements / self.ranks) + self.decoding(elements, elements)
+
+
+def wires(config: Config, plan: Plan, node: int, plain: float) -> tuple[Wire, Wire]:
+    """Of the reduce-scatter among ranks that share states, and of the all-reduce among replicas. plain: bytes of an
+    element that is not encoded."""
+    settings, sizes = config.parallel.grad_comm, (plan.shard, plan.replicate)
+    if not asked(settings):
+        return Wire(sizes[0], plain, ""), Wire(sizes[1], plain, "")
+    found = []
+    for route, ranks in zip(routes(plan, node), sizes):
+        codec = getattr(settings, route.hops[-1][0]).codec if route else "none"
+        known = codec in CODE_BYTES
+        found.append(Wire(ranks, CODE_BYTES[codec] if known else plain, codec if known else ""))
+    return found[0], found[1]
+
+
+def candidates(config: Config, plan: Plan, node: int) -> list[Config]:
+    """The ways that codec=auto tries, the first without a codec; the configuration itself where nothing is open."""
+    hops = auto_hops(config.parallel.grad_comm, plan, node)
+    if not hops:
+        return [config]
+    return [
+        with_codecs(config, {name: AUTO if name in chosen else "none" for name in hops})
+        for count in range(len(hops) + 1)
+        for chosen in combinations(hops, count)
+    ]
+
+
+def with_codecs(config: Config, codecs: dict[str, str]) -> Config:
+    changed, settings = copy.copy(config), config.parallel.grad_comm
+    hops: dict[str, Any] = {name: replace(getattr(settings, name), codec=one) for name, one in codecs.items()}
+    changed.parallel = replace(config.parallel, grad_comm=replace(settings, **hops))
+    return changed
+
+
+def chosen(times: Sequence[float]) -> int:
+    """Which of the candidates `auto` takes, by seconds of a step: the fastest, if it is worth its lower accuracy."""
+    best = min(range(len(times)), key=times.__getitem__)
+    return best if times[best] <= MARGIN * times[0] else 0
