@@ -25,7 +25,6 @@ hypothesis.settings.load_profile("suite")
 
 QUIET = (
     "test_simulator_predicts_measured_times",
-    "test_int8_is_faster_at_fifty_megabits",
     "test_eight_causes_of_eight_are_named_and_the_larger_of_two",
     "test_the_file_is_hardware_and_says_what_was_measured",
     "test_the_estimate_with_it_is_near_a_run",
