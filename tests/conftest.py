@@ -53,6 +53,14 @@ LONG = (
 mostly wait in turn, short ones last."""
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """One server for the programs of all workers, which imports while they collect."""
+    from support import launch
+
+    os.environ[launch.SHARED] = str(launch.start_warm())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     quiet = {item.path for item in items if item.originalname in QUIET}
     places = {name: place for place, name in enumerate(LONG)}

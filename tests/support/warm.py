@@ -86,10 +86,15 @@ def serve(address: str) -> None:
     import gc
     import importlib
     import selectors
+    import shutil
 
     del sys.path[0]  # this file's folder, which is no program's
-    for name in IMPORTED:
-        importlib.import_module(name)
+    try:
+        for name in IMPORTED:
+            importlib.import_module(name)
+    except BaseException:
+        shutil.rmtree(os.path.dirname(address))  # who waits for the socket sees it
+        raise
     gc.collect()
     gc.freeze()
     programs: dict[int, socket.socket] = {}
