@@ -4,5 +4,5 @@ set -euo pipefail
 bash "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS=1
-# Three workers (some tests wait more than they compute), each with whole files, whose fixtures are made once; their order: tests/conftest.py.
-exec .venv/bin/python -m pytest -q --durations=10 -n 3 --dist loadfile --no-loadscope-reorder "$@" tests
+# Four workers (some tests wait more than they compute), each with whole files, whose fixtures are made once; their order: tests/conftest.py.
+exec .venv/bin/python -m pytest -q --durations=10 -n 4 --dist loadfile --no-loadscope-reorder "$@" tests

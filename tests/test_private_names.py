@@ -170,7 +170,11 @@ KNOWN = {name: entry for entry in PRIVATE for name in entry.names.split()}
 PUBLIC = ("os", "sys", "__future__", "_typeshed")
 """Modules whose underscored names are documented, and types that exist for type checkers only."""
 
-TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """File -> its syntax tree, of the whole package."""
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def private(name: str) -> bool:
@@ -183,7 +187,7 @@ def private(name: str) -> bool:
 def own() -> set[str]:
     """Underscored names that the project defines: functions, classes, variables, fields."""
     found = set()
-    for tree in TREES.values():
+    for tree in trees().values():
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found.add(node.name)
@@ -223,7 +227,7 @@ def foreign(tree: ast.AST, owned: set[str]) -> Iterator[tuple[int, str]]:
 def uses() -> dict[str, dict[str, int]]:
     """Name -> file -> a line of it."""
     owned, found = own(), {}
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         for line, name in foreign(tree, owned):
             found.setdefault(name, {})[file] = line
     return found
@@ -277,7 +281,7 @@ def test_private_names_stay_in_their_files():
 
 def test_the_list_names_nothing_that_is_not_used():
     assert not [name for name in KNOWN if name not in uses()]
-    unknown = {file for entry in PRIVATE for file in entry.files if file not in TREES}
+    unknown = {file for entry in PRIVATE for file in entry.files if file not in trees()}
     assert not unknown, f"no such files: {unknown}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,16 +100,19 @@ def _called(node: ast.Call) -> Iterator[tuple[int, str]]:
         yield node.lineno, "from_pretrained without trust_remote_code=False, which asks on a terminal"
 
 
-FOUND = {
-    path.relative_to(ROOT).as_posix(): {name: line for line, name in uses(ast.parse(path.read_text()))}
-    for path in FILES
-}
+@cache
+def found() -> dict[str, dict[str, int]]:
+    """File -> name -> a line of it."""
+    return {
+        path.relative_to(ROOT).as_posix(): {name: line for line, name in uses(ast.parse(path.read_text()))}
+        for path in FILES
+    }
 
 
 def test_only_listed_places_run_what_they_are_given():
     unlisted = [
         f"{file}:{line} uses {name}: find a way that reads data, or list it in {Path(__file__).name} with a reason"
-        for file, names in FOUND.items()
+        for file, names in found().items()
         for name, line in names.items()
         if (file, name) not in LISTED
     ]
@@ -116,7 +120,7 @@ def test_only_listed_places_run_what_they_are_given():
 
 
 def test_the_list_names_nothing_that_is_gone():
-    stale = [f"{file} no longer uses {name}" for file, name in LISTED if name not in FOUND.get(file, ())]
+    stale = [f"{file} no longer uses {name}" for file, name in LISTED if name not in found().get(file, ())]
     assert not stale, "\n".join(stale)
 
 

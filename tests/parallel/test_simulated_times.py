@@ -1,5 +1,5 @@
 """What the simulator predicts of schedules, beside what four gloo processes take for them. A file of its own, because
-nothing else runs meanwhile."""
+nothing else runs meanwhile where its processes may not go first."""
 
 from __future__ import annotations
 

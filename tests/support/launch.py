@@ -21,11 +21,28 @@ CAN_COMPILE = bool(shutil.which("g++") or shutil.which("clang++"))
 WORKERS = Path(__file__).parents[1] / "workers"
 ROOT = WORKERS.parents[1]
 
+SHARED = "TRAINER_TESTS_PYTHON"
+"""Environment variable: the interpreter of `start_warm` that several processes of pytest share."""
+
+WARM_UP = 120
+"""Seconds that its imports may take on a busy machine."""
+
 
 @functools.cache
 def warm_python() -> str:
-    """An interpreter for programs that import torch and the project: tests/support/warm.py, whose server this starts.
-    torchrun starts its workers with that which PYTHON_EXEC names."""
+    """An interpreter for programs that import torch and the project: tests/support/warm.py. torchrun starts its workers
+    with that which PYTHON_EXEC names."""
+    python = Path(os.environ.get(SHARED) or start_warm())
+    end = time.monotonic() + WARM_UP
+    while not (python.parent / "socket").exists():
+        if time.monotonic() > end or not python.exists():
+            raise RuntimeError(f"tests/support/warm.py has not begun to serve in {python.parent}")
+        time.sleep(0.02)
+    return str(python)
+
+
+def start_warm() -> Path:
+    """Starts the server behind `warm_python`, which ends with this process, and does not wait until it has imported."""
     folder, script = Path(tempfile.mkdtemp(prefix="warm-")), Path(__file__).parent / "warm.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     server = subprocess.Popen(
@@ -33,14 +50,10 @@ def warm_python() -> str:
     )
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(server.communicate)
-    while not (folder / "socket").exists():
-        if server.poll() is not None:
-            raise RuntimeError(f"tests/support/warm.py has ended with {server.returncode}")
-        time.sleep(0.02)
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{script}" "{folder}/socket" "$@"\n')
     python.chmod(0o755)
-    return str(python)
+    return python
 
 
 def program_of(process: int) -> int:

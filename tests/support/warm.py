@@ -39,6 +39,7 @@ def client(address: str, arguments: list[str]) -> int:
         "environment": dict(os.environ),
         "folder": os.getcwd(),
         "parent": os.getppid(),
+        "client": os.getpid(),
         "limits": limits,
         "ignored": [number for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN],
     }
@@ -85,10 +86,15 @@ def serve(address: str) -> None:
     import gc
     import importlib
     import selectors
+    import shutil
 
     del sys.path[0]  # this file's folder, which is no program's
-    for name in IMPORTED:
-        importlib.import_module(name)
+    try:
+        for name in IMPORTED:
+            importlib.import_module(name)
+    except BaseException:
+        shutil.rmtree(os.path.dirname(address))  # who waits for the socket sees it
+        raise
     gc.collect()
     gc.freeze()
     programs: dict[int, socket.socket] = {}
@@ -170,6 +176,20 @@ def fork(connection: socket.socket, others: list[socket.socket], pipe: tuple[int
     become(request)
 
 
+def enter(client: int) -> None:
+    """The network namespace of a client that has one of its own (`ip netns exec`), with its view of /sys."""
+    import ctypes
+
+    if os.path.samefile(f"/proc/{client}/ns/net", "/proc/self/ns/net"):
+        return
+    files = [os.open(f"/proc/{client}/ns/{kind}", os.O_RDONLY) for kind in ("net", "mnt")]
+    libc = ctypes.CDLL(None, use_errno=True)
+    for file in files:
+        if libc.setns(file, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(file)
+
+
 def become(request: dict) -> None:
     """Runs the program: `-m MODULE ...`, `-c CODE ...` or `FILE ...`, with -u before it or not. Does not return."""
     import io
@@ -181,6 +201,7 @@ def become(request: dict) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
+    enter(request["client"])
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.priority import go_first
 from support.schedules import merge_backward
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -547,6 +548,7 @@ def overheads(channels: Channels) -> tuple[float, float, float]:
 
 def bubbles(out: Path) -> None:
     """Balanced stages, a heavy head, and much attention, in seconds of a rank's share of the model."""
+    go_first()
     channels = Channels(range(4), edges(place_stages(4, 2, "loop")), DEVICE)
     channels.extend(edges(place_stages(4, 2, "v")))
     unit, results = 0.012, []
