@@ -8,16 +8,19 @@ none: what the compiler has to make of them.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import time
 from types import ModuleType
+from typing import Any
 
 import torch
 from support.triton_ranks import Memory, compare, compile_for_hopper, drawn, run, without
 
 from trainer.kernels import tensor_parallel as kernels
 from trainer.kernels.exchange import check_error
+from trainer.kernels.tiles import RATES
 
 CALLS = {"wait": 2, "signal": 2}
 """What synchronises: how often the kernels call it."""
@@ -84,22 +87,20 @@ CUTS = {
 }
 
 
-BLOCKS = {True: "[256,64]", False: "[64,256]"}
-"""Of a weight that is TRANSPOSED or not."""
-
-
-def described(name: str, transposed: bool) -> dict[str, str]:
+def described(name: str, numbers: dict[str, Any]) -> dict[str, str]:
     """Types of a kernel's arguments that are descriptors."""
-    weights = {f"weight{number}": f"tensordesc<bf16{BLOCKS[transposed]}>" for number in range(3)}
+    rows, columns, step = (numbers[one] for one in ("ROWS", "COLUMNS", "STEP"))
+    block = f"{columns},{step}" if numbers["TRANSPOSED"] else f"{step},{columns}"
+    weights = {f"weight{number}": f"tensordesc<bf16[{block}]>" for number in range(3)}
     own = ["own"] if name == "_gather_matmul" else [f"operand{number}" for number in range(3)]
-    return weights | dict.fromkeys(own, "tensordesc<bf16[128,64]>")
+    return weights | dict.fromkeys(own, f"tensordesc<bf16[{rows},{step}]>")
 
 
-def inspect(name: str, stages: int = 3, **choices: bool) -> None:
+def inspect(name: str, **choices: Any) -> None:
     multiplies = sends = name != "_sum_received"
     numbers = LLAMA | CUTS[name] | choices
-    types = described(name, numbers["TRANSPOSED"]) if numbers["DESCRIPTORS"] else {}
-    ptx, resources = compile_for_hopper(getattr(kernels, name), numbers, types, stages=stages)
+    types = described(name, numbers) if numbers["DESCRIPTORS"] else {}
+    ptx, resources = compile_for_hopper(getattr(kernels, name), numbers, types)
     assert re.search(r"STACK:0 .*LOCAL:0", resources), f"{name} spills registers: {resources}"
     operations = re.findall(r"bar\.sync|[\w.]*release[\w.]*|st\.global[\w.]*|[\w.]*sys\.acquire[\w.]*|wgmma[\w.]*", ptx)
     assert any(one.startswith("wgmma.mma_async") for one in operations) == multiplies, name
@@ -122,6 +123,10 @@ def main(what: str) -> None:
     if what == "sm_90":
         for name in CUTS:
             inspect(name)
+        for described_too, (rows, columns) in itertools.product((False, True), RATES):
+            one = {"WIDTH1": 0, "DEPTH1": 0, "DEPTH2": 0, "ROWS": rows, "COLUMNS": columns}
+            for name in ("_gather_matmul", "_matmul_scatter"):
+                inspect(name, DESCRIPTORS=described_too, **one)
         for name in ("_gather_matmul", "_matmul_scatter"):
             inspect(name, DESCRIPTORS=True)
         return
