@@ -98,7 +98,7 @@ def both(group: TensorGroup, case: Case) -> Tensor:
 def added_up(group: Copied, case: Case) -> Tensor:
     """The product of inputs that come by copies, part by part."""
     out, columns = case.x.new_empty(len(case.x), len(case.weight)), case.weight.chunk(group.size, 1)
-    for number, (source, (part,)) in enumerate(Sent("inputs", [case.x], group.place).arriving()):
+    for number, (source, (part,)) in enumerate(Sent("inputs", [case.x], group).arriving()):
         matmul_into(out, part, columns[source], OUTPUT, out if number else None)
     copies(out.device).end()
     return out

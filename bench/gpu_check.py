@@ -101,7 +101,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         *(plans(f"plans_{part}", part, parts, limit=420) for part in range(parts)),
         runtime("circles", "synchronous", 2, 120),
         plans("deepspeed", "deepspeed", limit=180),
-        Case("fusion", [*torchrun, "2", "tests/workers/fusion_gpu.py", str(logs / "fusion.json")], 300, 2),
+        *between_ranks(torchrun, logs, gpus),
         Case("quantize", [sys.executable, "tests/workers/quantize.py", "cuda"], 180),
         Case("float8", [sys.executable, "tests/workers/float8.py", "cuda"], 120),
         Case("decode", [sys.executable, "tests/workers/decode_kernels.py", "cuda"], 120),
@@ -155,6 +155,18 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         run("fp16", "precision=fp16", "parallel=zero2"),
         run("gemma", *small_gemma),
     ]
+
+
+def between_ranks(torchrun: list[str], logs: Path, gpus: int) -> list[Case]:
+    """Kernels and copies between two ranks: on two GPUs, or on one that both share, at fewer shapes."""
+
+    def case(name: str, limit: float, *arguments: str) -> Case:
+        name, out = name + "_shared" * (gpus < 2), str(logs / f"{name}.json")
+        return Case(name, [*torchrun, "2", f"tests/workers/{arguments[0]}", out, *arguments[1:]], limit)
+
+    # Whole tiles, some that are none, and tokens that are pulled and multiplied in fp8: each for both halves of a box.
+    few = ["6", "512", "1000", "32"] if gpus < 2 else []
+    return [case("fusion", 300, "fusion_gpu.py", *few), case("float8_gather", 150, "float8_gather.py", "cuda")]
 
 
 class Check:

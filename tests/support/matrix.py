@@ -337,14 +337,14 @@ FLOAT8 = [
     PLAIN | {"bias": False, "micro_batches": 2} | more
     for more in (
         {"float8": "tensorwise", "dp": 2, "stage": 3, "recompute": "selective"},
-        {"float8": "tensorwise", "gather": True, "dp": 2, "stage": 3, "tied": True, "compile": "graphs"},
+        {"float8": "mixed", "gather": True, "dp": 2, "stage": 3, "tied": True, "compile": "graphs"},
         {"float8": "tensorwise", "gather": True, "dp": 4, "shard": 2, "stage": 2, "recompute": "full"},
         {"float8": "tensorwise", "gather": True, "dp": 2, "stage": 3, "pp": 2, "schedule": "zb_v", "offload": True},
         {"float8": "rowwise", "tp": 2, "recompute": "full", "bias": True},
         {"float8": "tensorwise", "pp": 2, "schedule": "zb_v", "tied": True},
         {"float8": "rowwise_with_gw_hp", "cp": 2, "way": "gather zigzag", "stage": 2, "recompute": "tiles"},
         {"float8": "rowwise", "tp": 2, "dp": 2, "stage": 3},
-        {"float8": "rowwise", "tp": 2, "pp": 2, "schedule": "zb_v", "micro_batches": 3},
+        {"float8": "mixed rows", "tp": 2, "pp": 2, "schedule": "zb_v", "micro_batches": 3, "recompute": "selective"},
         {"float8": "rowwise", "tp": 2, "fusion": "copy_engine", "recompute": "selective", "compile": "graphs"},
         {"float8": "rowwise_with_gw_hp", "tp": 2, "fusion": 3, "bias": True, "tied": True},
     )

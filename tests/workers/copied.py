@@ -22,7 +22,7 @@ from support.shared import Without, error_of, late, late_first, one_half, poison
 from tensor_parallel import LLAMA, model_of, spec_of
 from torch import Tensor
 
-from trainer.config import Float8Config, RunConfig
+from trainer.config import Float8Config, PrecisionConfig, RunConfig
 from trainer.distributed import boxes
 from trainer.distributed.boxes import Boxes
 from trainer.distributed.chunks import Chunks
@@ -103,7 +103,7 @@ def gradients(world: World, backend: Backend, recipe: str) -> dict[str, Tensor]:
     spec = spec_of(**LLAMA, depth=1)
     model, deferred = model_of(spec, world, torch.bfloat16, backend), DeferredGrads()
     model.defer(deferred)
-    multiply_in_float8(model, spec, Float8Config(recipe, ends=0))
+    multiply_in_float8(model, spec, PrecisionConfig(float8=Float8Config(recipe, ends=0)))
     generator = torch.Generator().manual_seed(3)
     for put_off in (True, False):
         tokens, targets = (torch.randint(0, spec.vocab_size, (2, 16), generator=generator) for _ in range(2))

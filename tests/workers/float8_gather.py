@@ -72,6 +72,7 @@ def main(out: str, kind: str = "cpu") -> None:
         found[name] = {"equal": equal, "losses": losses, "bytes": [sent, less]}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found))
+    assert all(one["equal"] for one in found.values()), found
 
 
 if __name__ == "__main__":

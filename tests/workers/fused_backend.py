@@ -35,7 +35,9 @@ def share(size: int, device: torch.device, group: dist.ProcessGroup) -> Shared:
     return symmetric_memory.share(size, device, group)
 
 
-def shape_of(device: torch.device, dtype: torch.dtype, tokens: int, looks: int) -> kernels.Shape:
+def shape_of(
+    device: torch.device, dtype: torch.dtype, tokens: int, widths: list[int], size: int, waits: bool, looks: int
+) -> kernels.Shape:
     return kernels.Shape(rows=16, columns=32, step=32, group=2, programs=1, copiers=1, limit=looks)
 
 

@@ -8,16 +8,19 @@ none: what the compiler has to make of them.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import time
 from types import ModuleType
+from typing import Any
 
 import torch
 from support.triton_ranks import Memory, compare, compile_for_hopper, drawn, run, without
 
 from trainer.kernels import tensor_parallel as kernels
 from trainer.kernels.exchange import check_error
+from trainer.kernels.tiles import RATES
 
 CALLS = {"wait": 2, "signal": 2}
 """What synchronises: how often the kernels call it."""
@@ -39,8 +42,9 @@ def work(
     made: ModuleType, rank: int, size: int, pull: bool, where: list[Memory], epochs: int, late: float, limit: int
 ) -> None:
     """Some epochs of a rank without a barrier between them; the ranks are late in turn."""
-    shape, (gathers, reductions) = made.Shape(**TILE, limit=limit), [one.region(rank) for one in where]
+    gathers, reductions = (one.region(rank) for one in where)
     for epoch in range(1, epochs + 1):
+        shape = made.Shape(**TILE, limit=limit, descriptors=(epoch + size) % 2 == 1)
         if epoch % size == rank:
             time.sleep(late)
         whole = drawn(epoch, size * TOKENS, DEPTHS[0])
@@ -73,20 +77,32 @@ def said_by(made: ModuleType, size: int, pull: bool, epochs: int, late: float, l
 LLAMA = {
     **{"RANK": 1, "SIZE": 2, "TOKENS": 4096, "HALF": 8192 * 4096, "WIDTH": 4096, "LIMIT": 0, "PULL": False},
     **{"ROWS": 128, "COLUMNS": 256, "STEP": 64, "GROUP": 8, "PROGRAMS": 112, "COPIERS": 16, "PART": 16, "DEPTH": 4096},
+    **{"DESCRIPTORS": False},
 }
 """Of an 8B model on two ranks, 8,192 tokens."""
 CUTS = {
     "_gather_matmul": {"WIDTH0": 7168, "WIDTH1": 7168, "WIDTH2": 0, "TRANSPOSED": True},
     "_matmul_scatter": {"DEPTH0": 2048, "DEPTH1": 512, "DEPTH2": 512, "TRANSPOSED": False},
-    "_sum_received": {},
+    "_sum_received": {"TRANSPOSED": False},
 }
 
 
-def inspect(name: str) -> None:
-    ptx, resources = compile_for_hopper(getattr(kernels, name), LLAMA | CUTS[name], {})
+def described(name: str, numbers: dict[str, Any]) -> dict[str, str]:
+    """Types of a kernel's arguments that are descriptors."""
+    rows, columns, step = (numbers[one] for one in ("ROWS", "COLUMNS", "STEP"))
+    block = f"{columns},{step}" if numbers["TRANSPOSED"] else f"{step},{columns}"
+    weights = {f"weight{number}": f"tensordesc<bf16[{block}]>" for number in range(3)}
+    own = ["own"] if name == "_gather_matmul" else [f"operand{number}" for number in range(3)]
+    return weights | dict.fromkeys(own, f"tensordesc<bf16[{rows},{step}]>")
+
+
+def inspect(name: str, **choices: Any) -> None:
+    multiplies = sends = name != "_sum_received"
+    numbers = LLAMA | CUTS[name] | choices
+    types = described(name, numbers) if numbers["DESCRIPTORS"] else {}
+    ptx, resources = compile_for_hopper(getattr(kernels, name), numbers, types)
     assert re.search(r"STACK:0 .*LOCAL:0", resources), f"{name} spills registers: {resources}"
     operations = re.findall(r"bar\.sync|[\w.]*release[\w.]*|st\.global[\w.]*|[\w.]*sys\.acquire[\w.]*|wgmma[\w.]*", ptx)
-    multiplies, sends = name != "_sum_received", name != "_sum_received"
     assert any(one.startswith("wgmma.mma_async") for one in operations) == multiplies, name
     assert {one for one in operations if one.startswith("st.global")} == {"st.global.v4.b32"} or not sends, operations
     released = [place for place, one in enumerate(operations) if "release" in one and ".sys." in one]
@@ -97,6 +113,9 @@ def inspect(name: str) -> None:
         )
     reads = name != "_matmul_scatter"
     assert any("acquire" in one and one.startswith("ld.") for one in operations) == reads, operations
+    # What a peer has written is loaded by plain copies, all else by the engine where there are descriptors.
+    assert ("cp.async.bulk.tensor" in ptx) == numbers["DESCRIPTORS"], name
+    assert ("cp.async.cg.shared" in ptx) == (name == "_gather_matmul" or (multiplies and not numbers["DESCRIPTORS"]))
 
 
 def main(what: str) -> None:
@@ -104,6 +123,12 @@ def main(what: str) -> None:
     if what == "sm_90":
         for name in CUTS:
             inspect(name)
+        for described_too, (rows, columns) in itertools.product((False, True), RATES):
+            one = {"WIDTH1": 0, "DEPTH1": 0, "DEPTH2": 0, "ROWS": rows, "COLUMNS": columns}
+            for name in ("_gather_matmul", "_matmul_scatter"):
+                inspect(name, DESCRIPTORS=described_too, **one)
+        for name in ("_gather_matmul", "_matmul_scatter"):
+            inspect(name, DESCRIPTORS=True)
         return
     for size, pull, epochs in ((2, False, 3), (3, True, 2)):
         said = said_by(kernels, size, pull, epochs, late=0.1, limit=10**7)

@@ -1,8 +1,10 @@
 """Products of tensor-parallel ranks beside their collectives on GPUs, at the shapes of a layer of an 8B model: every
 method beside `off`, over many epochs, with memory that is poisoned first and ranks that are late at random.
 
-    torchrun --nproc-per-node 2 tests/workers/fusion_gpu.py OUT.json [EPOCHS]
-"""
+    torchrun --nproc-per-node 2 tests/workers/fusion_gpu.py OUT.json [EPOCHS [TOKENS...]]
+
+TOKENS: of all ranks together, in bf16 alone; else those below. Ranks that share a GPU have it in turn, and `off` sends
+by gloo: few tokens and epochs are for that."""
 
 from __future__ import annotations
 
@@ -123,7 +125,7 @@ def share_slots(world: World, epochs: int, late: random.Random) -> float:
     return worst
 
 
-def main(out: str, epochs: int = 40) -> None:
+def main(out: str, epochs: int = 40, *some: int) -> None:
     size, device = int(os.environ["WORLD_SIZE"]), shared_device()
     world = join({"pp": 1, "replicate": 1, "shard": 1, "tp": size}, device)
     name, rank = world.dimensions["tp"].get_group().group_name, world.place("tp")
@@ -136,10 +138,10 @@ def main(out: str, epochs: int = 40) -> None:
         "triton": Fused(name, rank, size, looks=10**8),
     }
     off, narrow = TensorGroup(name, rank, size), [Float8(recipe) for recipe in ("tensorwise", "rowwise")]
-    for dtype, tolerance in TOLERANCE.items():
-        shapes = Shapes(rank, size, device, dtype)
+    for dtype, counts in ({torch.bfloat16: some} if some else TOKENS).items():
+        shapes, tolerance = Shapes(rank, size, device, dtype), TOLERANCE[dtype]
         for epoch in range(epochs):
-            tokens = TOKENS[dtype][epoch % len(TOKENS[dtype])]
+            tokens = counts[epoch % len(counts)]
             in_fp8 = dtype is torch.bfloat16 and tokens % (16 * size) == 0
             for (call, (function, *arguments)), multiply in itertools.product(
                 shapes.calls(tokens).items(), [matmul, *(narrow if in_fp8 else [])]

@@ -121,8 +121,17 @@ def context_of(case: Case) -> dict[str, Any]:
     }
 
 
+MIXED = {
+    "mixed": ("rowwise", {"*.feed_forward.*": "tensorwise", "*.attention.[kv].*": "none"}),
+    "mixed rows": ("rowwise", {"*.feed_forward.*": "rowwise_with_gw_hp", "*.feed_forward.up.*": "none"}),
+}
+"""Recipes by the parameter-type map: that of all, and others by pattern. With one scale for a matrix, tensor-parallel
+ranks have numbers of their own, so there it is left out."""
+
+
 def config_of(case: Case, folder: Path) -> Config:
-    schedule = case["schedule"]
+    schedule, recipe = case["schedule"], case.get("float8", "none")
+    recipe, rules = MIXED.get(recipe, (recipe, {}))
     config = settings(
         batch__sequence_length=LENGTH,
         data__mask_documents=case["attention"] != "causal",
@@ -139,7 +148,7 @@ def config_of(case: Case, folder: Path) -> Config:
         parallel__zero__engine=case.get("engine", "torch"),
         parallel__zero__transport=case.get("transport", "collectives"),
         precision__compute="bf16" if "float8" in case and torch.cuda.is_available() else case["precision"],
-        precision__float8=Float8Config(case.get("float8", "none"), ends=0, gather=case.get("gather", False)),
+        precision__float8=Float8Config(recipe, ends=0, gather=case.get("gather", False)),
         precision__reduce=case.get("reduce", "fp32"),
         compile="compile" in case,
         optimizer__name="muon" if case.get("optimizer") == "muon" else "adamw",
@@ -160,6 +169,7 @@ def config_of(case: Case, folder: Path) -> Config:
         config.parallel.pipeline.schedule = str(path)
     elif schedule != "none":
         config.parallel.pipeline.schedule = schedule
+    config.precision.types.rules = {pattern: {"float8": other} for pattern, other in rules.items()}
     if case.get("optimizer") == "muon_in_one_layer":
         config.precision.types.rules = {"layers.0.attention.[qkvo].weight": {"optimizer": "muon"}}
     if case.get("overflow"):
@@ -225,7 +235,7 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
             assert not counters["graph_break"], f"{describe(case)}: compiled in parts: {dict(counters['graph_break'])}"
         if world.rank == 0:
             # Scales are those of a micro-batch, so the reference in fp8 has the same.
-            float8 = config.precision.float8 if "float8" in case else None
+            float8 = config.precision if "float8" in case else None
             parts = 1 if float8 is None else plan.dp * case["micro_batches"]
             others = [case["loss"] == "z_loss", *map(case.get, ("attention", "optimizer", "float8"))]
             key = json.dumps([spec.to_dict(), *others, parts])

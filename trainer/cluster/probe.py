@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from trainer.cluster.device import DeviceProbe
 from trainer.cluster.links import LinkProbe, axes
-from trainer.config import Config, Float8Config
+from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.distributed.world import World, join, local_device
 from trainer.observe.report import device_name
@@ -20,6 +20,7 @@ from trainer.planning.cost.devices import product_type
 from trainer.planning.estimate.calibrate import Calibration, Measurements, Product, Sent, calibrate, fit_link
 from trainer.planning.estimate.hardware import hardware_text, load_hardware, shipped_for
 from trainer.planning.estimate.pace import Pace
+from trainer.planning.float8_settings import float8_settings, without_float8
 from trainer.planning.plan import node_size
 from trainer.planning.resolve import Layout
 from trainer.precision.float8 import check_device
@@ -41,8 +42,9 @@ def probe(
     device = local_device(config.run)
     check_compiler(config, device)
     check_device(config.precision, device)
-    recipe = config.precision.float8.recipe  # of which one product is measured; all else is measured without
-    config = replace(config, precision=replace(config.precision, float8=Float8Config()))
+    # Of a recipe in fp8 one product is measured; all else is measured without.
+    recipe = next(iter(float8_settings(config.precision).values()), "none")
+    config = replace(config, precision=without_float8(config.precision))
     known = known or load_hardware(shipped_for(device_name(device)))
     joined = dist.is_initialized()
     world = join(layout.plan.mesh, device, 600.0, layout.plan.cp)

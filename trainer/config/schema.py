@@ -325,6 +325,9 @@ class ParallelConfig:
     grad_comm: GradCommConfig = option(GradCommConfig(), "how data-parallel ranks send gradients")
 
 
+FLOAT8_RECIPES = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
 @dataclass
 class TypePolicy:
     """How parameters of one type are optimised."""
@@ -336,6 +339,9 @@ class TypePolicy:
     )
     lr_scale: float = option(1.0, "factor on the learning rate", range="[0, inf)")
     quantise: bool = option(True, "gradients may be quantised on their way (parallel.grad_comm)")
+    float8: str | None = option(
+        None, "matrices: recipe of their products in fp8; null means precision.float8.recipe", FLOAT8_RECIPES
+    )
 
 
 @dataclass
@@ -358,8 +364,9 @@ class Float8Config:
     recipe: str = option(
         "none",
         "tensorwise: one scale for each operand, gradients in e5m2; rowwise: one for each row of it, e4m3 everywhere; "
-        "rowwise_with_gw_hp: the same, weight gradients in precision.compute; none: no fp8",
-        ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp"),
+        "rowwise_with_gw_hp: the same, weight gradients in precision.compute; none: no fp8; precision.types may say "
+        "another one by name",
+        FLOAT8_RECIPES,
     )
     linears: list[str] = option(
         ["*"],

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from trainer.distributed.collectives import Started, TensorGroup, c10d
+from trainer.distributed.collectives import GROUPS, Started, TensorGroup, c10d
 from trainer.precision.products import MULTIPLIERS, Multiply, Operand, Role, matmul
 
 
@@ -33,9 +33,8 @@ def multiply_gathered(
     weight: Tensor,
     bias: Tensor | None,
     role: str,
-    rank: int,
-    size: int,
     multiply: str,
+    group: str,
 ) -> Tensor:
     """The product of all ranks' tokens with one matrix: [tokens, ...].
 
@@ -43,7 +42,7 @@ def multiply_gathered(
     successive rows that were started, [t x rows, ...] each; scales: the same of what scales all rows back; largest: of
     all ranks' x. All have arrived afterwards."""
     kind, how, (x, *back) = Role[role], MULTIPLIERS[multiply], mine
-    (tokens, inputs), right = x.shape, how.right(weight, kind)
+    (tokens, inputs), right, rank, size = x.shape, how.right(weight, kind), GROUPS[group].rank, GROUPS[group].size
 
     def operand(runs: Tensor, *back: Tensor) -> Operand:
         if back:
@@ -75,11 +74,10 @@ def _(
     weight: Tensor,
     bias: Tensor | None,
     role: str,
-    rank: int,
-    size: int,
     multiply: str,
+    group: str,
 ) -> Tensor:
-    return weight.new_empty(size * len(mine[0]), outputs(weight, Role[role]))
+    return weight.new_empty(GROUPS[group].size * len(mine[0]), outputs(weight, Role[role]))
 
 
 def outputs(weight: Tensor, role: Role) -> int:
@@ -112,9 +110,8 @@ class Chunks(TensorGroup):
         scales = self.gather(left.back) if len(left.of_rows()) > 1 else None
         sent = mine[0].view(torch.uint8) if len(mine) > 1 else x  # not every backend sends fp8
         pieces = [self.gather(sent[rows]) for rows in self.rows(len(x))]
-        place = role.name, self.rank, self.size, multiply.key
         products = [
-            multiply_gathered(mine, pieces, scales, largest, weight, bias, *place)
+            multiply_gathered(mine, pieces, scales, largest, weight, bias, role.name, multiply.key, self.key)
             for weight, bias in zip(weights, biases or repeat(None))
         ]
         pieces = [self.wait(piece) for piece in pieces]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
@@ -19,25 +19,11 @@ from torch import Tensor
 from trainer.distributed.boxes import Boxes, boxes_of, others
 from trainer.distributed.c10d_internals import groups
 from trainer.distributed.chunks import outputs
-from trainer.distributed.collectives import Started, TensorGroup
+from trainer.distributed.collectives import GROUPS, Started, TensorGroup
 from trainer.precision.products import MULTIPLIERS, Multiply, Operand, Role, matmul, weight_gradients
 
 ALIGNED = 16
 """Bytes at a multiple of which a tensor begins in a box."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """A rank of a group, for operators: name of the process group, rank, ranks, and looks at a flag (`Boxes.wait`)."""
-
-    name: str
-    rank: int
-    size: int
-    looks: int
-
-    def sources(self) -> list[int]:
-        """The ranks in the order in which what they send arrives, this one first."""
-        return [self.rank, *reversed(others(self.rank, self.size))]
 
 
 class Copies:
@@ -70,38 +56,38 @@ class Sent:
     """What every rank sends to all others, tensors of the same shapes: on its way from here on, to the boxes of a
     kind."""
 
-    def __init__(self, kind: str, tensors: Sequence[Tensor], place: Place):
-        self.mine, self.place, self.boxes = tensors, place, boxes_of(kind, groups()[place.name], torch.uint8)
-        self.lengths = [-(-place.size * one.nbytes // ALIGNED) * ALIGNED for one in tensors]
-        self.boxes.begin(sum(self.lengths), place.size, tensors[0].device)
-        for to in others(place.rank, place.size):
-            places = [everyone[place.rank] for everyone in self.of(to)]
+    def __init__(self, kind: str, tensors: Sequence[Tensor], group: Copied):
+        self.mine, self.group, self.boxes = tensors, group, boxes_of(kind, groups()[group.name], torch.uint8)
+        self.lengths = [-(-group.size * one.nbytes // ALIGNED) * ALIGNED for one in tensors]
+        self.boxes.begin(sum(self.lengths), group.size, tensors[0].device)
+        for to in others(group.rank, group.size):
+            places = [everyone[group.rank] for everyone in self.of(to)]
             copies(tensors[0].device).send(list(zip(places, tensors)), self.boxes, to)
 
     def of(self, rank: int) -> list[Tensor]:
         """Where all ranks' tensors stand in a rank's box, [ranks, ...] each. The rank's own place is empty."""
         parts = self.boxes.box(rank, (1, sum(self.lengths)))[0].split(self.lengths)
         return [
-            part[: self.place.size * one.nbytes].view(one.dtype).view(self.place.size, *one.shape)
+            part[: self.group.size * one.nbytes].view(one.dtype).view(self.group.size, *one.shape)
             for part, one in zip(parts, self.mine)
         ]
 
     def arriving(self) -> Iterator[tuple[int, list[Tensor]]]:
         """The tensors of each rank, this one's first and each other's as soon as it is there."""
-        everyone = self.of(self.place.rank)
-        for source in self.place.sources():
-            if source == self.place.rank:
+        everyone = self.of(self.group.rank)
+        for source in self.group.sources():
+            if source == self.group.rank:
                 yield source, list(self.mine)
             else:
-                self.boxes.wait(source, self.place.looks)
+                self.boxes.wait(source, self.group.looks)
                 yield source, [one[source] for one in everyone]
 
 
-def largest_of_all(largest: Tensor | None, place: Place) -> Tensor | None:
+def largest_of_all(largest: Tensor | None, group: Copied) -> Tensor | None:
     """Of the ranks' operands. Without a collective: a rank that fails must not leave others in one."""
     if largest is None:
         return None
-    parts = [part for _, (part,) in Sent("largest", [largest.view(1)], place).arriving()]
+    parts = [part for _, (part,) in Sent("largest", [largest.view(1)], group).arriving()]
     copies(largest.device).end()
     return torch.cat(parts).amax()
 
@@ -111,21 +97,21 @@ class Sums:
     here on."""
 
     def __init__(
-        self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply, place: Place
+        self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply, group: Copied
     ):
-        first, self.place = operands[0], place
-        tokens, width = len(first) // place.size, outputs(weights[0], role)
-        self.boxes = boxes_of("scatter", groups()[place.name], first.dtype)
-        self.boxes.begin(place.size * tokens * width, place.size, first.device)
-        self.sums = first.new_empty(place.size, tokens, width)
+        first, self.group = operands[0], group
+        tokens, width = len(first) // group.size, outputs(weights[0], role)
+        self.boxes = boxes_of("scatter", groups()[group.name], first.dtype)
+        self.boxes.begin(group.size * tokens * width, group.size, first.device)
+        self.sums = first.new_empty(group.size, tokens, width)
         lefts = [multiply.left(operand, role) for operand in operands]
         rights = [multiply.right(weight, role) for weight in weights]
-        for to in [*others(place.rank, place.size), place.rank]:
+        for to in [*others(group.rank, group.size), group.rank]:
             for number, (left, right) in enumerate(zip(lefts, rights)):
-                run = left.per_row(lambda part, to=to: part.unflatten(0, (place.size, -1))[to])
+                run = left.per_row(lambda part, to=to: part.unflatten(0, (group.size, -1))[to])
                 multiply.into(self.sums[to], run, right, role, self.sums[to] if number else None)
-            if to != place.rank:
-                copies(first.device).send([(self.of(to)[place.rank], self.sums[to])], self.boxes, to)
+            if to != group.rank:
+                copies(first.device).send([(self.of(to)[group.rank], self.sums[to])], self.boxes, to)
 
     def of(self, rank: int) -> Tensor:
         """Where all ranks' sums stand in a rank's box: [ranks, tokens, ...]."""
@@ -134,10 +120,10 @@ class Sums:
 
     def total(self) -> Tensor:
         """This rank's tokens of the sum over ranks."""
-        rank, arrived = self.place.rank, self.of(self.place.rank)
-        for source in self.place.sources()[1:]:
-            self.boxes.wait(source, self.place.looks)
-        if self.place.size == 2:
+        rank, arrived = self.group.rank, self.of(self.group.rank)
+        for source in self.group.sources()[1:]:
+            self.boxes.wait(source, self.group.looks)
+        if self.group.size == 2:
             return arrived[1 - rank] + self.sums[rank]
         arrived[rank].copy_(self.sums[rank])
         return arrived.sum(0)  # in fp32, whatever the type
@@ -150,19 +136,16 @@ def copied_gather_matmul(
     biases: Sequence[Tensor | None],
     role: str,
     multiply: str,
-    name: str,
-    rank: int,
-    size: int,
-    looks: int,
+    group: str,
     keep: bool,
 ) -> list[Tensor]:
     """The products of all ranks' x with each weight; and with `keep` all ranks' x."""
-    x, kind, how, place = x.contiguous(), Role[role], MULTIPLIERS[multiply], Place(name, rank, size, looks)
-    largest = largest_of_all(how.largest(x, kind), place)
+    x, kind, how, ranks = x.contiguous(), Role[role], MULTIPLIERS[multiply], GROUPS[group]
+    largest = largest_of_all(how.largest(x, kind), ranks)
     mine = Operand(x) if keep else how.left(x, kind, largest)  # what is kept travels as it is
-    sent, rights = Sent("gather", mine.of_rows(), place), [how.right(weight, kind) for weight in weights]
-    results = [x.new_empty(size, len(x), outputs(weight, kind)) for weight in weights]
-    kept = [x.new_empty(size, *x.shape)] * keep
+    sent, rights = Sent("gather", mine.of_rows(), ranks), [how.right(weight, kind) for weight in weights]
+    results = [x.new_empty(ranks.size, len(x), outputs(weight, kind)) for weight in weights]
+    kept = [x.new_empty(ranks.size, *x.shape)] * keep
     for source, part in sent.arriving():
         left = how.left(part[0], kind, largest) if keep else mine.like(part)
         for result, right, bias in zip(results, rights, biases):
@@ -180,46 +163,27 @@ def _(
     biases: Sequence[Tensor | None],
     role: str,
     multiply: str,
-    name: str,
-    rank: int,
-    size: int,
-    looks: int,
+    group: str,
     keep: bool,
 ) -> list[Tensor]:
     widths = [outputs(weight, Role[role]) for weight in weights] + [x.shape[1]] * keep
-    return [x.new_empty(size * len(x), width) for width in widths]
+    return [x.new_empty(GROUPS[group].size * len(x), width) for width in widths]
 
 
 @torch.library.custom_op("trainer::copied_matmul_scatter", mutates_args=())
 def copied_matmul_scatter(
-    operands: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    role: str,
-    multiply: str,
-    name: str,
-    rank: int,
-    size: int,
-    looks: int,
+    operands: Sequence[Tensor], weights: Sequence[Tensor], role: str, multiply: str, group: str
 ) -> Tensor:
     """This rank's tokens of the sum over ranks and operands of their products with the weights."""
-    sums = Sums(operands, weights, Role[role], MULTIPLIERS[multiply], Place(name, rank, size, looks))
+    sums = Sums(operands, weights, Role[role], MULTIPLIERS[multiply], GROUPS[group])
     total = sums.total()
     copies(total.device).end()
     return total
 
 
 @copied_matmul_scatter.register_fake
-def _(
-    operands: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    role: str,
-    multiply: str,
-    name: str,
-    rank: int,
-    size: int,
-    looks: int,
-) -> Tensor:
-    return operands[0].new_empty(len(operands[0]) // size, outputs(weights[0], Role[role]))
+def _(operands: Sequence[Tensor], weights: Sequence[Tensor], role: str, multiply: str, group: str) -> Tensor:
+    return operands[0].new_empty(len(operands[0]) // GROUPS[group].size, outputs(weights[0], Role[role]))
 
 
 @dataclass(frozen=True)
@@ -233,9 +197,9 @@ class Copied(TensorGroup):
 
     looks: int = 0
 
-    @property
-    def place(self) -> Place:
-        return Place(self.name, self.rank, self.size, self.looks)
+    def sources(self) -> list[int]:
+        """The ranks in the order in which what they send arrives, this one first."""
+        return [self.rank, *reversed(others(self.rank, self.size))]
 
     def gather_matmul(
         self,
@@ -246,22 +210,21 @@ class Copied(TensorGroup):
         keep: bool = False,
         multiply: Multiply = matmul,
     ) -> tuple[list[Tensor], Tensor | None]:
-        how, added = (role.name, multiply.key, *astuple(self.place)), list(biases or [None] * len(weights))
-        results = copied_gather_matmul(x, list(weights), added, *how, keep)
+        added = list(biases or [None] * len(weights))
+        results = copied_gather_matmul(x, list(weights), added, role.name, multiply.key, self.key, keep)
         return results[: len(weights)], results[-1] if keep else None
 
     def matmul_scatter_sum(
         self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
     ) -> Started:
-        how = role.name, multiply.key, *astuple(self.place)
-        return [copied_matmul_scatter(list(operands), list(weights), *how)]
+        return [copied_matmul_scatter(list(operands), list(weights), role.name, multiply.key, self.key)]
 
     def columns_gradients(
         self, gradients: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, multiply: Multiply = matmul
     ) -> list[Tensor]:
         x = x.contiguous()
-        sent = Sent("gather", [x], self.place)
-        sums = Sums(gradients, weights, Role.INPUT_GRADIENT, multiply, self.place)
+        sent = Sent("gather", [x], self)
+        sums = Sums(gradients, weights, Role.INPUT_GRADIENT, multiply, self)
         (whole,) = sent.of(self.rank)
         whole[self.rank].copy_(x)
         for _ in sent.arriving():
@@ -273,8 +236,8 @@ class Copied(TensorGroup):
 
     def rows_gradients(self, gradient: Tensor, weight: Tensor, x: Tensor, multiply: Multiply = matmul) -> list[Tensor]:
         gradient, role = gradient.contiguous(), Role.INPUT_GRADIENT
-        largest = largest_of_all(multiply.largest(gradient, role), self.place)
-        sent, right = Sent("gather", [gradient], self.place), multiply.right(weight, role)
+        largest = largest_of_all(multiply.largest(gradient, role), self)
+        sent, right = Sent("gather", [gradient], self), multiply.right(weight, role)
         (whole,) = sent.of(self.rank)
         whole[self.rank].copy_(gradient)
         to_x = x.new_empty(self.size, len(gradient), x.shape[1])

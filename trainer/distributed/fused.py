@@ -17,23 +17,28 @@ from torch import Tensor
 from trainer.distributed.boxes import Boxes, boxes_of
 from trainer.distributed.c10d_internals import groups
 from trainer.distributed.chunks import outputs
-from trainer.distributed.collectives import Started, TensorGroup
+from trainer.distributed.collectives import GROUPS, Started, TensorGroup
 from trainer.precision.products import Multiply, Role, matmul
 
 RESERVED = 16
 """Streaming multiprocessors that a waiting kernel leaves to others, such as NCCL's; copiers borrow them, and never
 wait."""
+DESCRIPTORS = False
+"""Whether operands of this rank come by the bulk tensor copy engine: not measured yet (bench/tiles.py)."""
 PULLED = 64
 """Tokens of a rank up to which readers fetch them: above, each tile of the result would fetch them anew."""
 
 
-def shape_of(device: torch.device, dtype: torch.dtype, tokens: int, looks: int) -> Any:
-    """How a product is cut: tiles of 16-bit and of 32-bit numbers take the same memory."""
-    from trainer.kernels.tensor_parallel import Shape
+def shape_of(
+    device: torch.device, dtype: torch.dtype, tokens: int, widths: Sequence[int], size: int, waits: bool, looks: int
+) -> Any:
+    """How products `widths` wide are cut, of `tokens` of each of `size` ranks. waits: whether what multiplies waits for
+    others. Tiles of 16-bit and of 32-bit numbers take the same memory."""
+    from trainer.kernels.tiles import Shape, cut
 
-    programs = torch.cuda.get_device_properties(device).multi_processor_count - RESERVED
-    rows, step = 128 if tokens > 64 else 64, 128 // dtype.itemsize
-    return Shape(rows=rows, step=step, programs=programs, copiers=RESERVED, limit=looks)
+    programs, step = torch.cuda.get_device_properties(device).multi_processor_count - RESERVED, 128 // dtype.itemsize
+    base = Shape(step=step, programs=programs, copiers=RESERVED, limit=looks, descriptors=DESCRIPTORS)
+    return cut(base, tokens, widths, size, waits)
 
 
 class Calls(Boxes):
@@ -67,27 +72,23 @@ class Calls(Boxes):
         ]
 
 
-def calls(kind: str, group: dist.ProcessGroup, dtype: torch.dtype) -> Calls:
-    return boxes_of(kind, group, dtype, Calls)
+def calls(kind: str, group: str, dtype: torch.dtype) -> Calls:
+    return boxes_of(kind, groups()[GROUPS[group].name], dtype, Calls)
 
 
 @torch.library.custom_op("trainer::fused_gather_matmul", mutates_args=())
 def fused_gather_matmul(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: Sequence[Tensor | None],
-    role: str,
-    name: str,
-    size: int,
-    keep: bool,
-    looks: int,
+    x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None], role: str, group: str, keep: bool
 ) -> list[Tensor]:
     """The products of all ranks' x with each weight; and with `keep` all ranks' x."""
     from trainer.kernels.exchange import check_error
     from trainer.kernels.tensor_parallel import gather_matmul
 
     x, weights, (tokens, inputs) = x.contiguous(), [weight.contiguous() for weight in weights], x.shape
-    shape, made = shape_of(x.device, x.dtype, tokens, looks), calls("gather", groups()[name], x.dtype)
+    size, looks = GROUPS[group].size, GROUPS[group].looks
+    widths = [outputs(weight, Role[role]) for weight in weights]
+    shape = shape_of(x.device, x.dtype, tokens, widths, size, True, looks)
+    made = calls("gather", group, x.dtype)
     epoch = made.begin(size * tokens * inputs, size * -(-tokens // shape.rows), x.device)
     region, pull = made.region, tokens <= PULLED and not keep
     results = gather_matmul(region, shape, epoch, x, weights, Role[role] is Role.OUTPUT, pull)
@@ -105,58 +106,50 @@ def fused_gather_matmul(
 
 @fused_gather_matmul.register_fake
 def _(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: Sequence[Tensor | None],
-    role: str,
-    name: str,
-    size: int,
-    keep: bool,
-    looks: int,
+    x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None], role: str, group: str, keep: bool
 ) -> list[Tensor]:
     widths = [outputs(weight, Role[role]) for weight in weights] + [x.shape[1]] * keep
-    return [x.new_empty(size * len(x), width) for width in widths]
+    return [x.new_empty(GROUPS[group].size * len(x), width) for width in widths]
 
 
 @torch.library.custom_op("trainer::fused_matmul_scatter", mutates_args=())
-def fused_matmul_scatter(
-    operands: list[Tensor], weights: list[Tensor], role: str, name: str, size: int, looks: int
-) -> Tensor:
+def fused_matmul_scatter(operands: list[Tensor], weights: list[Tensor], role: str, group: str) -> Tensor:
     """Sends the sum of the products to the ranks that have the tokens. Returns what `fused_sum` takes: no memory, but
     the shape of the result."""
     from trainer.kernels.tensor_parallel import matmul_scatter
 
     operands, weights = [one.contiguous() for one in operands], [one.contiguous() for one in weights]
-    kind, first = Role[role], operands[0]
+    kind, first, size, looks = Role[role], operands[0], GROUPS[group].size, GROUPS[group].looks
     tokens, width = len(first) // size, outputs(weights[0], kind)
-    shape = shape_of(first.device, first.dtype, tokens, looks)
-    made = calls("scatter", groups()[name], first.dtype)
+    shape = shape_of(first.device, first.dtype, tokens, [width], size, False, looks)
+    made = calls("scatter", group, first.dtype)
     epoch = made.begin(size * tokens * width, shape.flags(tokens, width, size), first.device)
     matmul_scatter(made.region, shape, epoch, operands, weights, kind is Role.OUTPUT)
     return first.new_empty(1).expand(tokens, width)
 
 
 @fused_matmul_scatter.register_fake
-def _(operands: list[Tensor], weights: list[Tensor], role: str, name: str, size: int, looks: int) -> Tensor:
-    return operands[0].new_empty(1).expand(len(operands[0]) // size, outputs(weights[0], Role[role]))
+def _(operands: list[Tensor], weights: list[Tensor], role: str, group: str) -> Tensor:
+    return operands[0].new_empty(1).expand(len(operands[0]) // GROUPS[group].size, outputs(weights[0], Role[role]))
 
 
 @torch.library.custom_op("trainer::fused_sum", mutates_args=())
-def fused_sum(sent: Tensor, name: str, looks: int) -> Tensor:
+def fused_sum(sent: Tensor, group: str) -> Tensor:
     """This rank's tokens of the sum over ranks of what the last `fused_matmul_scatter` sent: [tokens / t, outputs]."""
     from trainer.kernels.exchange import check_error
     from trainer.kernels.tensor_parallel import sum_received
 
-    made = calls("scatter", groups()[name], sent.dtype)
+    made, looks = calls("scatter", group, sent.dtype), GROUPS[group].looks
     out = sent.new_empty(sent.shape)
-    sum_received(made.region, shape_of(sent.device, sent.dtype, len(sent), looks), made.epoch, out)
+    shape = shape_of(sent.device, sent.dtype, len(sent), [sent.shape[1]], made.size, False, looks)
+    sum_received(made.region, shape, made.epoch, out)
     if looks:
         check_error(made.region)
     return out
 
 
 @fused_sum.register_fake
-def _(sent: Tensor, name: str, looks: int) -> Tensor:
+def _(sent: Tensor, group: str) -> Tensor:
     return sent.new_empty(sent.shape)
 
 
@@ -185,8 +178,8 @@ class Fused(TensorGroup):
     ) -> tuple[list[Tensor], Tensor | None]:
         if multiply is not matmul or not fits([x], weights):
             return super().gather_matmul(x, weights, role, biases, keep, multiply)
-        added, place = list(biases or [None] * len(weights)), (role.name, self.name, self.size)
-        results = fused_gather_matmul(x, list(weights), added, *place, keep, self.looks)
+        added = list(biases or [None] * len(weights))
+        results = fused_gather_matmul(x, list(weights), added, role.name, self.key, keep)
         return results[: len(weights)], results[-1] if keep else None
 
     def matmul_scatter_sum(
@@ -194,10 +187,10 @@ class Fused(TensorGroup):
     ) -> Started:
         if multiply is not matmul or not fits(operands, weights):
             return super().matmul_scatter_sum(operands, weights, role, multiply)
-        return [fused_matmul_scatter(list(operands), list(weights), role.name, self.name, self.size, self.looks)]
+        return [fused_matmul_scatter(list(operands), list(weights), role.name, self.key)]
 
     def wait(self, x: Started) -> Tensor:
-        return super().wait(x) if isinstance(x, Tensor) else fused_sum(x[0], self.name, self.looks)
+        return super().wait(x) if isinstance(x, Tensor) else fused_sum(x[0], self.key)
 
 
 def fits(operands: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:

@@ -7,41 +7,14 @@ nothing, and copiers are the programs that come to run first, whatever their num
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from trainer.kernels.exchange import Region, peer, signal, wait
-
-
-@triton.jit
-def _place(tile, DOWN: tl.constexpr, ACROSS: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr):
-    """Row and column of a tile among DOWN x ACROSS: the columns of GROUP rows at a time, beginning with row FIRST."""
-    group = tile // (GROUP * ACROSS)
-    inside = tile % (GROUP * ACROSS)
-    rows = tl.minimum(DOWN - group * GROUP, GROUP)
-    return (group * GROUP + inside % rows + FIRST) % DOWN, inside // rows
-
-
-@triton.jit
-def _multiplied(total, a, b, rows, columns, width, DEPTH: tl.constexpr, TRANSPOSED: tl.constexpr, STEP: tl.constexpr):
-    """total + a[rows] b[:, columns]. a: [., DEPTH]; b: [DEPTH, width], or TRANSPOSED."""
-    STEPS: tl.constexpr = (DEPTH + STEP - 1) // STEP
-    for step in range(0, STEPS):
-        depth = step * STEP + tl.arange(0, STEP)
-        if TRANSPOSED:
-            of_b = columns[None, :] * DEPTH + depth[:, None]
-        else:
-            of_b = depth[:, None] * width + columns[None, :]
-        if DEPTH % STEP == 0:
-            left, right = tl.load(a + rows[:, None] * DEPTH + depth[None, :]), tl.load(b + of_b)
-        else:
-            left = tl.load(a + rows[:, None] * DEPTH + depth[None, :], mask=depth[None, :] < DEPTH, other=0.0)
-            right = tl.load(b + of_b, mask=depth[:, None] < DEPTH, other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
-    return total
+from trainer.kernels.products import added, block, described, multiplied, place_of, taken
+from trainer.kernels.tiles import Shape
 
 
 @triton.jit
@@ -83,6 +56,7 @@ def _copy(
 @triton.jit(do_not_specialize=["epoch"])
 def _gather_matmul(
     x,
+    own,
     boxes,
     flags,
     tickets,
@@ -111,8 +85,10 @@ def _gather_matmul(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
     GROUP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):
-    """COPIERS programs send x, the others multiply. Widths of 0: no such weight."""
+    """COPIERS programs send x, the others multiply. Widths of 0: no such weight. With DESCRIPTORS weights are such, and
+    own is that of x."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     ACROSS0: tl.constexpr = (WIDTH0 + COLUMNS - 1) // COLUMNS
@@ -125,9 +101,8 @@ def _gather_matmul(
             _copy(x, boxes, flags, ticket, half, epoch, TOKENS, DEPTH, RANK, SIZE, PULL, ROWS, STEP)
             ticket += COPIERS
     else:
-        tile = ticket - COPIERS
-        while tile < SIZE * TILES * ACROSS:
-            row, column = _place(tile, SIZE * TILES, ACROSS, RANK * TILES, GROUP)
+        for tile in range(ticket - COPIERS, SIZE * TILES * ACROSS, PROGRAMS):
+            row, column = place_of(tile, SIZE * TILES, ACROSS, RANK * TILES, GROUP)
             source, first = row // TILES, row % TILES * ROWS
             # Where rows lie is decided before the loop over them, or Triton would not load them ahead.
             if source == RANK:
@@ -139,21 +114,41 @@ def _gather_matmul(
                 else:
                     place = half + source.to(tl.int64) * (TOKENS * DEPTH)
                     a = tl.multiple_of(peer(boxes, RANK, DTYPE) + place, 16)
-            weight, product, width = weight0, product0, WIDTH0
+            product, width, part = product0, WIDTH0, 0
             if WIDTH1 > 0:
                 width = tl.where(column < ACROSS0, WIDTH0, tl.where(column < ACROSS0 + ACROSS1, WIDTH1, WIDTH2))
                 width = tl.multiple_of(width, 16)
                 if column >= ACROSS0 + ACROSS1:
-                    weight, product, column = weight2, product2, column - ACROSS0 - ACROSS1
+                    product, column, part = product2, column - ACROSS0 - ACROSS1, 2
                 elif column >= ACROSS0:
-                    weight, product, column = weight1, product1, column - ACROSS0
-            rows, columns = first + tl.arange(0, ROWS), column * COLUMNS + tl.arange(0, COLUMNS)
+                    product, column, part = product1, column - ACROSS0, 1
+            column = column * COLUMNS
             total = tl.zeros((ROWS, COLUMNS), tl.float32)
-            total = _multiplied(total, a, weight, rows % TOKENS, columns % width, width, DEPTH, TRANSPOSED, STEP)
+            if DESCRIPTORS:
+                if SIZE == 1 or source == RANK:
+                    total = described(
+                        *(total, own, weight0, weight1, weight2, first, part, column, WIDTH0, WIDTH1, WIDTH2, TOKENS),
+                        *(DEPTH, TRANSPOSED, ROWS, COLUMNS, STEP, True),
+                    )
+                else:
+                    total = described(
+                        *(total, a, weight0, weight1, weight2, first, part, column, WIDTH0, WIDTH1, WIDTH2, TOKENS),
+                        *(DEPTH, TRANSPOSED, ROWS, COLUMNS, STEP, False),
+                    )
+            else:
+                weight = weight0
+                if part == 2:
+                    weight = weight2
+                elif part == 1:
+                    weight = weight1
+                total = multiplied(
+                    *(total, a, weight, first, column, TOKENS, width, DEPTH, TRANSPOSED, ROWS, COLUMNS, STEP),
+                    *(False, False),
+                )
+            rows, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
             out = product + (source.to(tl.int64) * TOKENS + first) * width
             out += tl.arange(0, ROWS)[:, None] * width + columns[None, :]
             tl.store(out, total.to(DTYPE), mask=(rows[:, None] < TOKENS) & (columns[None, :] < width))
-            tile += PROGRAMS
 
 
 @triton.jit(do_not_specialize=["epoch"])
@@ -181,34 +176,36 @@ def _matmul_scatter(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
     GROUP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):
     """Each tile of the partial sums goes to the box of the rank that has its tokens: the next rank's first, this one's
-    last. Depths of 0: no such operand. Waits for nothing."""
-    DTYPE: tl.constexpr = operand0.dtype.element_ty
+    last. Depths of 0: no such operand. Waits for nothing. With DESCRIPTORS operands and weights are such."""
+    DTYPE: tl.constexpr = operand0.dtype if DESCRIPTORS else operand0.dtype.element_ty
     TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     ACROSS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     half = (epoch % 2).to(tl.int64) * HALF
-    tile = tl.program_id(0)
-    while tile < SIZE * TILES * ACROSS:
-        row, column = _place(tile, SIZE * TILES, ACROSS, (RANK + 1) % SIZE * TILES, GROUP)
+    for tile in range(tl.program_id(0), SIZE * TILES * ACROSS, PROGRAMS):
+        row, column = place_of(tile, SIZE * TILES, ACROSS, (RANK + 1) % SIZE * TILES, GROUP)
         owner, first = row // TILES, row % TILES * ROWS
-        rows, columns = first + tl.arange(0, ROWS), column * COLUMNS + tl.arange(0, COLUMNS)
-        start = owner.to(tl.int64) * TOKENS
+        column = column * COLUMNS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        lines, across = rows % TOKENS, columns % WIDTH
-        a = tl.multiple_of(operand0 + start * DEPTH0, 16)
-        total = _multiplied(total, a, weight0, lines, across, WIDTH, DEPTH0, TRANSPOSED, STEP)
-        if DEPTH1 > 0:
-            a = tl.multiple_of(operand1 + start * DEPTH1, 16)
-            total = _multiplied(total, a, weight1, lines, across, WIDTH, DEPTH1, TRANSPOSED, STEP)
-        if DEPTH2 > 0:
-            a = tl.multiple_of(operand2 + start * DEPTH2, 16)
-            total = _multiplied(total, a, weight2, lines, across, WIDTH, DEPTH2, TRANSPOSED, STEP)
+        total = added(
+            *(total, operand0, weight0, owner, first, column, TOKENS, WIDTH, DEPTH0, TRANSPOSED, ROWS, COLUMNS, STEP),
+            DESCRIPTORS,
+        )
+        total = added(
+            *(total, operand1, weight1, owner, first, column, TOKENS, WIDTH, DEPTH1, TRANSPOSED, ROWS, COLUMNS, STEP),
+            DESCRIPTORS,
+        )
+        total = added(
+            *(total, operand2, weight2, owner, first, column, TOKENS, WIDTH, DEPTH2, TRANSPOSED, ROWS, COLUMNS, STEP),
+            DESCRIPTORS,
+        )
+        rows, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
         box = tl.multiple_of(peer(boxes, owner, DTYPE) + half + RANK * TOKENS * WIDTH, 16)
         inside = (rows[:, None] < TOKENS) & (columns[None, :] < WIDTH)
         tl.store(box + rows[:, None] * WIDTH + columns[None, :], total.to(DTYPE), mask=inside)
-        signal(flags, owner, (RANK * TILES + row % TILES) * ACROSS + column, epoch)
-        tile += PROGRAMS
+        signal(flags, owner, (RANK * TILES + row % TILES) * ACROSS + column // COLUMNS, epoch)
 
 
 @triton.jit(do_not_specialize=["epoch"])
@@ -251,27 +248,6 @@ def _sum_received(
         tile += PROGRAMS
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How a product is cut. rows, columns, step: of a tile, and along the sum; group: rows of tiles whose columns are
-    taken together; programs: that multiply; copiers: that send; limit: looks at a flag before an error, 0 for no end.
-    """
-
-    rows: int = 128
-    columns: int = 256
-    step: int = 64
-    group: int = 8
-    programs: int = 112
-    copiers: int = 16
-    limit: int = 0
-    warps: int = 8
-    stages: int = 3
-
-    def flags(self, tokens: int, width: int, size: int) -> int:
-        """How many a product of `tokens` of a rank with a result `width` wide may need in a region."""
-        return size * -(-tokens // self.rows) * -(-width // self.columns)
-
-
 def gather_matmul(
     region: Region, shape: Shape, epoch: int, x: Tensor, weights: Sequence[Tensor], transposed: bool, pull: bool
 ) -> list[Tensor]:
@@ -284,12 +260,13 @@ def gather_matmul(
     _check(region, region.size * tokens * depth, [depth, *widths])
     _gather_matmul[(shape.copiers + shape.programs,)](
         x,
+        taken(shape, [x], [shape.rows, shape.step])[0],
         region.boxes,
         region.flags,
         region.tickets,
         region.error,
         epoch,
-        *_padded(weights),
+        *taken(shape, _padded(weights), block(shape, transposed)),
         *_padded(products),
         *[*widths, 0, 0][:3],
         TOKENS=tokens,
@@ -306,6 +283,7 @@ def gather_matmul(
         COLUMNS=shape.columns,
         STEP=shape.step,
         GROUP=shape.group,
+        DESCRIPTORS=shape.descriptors,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
@@ -320,9 +298,10 @@ def matmul_scatter(
     depths, width = [operand.shape[1] for operand in operands], weights[0].shape[0 if transposed else 1]
     tokens = len(operands[0]) // region.size
     _check(region, region.size * tokens * width, [width, *depths])
-    _matmul_scatter[(shape.programs,)](
-        *_padded(operands),
-        *_padded(weights),
+    programs = shape.programs + shape.copiers  # it waits for nothing
+    _matmul_scatter[(programs,)](
+        *taken(shape, _padded(operands), [shape.rows, shape.step]),
+        *taken(shape, _padded(weights), block(shape, transposed)),
         region.boxes,
         region.flags,
         epoch,
@@ -333,11 +312,12 @@ def matmul_scatter(
         RANK=region.rank,
         SIZE=region.size,
         TRANSPOSED=transposed,
-        PROGRAMS=shape.programs,
+        PROGRAMS=programs,
         ROWS=shape.rows,
         COLUMNS=shape.columns,
         STEP=shape.step,
         GROUP=shape.group,
+        DESCRIPTORS=shape.descriptors,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
@@ -346,7 +326,7 @@ def matmul_scatter(
 def sum_received(region: Region, shape: Shape, epoch: int, out: Tensor) -> Tensor:
     """Fills out [tokens, width] with the sum over ranks of what each sent in this epoch."""
     tokens, width = out.shape
-    _sum_received[(shape.copiers,)](
+    _sum_received[(shape.programs,)](
         out,
         region.boxes,
         region.flags,
@@ -357,7 +337,7 @@ def sum_received(region: Region, shape: Shape, epoch: int, out: Tensor) -> Tenso
         HALF=region.half,
         RANK=region.rank,
         SIZE=region.size,
-        PROGRAMS=shape.copiers,
+        PROGRAMS=shape.programs,
         LIMIT=shape.limit,
         ROWS=shape.rows,
         COLUMNS=shape.columns,

@@ -31,7 +31,7 @@ from trainer.planning.estimate.report import brief, memory_band
 from trainer.planning.estimate.sequence import measures, recompute
 from trainer.planning.estimate.step import Estimate, estimate_within, fullest
 from trainer.planning.fit import Memory
-from trainer.planning.float8 import numeric_types
+from trainer.planning.float8 import float8_linears, numeric_types
 from trainer.planning.gradient_comm import describe
 from trainer.planning.plan import node_size
 from trainer.planning.remarks import remarks
@@ -228,6 +228,7 @@ def types_table(config: Config, spec: ModelSpec) -> list[dict[str, Any]]:
     """How each parameter is optimised."""
     infos = declarations(spec)
     policies = parameter_policies(infos, config.precision.types, config.optimizer)
+    narrow = {f"{name}.weight": one.recipe for name, one in float8_linears(config.precision, spec).items()}
     return [
         {
             "parameter": name,
@@ -237,6 +238,7 @@ def types_table(config: Config, spec: ModelSpec) -> list[dict[str, Any]]:
             "state": str(policies[name].state_dtype).removeprefix("torch."),
             "weight decay": policies[name].weight_decay,
             "lr scale": policies[name].lr_scale,
+            **({"products": narrow.get(name, "")} if narrow else {}),
         }
         for name, info in infos.items()
     ]

@@ -72,11 +72,11 @@ def decode(codes: Tensor, targets: list[Tensor], largest: Tensor) -> None:
 
 
 def gather_in_float8(model: nn.Module, compiling: bool) -> None:
-    """Has FSDP gather in fp8 what the model's linear layers multiply so."""
+    """Has FSDP gather in fp8 what the model's linear layers multiply so, with one scale for a matrix."""
     narrow = {
         module.weight
         for module in model.modules()
-        if isinstance(module, Linear) and isinstance(module.multiply, Float8)
+        if isinstance(module, Linear) and isinstance(module.multiply, Float8) and not module.multiply.rowwise
     }
     for unit in fsdp_units(model):
         parameters, lengths = zip(*sharded_sizes(unit))

@@ -13,7 +13,7 @@ import torch._inductor.config as inductor
 from torch import nn
 
 from trainer.checkpointing.activation import apply_recompute, check_recompute, recomputes_attention
-from trainer.config import Config, ConfigError, Float8Config
+from trainer.config import Config, ConfigError, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.distributed.world import World
 from trainer.model.axes import parameter_infos
@@ -122,7 +122,7 @@ def parallelize(
     # products are.
     inside = deferred is not None or config.parallel.fusion != "off"
     casts = compiled(quantise) if config.compile and inside else quantise
-    multiply_in_float8(model, spec, config.precision.float8, casts)
+    multiply_in_float8(model, spec, config.precision, casts)
     if config.compile:
         compile_layers(model, deferred is not None)
     tensor.split(model, world.dimensions["tp"], tensor.backend_of(config))
@@ -133,12 +133,15 @@ def parallelize(
     return model
 
 
-def multiply_in_float8(model: nn.Module, spec: ModelSpec, float8: Float8Config, casts: Quantise = quantise) -> None:
+def multiply_in_float8(
+    model: nn.Module, spec: ModelSpec, precision: PrecisionConfig, casts: Quantise = quantise
+) -> None:
     """Has the linear layers that the settings name multiply in fp8. casts: `quantise`, or its compiled form."""
-    names, multiply = float8_linears(float8, spec), Float8(float8.recipe, casts)
+    chosen = float8_linears(precision, spec)
+    by_recipe = {recipe: Float8(recipe, casts) for recipe in {one.recipe for one in chosen.values()}}
     for name, module in model.named_modules():
-        if name in names and isinstance(module, Linear):
-            module.multiply = multiply
+        if name in chosen and isinstance(module, Linear):
+            module.multiply = by_recipe[chosen[name].recipe]
 
 
 def compile_layers(model: Stage, deferring: bool) -> None:

@@ -122,10 +122,9 @@ def run(
         with numeric_mode(dataclasses.replace(base, precision=PrecisionConfig())):
             expected = reference(base, spec, first_steps(samples, base, whole, 0, 1, steps, device), device, weights)
         kinds = {
-            coarsest(case.config.precision, case.config.parallel.grad_comm): case.config.precision.float8
-            for _, case in legal
+            coarsest(case.config.precision, case.config.parallel.grad_comm): case.config.precision for _, case in legal
         }
-        for kind, float8 in kinds.items():
+        for kind, precision in kinds.items():
             with numeric_mode(
                 dataclasses.replace(base, precision=PrecisionConfig(matmul="high" if kind == "tf32" else "highest"))
             ):
@@ -136,7 +135,7 @@ def run(
                     device,
                     nudged(weights or partial(initial_value, spec, base.run.seed, device=device)),
                     torch.bfloat16 if kind == FP8 else DTYPES.get(kind, torch.float32),
-                    float8 if kind == FP8 else None,
+                    precision if kind == FP8 else None,
                 )
             plain[kind] = compare(again, expected)
     worlds: dict[tuple[int, ...], World] = {}

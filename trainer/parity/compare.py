@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer.config import GradCommConfig, PrecisionConfig
 from trainer.parity.reference import Trajectory
+from trainer.planning.float8_settings import float8_settings
 from trainer.util.tables import console_for, print_table, titled_table
 
 
@@ -51,7 +52,7 @@ alone would be too tight."""
 def coarsest(precision: PrecisionConfig, grad_comm: GradCommConfig | None = None) -> str:
     """The row of `TOLERANCES` for a plan's numeric types, and for the codecs of its gradients."""
     codecs = {hop.codec for hop in (grad_comm.inner, grad_comm.outer)} if grad_comm is not None else set()
-    if precision.float8.recipe != "none":
+    if float8_settings(precision):
         codecs.add(FP8)
     for kind in ("int4", FP8, "fp8", "int8"):
         if kind in codecs:

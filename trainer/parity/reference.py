@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.config import Config, Float8Config
+from trainer.config import Config, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.config.schema import MuonConfig
 from trainer.data.batches import Batch
@@ -56,7 +56,7 @@ def reference(
     device: torch.device,
     weights: Weights | None = None,
     compute: torch.dtype = torch.float32,
-    float8: Float8Config | None = None,
+    float8: PrecisionConfig | None = None,
 ) -> Trajectory:
     """Trains in this process with none of the project's parallel, optimizer or loss code.
 

@@ -16,6 +16,7 @@ from trainer.planning.cost import saved
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.cost.updates import Updates
 from trainer.planning.deepspeed import check_settings
+from trainer.planning.float8_settings import float8_setting
 from trainer.planning.gradient_comm import asked
 from trainer.planning.plan import Plan
 
@@ -140,11 +141,11 @@ def _contradictions(config: Config) -> Iterator[str]:
 
 def _narrow(config: Config) -> Iterator[str]:
     """What does not go with products in fp8, or with gradients in fewer bits."""
-    if config.precision.float8.recipe != "none" and config.parallel.fusion == "triton":
+    narrow, plain = float8_setting(config.precision)
+    if narrow and config.parallel.fusion == "triton":
         yield (
-            "parallel.fusion=triton multiplies in the compute type, and "
-            f"precision.float8.recipe={config.precision.float8.recipe} in fp8; set parallel.fusion=copy_engine, "
-            "chunks, auto or off, or precision.float8.recipe=none"
+            f"parallel.fusion=triton multiplies in the compute type, and {narrow} in fp8; set "
+            f"parallel.fusion=copy_engine, chunks, auto or off, or {plain}"
         )
     if config.parallel.zero.transport != "collectives" and (codecs := asked(config.parallel.grad_comm)):
         yield (
@@ -152,10 +153,10 @@ def _narrow(config: Config) -> Iterator[str]:
             + ", ".join(f"parallel.grad_comm.{name}.codec={hop.codec}" for name, hop in codecs.items())
             + " quantises them; set parallel.zero.transport=collectives, or codec=none"
         )
-    if config.precision.float8.recipe != "none" and config.precision.compute != "bf16":
+    if narrow and config.precision.compute != "bf16":
         yield (
-            f"precision.float8.recipe={config.precision.float8.recipe} multiplies in fp8 what is bf16 elsewhere, and "
-            f"precision.compute={config.precision.compute}; set precision.compute=bf16, or precision.float8.recipe=none"
+            f"{narrow} multiplies in fp8 what is bf16 elsewhere, and precision.compute={config.precision.compute}; set "
+            f"precision.compute=bf16, or {plain}"
         )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainer.config import Config, ParallelConfig
 from trainer.config.fields import divisors
 from trainer.planning.cost.updates import Updates
+from trainer.planning.float8_settings import float8_setting
 
 if TYPE_CHECKING:
     pass
@@ -251,12 +252,9 @@ def check_settings(config: Config) -> Iterator[str]:
             f"precision.scale_backoff={precision.scale_backoff}: DeepSpeed's loss scale shrinks by the factor that it "
             f"grows by; set precision.scale_backoff={1 / precision.scale_growth:g}, or {TORCH}"
         )
-    if precision.float8.recipe != "none":
-        yield (
-            f"precision.float8.recipe={precision.float8.recipe}: DeepSpeed's engine multiplies in "
-            f"precision.compute alone; set {TORCH}, or "
-            "precision.float8.recipe=none"
-        )
+    narrow, plain = float8_setting(precision)
+    if narrow:
+        yield f"{narrow}: DeepSpeed's engine multiplies in precision.compute alone; set {TORCH}, or {plain}"
     if "muon" in Updates.of(config).names():
         yield (
             "optimizer muon needs whole matrices, and DeepSpeed shares parameters out without regard to rows; set "

@@ -5,44 +5,59 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from math import prod
+from typing import NamedTuple
 
-from trainer.config import Config, Float8Config, PrecisionConfig
+from trainer.config import Config, PrecisionConfig
 from trainer.config.model import ModelSpec
-from trainer.planning.cost.parameters import ParameterInfo, layer_tables
+from trainer.planning.cost.parameters import ROLES, ParameterInfo, layer_tables
+from trainer.planning.cost.updates import Updates
+from trainer.planning.float8_settings import float8_setting, float8_settings
 from trainer.planning.plan import Plan
 
 MULTIPLE = 16
 """The tensor cores take fp8 operands whose rows have a multiple of so many elements."""
 
-OFF = "set precision.float8.recipe=none"
+WIDE = "rowwise_with_gw_hp"
+"""The recipe whose weight gradients are not in fp8."""
+
+
+class Narrow(NamedTuple):
+    """A linear layer that multiplies in fp8: by which recipe, and facts of its matrix."""
+
+    recipe: str
+    info: ParameterInfo
 
 
 def numeric_types(precision: PrecisionConfig) -> str:
     """The types of a run, for people."""
     reduction = [f"{precision.reduce} reduction"] if precision.reduce != "fp32" else []
-    products = [f"fp8 products ({precision.float8.recipe})"] if precision.float8.recipe != "none" else []
+    recipes = dict.fromkeys(float8_settings(precision).values())
+    products = [f"fp8 products ({' and '.join(recipes)})"] if recipes else []
     return ", ".join([precision.compute, *products, *reduction])
 
 
-def float8_linears(float8: Float8Config, spec: ModelSpec) -> dict[str, ParameterInfo]:
-    """Global name of each linear layer that multiplies in fp8 -> facts of its matrix."""
-    if float8.recipe == "none":
+def float8_linears(precision: PrecisionConfig, spec: ModelSpec) -> dict[str, Narrow]:
+    """Global name of each linear layer that multiplies in fp8 -> how. Which layers can, `precision.float8` says; by
+    which recipe, the parameter-type map, and where that leaves it open `precision.float8` again."""
+    float8, types, found = precision.float8, Updates(types=precision.types), {}
+    if not float8_settings(precision):
         return {}
     tables = layer_tables(spec)
-    return {
-        name: info
-        for index in range(float8.ends, spec.depth - float8.ends)
-        for name, info in _projections(index, tables[index])
-        if any(fnmatchcase(name, pattern) for pattern in float8.linears)
-    }
+    for index in range(float8.ends, spec.depth - float8.ends):
+        for name, info in _projections(index, tables[index]):
+            recipe = types.chosen(f"{name}.weight", info).float8 or float8.recipe
+            if recipe != "none" and any(fnmatchcase(name, pattern) for pattern in float8.linears):
+                found[name] = Narrow(recipe, info)
+    return found
 
 
 def gathered_in_float8(config: Config, spec: ModelSpec, plan: Plan) -> list[float]:
     """Elements of each layer, on one tensor-parallel rank, that ZeRO gathers in fp8."""
     found = [0.0] * spec.depth
     if config.precision.float8.gather and plan.shard > 1:
-        for name, info in float8_linears(config.precision.float8, spec).items():
-            found[int(name.split(".")[1])] += prod(info.multiplied(plan.tp))
+        for name, (recipe, info) in float8_linears(config.precision, spec).items():
+            if recipe == "tensorwise":
+                found[int(name.split(".")[1])] += prod(info.multiplied(plan.tp))
     return found
 
 
@@ -54,46 +69,83 @@ def _projections(index: int, table: Mapping[str, ParameterInfo]) -> Iterator[tup
 
 def check_float8(config: Config, spec: ModelSpec, plan: Plan) -> Iterator[str]:
     """What of the chosen linear layers cannot be multiplied in fp8, one sentence each."""
-    float8 = config.precision.float8
-    if float8.gather and float8.recipe != "tensorwise":
-        yield (
-            f"precision.float8.gather=true: precision.float8.recipe={float8.recipe} has no one scale for a "
-            "matrix, with which it could travel; set precision.float8.recipe=tensorwise, or "
-            "precision.float8.gather=false"
-        )
-    if float8.recipe == "none":
+    float8, settings = config.precision.float8, float8_settings(config.precision)
+    chosen = float8_linears(config.precision, spec)
+    if float8.gather:
+        yield from _gathering(config, plan, {one.recipe for one in chosen.values()} or {float8.recipe})
+    if not settings:
         return
-    if float8.gather and config.parallel.zero.transport != "collectives":
-        yield (
-            f"precision.float8.gather=true: parallel.zero.transport={config.parallel.zero.transport} copies parameters "
-            "in the compute type; set parallel.zero.transport=collectives, or precision.float8.gather=false"
-        )
-    if float8.gather and plan.stage == 0:
-        yield (
-            "precision.float8.gather=true: parallel.zero.stage=0 gathers nothing; set parallel.zero.stage=1, 2 or 3, "
-            "or precision.float8.gather=false"
-        )
-    chosen = float8_linears(float8, spec)
+    for role in ROLES:
+        if (name := f"precision.types.{role}.float8") in settings and role != "matrix":
+            yield f"{name}={settings[name]}: only matrices multiply in fp8; set {name}=null"
+    yield from _rules(config.precision, spec)
     if not chosen:
         yield (
             f"precision.float8.linears={float8.linears} match no linear layer of the {spec.depth} layers less "
             f"precision.float8.ends={float8.ends} at each end; names look like layers.0.feed_forward.up; set other "
             "patterns, or precision.float8.ends=0"
         )
-    for name, info in chosen.items():
+    yield from _sizes(config, plan, chosen)
+    yield from _tokens(config, plan, chosen)
+
+
+def _rules(precision: PrecisionConfig, spec: ModelSpec) -> Iterator[str]:
+    """Rules that give a recipe to no linear layer of the model."""
+    names = [
+        f"{name}.weight" for index, table in enumerate(layer_tables(spec)) for name, _ in _projections(index, table)
+    ]
+    for pattern in precision.types.rules:
+        name = f"precision.types.rules.{pattern}.float8"
+        if name in float8_settings(precision) and not any(fnmatchcase(one, pattern) for one in names):
+            yield (
+                f"{name}={float8_settings(precision)[name]} matches no matrix of a layer; names look like "
+                "layers.0.feed_forward.up.weight; set another pattern, or leave float8 out of the rule"
+            )
+
+
+def _gathering(config: Config, plan: Plan, recipes: set[str]) -> Iterator[str]:
+    """What does not go with gathers in fp8."""
+    if "tensorwise" not in recipes:
+        setting = f"precision.float8.recipe={config.precision.float8.recipe}"
+        yield (
+            f"precision.float8.gather=true: {setting} has no one scale for a matrix, with which it could travel; set "
+            "precision.float8.recipe=tensorwise, or precision.float8.gather=false"
+        )
+    if not float8_settings(config.precision):
+        return
+    if config.parallel.zero.transport != "collectives":
+        yield (
+            f"precision.float8.gather=true: parallel.zero.transport={config.parallel.zero.transport} copies parameters "
+            "in the compute type; set parallel.zero.transport=collectives, or precision.float8.gather=false"
+        )
+    if plan.stage == 0:
+        yield (
+            "precision.float8.gather=true: parallel.zero.stage=0 gathers nothing; set parallel.zero.stage=1, 2 or 3, "
+            "or precision.float8.gather=false"
+        )
+
+
+def _sizes(config: Config, plan: Plan, chosen: Mapping[str, Narrow]) -> Iterator[str]:
+    """The first matrix whose rows or columns on a rank the tensor cores do not take."""
+    for name, (_, info) in chosen.items():
         others = "attention" if ".feed_forward." in name else "feed_forward"
         rows, columns = info.multiplied(plan.tp)
         if rows % MULTIPLE or columns % MULTIPLE:
             yield (
-                f"precision.float8.linears={float8.linears}: {name} has a matrix of {rows:g} x {columns:g} on each of "
-                f"parallel.tp={plan.tp} ranks, and fp8 needs multiples of {MULTIPLE}; leave it out, as with "
-                f"precision.float8.linears=[*.{others}.*], or {OFF}"
+                f"precision.float8.linears={config.precision.float8.linears}: {name} has a matrix of {rows:g} x "
+                f"{columns:g} on each of parallel.tp={plan.tp} ranks, and fp8 needs multiples of {MULTIPLE}; leave it "
+                f"out, as with precision.float8.linears=[*.{others}.*], or set {float8_setting(config.precision)[1]}"
             )
-            break
-    if float8.recipe == "rowwise_with_gw_hp":  # sums over tokens in the compute type
+            return
+
+
+def _tokens(config: Config, plan: Plan, chosen: Mapping[str, Narrow]) -> Iterator[str]:
+    """Tokens on a rank that weight gradients in fp8 cannot be added up over."""
+    if all(one.recipe == WIDE for one in chosen.values()):  # sums over tokens in the compute type
         return
     length, tile = config.batch.sequence_length, config.activation.tile or 0
-    instead = f"precision.float8.recipe=rowwise_with_gw_hp, or {OFF}"
+    name, off = float8_setting(config.precision)
+    instead = f"{name.split('=')[0]}={WIDE}, or set {off}"
     if length // plan.cp % MULTIPLE:
         step = MULTIPLE * plan.cp
         yield (

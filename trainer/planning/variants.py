@@ -26,6 +26,7 @@ FREE = (
     "precision.scale_",
     "precision.growth_interval",
     "precision.float8.",
+    "precision.types.matrix.float8",
     "activation.",
     "batch.micro_size",
     "batch.accumulation",

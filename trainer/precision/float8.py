@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import ConfigError, PrecisionConfig
+from trainer.planning.float8_settings import float8_setting
 from trainer.precision.products import MULTIPLIERS, Multiply, Operand, Role
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -156,11 +157,12 @@ class Float8(Multiply):
 
 def check_device(precision: PrecisionConfig, device: torch.device) -> None:
     """Raises `ConfigError` where the device cannot multiply fp8. CPUs emulate it, slowly and with the same numbers."""
-    if precision.float8.recipe == "none" or device.type == "cpu":
+    narrow, plain = float8_setting(precision)
+    if not narrow or device.type == "cpu":
         return
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     if torch.version.hip or capability < CAPABILITY:
         raise ConfigError(
-            f"precision.float8.recipe={precision.float8.recipe}: {name} has no products in fp8, which begin with "
-            "NVIDIA's compute capability 8.9 (L40S, H100); set precision.float8.recipe=none"
+            f"{narrow}: {name} has no products in fp8, which begin with NVIDIA's compute capability 8.9 (L40S, H100); "
+            f"set {plain}"
         )

@@ -38,7 +38,7 @@ class Updates:
         whose pattern matches, in order. Muon by default is for hidden matrices; the others get AdamW."""
         found = {}
         for name, info in infos.items():
-            policy = TypePolicy(**self._chosen(name, info))
+            policy = self.chosen(name, info)
             usual = self.optimizer.name if self.optimizer.name != "muon" or hidden_matrix(info) else "adamw"
             decay = self.optimizer.weight_decay if policy.weight_decay is None else float(policy.weight_decay)
             found[name] = dataclasses.replace(policy, optimizer=policy.optimizer or usual, weight_decay=decay)
@@ -49,7 +49,7 @@ class Updates:
         names = [
             name
             for name, info in infos.items()
-            if not hidden_matrix(info) and self._chosen(name, info)["optimizer"] == "muon"
+            if not hidden_matrix(info) and self.chosen(name, info).optimizer == "muon"
         ]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return [
@@ -64,11 +64,12 @@ class Updates:
         given = [getattr(self.types, role).optimizer for role in ROLES] + [rule.get("optimizer") for rule in rules]
         return {self.optimizer.name, *filter(None, given)}
 
-    def _chosen(self, name: str, info: ParameterInfo) -> dict[str, Any]:
+    def chosen(self, name: str, info: ParameterInfo) -> TypePolicy:
+        """The settings of a parameter as they were given: of its role, changed by every rule that matches, in order."""
         chosen = dataclasses.asdict(getattr(self.types, info.role))
         for changes in self._matching(name):
             chosen.update(changes)
-        return chosen
+        return TypePolicy(**chosen)
 
     def _matching(self, name: str) -> Iterator[dict[str, Any]]:
         for pattern, changes in self.types.rules.items():

@@ -15,6 +15,7 @@ from trainer.config.hardware import HardwareConfig, LinkConfig
 from trainer.planning.context import KERNELS
 from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.layers import ring
+from trainer.planning.float8_settings import float8_settings
 from trainer.planning.plan import Plan
 
 
@@ -40,8 +41,8 @@ class Pace:
         """Raises `ConfigError` where the peak in the type of the products is not known."""
         kind, reached = product_type(precision), hardware.achieved
         peak, float8 = peak_of(hardware, kind, "precision.compute"), None
-        if precision.float8.recipe != "none":
-            float8 = peak_of(hardware, "fp8", "precision.float8.recipe") * reached.product * reached.float8
+        if settings := float8_settings(precision):
+            float8 = peak_of(hardware, "fp8", next(iter(settings))) * reached.product * reached.float8
         bandwidth, attention = hardware.bandwidth * 1e9, peak * reached.attention
         return cls(
             peak=peak,

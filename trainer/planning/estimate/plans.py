@@ -32,6 +32,7 @@ from trainer.planning.estimate.sequence import TILE, Room, choices, settle
 from trainer.planning.estimate.step import GIB, Estimate, estimate_within
 from trainer.planning.estimate.timing import Timing, time_units
 from trainer.planning.float8 import check_float8
+from trainer.planning.float8_settings import float8_settings
 from trainer.planning.gradient_comm import asked
 from trainer.planning.pipeline import Pipeline, check_pipeline, estimated_costs, resolve_split
 from trainer.planning.plan import Plan, check_plan, lay
@@ -207,7 +208,7 @@ class _Search:
         given = {name: getattr(self.base.parallel, name) for name in READ.values()}
         base, copies = self.base, ["copy_engine"] * (self.hardware.device != "CPU")  # where copies take no core's time
         fusions, transports = [base.parallel.fusion, *copies], [base.parallel.zero.transport, *copies]
-        if parallel.tp == 1 or base.precision.float8.recipe != "none":  # in fp8 none has run on GPUs
+        if parallel.tp == 1 or float8_settings(base.precision):  # in fp8 none has run on GPUs
             fusions = []
         if base.precision.float8.gather or asked(parallel.grad_comm) or lay(parallel, self.world).shard == 1:
             transports = []

@@ -23,7 +23,7 @@ from trainer.planning.estimate.attending import computed_share
 from trainer.planning.estimate.coding import wires
 from trainer.planning.estimate.fusion import WAYS, Link, Off, passes
 from trainer.planning.estimate.pace import Pace, Ring
-from trainer.planning.float8 import float8_linears, gathered_in_float8
+from trainer.planning.float8 import WIDE, float8_linears, gathered_in_float8
 from trainer.planning.gradient_comm import reduces_once
 from trainer.planning.pipeline import estimated_costs
 from trainer.planning.resolve import Layout
@@ -174,11 +174,12 @@ class _Timer:
         costs = estimated_costs(self.config, spec, plan, batch, self.element)
         works = model_work(spec, batch.sequence_length, plan.tp, self.element, self.config.parallel.fusion)
         left = left_by_recompute(works, self.config.activation)
-        known: dict[tuple[int, int, frozenset[str]], Unit] = {}
-        layers, float8 = [], float8_linears(self.config.precision.float8, spec)
+        known: dict[tuple[int, int, frozenset[tuple[str, str]]], Unit] = {}
+        layers, float8 = [], float8_linears(self.config.precision, spec)
         travelling = gathered_in_float8(self.config, spec, plan)
         for index, (work, remaining, layer) in enumerate(zip(works, left, layer_specs(spec))):
-            narrow = frozenset(name for name in work.shapes if f"layers.{index}.{name}" in float8)
+            places = {name: f"layers.{index}.{name}" for name in work.shapes}
+            narrow = frozenset((name, float8[place].recipe) for name, place in places.items() if place in float8)
             key = id(work), id(remaining), narrow  # of layers that are equal, and keep the same
             if key not in known:
                 sent = self.sent.layers[index]
@@ -235,23 +236,22 @@ class _Timer:
         work: LayerWork,
         left: Remaining,
         spec: AttentionSpec,
-        float8: frozenset[str],
+        float8: frozenset[tuple[str, str]],
         parameters: int,
         narrow: float,
     ) -> Unit:
-        """float8: the projections that multiply in fp8; narrow: of the parameters, those that are gathered
-        in fp8."""
+        """float8: the projections that multiply in fp8, and their recipes; narrow: of the parameters, those that are
+        gathered in fp8."""
         tokens, pace = self.tokens, self.pace
 
-        def products_of(narrow: frozenset[str]) -> dict[str, float]:
+        def products_of(narrow: set[str]) -> dict[str, float]:
             return {
                 name: self._product(tokens * work.flops[name], rows, columns, name in narrow)
                 for name, (rows, columns) in work.shapes.items()
             }
 
-        products = products_of(float8)
-        wide = self.config.precision.float8.recipe == "rowwise_with_gw_hp"
-        for_weights = products_of(frozenset() if wide else float8)
+        products = products_of({name for name, _ in float8})
+        for_weights = products_of({name for name, recipe in float8 if recipe != WIDE})
         took = passes(self.way, work, products, for_weights, left.again, self.apart)
         attention = self._attention(work, spec)
         kernels = KERNELS[self.config.compile]
