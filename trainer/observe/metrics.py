@@ -34,6 +34,9 @@ METRICS: dict[str, str] = {
     "step_seconds_p95": "95th percentile of the same, in seconds",
     "data_seconds": "mean time that a step waited for its batch since the last logged one, the longest of any rank, in "
     "seconds",
+    "evaluation_seconds": "time that training stood still for evaluations and samples, a step on average since the "
+    "last logged one, in seconds",
+    "checkpoint_seconds": "the same for saves; what is written in the background does not count",
     "eta_seconds": "time left for the remaining steps at the mean pace of recent ones, in seconds",
     "bubble": "share of the step in which pipeline ranks wait for each other, 0 to 1",
     "profiled_step": "the newest step of which there are accounts (logging.profile); the next are means over the ranks "

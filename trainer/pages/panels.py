@@ -31,6 +31,7 @@ PANELS = (
     Panel("", "step time", "seconds", ("step_seconds", "step_seconds_p50", "step_seconds_p95")),
     Panel("", "model FLOP utilisation", "share of the peak", ("mfu", "mfu_full")),
     Panel("", "waiting for data", "seconds a step", ("data_seconds",)),
+    Panel("", "evaluating and saving", "seconds a step", ("evaluation_seconds", "checkpoint_seconds")),
     Panel("", "bubble", "share of the step", ("bubble", "bubble_imbalance")),
     Panel("", "exposed communication", "share of a profiled step", ("exposed/NAME",)),
     Panel("", "late host", "share of a profiled step", ("host",)),
