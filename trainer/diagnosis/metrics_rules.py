@@ -58,7 +58,7 @@ def _straggler(evidence: Evidence, seconds: float) -> Cost | None:
         f"{ratio:.2f} times its peers' median (straggler), which the rest of its step is taken to do as well"
     ] + throttled(evidence, rank)
     layer = HARDWARE if len(said) > 1 else RUNTIME
-    title = f"rank {rank} is slow, and the others wait for it"
+    title = f"{evidence.machine.named(rank)} is slow, and the others wait for it"
     share = 1 - without / seconds if bounds else 0.0
     return Cost("straggler", f"rank {rank}", layer, title, share, without, share, bounds, tuple(said))
 

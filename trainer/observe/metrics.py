@@ -60,6 +60,10 @@ METRICS: dict[str, str] = {
     "hardware/temperature": "of the hottest GPU, in degrees Celsius",
     "hardware/throttle": "why any GPU's clocks are held down: the sum of 4 (power cap), 8 (hardware slowdown), 32 and "
     "64 (heat, seen by software and hardware), 128 (power brake); 0 for none of them",
+    "hardware/throttle_rank": "the rank whose clocks are held down; of several one with another reason than the power "
+    "cap, and of these the slowest",
+    "hardware/throttle_of_rank": "the reasons of that rank",
+    "hardware/throttle_ranks": "how many ranks' clocks are held down",
     "hardware/alloc_retries": "how often since the start a GPU's allocator gave its cache back to find memory, the "
     "most of any rank",
     "hardware/host_cpu": "share of a machine's processors that were busy, 0 to 1, the busiest machine's",

@@ -19,7 +19,7 @@ from torch import Tensor
 from trainer.data.batches import Batch, Loader, source_of
 from trainer.data.corpus import Corpus
 from trainer.observe.deferred import DeferredScalars
-from trainer.observe.hardware import Reading, Sampler, over_ranks
+from trainer.observe.hardware import Reading, Sampler, clocks_of, over_ranks
 from trainer.observe.pauses import PAUSES, Growth, Pauses
 from trainer.observe.report import peak_memory_gib, step_meter
 from trainer.observe.sinks import Logger
@@ -66,7 +66,8 @@ class Ledger:
         self.scaled, self.pipelined = state.scaler.enabled, state.plan.pp > 1
         self.deferred = DeferredScalars(world.device)
         self.meter = step_meter(config, state.spec, world, batch.sequence_length)
-        self.stragglers, self.slowdown = Stragglers(config.guard), Slowdown(config.guard)
+        self.hosts, self.readings = world.gather(socket.gethostname()), list[Reading]()
+        self.stragglers, self.slowdown = Stragglers(config.guard), Slowdown(config.guard, self.hosts)
         self.pauses, self.logged = pauses, state.step
         self.growth = [Growth(name, config.guard) for name in PAUSES]
         self.losses: list[float] = []
@@ -228,22 +229,19 @@ class Ledger:
         measured["data_seconds"] = waits.max().item()
         if self.pipelined:
             measured["bubble"] = 1 - (busy.sum() / (self.world.size * finish.max())).item()
-        measured |= over_ranks(
-            [
-                {name: None if math.isnan(value) else value for name, value in zip(readings, row)}
-                for row in read_of.tolist()
-            ]
-        )
+        self.readings = [
+            {name: None if math.isnan(value) else value for name, value in zip(readings, row)}
+            for row in read_of.tolist()
+        ]
+        measured |= over_ranks(self.readings)
         return measured, finish.max().item(), sums_of.sum(0).numpy().reshape(sums.shape)
 
     def name_straggler(self, share: float, rank: int) -> None:
-        """Tells of a rank that stays slow, with its node. All ranks call it together."""
-        node = [socket.gethostname()]
-        dist.broadcast_object_list(node, src=rank)
+        """Tells of a rank that stays slow, with its node and what its clocks say."""
         self.log.event(
-            f"rank {rank} on {node[0]} has been slow for {self.config.guard.straggler_lines} logged steps, in this "
-            f"one {share:.2f} times its peers' median; look at its clocks and temperature (nvidia-smi -q -d "
-            "CLOCK,PERFORMANCE,TEMPERATURE), and at what else runs there"
+            f"rank {rank} on {self.hosts[rank]} has been slow for {self.config.guard.straggler_lines} logged steps, in "
+            f"this one {share:.2f} times its peers' median; {clocks_of(self.readings, rank)}look at its clocks and "
+            "temperature (nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE), and at what else runs there"
         )
 
     def describe_non_finite(self, numbers: dict[str, Any]) -> str:
