@@ -99,6 +99,12 @@ def test_what_is_no_run_is_refused(tmp_path, capsys, content):
     assert "did you mean 'h200'?" in capsys.readouterr().err
     assert diagnose.main([str(tmp_path / "run"), "--json", str(tmp_path / "nowhere" / "all.json")]) == 2
     assert "--json FILE" in capsys.readouterr().err
+    for every in ("0", "-1", "nan"):
+        assert diagnose.main([str(tmp_path / "run"), "--live", "--every", every]) == 2
+        assert f"--every {every} must be above 0" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+    assert diagnose.main([str(tmp_path)]) == 2
+    assert f"{tmp_path} holds runs, and is none; name one: {tmp_path / 'run'}" in capsys.readouterr().err
 
 
 CLOCKS = [{"clock_mhz": 1980, "throttle": 4}, {"clock_mhz": 1970, "throttle": 0}] * 2
