@@ -113,6 +113,7 @@ def test_shapes_that_do_not_fill_the_device(capsys):
         ("plans=all hardware.memory=1", "every plan needs more memory than a device has"),
         ("out=/no/such/folder/best.yaml", "out=/no/such/folder/best.yaml: there is no folder"),
         ("hardware=l40s hardware.device=Abacus", "hardware.device=Abacus has no known peak in bf16"),
+        ("token=1e9", "unknown option 'token'; did you mean 'tokens'? See python -m trainer.estimate --help"),
         ("--plan", "--plan is no option; see python -m trainer.estimate --help"),
     ],
 )
