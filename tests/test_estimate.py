@@ -95,6 +95,8 @@ def test_processes_are_spread_over_the_given_nodes(tmp_path):
 def test_shapes_that_do_not_fill_the_device(capsys):
     assert main(["+config=llama3_8b", "batch.global_size=8", "model.feed_forward.width=14500"]) == 0
     assert "feed_forward.up has 14500 columns" in capsys.readouterr().out.split("\nshapes ")[1]
+    assert main(["+config=llama3_8b", "batch.global_size=2", "model.feed_forward.width=14500", "hardware=cpu"]) == 0
+    assert "tiles" not in capsys.readouterr().out, "a CPU has none"
 
 
 @pytest.mark.parametrize(
@@ -107,10 +109,11 @@ def test_shapes_that_do_not_fill_the_device(capsys):
         ("top=3", "top=3 is how many of all plans are shown; set plans=all, or leave it out"),
         ("processes=6 parallel.tp=4", "parallel.tp=4 x parallel.pp=1 needs a multiple of 4 processes, but 6 run"),
         ("nodes=2 parallel.tp=16", "parallel.tp=16 spans nodes of 8 processes"),
-        ("plans=[zero9]", "parallel=zero9: there is no such option"),
+        ("plans=[zero9]", "plans=zero9: parallel=zero9: there is no such option"),
         ("plans=all hardware.memory=1", "every plan needs more memory than a device has"),
         ("out=/no/such/folder/best.yaml", "out=/no/such/folder/best.yaml: there is no folder"),
         ("hardware=l40s hardware.device=Abacus", "hardware.device=Abacus has no known peak in bf16"),
+        ("token=1e9", "unknown option 'token'; did you mean 'tokens'? See python -m trainer.estimate --help"),
         ("--plan", "--plan is no option; see python -m trainer.estimate --help"),
     ],
 )

@@ -97,6 +97,12 @@ PRIVATE = [
         "gradients computed outside of backward",
     ),
     Private("_is_root post_backward", FSDP, FULLY_SHARD, "reducing outside of backward, once FSDP is set up"),
+    Private(
+        "_partial_reduce_output _all_reduce_state comm_ctx all_gather_state reduce_scatter_states",
+        FSDP,
+        FULLY_SHARD,
+        "what a unit has in memory in the middle of a step",
+    ),
     Private("_root_post_backward_final_callback", FSDP, FULLY_SHARD, "the wait for the reductions of a step"),
     Private("sharded_param padded_sharded_param_size", FSDP, FULLY_SHARD, "where parameters lie in a reduce-scatter"),
     Private("_fully_shard", FSDP, "torch.distributed.fsdp", "the way to the next three"),

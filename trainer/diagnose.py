@@ -13,11 +13,12 @@ from rich.console import Console
 
 from trainer.config import ConfigError
 from trainer.diagnosis import report
+from trainer.diagnosis.account import ACCOUNTS
 from trainer.diagnosis.verdict import Diagnosis, to_json
 from trainer.observe.examine import examine
 from trainer.util.exit_codes import DONE, FAILED, refuse
 from trainer.util.files import write_atomic
-from trainer.util.run_folder import DIAGNOSIS
+from trainer.util.run_folder import DIAGNOSIS, RUN_FILES
 from trainer.util.tables import duration
 
 
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = command_line().parse_args(arguments)
     console = Console(highlight=False)
     try:
+        check(given)
         while True:
             diagnosis = examine(given.run, given.hardware, given.config_dir)
             write(given.json or given.run / DIAGNOSIS, diagnosis)
@@ -76,6 +78,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse(error)
     except KeyboardInterrupt:
         return DONE
+
+
+def check(given: argparse.Namespace) -> None:
+    """Raises `ConfigError` for what cannot be looked at."""
+    if not given.every > 0:
+        raise ConfigError(f"--every {given.every:g} must be above 0 seconds")
+    inside = sorted({path.parent for name in RUN_FILES for path in given.run.glob(f"*/{name}")})
+    if inside and not any((given.run / name).exists() for name in (*RUN_FILES, ACCOUNTS)):
+        more = ", ..." if len(inside) > 5 else ""
+        raise ConfigError(f"{given.run} holds runs, and is none; name one: {', '.join(map(str, inside[:5]))}{more}")
 
 
 def write(path: Path, diagnosis: Diagnosis) -> None:

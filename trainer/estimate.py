@@ -13,7 +13,7 @@ from trainer.config.fields import option
 from trainer.config.hardware import HardwareConfig
 from trainer.config.options import parse, usage
 from trainer.data.lengths import with_lengths
-from trainer.diagnosis.advice import advise
+from trainer.diagnosis.advice import Advice, advise
 from trainer.planning.estimate import report
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.plans import rank_plans
@@ -84,12 +84,12 @@ def show(found: list[Estimate], title: str, options: EstimateOptions, base: Conf
     chosen = surest(found)
     if options.plans:
         report.show_plans(found, f"{title}; {report.taken(found, chosen)}", options.tokens)
-    shapes = advise(chosen.config, chosen.layout, chosen.hardware.device)
+    shapes = shapes_of(chosen)
     report.show(chosen, options.tokens, [(one.setting, one.text) for one in shapes])
     if options.json:
         plans = [report.to_json(one, options.tokens) | {"chosen": one is chosen} for one in found]
         for one, plan in zip(found, plans):
-            plan["shapes"] = [asdict(advice) for advice in advise(one.config, one.layout, one.hardware.device)]
+            plan["shapes"] = [asdict(advice) for advice in shapes_of(one)]
         write_atomic(Path(options.json), json.dumps(plans, indent=1))
     if options.out:
         settings = report.changes(chosen.config, base)
@@ -98,6 +98,11 @@ def show(found: list[Estimate], title: str, options: EstimateOptions, base: Conf
         from trainer.plots.estimate import draw
 
         print(*draw(found, chosen, Path(options.plot)), sep="\n")
+
+
+def shapes_of(one: Estimate) -> list[Advice]:
+    """Shapes that do not fill the tiles of a GPU; of CPUs, which have none, nothing."""
+    return [] if one.hardware.device == "CPU" else advise(one.config, one.layout, one.hardware.device)
 
 
 def check_options(options: EstimateOptions) -> None:
@@ -118,7 +123,10 @@ def check_options(options: EstimateOptions) -> None:
 
 def planned(text: str, base: Config, overrides: list[str], config_dir: str | None, world: int, node: int) -> Config:
     """The configuration of a plan given as text, its micro-batches fitted to the recipe's global batch."""
-    config, named = variant(text, base, overrides, config_dir, world, corpus=False)
+    try:
+        config, named = variant(text, base, overrides, config_dir, world, corpus=False)
+    except ConfigError as error:
+        raise ConfigError([f"plans={text}: {problem}" for problem in error.problems]) from None
     config.model, config.data = base.model, base.data
     fit_batch(config, resolve_plan(config.parallel, world, base.model, node), global_size(base.batch, world), named)
     return config

@@ -17,6 +17,7 @@ from trainer import diagnose
 from trainer.config import typed
 from trainer.config.compose import CONFIGS
 from trainer.diagnosis.account import ACCOUNTS
+from trainer.observe.hardware import over_ranks
 from trainer.observe.watchdog import Heartbeat, RankReport
 from trainer.pages.folder import Run
 from trainer.planning.cost.stages import StageCosts
@@ -98,6 +99,46 @@ def test_what_is_no_run_is_refused(tmp_path, capsys, content):
     assert "did you mean 'h200'?" in capsys.readouterr().err
     assert diagnose.main([str(tmp_path / "run"), "--json", str(tmp_path / "nowhere" / "all.json")]) == 2
     assert "--json FILE" in capsys.readouterr().err
+    for every in ("0", "-1", "nan"):
+        assert diagnose.main([str(tmp_path / "run"), "--live", "--every", every]) == 2
+        assert f"--every {every} must be above 0" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+    assert diagnose.main([str(tmp_path)]) == 2
+    assert f"{tmp_path} holds runs, and is none; name one: {tmp_path / 'run'}" in capsys.readouterr().err
+
+
+CLOCKS = [{"clock_mhz": 1980, "throttle": 4}, {"clock_mhz": 1970, "throttle": 0}] * 2
+"""Readings of four ranks, two of which the power cap holds down."""
+
+
+@pytest.mark.parametrize("hosts", [{"node0": 4}, {"node0": 2, "node1": 2}])
+def test_which_rank_is_throttled_and_why_stands_beside_the_straggler(tmp_path, hosts):
+    def told(slow: int, throttled: int, reading: dict):
+        readings = [reading if rank == throttled else one for rank, one in enumerate(CLOCKS)]
+        run = lines(tmp_path / f"{slow} {throttled} {reading}", **over_ranks(readings))
+        start = {"processes": 4, "hosts": hosts, "devices": {"NVIDIA H200": 4}}
+        (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
+        made = accounts(Case(QUIET, slow={slow: 1.6}), random.Random(0))
+        (run / ACCOUNTS).write_text("".join(account.dumps() + "\n" for account in made))
+        return diagnose.examine(run)
+
+    where = " on node1" * (len(hosts) > 1)
+    hot = {"clock_mhz": 1300, "throttle": 4 | 64}
+    found = told(slow=3, throttled=3, reading=hot)
+    reasons = "power cap and hardware thermal slowdown"
+    said = f"its clock is the lowest of all ranks, 1300 MHz; clocks are held down by {reasons}"
+    cost = found.findings[0].cost
+    assert said in cost.evidence and cost.layer == "hardware" and f"rank 3{where} is slow" in found.text
+    assert not any("held down" in note for note in found.notes)
+    found = told(slow=1, throttled=3, reading=hot)  # both are true, and not one because of the other
+    cost = found.findings[0].cost
+    assert cost.detail == "rank 1" and cost.layer == "runtime orchestration" and "held" not in str(cost.evidence)
+    assert f"clocks of rank 3{where} are held down by {reasons}, and those of 2 other ranks too" in found.notes
+    unknown = told(slow=3, throttled=3, reading={"clock_mhz": None, "throttle": 128})
+    assert "its clocks are held down by power brake" in unknown.findings[0].cost.evidence
+    assert not any("of rank 1" in note for note in told(slow=3, throttled=1, reading=CLOCKS[1]).notes), (
+        "it has no reason"
+    )
 
 
 def test_hardware_tells_rooflines_and_throttled_clocks(tmp_path):

@@ -175,6 +175,9 @@ def test_metrics_alone_say_what_they_can():
     assert slow.kind == "straggler" and slow.findings[0].cost.detail == "rank 3"
     assert kind(straggler=1.02, straggler_rank=3).kind == "unknown"
     assert kind(bubble=0.4).kind == "bubble"
+    saves = kind(checkpoint_seconds=0.25, evaluation_seconds=0.02)
+    assert saves.kind == "checkpoint" and saves.findings[0].cost.share == pytest.approx(0.2)
+    assert kind(evaluation_seconds=0.25).kind == "evaluation" and kind(evaluation_seconds=0.05).kind == "unknown"
 
 
 @pytest.mark.parametrize("seconds", [1e-6, 0.002, 0.22, 0.61, 1.0, 7.0, 400.0])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.observe import nvml
-from trainer.observe.hardware import OVER_RANKS, Sampler, over_ranks
+from trainer.observe.hardware import OVER_RANKS, Sampler, clocks_of, over_ranks
 from trainer.observe.metrics import METRICS
 
 VALUES = {2: 91.0, 5: 40.0, 10: 30.0, 20: 1000.0, 21: 500.0, 60: 2000.0, 61: 4000.0}
@@ -161,8 +161,30 @@ def test_of_all_ranks_the_worst_counts(readings):
         assert readings[found["hardware/clock_rank"]]["clock_mhz"] == min(columns["clock_mhz"])
     if columns["throttle"]:
         assert all(found["hardware/throttle"] & bits == bits for bits in columns["throttle"])
+    held = {rank: one["throttle"] for rank, one in enumerate(readings) if one["throttle"]}
+    assert (found["hardware/throttle_rank"] in held) == bool(held)
+    assert found["hardware/throttle_of_rank"] == held.get(found["hardware/throttle_rank"])
+    assert found["hardware/throttle_ranks"] == (len(held) if columns["throttle"] else None)
     for name in ("temperature", "host_cpu", "host_memory", "alloc_retries"):
         assert not columns[name] or found[f"hardware/{name}"] == max(columns[name])
+
+
+def test_of_ranks_whose_clocks_are_held_down_one_with_a_fault_is_named_and_of_these_the_slowest():
+    capped, hot, braked = (
+        {"clock_mhz": clock, "throttle": bits} for clock, bits in ((900, 4), (1200, 68), (1100, 128))
+    )
+    ranks = [
+        over_ranks(some)["hardware/throttle_rank"] for some in ([{}, capped, hot], [hot, capped, braked], [{}, capped])
+    ]
+    assert ranks == [2, 2, 1] and over_ranks([{"throttle": 0}] * 2)["hardware/throttle_rank"] is None
+    said = clocks_of([capped, hot, {"clock_mhz": 1300, "throttle": 0}], 1)
+    assert said.startswith(
+        "its clock is at 1200 MHz, where the ranks' median is 1200, held down by power cap and hardw"
+    )
+    assert clocks_of([hot, {"clock_mhz": 700, "throttle": 0}], 1).endswith("and nothing holds it down; ")
+    assert clocks_of([{}, {"throttle": 128}], 1) == "its clocks are held down by power brake; " and not clocks_of(
+        [{}], 0
+    )
 
 
 def taken(sampler):

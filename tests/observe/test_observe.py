@@ -77,6 +77,8 @@ def test_lines_have_the_keys_of_the_contract(tmp_path):
         "step_seconds_p50",
         "step_seconds_p95",
         "data_seconds",
+        "evaluation_seconds",
+        "checkpoint_seconds",
         "eta_seconds",
         "epoch",
         "bubble",

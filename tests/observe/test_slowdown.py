@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import GuardConfig
+from trainer.observe.hardware import over_ranks
 from trainer.observe.slowdown import Slowdown
 
-LINES = 8
+LINES, HOSTS = 8, ["a", "b", "b", "c"]
 QUIET = {
     "data_seconds": 0.01,
     "straggler": 1.02,
@@ -32,7 +33,7 @@ NEW = {"profiled_step": 34}
 
 def told(*parts, lines=LINES, factor=1.25):
     """What is said of steps that are given as (number, seconds, changes of their lines)."""
-    slowdown, said, step = Slowdown(GuardConfig(slow_factor=factor, slow_lines=lines)), [], 0
+    slowdown, said, step = Slowdown(GuardConfig(slow_factor=factor, slow_lines=lines), HOSTS), [], 0
     for count, seconds, changes in parts:
         for _ in range(count):
             step += 1
@@ -45,11 +46,15 @@ def told(*parts, lines=LINES, factor=1.25):
     "changes, layer",
     [
         ({"data_seconds": 0.39}, "data (runtime orchestration): a step waits 0.39 s for its batch, and waited 0.01 s"),
-        ({"straggler": 1.4, "straggler_rank": 3}, "one rank (runtime orchestration): rank 3 takes 1.40 times"),
+        ({"straggler": 1.4, "straggler_rank": 3}, "one rank (runtime orchestration): rank 3 on c takes 1.40 times"),
         ({"hardware/clock_mhz": 1300}, "hardware: clocks fell from 1980 to 1300 MHz"),
         (
             {"hardware/clock_mhz": 1300, "hardware/throttle": 68},
             "clocks fell from 1980 to 1300 MHz (hardware thermal slowdown)",
+        ),
+        (
+            {"hardware/clock_mhz": 1300, **over_ranks([{"throttle": 4}, {"throttle": 68, "clock_mhz": 1300}])},
+            "hardware: clocks fell from 1980 to 1300 MHz (hardware thermal slowdown on rank 1 on b)",
         ),
         ({"hardware/clock_mhz": None, "hardware/throttle": 128}, "hardware: clocks are held down by power brake"),
         ({"hardware/alloc_retries": 9}, "memory (hardware): a GPU's allocator runs out of memory"),

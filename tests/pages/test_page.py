@@ -211,6 +211,22 @@ def test_the_policy_lets_the_pages_own_script_run_and_nothing_else(rich):
     )
 
 
+def test_settings_that_another_version_does_not_have_are_folded(tmp_path):
+    """Unless the runs that have one differ in it."""
+    runs = [write_run(tmp_path / name, 3) for name in ("new", "newer", "old")]
+    for place, run in enumerate(runs):
+        first = json.loads((run / "starts.jsonl").read_text().splitlines()[-1])
+        if place < 2:
+            first["settings"]["guard"] = {"slow_factor": 1.25, "nothing": None, "slow_lines": 20 + place}
+        (run / "starts.jsonl").write_text(json.dumps(first) + "\n")
+    page = page_of(*runs)
+    differ = page.source[page.source.index('id="differ"') : page.source.index('id="bound"')]
+    shown, folded = (re.findall(r"<td[^>]*>([^<]*)</td>", part) for part in differ.split('id="lacking"'))
+    assert shown == ["guard.slow_lines", "20", "21", "–"]
+    assert folded == ["guard.slow_factor", "1.25", "1.25", "–", "guard.nothing", "null", "null", "–"]
+    assert "2 settings that not all runs have" in page.text
+
+
 def test_runs_are_compared(tmp_path):
     slow, fast = write_run(tmp_path / "slow", 40), write_run(tmp_path / "fast", 30, speed=2.0)
     page = page_of(slow, fast)
@@ -223,6 +239,14 @@ def test_runs_are_compared(tmp_path):
     differ = page.source[page.source.index('id="differ"') : page.source.index('id="bound"')]
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", differ)
     assert cells == ["lr.peak", "0.002", "0.001"], "names and folders of runs differ anyway"
+    assert "lacking" not in page.source
+    for name in ("bound", "schedule", "kernels", "plan", "starts"):  # what is told run by run is folded, and named
+        for place in (0, 1):
+            assert ("details", {"class": "one", "id": f"{name}-run-{place}"}) in page.tags
+    memory = page.source[page.source.index('id="memory"') : page.source.index('id="plan"')]
+    assert memory.count("<table>") == 1 and memory.count("11.0 MiB") == 2, "a column for each"
+    single = page_of(slow)
+    assert not [given for tag, given in single.tags if given.get("class") == "one"]
     best = re.findall(r'<td class="number good">([^<]*)</td>', page.source)
     assert (
         f"{json.loads((slow / 'metrics.jsonl').read_text().splitlines()[-2])['loss']:.4f}" in best and "250 ms" in best

@@ -186,6 +186,18 @@ SEEN = """(() => {
 })()"""
 
 
+UNFOLDED = """(async () => {
+  const folds = [...document.querySelectorAll("details.one")];
+  if (!folds.length) return null;
+  for (const one of folds) one.open = true;
+  await new Promise((done) => setTimeout(done, 50));
+  const plots = folds.flatMap((one) => [...one.querySelectorAll(".plot")]);
+  const fills = (plot) => Math.abs(plot.querySelector("svg").getBoundingClientRect().width - plot.clientWidth) < 2;
+  return { whole: plots.length, drawn: plots.filter(fills).length };
+})()"""
+"""Opens what is told run by run: how many plots are there, and how many fill their width."""
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_pages_are_drawn_whole(browser, pages, width, dark):
@@ -197,6 +209,10 @@ def test_pages_are_drawn_whole(browser, pages, width, dark):
         assert not browser.complaints, browser.complaints
         assert seen["hit"] is None and seen["wide"] <= 0 and not seen["far"] and not seen["broken"], seen
         assert seen["sections"] == sections and seen["drawn"] == seen["plots"] > 10, seen
+        unfolded = browser.evaluate(UNFOLDED)
+        assert unfolded is None or unfolded["drawn"] == unfolded["whole"] > 3, unfolded
+        seen = browser.evaluate(SEEN)
+        assert seen["wide"] <= 0 and not seen["far"] and seen["drawn"] == seen["plots"], seen
         channels = [int(channel) for channel in seen["paper"].strip("rgb()").split(",")]
         assert max(channels) < 60 if dark else min(channels) > 230
 

@@ -17,17 +17,21 @@ from support.estimates import h200, shipped
 from support.estimates import settings as configured
 from support.launch import ROOT, warm_python
 from support.names import LACKING, TERM
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainer
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
+from trainer.diagnosis import shortage
 from trainer.observe import metrics
 from trainer.observe.examine import examine
 from trainer.planning.estimate.recompute import decided, with_section
 from trainer.planning.fit import Memory
 from trainer.planning.resolve import resolve
+from trainer.training import out_of_memory
 from trainer.training.out_of_memory import explained, message
 from trainer.training.room import Undecided
+from trainer.util.tables import size
 
 GIB = 2**30
 
@@ -128,21 +132,36 @@ def started(folder: Path, cache: Path, world: int, *more: str) -> list[tuple[int
     return [(rank.returncode, text) for rank, text in zip(ranks, said)]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_run_that_lacks_memory_says_what_was_planned_what_was_taken_and_what_fits(tmp_path, cache, world):
-    """What is offered is legal for the run's processes, needs less, and is what `diagnose` offers again."""
-    code, text = started(run := tmp_path / "run", cache, world)[-1]
+CODED = ("grad_comm.inner.codec=int8", "grad_comm.inner.error_feedback=classic", "grad_comm.min_size=0")
+"""Quantised gradients with error feedback."""
+
+
+@pytest.mark.parametrize(
+    "world, more",
+    [(1, ["optimizer.ema.decay=0.9"]), (2, ["parallel.zero.stage=2", *(f"parallel.{one}" for one in CODED)])],
+    ids=["average", "error feedback"],
+)
+def test_a_run_that_lacks_memory_says_what_was_planned_what_was_taken_and_what_fits(tmp_path, cache, world, more):
+    """What is offered is legal for the run's processes, needs less, and is what `diagnose` offers again. All states are
+    as large as planned, to the byte; of the gathered parameters all are there when the loss is computed."""
+    code, text = started(run := tmp_path / "run", cache, world, *more)[-1]
     lines = text.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("out of memory"))
     assert code == 1 and lines[first] == f"out of memory on rank {world - 1}: {LACKING}" and "Traceback" not in text
-    assert "  planned on the fullest rank, at " in text and "activations" in lines[first + 1]
-    assert lines[first + 2].startswith(f"  actual on rank {world - 1}: process ")
+    assert lines[first + 1].startswith("  planned on the fullest rank, at ")
+    assert lines[first + 1].endswith(f"; taken on rank {world - 1} after the error:")
     content = json.loads((run / "out_of_memory.json").read_text())
-    assert content["rank"] == world - 1 and content["actual"]["process"] > 2**20 < content["planned"]["activations"]
+    actual, planned = content["actual"], content["planned"]
+    assert content["rank"] == world - 1 and content["counted"]["machine"] > 2**20 and not content["unknown"]
+    for name in ("parameters", "optimizer", "gathered parameters", "average of weights", "error feedback"):
+        assert actual[name] == planned.get(name, 0), name
+        assert f"    {name}: planned {size(planned.get(name))}, taken {size(actual[name])}" in lines or not actual[name]
+    assert bool(actual["error feedback"]) == (world == 2) != bool(actual["average of weights"])
+    assert actual["activations and all else"] > 2**20 < planned["activations"]
     offered = [one["text"] for one in content["overrides"]]
     assert offered and all(any(one in line for line in lines) for one in offered)
     for one in content["overrides"]:
-        assert one["memory"] * GIB < sum(content["planned"].values()) and one["relative"] > 0
+        assert one["memory"] * GIB < sum(planned.values()) and one["relative"] > 0
         trainer.planning.resolve.compose(["model=tiny", "batch.global_size=8", *shlex.split(one["text"])], None, world)
     if world == 1:
         assert not any("parallel" in text for text in offered)
@@ -151,9 +170,43 @@ def test_a_run_that_lacks_memory_says_what_was_planned_what_was_taken_and_what_f
     found = examine(run)
     assert found.kind == "memory capacity" and LACKING in found.text
     assert [one.text for one in found.findings[0].overrides] == offered
+    assert f"  parameters: planned {size(planned['parameters'])}, taken " in "\n".join(found.findings[0].cost.evidence)
     (run / "out_of_memory.json").unlink()
     again = examine(run)
     assert again.kind == "memory capacity" and again.findings[0].overrides and "activations" not in str(again.findings)
+
+
+def test_what_is_held_in_the_middle_of_a_step_is_told_without_asking_for_memory(tmp_path, cache, monkeypatch):
+    """Before the last backward pass: gathered copies in bf16, and the first micro-batch's gradients in fp32."""
+    made, held = [], out_of_memory.held
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            before = {value.untyped_storage().data_ptr() for value in arguments if isinstance(value, torch.Tensor)}
+            result = function(*arguments, **(options or {}))
+            if result.untyped_storage().data_ptr() not in before:
+                made.append(function)
+            return result
+
+    def watched(state):
+        with Watched():
+            return held(state)
+
+    def lacks(*_):
+        raise torch.OutOfMemoryError(LACKING)
+
+    monkeypatch.setattr(out_of_memory, "held", watched)
+    monkeypatch.setattr("trainer.parallel.fsdp.FSDPSharding.begin_reducing_backward", lacks)
+    more = {"precision": "bf16", "batch.micro_size": 4, "optimizer": "lion"}
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.run(composed(tmp_path / "run", cache, **more))
+    found = shortage.read(tmp_path / "run")
+    weights = found.planned["parameters"]
+    assert not made and found.actual["parameters"] == weights == found.actual["gradients"]
+    assert (
+        found.actual["optimizer"] == found.planned["optimizer"] and found.actual["gathered parameters"] == weights / 2
+    )
+    assert "gradients: planned" in message(caught.value, LACKING)
 
 
 def test_whatever_fails_beside_it_memory_is_what_is_told(tmp_path, cache, monkeypatch):
@@ -170,7 +223,8 @@ def test_whatever_fails_beside_it_memory_is_what_is_told(tmp_path, cache, monkey
     monkeypatch.setattr("trainer.diagnosis.overrides.estimate_within", lambda *_, **__: 1 / 0)
     monkeypatch.setattr("trainer.diagnosis.overrides.check", lambda *_: 1 / 0)
     text = told()
-    assert "the estimator failed (ZeroDivisionError" in text and "start more processes" in text and "actual" in text
+    assert "the estimator failed (ZeroDivisionError" in text and "start more processes" in text and "taken" in text
+    assert "what of activations and all else are states is not known" in text
     monkeypatch.setattr("trainer.training.out_of_memory.actual", lambda *_: 1 / 0)
     config.run.dir = "/proc/nowhere"
     assert told() == "out of memory on rank 0: no room"

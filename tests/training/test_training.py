@@ -15,6 +15,7 @@ import pytest
 from support.launch import launch, warm_python
 from workers.training import RESUMED, STEPS
 
+from trainer.observe import metrics
 from trainer.observe.hardware import over_ranks
 
 
@@ -199,6 +200,8 @@ def test_the_run_folder_keeps_the_contract(undisturbed):
         "memory_gib",
         "step_seconds",
         "data_seconds",
+        "evaluation_seconds",
+        "checkpoint_seconds",
         "bubble",
         "loss_scale",
         "skipped",
@@ -219,6 +222,8 @@ def test_the_run_folder_keeps_the_contract(undisturbed):
     }
     line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert set(line) == names and line["mfu"] is None and line["tokens"] == 30 * 2 * 64
+    stood = [line["step"] for line in metrics.read(folder) if line.get("checkpoint_seconds")]
+    assert stood == [5, 9, 13, 17, 21, 25, 29], "the step behind each save; the last one is behind none"
 
 
 def test_a_killed_run_resumes_from_its_newest_checkpoint(undisturbed, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from support.causes import CAUSES, LAUNCHED, STEPS, WIDE, folder
 from support.disturbance import TERM
 from support.launch import fork, leave
 
@@ -54,7 +55,7 @@ def run(folder: Path, steps: int, **overrides: object) -> None:
             write_accounts(folder, step, [0, 1])
 
 
-WIDE = {"model.width": 448, "model.feed_forward.width": 1792, "model.depth": 2, "batch.sequence_length": 256}
+GROUPS = ("parallel", "activation", "optimizer")
 CASES = {
     # The link between ranks is slow beside what they compute: the parameters of few tokens are gathered for each pass.
     "communication": {
@@ -68,7 +69,6 @@ CASES = {
     "bubble": {**WIDE, "parallel.pp": 2, "parallel.pipeline.split": "[3,1]", "model.depth": 4, "batch.micro_size": 2},
     "data": {"data.prefetch": 0, "loading": 0.5},
     "host": {"sleep": 0.5},
-    "mixed": {"data.prefetch": 0, "loading": 0.6, "sleep": 0.25},
     "straggler": {"products": 150, "rank": 1},
     "memory bandwidth": {"copies": 200},
     "compute": WIDE,
@@ -77,15 +77,19 @@ CASES = {
 
 
 def main(root: str, *names: str) -> None:
-    """names: of `CASES`; all without."""
+    """names: of `CASES` and `CAUSES`; all of the first without, and those of the second that are `LAUNCHED`;
+    `recorded`: all of the second, with as many steps as are recorded."""
     join(resolve_plan(trainer.Config().parallel, 2).mesh, torch.device("cpu"))
     Profiling.read = lambda self, number, ranks: None  # a process for each profiled step would take a second
-    for name, values in CASES.items():
-        if names and name not in names:
+    mixed = {name: values for name, (_, values) in CAUSES.items()}
+    wanted = [*CAUSES] if names == ("recorded",) else names or [*LAUNCHED, *CASES]
+    for name, values in (mixed | CASES).items():
+        if name not in wanted:
             continue
         Loader.slow = 0.0
-        named = {key if "." in key or key == "parallel" else f"{TERM}.{key}": value for key, value in values.items()}
-        run(Path(root) / name.replace(" ", "_"), 5 if name == "straggler" else 3, **named)
+        named = {key if "." in key or key in GROUPS else f"{TERM}.{key}": value for key, value in values.items()}
+        steps = STEPS if names == ("recorded",) else 5 if name == "straggler" else 3
+        run(folder(Path(root), name), steps, **named)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from trainer.planning.batch import BatchPlan
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import resolve_plan
 from trainer.precision.dtypes import DTYPES
+from trainer.training.held import held
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 
@@ -171,6 +172,10 @@ def parity(name: str, case: dict[str, Any], references: dict[str, Any]) -> dict[
     for _ in range(STEPS):
         watch.train(next(steps))
         theirs.append(float(state.optimizer.zero._global_grad_norm))
+    elements = sum(fragment.values.numel() for fragment in state.optimizer.parameters.values())
+    taken = held(state)
+    assert taken["optimizer"] == 8 * elements and taken["parameters"] >= 4 * elements, "moments; masters, and weights"
+    assert taken["gradients"] is taken["communication buffers"] is None
     seen = watch.trajectory()
     assert any(copied) == ("node" in case)
     state.close()

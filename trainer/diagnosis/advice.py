@@ -19,6 +19,7 @@ from trainer.planning.cost.memory import ELEMENT_BYTES
 from trainer.planning.cost.parameters import head, layer_specs
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout
+from trainer.util.tables import number
 
 TILE = 128
 """Rows and columns of a tile of the fastest kernels."""
@@ -119,7 +120,7 @@ def _filling(product: Product, tp: int, element: int, tokens: int, units: int | 
         rounds = ceil(tiles / units)
         yield Advice(
             "batch.micro_size",
-            f"{product.name}: {tiles} tiles of {tokens} tokens on {units} multiprocessors are {rounds} "
+            f"{product.name}: {number(tiles, 'tile')} of {tokens} tokens on {units} multiprocessors are {rounds} "
             f"wave{'s' * (rounds > 1)}, {waves:.0%} full; more tokens a micro-batch fill them",
             product.share * (1 - waves),
         )

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.config import Config, ConfigError, typed
 from trainer.config.hardware import HardwareConfig
@@ -46,16 +46,32 @@ class Machine:
     device: str
     hosts: Mapping[str, int] = field(default_factory=dict)
 
+    def named(self, rank: int) -> str:
+        """A rank for people: with its machine where there are several, which hold ranks in order."""
+        first = 0
+        for host, count in self.hosts.items() if len(self.hosts) > 1 else ():
+            if first <= rank < (first := first + count):
+                return f"rank {rank} on {host}"
+        return f"rank {rank}"
+
+
+class HeldDown(NamedTuple):
+    """A rank whose clocks are held down of late, why, in words, and of how many ranks they are."""
+
+    rank: int
+    why: str
+    ranks: int
+
 
 @dataclass(frozen=True)
 class Evidence:
     """folder: the run's. records: lines of metrics.jsonl of steps, oldest first. profile: the typical profiled step,
     None where none is profiled. config, layout: of the last start, None where they cannot be read. hardware: the kind
     of machine, None where it is not known. status: status.json. stalled: lines of the watchdog's last report, where the
-    run has stalled. throttle: why clocks of any rank are held down of late, in words. shortage: what it left when
-    memory ran out. idle: by pipeline rank, from the timed actions of its last step. silent: seconds for which a
-    run that says that it goes on has written nothing; None where it does not say so. notes: what could not be known,
-    and why."""
+    run has stalled. throttle: why clocks of any rank are held down of late, in words; held: of which, where metrics
+    say so. shortage: what it left when memory ran out. idle: by pipeline rank, from the timed actions of its last step.
+    silent: seconds for which a run that says that it goes on has written nothing; None where it does not say so. notes:
+    what could not be known, and why."""
 
     folder: Path
     records: Sequence[Mapping[str, Any]] = ()
@@ -67,6 +83,7 @@ class Evidence:
     status: Mapping[str, Any] = field(default_factory=dict)
     stalled: Sequence[str] = ()
     throttle: str = ""
+    held: HeldDown | None = None
     shortage: Shortage | None = None
     idle: Sequence[Idle] = ()
     silent: float | None = None
@@ -99,6 +116,7 @@ def gather(
     config_dir: str | None = None,
     shortage: Shortage | None = None,
     silent: float | None = None,
+    held: HeldDown | None = None,
 ) -> Evidence:
     """What the folder of a run tells beside what is given.
 
@@ -137,6 +155,7 @@ def gather(
         status,
         tuple(stalled),
         throttle,
+        held,
         shortage,
         _idle(folder),
         silent,

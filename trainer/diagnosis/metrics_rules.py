@@ -22,6 +22,8 @@ def costs(evidence: Evidence, seconds: float) -> list[Cost]:
         _data(evidence, seconds),
         _straggler(evidence, seconds),
         _bubble(evidence, seconds),
+        _pause(evidence, "checkpoint", "saving checkpoints", LIMITS.checkpoint),
+        _pause(evidence, "evaluation", "evaluating", LIMITS.evaluation),
         _memory(evidence, seconds),
     ]
     return ordered([cost for cost in found if cost is not None])
@@ -56,7 +58,7 @@ def _straggler(evidence: Evidence, seconds: float) -> Cost | None:
         f"{ratio:.2f} times its peers' median (straggler), which the rest of its step is taken to do as well"
     ] + throttled(evidence, rank)
     layer = HARDWARE if len(said) > 1 else RUNTIME
-    title = f"rank {rank} is slow, and the others wait for it"
+    title = f"{evidence.machine.named(rank)} is slow, and the others wait for it"
     share = 1 - without / seconds if bounds else 0.0
     return Cost("straggler", f"rank {rank}", layer, title, share, without, share, bounds, tuple(said))
 
@@ -79,6 +81,21 @@ def _bubble(evidence: Evidence, seconds: float) -> Cost | None:
             f"{percent(imbalance)} follows from stages of unequal cost"
         )
     return Cost("bubble", part, PLAN, title, share, seconds * (1 - lost), share, share >= LIMITS.bubble, tuple(said))
+
+
+def _pause(evidence: Evidence, kind: str, title: str, limit: float) -> Cost | None:
+    """What training stands still for between steps, of all time since the first logged one."""
+    lines = evidence.records[-RECENT:]
+    weighed = [(line["step"] - last["step"], line) for last, line in zip(lines, lines[1:])]
+    spent = sum(steps * (line.get(f"{kind}_seconds") or 0.0) for steps, line in weighed if steps > 0)
+    if not spent:
+        return None
+    count = sum(steps for steps, _ in weighed if steps > 0)
+    seconds = sum(steps * line["step_seconds"] for steps, line in weighed if steps > 0) / count
+    spent /= count
+    share = spent / (seconds + spent)
+    said = (f"training stands still for {duration(spent)} a step on average, where a step takes {duration(seconds)}",)
+    return Cost(kind, "", RUNTIME, title, share, seconds, share, share >= limit, said)
 
 
 def _memory(evidence: Evidence, seconds: float) -> Cost | None:

@@ -91,7 +91,7 @@ def straggler(profile: Typical, evidence: Evidence) -> Cost | None:
         ]
         clocks = throttled(evidence, slow.account.rank)
         said, layer = said + clocks, HARDWARE if clocks else RUNTIME
-        title = f"rank {slow.account.rank} is slow, and the others wait for it"
+        title = f"{evidence.machine.named(slow.account.rank)} is slow, and the others wait for it"
         return _cost("straggler", f"rank {slow.account.rank}", layer, title, profile, without, LIMITS.straggler, said)
     least = min(account.waiting for account in profile.ranks)
     said = [f"every rank waits at least {duration(least)} for others in a step, and none is always the last"]

@@ -15,8 +15,19 @@ from trainer.util.reading import Malformed, printable, read_json
 from trainer.util.run_folder import SHORTAGE
 from trainer.util.tables import size
 
-FORMAT = 1
+FORMAT = 2
 """Of out_of_memory.json."""
+
+TRANSIENT = ("activations", "logits and loss", "backward of a layer")
+"""Planned categories that nothing tells apart once they are taken."""
+
+REST, POOLS, OUTSIDE = LAST = (
+    "activations and all else",
+    "allocator's pools",
+    "outside of the allocator, other programs included",
+)
+"""Of what is taken: what is none of the states; what the allocator has reserved and not given out, gaps included; what
+it does not know of."""
 
 NOTHING = "start more processes, or take a smaller model"
 """Where no override helps."""
@@ -50,9 +61,11 @@ class Shortage:
     """Memory that ran out. Sizes in bytes.
 
     rank: on which; step: optimizer steps that were done; error: what it said. capacity: of the device, or of the
-    machine for each process. planned: of the fullest rank at its fullest moment (`where`), by category; empty where it
-    is not known, and `problem` says why. explained: whether the plan is predicted to need about what there is, or more.
-    actual: what was taken on this rank, by what counts it."""
+    machine for each process. actual: what was taken on this rank when the error was told, by category: of a GPU all of
+    it, on CPUs by the process. counted: sizes beside these. unknown: categories that are part of `REST`, because
+    nothing tells them apart. planned: of the fullest rank at its fullest moment (`where`), by category; empty where it
+    is not known, and `problem` says why. explained: whether the plan is predicted to need about what there is, or
+    more."""
 
     rank: int
     step: int
@@ -60,6 +73,8 @@ class Shortage:
     device: str
     capacity: float
     actual: Mapping[str, float]
+    counted: Mapping[str, float] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
     planned: Mapping[str, float] = field(default_factory=dict)
     where: str = ""
     explained: bool = True
@@ -69,19 +84,38 @@ class Shortage:
     @property
     def facts(self) -> list[str]:
         """What is to be said of the memory that was lacking."""
-        said = []
+        taken = f"taken on rank {self.rank} after the error"
         if self.planned:
-            whole = f"sum {size(sum(self.planned.values()))} of {size(self.capacity)}"
-            said.append(f"planned on the fullest rank, at {self.where}: {_sizes(self.planned)}; {whole}")
+            said = [f"planned on the fullest rank, at {self.where}; {taken}:"]
         else:
-            said.append(f"nothing is predicted of it: {self.problem}")
-        said.append(f"actual on rank {self.rank}: {_sizes(self.actual)}")
+            said = [f"nothing is predicted of it: {self.problem}; {taken}:"]
+        for name, (plan, actual) in self.compared.items():
+            known = size(actual) if name not in self.unknown else "unknown"
+            parts = [f"planned {size(plan)}"] * (plan is not None)
+            parts += [f"taken {known}"] * (actual is not None or name in self.unknown)
+            said.append(f"  {name}: {', '.join(parts)}")
+        sums = [f"planned {size(sum(self.planned.values()))}"] * bool(self.planned)
+        said.append(f"  sum: {', '.join([*sums, f'taken {size(sum(self.actual.values()))}'])} of {size(self.capacity)}")
+        if self.unknown:
+            said.append(f"what of {REST} are {' and '.join(self.unknown)} is not known")
+        if self.counted:
+            said.append("besides: " + ", ".join(f"{name} {size(value)}" for name, value in self.counted.items()))
         if not self.explained:
             said.append(
                 "the plan alone is predicted to fit: look at what else takes memory (other programs, a loss term or a "
                 "callback of one's own), or leave it more"
             )
         return said
+
+    @property
+    def compared(self) -> dict[str, tuple[float | None, float | None]]:
+        """By category what was planned and what was taken, those of less than a byte left out."""
+        planned = {name: value for name, value in self.planned.items() if name not in TRANSIENT}
+        if self.planned:
+            planned[REST] = sum(self.planned.get(name, 0.0) for name in TRANSIENT)
+        order = [*(name for name in planned if name not in LAST), *self.actual, *LAST]
+        pairs = {name: (planned.get(name), self.actual.get(name)) for name in order}
+        return {name: pair for name, pair in pairs.items() if max(value or 0.0 for value in pair) >= 1}
 
     @property
     def ways(self) -> list[str]:
@@ -97,10 +131,6 @@ class Shortage:
         write_atomic(folder / SHORTAGE, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def _sizes(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {size(value)}" for name, value in values.items() if value >= 1)
-
-
 _NUMBER = (int, float)
 _MAYBE = (int, float, type(None))
 _SHAPE = {
@@ -110,6 +140,8 @@ _SHAPE = {
     "device": str,
     "capacity": _NUMBER,
     "actual": {str: _NUMBER},
+    "counted": {str: _NUMBER},
+    "unknown": [str],
     "planned": {str: _NUMBER},
     "where": str,
     "explained": bool,
@@ -123,6 +155,7 @@ def read(folder: Path) -> Shortage | None:
     with contextlib.suppress(OSError, Malformed):
         content = read_json(folder / SHORTAGE, _SHAPE, "")
         given: dict[str, Any] = {entry.name: content[entry.name] for entry in dataclasses.fields(Shortage)}
+        given["unknown"] = tuple(map(printable, content["unknown"][:10]))
         given["overrides"] = tuple(
             Override(
                 printable(one["text"]),

@@ -10,6 +10,7 @@ from math import inf, log, sqrt
 from trainer.diagnosis.account import Account
 from trainer.diagnosis.evidence import Evidence
 from trainer.diagnosis.typical import Typical, computed
+from trainer.util.tables import number
 
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """The 97.5% quantile of Student's t for 1, 2, ... degrees of freedom; `MANY` for more."""
@@ -69,10 +70,23 @@ def peers_median(profile: Typical, account: Account) -> float:
 
 
 def throttled(evidence: Evidence, rank: int) -> list[str]:
-    """What the run's hardware metrics say of a rank's clock, where it is the lowest of all."""
+    """What the run's hardware metrics say of a rank's clock, where it is the lowest of all, or is held down."""
+    held = evidence.held
+    why = f"held down by {held.why}" if held and held.rank == rank else ""
     named = Counter(int(value) for value in evidence.values(CLOCK_RANK)[-20:])
     clocks = evidence.values(CLOCK)[-20:]
     if not clocks or not named or named.most_common(1)[0][0] != rank:
+        return [f"its clocks are {why}"] if why else []
+    if not held and evidence.throttle:  # of metrics that do not say whose
+        why = f"held down, of this or another rank: {evidence.throttle}"
+    because = f"; clocks are {why}" if why else ""
+    return [f"its clock is the lowest of all ranks, {statistics.median(clocks):.0f} MHz{because}"]
+
+
+def held_down(evidence: Evidence, told: str) -> list[str]:
+    """That a rank's clocks are held down, where no cost has said so of it. told: what the costs say."""
+    held = evidence.held
+    if held is None or f"held down by {held.why}" in told:
         return []
-    why = f"; clocks are held down, of this or another rank: {evidence.throttle}" if evidence.throttle else ""
-    return [f"its clock is the lowest of all ranks, {statistics.median(clocks):.0f} MHz{why}"]
+    more = f", and those of {number(held.ranks - 1, 'other rank')} too" if held.ranks > 1 else ""
+    return [f"clocks of {evidence.machine.named(held.rank)} are held down by {held.why}{more}"]

@@ -14,6 +14,7 @@ from trainer.diagnosis.memory import Memory, memory
 from trainer.diagnosis.overrides import FREED, Workshop
 from trainer.diagnosis.roofline import Ceilings, Point, ceilings, roofline
 from trainer.diagnosis.shortage import NOTHING, Override
+from trainer.diagnosis.slow_ranks import held_down
 from trainer.planning.estimate.step import GIB
 from trainer.util.tables import duration, percent
 
@@ -89,6 +90,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         workshop = Workshop(evidence, seconds)
     scale = seconds / profile.seconds if profile and seconds and profile.seconds else 1.0
     findings = tuple(_finding(cost, scale, workshop, evidence) for cost in found[:TOP])
+    notes += held_down(evidence, " ".join(text for one in findings for text in one.cost.evidence))
     kind, text = _verdict(evidence, findings, bool(profile))
     estimate = workshop.predicted if workshop else None
     roof, shapes = ceilings(evidence), tuple[Advice, ...]()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from trainer.diagnosis import account, shortage
-from trainer.diagnosis.evidence import gather, machine_of
+from trainer.diagnosis.evidence import HeldDown, gather, machine_of
 from trainer.diagnosis.verdict import Diagnosis, diagnose
 from trainer.observe import metrics
 from trainer.observe.nvml import words
-from trainer.observe.slowdown import held_down
+from trainer.observe.slowdown import held_down, held_rank
 from trainer.util.reading import Malformed, read_json
 from trainer.util.run_folder import LOG, METRICS_FILE, STARTS, STATUS
 
@@ -40,7 +41,14 @@ def examine(folder: Path, hardware: str = "", config_dir: str | None = None) -> 
     newest = [record for record in records if record.get("step_seconds") is not None][-NOW:]
     throttle, lacked, silent = words(held_down(newest)), shortage.read(folder), silence(folder, status)
     known = folder, records, accounts, status, stalled, throttle
-    return diagnose(gather(*known, hardware, config_dir, lacked, silent))
+    return diagnose(gather(*known, hardware, config_dir, lacked, silent, held(newest)))
+
+
+def held(newest: Sequence[Mapping[str, Any]]) -> HeldDown | None:
+    """The rank whose clocks are held down in logged steps, where they say whose."""
+    rank, reasons = held_rank(newest)
+    ranks = [int(count) for line in newest if (count := line.get("hardware/throttle_ranks"))]
+    return None if rank is None else HeldDown(rank, words(reasons), median_low(ranks) if ranks else 1)
 
 
 def silence(folder: Path, status: Mapping[str, Any]) -> float | None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 
-from trainer.observe.nvml import Gpu
+from trainer.observe.nvml import FAULTS, Gpu, words
 from trainer.util import machine
 
 Reading = Mapping[str, float | None]
@@ -113,4 +114,22 @@ def over_ranks(readings: Sequence[Reading]) -> dict[str, float | None]:
     """The metrics `hardware/*` of the ranks' readings, in order of rank."""
     found = {f"hardware/{name}": merged(name, readings, how) for name, how in OVER_RANKS.items()}
     clocks = {rank: clock for rank, one in enumerate(readings) if (clock := one.get("clock_mhz")) is not None}
-    return found | {"hardware/clock_rank": min(clocks, key=clocks.__getitem__) if clocks else None}
+    known = {rank: int(bits) for rank, one in enumerate(readings) if (bits := one.get("throttle")) is not None}
+    held = {rank: bits for rank, bits in known.items() if bits}
+    worst = min(held, key=lambda rank: (not held[rank] & FAULTS, clocks.get(rank, math.inf)), default=None)
+    return found | {
+        "hardware/clock_rank": min(clocks, key=clocks.__getitem__) if clocks else None,
+        "hardware/throttle_rank": worst,
+        "hardware/throttle_of_rank": None if worst is None else held[worst],
+        "hardware/throttle_ranks": len(held) if known else None,
+    }
+
+
+def clocks_of(readings: Sequence[Reading], rank: int) -> str:
+    """What the readings of all ranks say of the clocks of one, up to the next thing to be said; empty where nothing."""
+    clocks = [clock for one in readings if (clock := one.get("clock_mhz")) is not None]
+    mine, reasons = readings[rank].get("clock_mhz"), words(int(readings[rank].get("throttle") or 0))
+    if mine is None:
+        return f"its clocks are held down by {reasons}; " if reasons else ""
+    why = f", held down by {reasons}" if reasons else ", and nothing holds it down"
+    return f"its clock is at {mine:.0f} MHz, where the ranks' median is {median(clocks):.0f}{why}; "

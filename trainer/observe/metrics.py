@@ -34,6 +34,9 @@ METRICS: dict[str, str] = {
     "step_seconds_p95": "95th percentile of the same, in seconds",
     "data_seconds": "mean time that a step waited for its batch since the last logged one, the longest of any rank, in "
     "seconds",
+    "evaluation_seconds": "time that training stood still for evaluations and samples, a step on average since the "
+    "last logged one, in seconds",
+    "checkpoint_seconds": "the same for saves; what is written in the background does not count",
     "eta_seconds": "time left for the remaining steps at the mean pace of recent ones, in seconds",
     "bubble": "share of the step in which pipeline ranks wait for each other, 0 to 1",
     "profiled_step": "the newest step of which there are accounts (logging.profile); the next are means over the ranks "
@@ -57,6 +60,10 @@ METRICS: dict[str, str] = {
     "hardware/temperature": "of the hottest GPU, in degrees Celsius",
     "hardware/throttle": "why any GPU's clocks are held down: the sum of 4 (power cap), 8 (hardware slowdown), 32 and "
     "64 (heat, seen by software and hardware), 128 (power brake); 0 for none of them",
+    "hardware/throttle_rank": "the rank whose clocks are held down; of several one with another reason than the power "
+    "cap, and of these the slowest",
+    "hardware/throttle_of_rank": "the reasons of that rank",
+    "hardware/throttle_ranks": "how many ranks' clocks are held down",
     "hardware/alloc_retries": "how often since the start a GPU's allocator gave its cache back to find memory, the "
     "most of any rank",
     "hardware/host_cpu": "share of a machine's processors that were busy, 0 to 1, the busiest machine's",

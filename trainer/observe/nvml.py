@@ -18,6 +18,8 @@ SLOWED = {
 }
 """Reasons for which clocks are lower than they could be, by their bits, that mean a fault."""
 
+FAULTS = sum(SLOWED)
+
 REASONS = {0x4: "power cap"} | SLOWED
 """The same with the ordinary power cap. Other bits mean idleness and clocks that somebody chose."""
 

@@ -38,8 +38,9 @@ class Slowdown:
     What has been told becomes the past that is compared with: a slow-down is told once, and again if it gets worse by
     as much, or has been over meanwhile."""
 
-    def __init__(self, guard: GuardConfig):
-        self.guard = guard
+    def __init__(self, guard: GuardConfig, hosts: Sequence[str] = ()):
+        """hosts: by rank; of a run on one machine they are not named."""
+        self.guard, self.hosts = guard, hosts
         self.restart()
 
     def restart(self) -> None:
@@ -58,7 +59,7 @@ class Slowdown:
             self.windows.append(recent)
             return None
         self.windows.clear()  # and the next window is the first: this one may have fast steps too
-        return told(recent, past)
+        return told(recent, past, self.hosts)
 
 
 def typical(lines: list[Mapping[str, Any]]) -> dict[str, Any]:
@@ -70,25 +71,38 @@ def typical(lines: list[Mapping[str, Any]]) -> dict[str, Any]:
         values = [value for line in some if (value := line.get(name)) is not None]
         found[name] = median(values) if values else None
     ranks = [line["straggler_rank"] for line in lines if line.get("straggler_rank") is not None]
+    rank, reasons = held_rank(lines)
     return found | {
         "fresh": bool(fresh),
         "throttle": held_down(lines),
+        "throttle_rank": rank,
+        "throttle_of_rank": reasons,
         "straggler_rank": mode(ranks) if ranks else None,
         "steps": f"{lines[0]['step']} to {lines[-1]['step']}",
     }
 
 
-def held_down(lines: Sequence[Mapping[str, Any]]) -> int:
-    """The reasons for lower clocks, on any rank, that half of the lines have."""
-    bits = [int(line.get("hardware/throttle") or 0) for line in lines]
+def held_down(lines: Sequence[Mapping[str, Any]], key: str = "hardware/throttle") -> int:
+    """The reasons for lower clocks that half of the lines have; on any rank, unless `key` says otherwise."""
+    bits = [int(line.get(key) or 0) for line in lines]
     often = [bit for bit in (4, 8, 32, 64, 128) if bits and 2 * sum(bool(some & bit) for some in bits) >= len(bits)]
     return functools.reduce(operator.or_, often, 0)
 
 
-def told(recent: Mapping[str, Any], past: Mapping[str, Any]) -> str:
+def held_rank(lines: Sequence[Mapping[str, Any]]) -> tuple[int | None, int]:
+    """The rank whose clocks are held down in half of the lines or more, and its reasons; None where no rank is."""
+    ranks = [int(rank) for line in lines if (rank := line.get("hardware/throttle_rank")) is not None]
+    if 2 * len(ranks) < len(lines) or 2 * ranks.count(rank := mode(ranks or [-1])) < len(lines):
+        return None, 0
+    own = [line for line in lines if line.get("hardware/throttle_rank") == rank]
+    reasons = held_down(own, "hardware/throttle_of_rank")
+    return (rank, reasons) if reasons else (None, 0)
+
+
+def told(recent: Mapping[str, Any], past: Mapping[str, Any], hosts: Sequence[str] = ()) -> str:
     """The slow-down in words, with the causes and the layers that the numbers point to."""
     now, before = recent["step_seconds"], past["step_seconds"]
-    changed = [*causes(recent, past), *of_the_hardware(recent, past)]
+    changed = [*causes(recent, past, hosts), *of_the_hardware(recent, past, hosts)]
     blind = "" if recent["fresh"] else f"; {say_more(before)} would tell more"
     why = "; ".join(changed) or f"unknown: nothing that is logged has changed with it{blind}"
     return (
@@ -103,7 +117,7 @@ def both(recent: Mapping[str, Any], past: Mapping[str, Any], name: str) -> tuple
     return None if None in pair else pair
 
 
-def causes(recent: Mapping[str, Any], past: Mapping[str, Any]) -> Iterator[str]:
+def causes(recent: Mapping[str, Any], past: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[str]:
     """What takes so much more of a step that it explains half of the time that steps take longer."""
     now, before = recent["step_seconds"], past["step_seconds"]
     half = (now - before) / 2
@@ -111,8 +125,8 @@ def causes(recent: Mapping[str, Any], past: Mapping[str, Any]) -> Iterator[str]:
         yield f"data ({RUNTIME}): a step waits {waits[0]:.3g} s for its batch, and waited {waits[1]:.3g} s"
     if (shares := both(recent, past, "straggler")) and (shares[0] - shares[1]) * before >= half:
         yield (
-            f"one rank ({RUNTIME}): rank {recent['straggler_rank']} takes {shares[0]:.2f} times its peers' time in "
-            f"forward passes, where the slowest took {shares[1]:.2f} times"
+            f"one rank ({RUNTIME}): {place(recent['straggler_rank'], hosts)} takes {shares[0]:.2f} times its peers' "
+            f"time in forward passes, where the slowest took {shares[1]:.2f} times"
         )
     for name, cause, text in SHARES:
         if name in PROFILED and not recent["fresh"]:
@@ -132,10 +146,17 @@ SHARES = (
 """Metrics that are shares of a step, and what is said where one has grown."""
 
 
-def of_the_hardware(recent: Mapping[str, Any], past: Mapping[str, Any]) -> Iterator[str]:
+def place(rank: int, hosts: Sequence[str]) -> str:
+    """A rank, with its machine where there are several."""
+    return f"rank {rank} on {hosts[rank]}" if len(set(hosts)) > 1 and rank < len(hosts) else f"rank {rank}"
+
+
+def of_the_hardware(recent: Mapping[str, Any], past: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[str]:
     """What has changed of devices and machines."""
     half = (recent["step_seconds"] / past["step_seconds"] - 1) / 2
-    reasons = words(recent["throttle"] & ~past["throttle"])
+    added = recent["throttle"] & ~past["throttle"]
+    whose = f" on {place(recent['throttle_rank'], hosts)}" if added & recent["throttle_of_rank"] else ""
+    reasons = words(added) + whose * bool(added)
     if (clocks := both(recent, past, "hardware/clock_mhz")) and clocks[0] and clocks[1] / clocks[0] - 1 >= half:
         because = f" ({reasons})" if reasons else ""
         yield f"{HARDWARE}: clocks fell from {clocks[1]:.0f} to {clocks[0]:.0f} MHz{because}"

@@ -8,6 +8,7 @@ global parameter name, and saved as tensors in the layout of the parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -65,6 +66,10 @@ class Optimizer:
         }
         matrices = {name: parameter for name, parameter in parameters.items() if policies[name].optimizer == "muon"}
         self.orthogonaliser = Orthogonaliser(matrices, config.muon, world) if matrices or world else None
+
+    def moments(self) -> Iterable[Tensor]:
+        """What is kept of each parameter beside it."""
+        return self.state.values()
 
     def gradients(self) -> list[Tensor]:
         """This rank's part of every gradient, in the order of the parameters."""

@@ -100,10 +100,11 @@ def data_of(shown: Shown) -> dict[str, Any]:
     }
 
 
-def told(run: Run) -> dict[str, Any]:
-    """What the templates say of a run."""
+def told(run: Run, place: int) -> dict[str, Any]:
+    """What the templates say of a run. place: among those of the page."""
     return {
         "label": run.label,
+        "place": place,
         "folder": str(run.folder),
         "status": run.status,
         "steps": run.steps,
@@ -124,9 +125,19 @@ def told(run: Run) -> dict[str, Any]:
     }
 
 
+def plan_of(run: dict[str, Any]) -> list[tuple[str, str]]:
+    """The rows of a run's tables but for its memory, each with its table's title."""
+    return [
+        (f"{title}: {label}", value)
+        for title, rows in run["tables"].items()
+        if title != "peak"
+        for label, value in rows
+    ]
+
+
 def content_of(shown: Shown, data: dict[str, Any]) -> str:
     """The page's sections as HTML. data: what the script will draw, with a place for each plot."""
-    runs, texts = shown.runs, [told(run) for run in shown.runs]
+    runs, texts = shown.runs, [told(run, place) for place, run in enumerate(shown.runs)]
     sweeps = [sweep.shown() for sweep in shown.sweeps]
     verdicts = [
         {"label": run.label, "place": place, **verdict(run.diagnosis)}
@@ -136,7 +147,7 @@ def content_of(shown: Shown, data: dict[str, Any]) -> str:
     account = steps.account_of(shown.single) if shown.single else None
     accounts = None if shown.single else steps.accounts_compared(runs)
     kernels = [found for place, run in enumerate(runs) if (found := steps.kernels_of(run, place))]
-    differing = [] if shown.single else settings.differing(runs)
+    differing, lacking = ([], []) if shown.single else settings.differing(runs)
     columns = [run["numbers"] for run in texts]
     groups: dict[str, list[dict[str, Any]]] = {}
     for panel in data["panels"]:
@@ -146,7 +157,7 @@ def content_of(shown: Shown, data: dict[str, Any]) -> str:
         Section("foretold", "Foretold and measured", any(data["searches"])),
         Section("trials", "Trials", any(sweep["trials"] for sweep in sweeps)),
         Section("compared", "Trials as runs", bool(sweeps and runs)),
-        Section("differ", "Settings that differ", bool(differing)),
+        Section("differ", "Settings that differ", bool(differing or lacking)),
         Section("bound", "What bounds the run" if shown.single else "What bounds the runs", bool(verdicts)),
         Section("account", "Where the step goes", bool(account or accounts)),
         Section("curves", "Curves", bool(groups)),
@@ -167,6 +178,9 @@ def content_of(shown: Shown, data: dict[str, Any]) -> str:
         accounts=accounts,
         kernels=kernels,
         differing=differing,
+        lacking=lacking,
+        memory=settings.beside([run["memory"] for run in texts]),
+        plans=settings.beside([plan_of(run) for run in texts], alike=False),
         groups=groups,
         compared=[column[0].name for column in zip(*columns) if any(one.value is not None for one in column)],
         best=numbers.best_of(columns),

@@ -31,6 +31,7 @@ PANELS = (
     Panel("", "step time", "seconds", ("step_seconds", "step_seconds_p50", "step_seconds_p95")),
     Panel("", "model FLOP utilisation", "share of the peak", ("mfu", "mfu_full")),
     Panel("", "waiting for data", "seconds a step", ("data_seconds",)),
+    Panel("", "evaluating and saving", "seconds a step", ("evaluation_seconds", "checkpoint_seconds")),
     Panel("", "bubble", "share of the step", ("bubble", "bubble_imbalance")),
     Panel("", "exposed communication", "share of a profiled step", ("exposed/NAME",)),
     Panel("", "late host", "share of a profiled step", ("host",)),
@@ -46,19 +47,28 @@ PANELS = (
     Panel("hardware", "power", "watts a GPU", ("hardware/power_watts",)),
     Panel("hardware", "clock", "MHz of the slowest GPU", ("hardware/clock_mhz",)),
     Panel("hardware", "temperature", "degrees Celsius of the hottest GPU", ("hardware/temperature",)),
-    Panel("hardware", "throttle", "reasons: 4 power, 32 and 64 heat, 8 and 128 hardware", ("hardware/throttle",)),
+    Panel(
+        "hardware",
+        "throttle",
+        "reasons: 4 power, 32 and 64 heat, 8 and 128 hardware",
+        ("hardware/throttle", "hardware/throttle_of_rank"),
+    ),
+    Panel("hardware", "ranks whose clocks are held down", "number", ("hardware/throttle_ranks",)),
     Panel("hardware", "emptied caches", "of the allocator, so far", ("hardware/alloc_retries",)),
     Panel("hardware", "machine", "share in use", ("hardware/host_cpu", "hardware/host_memory")),
     Panel("hardware", "free disk", "GiB", ("hardware/disk_free_gib",)),
 )
 """Other metrics, such as registered ones, have a panel each, behind these."""
 
-OF_ONE_VALUE = ("loss_scale", "skipped", "damaged", "hardware/throttle", "hardware/alloc_retries")
+OF_ONE_VALUE = (
+    *("loss_scale", "skipped", "damaged", "hardware/alloc_retries"),
+    *("hardware/throttle", "hardware/throttle_of_rank", "hardware/throttle_ranks"),
+)
 """Metrics that say nothing as long as they stay what they were."""
 
 NOT_DRAWN = {
     *("step", "time", "tokens", "epoch", "eta_seconds"),
-    *("straggler_rank", "profiled_step", "hardware/clock_rank"),
+    *("straggler_rank", "profiled_step", "hardware/clock_rank", "hardware/throttle_rank"),
 }
 
 

@@ -54,16 +54,33 @@ def changed(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def differing(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """The settings in which runs differ, with the value of each; names and folders differ anyway."""
+Rows = list[tuple[str, list[str]]]
+"""A name, and the value of each run for people."""
+
+
+def differing(runs: Sequence[Run]) -> tuple[Rows, Rows]:
+    """The settings in which runs differ, with the value of each; names and folders differ anyway. And those that some
+    runs do not have, as other versions wrote them, and in which the others agree."""
     everyone = [run.settings for run in runs]
     names = dict.fromkeys(name for settings in everyone for name in settings if name not in NAMES)
-    rows = ((name, [settings.get(name) for settings in everyone]) for name in names)
-    return [
-        (printable(name), [shown(value) if value is not None else NONE for value in values])
-        for name, values in rows
-        if any(value != values[0] for value in values)
-    ]
+    differ: Rows = []
+    lacking: Rows = []
+    for name in names:
+        known = [settings[name] for settings in everyone if name in settings]
+        row = printable(name), [shown(settings[name]) if name in settings else NONE for settings in everyone]
+        if any(value != known[0] for value in known):
+            differ.append(row)
+        elif len(known) < len(everyone):
+            lacking.append(row)
+    return differ, lacking
+
+
+def beside(tables: Sequence[Sequence[Sequence[str]]], alike: bool = True) -> Rows:
+    """Tables of labels and values as one, with a value of each run. alike: with the rows in which all agree."""
+    given = [{label: value for label, value in table} for table in tables]
+    labels = dict.fromkeys(label for one in given for label in one)
+    rows = [(label, [one.get(label, NONE) for one in given]) for label in labels]
+    return [row for row in rows if alike or len(set(row[1])) > 1]
 
 
 def starts(run: Run) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@ there are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +39,9 @@ class EngineOptimizer(Protocol):
 
     def gradients(self) -> list[Tensor]:
         """What this rank holds of every gradient, reduced, in the order of the model's parameters."""
+
+    def moments(self) -> Iterable[Tensor]:
+        """What is kept of each parameter beside it, as far as it is in memory; nothing is allocated."""
 
     def step(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> Tensor:
         """One update with gradients divided by `grad_scale`; nothing changes where `found_inf` is one. All scalars on
@@ -93,6 +96,10 @@ class Engine(Protocol):
     ) -> tuple[EngineOptimizer, LossScale]:
         """Sets all parameters to `weights`, and makes what updates them. parameters, infos, policies: of all stages, by
         the names of `TrainState.optimizer`."""
+
+    def holds(self) -> Mapping[str, Iterable[Tensor] | None]:
+        """Tensors in memory at this moment beside those of the optimizer, by category of the estimator; None where they
+        cannot be known. Some may be views of the same memory. Nothing is allocated or sent."""
 
     def sharding(self, reductions: int) -> Sharding:
         """What happens around the computation of stages whose gradients are reduced so many times in a step."""

@@ -17,8 +17,10 @@ memory that is not page-locked, waits for the copy, and adds on the host.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from trainer.config import Config
@@ -36,6 +38,7 @@ from trainer.parallel.fsdp_internals import (
     copy_shards,
     end_backward,
     fsdp_units,
+    held_by,
     is_set_up,
     reduce_accumulated,
 )
@@ -117,6 +120,14 @@ class FSDP:
         muon = "muon" in Updates.of(self.config).names()
         optimizer = Optimizer(parameters, policies, self.config.optimizer, self.world if muon else None)
         return optimizer, GradScaler(self.config.precision, self.world.device)
+
+    def holds(self) -> dict[str, Iterable[Tensor]]:
+        held = held_by([unit for model in self.modules.values() for unit in fsdp_units(model)])
+        return {
+            "gradients": [*held.gradients, *self.compression.partial_sums],
+            "gathered parameters": held.gathered,
+            "communication buffers": held.messages,
+        }
 
     def sharding(self, reductions: int) -> FSDPSharding:
         return FSDPSharding(self.modules, self.plan, reductions, self.compression)

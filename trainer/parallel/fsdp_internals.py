@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,34 @@ def fill_missing(group: Any, last: bool) -> None:
         parameter.unsharded_accumulated_grad = torch.zeros_like(
             whole, dtype=parameter.reduce_dtype or whole.dtype, requires_grad=False
         )
+
+
+class Held(NamedTuple):
+    """Tensors that units have in memory, some of them views of the same memory. messages: sent and received by FSDP."""
+
+    gradients: list[Tensor]
+    gathered: list[Tensor]
+    messages: list[Tensor]
+
+
+def held_by(units: list[FSDPModule]) -> Held:
+    """What units hold beside their shards at this moment, in the middle of a step too. Nothing is allocated."""
+    gradients: list[Tensor | None] = []
+    gathered: list[Tensor | None] = []
+    messages: list[Any] = []
+    for unit in units:
+        group = parameter_group(unit)
+        for parameter in group.fsdp_params:
+            whole = getattr(parameter, "_unsharded_param", None)
+            gathered += [*parameter.all_gather_outputs, whole]
+            gradients += [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad]
+        gradients.append(group._partial_reduce_output)
+        context = group.comm_ctx  # of all units
+        kept = getattr(context.all_gather_state, "all_gather_result", None)
+        messages += [getattr(result, "all_gather_output", None) for result in (group._all_gather_result, kept)]
+        messages += [state.reduce_scatter_input for state in context.reduce_scatter_states]
+        messages.append(getattr(group._all_reduce_state, "all_reduce_input", None))
+    return Held(*([tensor for tensor in some if tensor is not None] for some in (gradients, gathered, messages)))
 
 
 def end_backward(model: FSDPModule) -> None:

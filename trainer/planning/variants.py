@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -41,13 +42,17 @@ def split_words(
     arguments: Sequence[str], names: Sequence[str], program: str
 ) -> tuple[dict[str, str], list[str], str | None]:
     """Splits a command line into the command's own options `NAME=VALUE`, the other words, which are overrides, and the
-    folder of --config-dir. Raises `ConfigError` for another option."""
+    folder of --config-dir. Raises `ConfigError` for another option, and for a word that looks like a mistyped one."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--config-dir", "-cd")
     options, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
         raise ConfigError(f"{unknown[0]} is no option; see python -m {program} --help")
+    settings = [field.name for field in dataclasses.fields(Config)]
+    for name, equals, _ in (word.partition("=") for word in options.words):
+        if equals and name not in (*names, *settings) and (close := difflib.get_close_matches(name, names, 1, 0.8)):
+            raise ConfigError(f"unknown option {name!r}; did you mean {close[0]!r}? See python -m {program} --help")
     own = {
         name: value
         for name, equals, value in (word.partition("=") for word in options.words)

@@ -17,7 +17,7 @@ def save(figure: Figure, path: Path) -> None:
     """Writes the figure, in the format of the suffix, and closes it. Raises `ConfigError` when that cannot be done."""
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix[1:] not in formats:
-        raise ConfigError(f"--out {path}: unknown format; legal: {', '.join('.' + name for name in sorted(formats))}")
+        raise ConfigError(f"{path}: unknown format; legal: {', '.join('.' + name for name in sorted(formats))}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as part:

@@ -19,7 +19,8 @@ from torch import Tensor
 from trainer.data.batches import Batch, Loader, source_of
 from trainer.data.corpus import Corpus
 from trainer.observe.deferred import DeferredScalars
-from trainer.observe.hardware import Reading, Sampler, over_ranks
+from trainer.observe.hardware import Reading, Sampler, clocks_of, over_ranks
+from trainer.observe.pauses import PAUSES, Growth, Pauses
 from trainer.observe.report import peak_memory_gib, step_meter
 from trainer.observe.sinks import Logger
 from trainer.observe.slowdown import Slowdown
@@ -43,13 +44,19 @@ class Ledger:
     """The record of a run's steps. All ranks keep it together, and see a step at the same point.
 
     corpus: what is trained on; the losses of its sources are told apart where they are several. profiled: metrics of
-    the newest step that was profiled. losses: the first and
-    the latest; skipped: steps of the run without an update; stop: whether a rank asks to end the run, and finished: as
-    done; latest: the newest known number of each name; log: where the steps go, and notices.
+    the newest step that was profiled. pauses: of training between steps. losses: the first and the latest; skipped:
+    steps of the run without an update; stop: whether a rank asks to end the run, and finished: as done; latest: the
+    newest known number of each name; log: where the steps go, and notices.
     """
 
     def __init__(
-        self, state: TrainState, batch: BatchPlan, skipped: int, corpus: Corpus, profiled: Mapping[str, float]
+        self,
+        state: TrainState,
+        batch: BatchPlan,
+        skipped: int,
+        corpus: Corpus,
+        profiled: Mapping[str, float],
+        pauses: Pauses,
     ):
         config, world = state.config, state.world
         self.config, self.world, self.names, self.tokens_a_step = config, world, state.names, batch.tokens
@@ -59,7 +66,10 @@ class Ledger:
         self.scaled, self.pipelined = state.scaler.enabled, state.plan.pp > 1
         self.deferred = DeferredScalars(world.device)
         self.meter = step_meter(config, state.spec, world, batch.sequence_length)
-        self.stragglers, self.slowdown = Stragglers(config.guard), Slowdown(config.guard)
+        self.hosts, self.readings = world.gather(socket.gethostname()), list[Reading]()
+        self.stragglers, self.slowdown = Stragglers(config.guard), Slowdown(config.guard, self.hosts)
+        self.pauses, self.logged = pauses, state.step
+        self.growth = [Growth(name, config.guard) for name in PAUSES]
         self.losses: list[float] = []
         self.skipped, self.skipped_in_row, self.stop, self.finished = skipped, 0, False, False
         self.asked, self.latest = Ask(0), dict[str, Any]()
@@ -129,6 +139,10 @@ class Ledger:
     def log_step(self, step: int, numbers: dict[str, Any], host: dict[str, Any]) -> None:
         """Writes a step's line of metrics, and says what it shows of predictions and of slow ranks."""
         pace, readings = self.meter.read(), self.hardware.take()
+        stood = {
+            f"{name}_seconds": seconds / (step - self.logged) for name, seconds in self.pauses.since("log").items()
+        }
+        self.logged = step
         sums = self.sum_by_source(numbers, host["ids"])
         measured, makespan, sums = self.compare_ranks(host["times"], pace["data_seconds"], readings, sums)
         record = {
@@ -143,6 +157,7 @@ class Ledger:
             **{name: value for name, value in numbers.items() if name.startswith("user/")},
             **self.terms(numbers),
             **pace,
+            **stood,
             **self.profiled,
             **measured,
         }
@@ -156,8 +171,9 @@ class Ledger:
             )
         if self.stragglers.add(measured["straggler"], measured["straggler_rank"]):
             self.name_straggler(measured["straggler"], measured["straggler_rank"])
-        if told := self.slowdown.add(record):
-            self.log.event(told)
+        for told in (self.slowdown.add(record), *(growth.add(record) for growth in self.growth)):
+            if told:
+                self.log.event(told)
 
     def terms(self, numbers: dict[str, Any]) -> dict[str, float]:
         """The mean over valid tokens of each registered term of the loss."""
@@ -213,22 +229,19 @@ class Ledger:
         measured["data_seconds"] = waits.max().item()
         if self.pipelined:
             measured["bubble"] = 1 - (busy.sum() / (self.world.size * finish.max())).item()
-        measured |= over_ranks(
-            [
-                {name: None if math.isnan(value) else value for name, value in zip(readings, row)}
-                for row in read_of.tolist()
-            ]
-        )
+        self.readings = [
+            {name: None if math.isnan(value) else value for name, value in zip(readings, row)}
+            for row in read_of.tolist()
+        ]
+        measured |= over_ranks(self.readings)
         return measured, finish.max().item(), sums_of.sum(0).numpy().reshape(sums.shape)
 
     def name_straggler(self, share: float, rank: int) -> None:
-        """Tells of a rank that stays slow, with its node. All ranks call it together."""
-        node = [socket.gethostname()]
-        dist.broadcast_object_list(node, src=rank)
+        """Tells of a rank that stays slow, with its node and what its clocks say."""
         self.log.event(
-            f"rank {rank} on {node[0]} has been slow for {self.config.guard.straggler_lines} logged steps, in this "
-            f"one {share:.2f} times its peers' median; look at its clocks and temperature (nvidia-smi -q -d "
-            "CLOCK,PERFORMANCE,TEMPERATURE), and at what else runs there"
+            f"rank {rank} on {self.hosts[rank]} has been slow for {self.config.guard.straggler_lines} logged steps, in "
+            f"this one {share:.2f} times its peers' median; {clocks_of(self.readings, rank)}look at its clocks and "
+            "temperature (nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE), and at what else runs there"
         )
 
     def describe_non_finite(self, numbers: dict[str, Any]) -> str:

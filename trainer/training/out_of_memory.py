@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.diagnosis.evidence import Evidence, Machine
 from trainer.diagnosis.overrides import FREED, Workshop
-from trainer.diagnosis.shortage import NOTHING, Override, Shortage
+from trainer.diagnosis.shortage import NOTHING, OUTSIDE, POOLS, REST, Override, Shortage
 from trainer.distributed.world import World
 from trainer.observe.report import device_name, peak_memory_gib
 from trainer.observe.sinks import reason_of, write_status
@@ -22,30 +22,44 @@ from trainer.planning.estimate.hardware import load_hardware, shipped_for
 from trainer.planning.fit import Memory
 from trainer.planning.plan import node_size
 from trainer.planning.resolve import Layout
+from trainer.training.held import HOST, held
+from trainer.training.state import TrainState
 from trainer.util.machine import resident_memory, used_memory
 from trainer.util.memory_errors import missing_memory
 
 
 @contextlib.contextmanager
-def explained(config: Config, layout: Layout, world: World, memory: Memory, done: Callable[[], int]) -> Iterator[None]:
+def explained(
+    config: Config, layout: Layout, world: World, memory: Memory, done: Callable[[], int]
+) -> Iterator[list[Callable[[], TrainState]]]:
     """Around what may run out of memory: adds what is known of it to such an error (`BaseException.add_note`), and
-    leaves it in the run's folder. done: says how many steps were."""
+    leaves it in the run's folder. done: says how many steps were. Yields a list for what says which state is trained,
+    once there is one."""
+    states: list[Callable[[], TrainState]] = []
     try:
-        yield
+        yield states
     except Exception as error:
         if missing := missing_memory(error):
             with contextlib.suppress(Exception):  # whatever goes wrong here, the error is told
-                error.add_note("\n".join(tell(config, layout, world, memory, done(), missing)))
+                error.add_note("\n".join(tell(config, layout, world, memory, done(), missing, states)))
             with contextlib.suppress(OSError):  # on any rank: the first one is ended by this, and knows no reason
                 write_status(Path(config.run.dir), "failed", done(), config.run.steps, reason_of(error))
         raise
 
 
-def tell(config: Config, layout: Layout, world: World, memory: Memory, step: int, missing: str) -> list[str]:
+def tell(
+    config: Config,
+    layout: Layout,
+    world: World,
+    memory: Memory,
+    step: int,
+    missing: str,
+    states: Sequence[Callable[[], TrainState]] = (),
+) -> list[str]:
     """The lines that are to be said of memory that has run out, which are left in the run's folder."""
     node, device = node_size(world.size), device_name(world.device)
     capacity = memory.device or memory.host / node
-    found = Shortage(world.rank, step, missing, device, capacity, actual(world.device))
+    found = Shortage(world.rank, step, missing, device, capacity, *actual(world.device, states))
     try:
         workshop = workshop_of(config, layout, Machine(world.size, node, device), memory)
         overrides = tuple(workshop.against(*FREED))
@@ -54,7 +68,7 @@ def tell(config: Config, layout: Layout, world: World, memory: Memory, step: int
             found = replace(found, overrides=overrides, problem=engine)
         else:
             full, outside = predicted.fullest, predicted.hardware.fixed * 2**30
-            planned = {**full.categories, "allocator's pools": full.pools, "outside of it": outside}
+            planned = {**full.categories, POOLS: full.pools, OUTSIDE: outside}
             where = f"{full.where} of pipeline rank {full.rank}" if layout.plan.pp > 1 else full.where
             fits = predicted.fits == "yes"
             found = replace(found, planned=planned, where=where, explained=not fits, overrides=overrides)
@@ -85,23 +99,31 @@ def ways_out(config: Config, layout: Layout, machine: Machine, memory: Memory) -
     return "set " + ", or ".join(f"{one.text} ({one.told})" for one in found) if found else NOTHING
 
 
-def actual(device: torch.device) -> dict[str, float]:
-    """Bytes that are taken: of a GPU as its allocator counts them, and what it does not see; on CPUs of the process,
-    and of the machine."""
+def actual(
+    device: torch.device, states: Sequence[Callable[[], TrainState]] = ()
+) -> tuple[dict[str, float], dict[str, float], tuple[str, ...]]:
+    """Bytes that are taken by category, which add up to what is taken of a GPU, or of a CPU by this process; counts
+    beside them; and the categories of which nothing is known, which are part of the rest.
+
+    states: says which state is trained, where there is one. Nothing is allocated on the device."""
+    parts: dict[str, float | None] = {}
+    with contextlib.suppress(Exception):  # a state that is half made, or half freed
+        parts = held(states[0]())
+    counts = {} if parts.get(HOST) is None else {HOST: parts.pop(HOST)}
+    unknown = tuple(name for name, size in parts.items() if size is None) if parts else ("states",)
+    known = {name: size for name, size in parts.items() if size is not None}
+    taken = sum(known.values())
     if device.type != "cuda":
-        found = {"process at its peak": peak_memory_gib(device) * 2**30}
+        counts["process at its peak"] = peak_memory_gib(device) * 2**30
         with contextlib.suppress(OSError, ValueError, KeyError):
-            found |= {"process": resident_memory(), "machine": used_memory()}
-        return found
+            known[REST] = max(0.0, resident_memory() - taken)
+            counts["machine"] = used_memory()
+        return known, counts, unknown
     stats, (free, total) = torch.cuda.memory_stats(device), torch.cuda.mem_get_info(device)
-    reserved = stats["reserved_bytes.all.current"]
-    return {
-        "allocated": stats["allocated_bytes.all.current"],
-        "allocated at the peak": stats["allocated_bytes.all.peak"],
-        "reserved": reserved,
-        "reserved at the peak": stats["reserved_bytes.all.peak"],
-        "outside of the allocator, other programs included": max(0, total - free - reserved),
-    }
+    allocated, reserved = (stats[f"{kind}_bytes.all.current"] for kind in ("allocated", "reserved"))
+    known |= {REST: max(0, allocated - taken), POOLS: reserved - allocated, OUTSIDE: max(0, total - free - reserved)}
+    peaks = {f"{kind} at the peak": stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "reserved")}
+    return known, counts | peaks, unknown
 
 
 def message(error: BaseException, missing: str) -> str:

@@ -13,8 +13,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from trainer.diagnosis.sample import TRACES, axis_of, sampled, trace_of
 from trainer.diagnosis.traces import COLLECTOR, GROUP, NOTE, STEP
 from trainer.distributed.c10d_internals import groups
 from trainer.distributed.world import World
+from trainer.observe.pauses import Pauses
 from trainer.observe.report import device_name
 from trainer.parallel.pipeline.runtime import Runtime
 from trainer.planning.schedules import ir
@@ -44,14 +44,14 @@ class Profiling:
 
     metrics: what the account of the newest profiled step says, on rank 0."""
 
-    def __init__(self, config: Config, world: World, first: int):
-        """first: step after which this start begins."""
+    def __init__(self, config: Config, world: World, first: int, pauses: Pauses):
+        """first: step after which this start begins. pauses: of training."""
         self.every, self.kept = config.logging.profile, set(config.logging.trace)
         self.folder, self.world, self.first, self.last = Path(config.run.dir), world, first, first
         self.cuda = world.device.type == "cuda"
         self.mesh = {name: dimension.size() for name, dimension in world.dimensions.items()}
         self.metrics: dict[str, float] = {}
-        self.seconds = {"checkpoint": 0.0, "evaluation": 0.0}
+        self.pauses = pauses
         self.profiler: profile | None = None
         self.reader: subprocess.Popen | None = None
         self.collecting: record_function | None = None
@@ -78,18 +78,12 @@ class Profiling:
         with record_function(STEP):
             yield
         if due:
+            spent = self.pauses.since("profiles")
             if mine:
-                self.finish(number, runtime)
+                self.finish(number, runtime, spent)
             if self.world.rank == 0:
                 self.read(number, ranks)
-            self.seconds, self.last = dict.fromkeys(self.seconds, 0.0), number
-
-    @contextlib.contextmanager
-    def spent(self, term: str) -> Iterator[None]:
-        """Counts what training stands still for: `checkpoint`, `evaluation`."""
-        before = time.perf_counter()
-        yield
-        self.seconds[term] += time.perf_counter() - before
+            self.last = number
 
     def start(self) -> None:
         """Begins to record."""
@@ -115,12 +109,12 @@ class Profiling:
             with record_function(GROUP + name):
                 dist.all_reduce(torch.zeros(1), group=group)
 
-    def finish(self, number: int, runtime: Runtime) -> None:
-        """Writes the trace."""
+    def finish(self, number: int, runtime: Runtime, spent: Mapping[str, float]) -> None:
+        """Writes the trace. spent: seconds that training has stood still since the account before."""
         if self.cuda:
             torch.cuda.synchronize()
         profiler, self.profiler = self.profiler, None
-        profiler.add_metadata_json(NOTE, json.dumps(self.note(number, runtime)))
+        profiler.add_metadata_json(NOTE, json.dumps(self.note(number, runtime, spent)))
         profiler.stop()
         gc.callbacks.remove(self.collector)
         path = trace_of(self.folder, number, self.world.rank)
@@ -128,7 +122,7 @@ class Profiling:
         with replacing(path) as part:
             profiler.export_chrome_trace(part)
 
-    def note(self, number: int, runtime: Runtime) -> dict[str, Any]:
+    def note(self, number: int, runtime: Runtime, spent: Mapping[str, float]) -> dict[str, Any]:
         """What the profiler does not know of the step."""
         axes = {
             name: (axis_of(ranks, self.mesh, group.group_desc), ranks)
@@ -147,7 +141,7 @@ class Profiling:
             "schedule": ir.dumps(runtime.schedule).splitlines() if pipelined else [],
             "placement": list(runtime.schedule.placement),
             "actions": [(str(action), start, end) for action, start, end in runtime.times.spans()],
-            "spent": {term: seconds / (number - self.last) for term, seconds in self.seconds.items() if seconds},
+            "spent": {term: seconds / (number - self.last) for term, seconds in spent.items() if seconds},
         }
 
     def read(self, number: int, ranks: list[int]) -> None:

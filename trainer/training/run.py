@@ -106,8 +106,10 @@ def run(config: Config) -> Result:
             say_done(config, start, world)
             code = DONE
         else:
-            with explained(config, layout, world, memory, lambda: max(start.step, watchdog.done)):
-                code = Trainer(config, layout, weights, corpus, world, watchdog, start, clock).train()
+            with explained(config, layout, world, memory, lambda: max(start.step, watchdog.done)) as states:
+                trainer = Trainer(config, layout, weights, corpus, world, watchdog, start, clock)
+                states.append(lambda: trainer.state)
+                code = trainer.train()
     if not joined_before:  # not after a failure: other ranks may still wait in a collective
         dist.destroy_process_group()
     return Result(folder, code)

@@ -20,6 +20,7 @@ from trainer.data.corpus import Corpus, Samples
 from trainer.diagnosis import traces
 from trainer.distributed.world import World
 from trainer.model.initial import Weights, name_seed
+from trainer.observe.pauses import Pauses
 from trainer.observe.report import start_report
 from trainer.observe.sinks import reason_of
 from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE, STEP, Watchdog
@@ -74,8 +75,9 @@ class Trainer:
         self.tokens, self.loader = progress.tokens, self.load_from(progress.samples)
         messages = [*corpus.notes, *messages, *self.open_folder()]
         self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
-        self.profiling = Profiling(config, world, self.state.step)
-        self.ledger = Ledger(self.state, self.batch, progress.skipped, corpus, self.profiling.metrics)
+        self.pauses = Pauses()
+        self.profiling = Profiling(config, world, self.state.step, self.pauses)
+        self.ledger = Ledger(self.state, self.batch, progress.skipped, corpus, self.profiling.metrics, self.pauses)
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
         for text in messages:
             self.ledger.log.event(text)
@@ -100,12 +102,10 @@ class Trainer:
                         self.read_back()
                         self.hooks.call("step")
                     self.adapt()
-                    with self.profiling.spent("evaluation"):
-                        self.evaluate_if_due()
-                        self.sample_if_due()
-                    with self.profiling.spent("checkpoint"):
-                        self.save_if_due()
-                        self.report_saves()
+                    self.evaluate_if_due()
+                    self.sample_if_due()
+                    self.save_if_due()
+                    self.report_saves()
                 self.read_back(everything=True)
                 self.watchdog.enter(ENDING, self.state.step)
                 if self.save_at_end():
@@ -180,7 +180,9 @@ class Trainer:
         if not len(self.corpus.eval) and not self.corpus.sets:
             self.ledger.log.event("an evaluation was asked for, and nothing is held out: set data.eval_fraction")
             return
-        self.evaluate()
+        self.read_back(everything=True)  # or the pause would begin with the end of a step
+        with self.pauses.spent("evaluation"):
+            self.evaluate()
 
     def evaluate(self) -> None:
         """Mean loss on the held-out sequences, the same ones every time and under every plan, by source where there are
@@ -205,7 +207,7 @@ class Trainer:
             return
         self.read_back(everything=True)
         self.watchdog.enter(EVALUATING, step)
-        with self.weights_to_evaluate():
+        with self.pauses.spent("evaluation"), self.weights_to_evaluate():
             samples = draw_samples(self.state, settings, self.corpus.tokenizer)
         self.ledger.log.samples(step, samples)
 
@@ -232,7 +234,9 @@ class Trainer:
         step, every = self.state.step, self.config.checkpoint.every
         if step < self.config.run.steps and not self.ledger.stop:
             if self.ledger.take(Ask.SAVE) or every and step % every == 0:
-                self.save()
+                self.read_back(everything=True)
+                with self.pauses.spent("checkpoint"):
+                    self.save()
 
     def save(self, wait: bool = False) -> None:
         """Hands the state to the checkpointer, which writes while training goes on, unless it is to `wait`."""

@@ -119,6 +119,9 @@ def sections(rows: Mapping[str, Rows], console: Console | None = None) -> None:
 def rows(title: str, rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
     """Prints a titled table: the keys of the first row as header, whole numbers abbreviated."""
     console, frame = console_for(console)
+    if frame is None:  # or a title would be wrapped to the width of its table
+        console.print(title, markup=False)
+        title = ""
     table = titled_table(title, frame)
     names = list(rows[0]) if rows else []
     for name in names:

@@ -21,6 +21,12 @@ document.addEventListener("click", (event) => {
   drawCurves();
 });
 
+document.addEventListener("toggle", (event) => { // what was folded had no width
+  if (!event.target.open) return;
+  event.target.querySelectorAll("figure[data-timeline]").forEach(drawTimeline);
+  event.target.querySelectorAll("figure[data-roofline]").forEach(drawRoofline);
+}, true);
+
 document.addEventListener("input", (event) => {
   if (event.target.id === "smooth") {
     choice.smooth = Number(event.target.value);

@@ -243,7 +243,7 @@ class Uncompressed:
 
     adds_replicas = once = False
     decided, auto_hops = True, frozenset[str]()
-    feedback_bytes, last = 0, True
+    feedback_bytes, last, partial_sums, errors = 0, True, (), ()
 
     @property
     def sent(self) -> dict[str, int]:
@@ -351,12 +351,7 @@ class Compression:
     @property
     def feedback_bytes(self) -> int:
         """Bytes of this rank's error feedback: errors of earlier steps, and of the step in progress."""
-        return sum(
-            tensor.nbytes
-            for message in self.messages
-            for errors in message.errors
-            for tensor in (*errors.kept, *errors.left)
-        )
+        return sum(part.nbytes for part in self.errors)
 
     def identity(self) -> dict[str, Any]:
         """What the meaning of `tensors` depends on. The same on all ranks, which call it together.
@@ -387,6 +382,16 @@ class Compression:
             return False
         self.decided = True
         return True
+
+    @property
+    def partial_sums(self) -> list[Tensor]:
+        """What is accumulated of a step's gradients before their last reduction."""
+        return [message.partial for message in self.messages if message.partial is not None]
+
+    @property
+    def errors(self) -> Iterator[Tensor]:
+        """All tensors of error feedback."""
+        return (part for message in self.messages for one in message.errors for part in (*one.kept, *one.left))
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds: the error feedback of this rank."""

@@ -219,6 +219,10 @@ class Zero:
         """Has a master and its moments in memory meanwhile."""
         return nullcontext()
 
+    def moments(self) -> Iterator[Tensor]:
+        """What is kept of each parameter beside it, as far as it is in memory."""
+        return (value for optimizer, _ in self.updater.by_flat.values() for value in optimizer.state.values())
+
     def values(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Every parameter that this rank has elements of, with these: the master's (`model`) and each moment's."""
         for index, (flat, held) in enumerate(zip(self.masters, self.held)):

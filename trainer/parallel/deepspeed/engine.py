@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,6 +107,7 @@ class DeepSpeed:
         self.config, self.world, self.stage = config, world, plan.stage
         self.compression = Uncompressed()
         self.modules: dict[int, nn.Module] = {}
+        self.models: list[Stage] = []
 
     def shard(self, model: Stage) -> None:
         """Parameters are in the compute type; the fp32 masters are DeepSpeed's. What it shares out it cuts later."""
@@ -138,13 +139,22 @@ class DeepSpeed:
         shared: SharedParameters,
         weights: Weights,
     ) -> tuple[Zero, Scaler]:
-        for model in stages.values():
+        self.models = list(stages.values())
+        for model in self.models:
             reset_buffers(model)
         kind = PartitionedZero if self.stage == 3 else FlatZero
         self.zero = kind(stages, parameters, infos, policies, shared, self.config, self.world)
         self.zero.fill(weights)
         self.modules = self.zero.modules
         return self.zero, self.zero.scaler
+
+    def holds(self) -> dict[str, Iterable[Tensor] | None]:
+        """Gradients and what travels lie in buffers of DeepSpeed's own."""
+        own = [parameter for model in self.models for parameter in model.parameters()]
+        parts = [part for parameter in own if (part := getattr(parameter, "ds_tensor", None)) is not None]
+        whole = {"gathered parameters": map(local, own)} if self.stage == 3 else {}
+        shards = parts if self.stage == 3 else map(local, own)
+        return {"parameters": shards, **whole, "gradients": None, "communication buffers": None}
 
     def sharding(self, reductions: int) -> Unsharded:
         return self.zero.sharding(reductions)
