@@ -158,15 +158,13 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
 
 
 def between_ranks(torchrun: list[str], logs: Path, gpus: int) -> list[Case]:
-    """Kernels and copies between two ranks: on two GPUs, or on one that both share, at fewer shapes."""
-
-    def case(name: str, limit: float, *arguments: str) -> Case:
-        name, out = name + "_shared" * (gpus < 2), str(logs / f"{name}.json")
-        return Case(name, [*torchrun, "2", f"tests/workers/{arguments[0]}", out, *arguments[1:]], limit)
-
-    # Whole tiles, some that are none, and tokens that are pulled and multiplied in fp8: each for both halves of a box.
-    few = ["6", "512", "1000", "32"] if gpus < 2 else []
-    return [case("fusion", 300, "fusion_gpu.py", *few), case("float8_gather", 150, "float8_gather.py", "cuda")]
+    """Kernels and copies between two ranks, of which those of ZeRO may share a GPU."""
+    fusion, gather = (["2", f"tests/workers/{name}.py"] for name in ("fusion_gpu", "float8_gather"))
+    name = "float8_gather" + "_shared" * (gpus < 2)
+    return [
+        Case("fusion", [*torchrun, *fusion, str(logs / "fusion.json")], 300, 2),
+        Case(name, [*torchrun, *gather, str(logs / f"{name}.json"), "cuda"], 150),
+    ]
 
 
 class Check:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from trainer.cluster.stopwatch import Stopwatch
 from trainer.config import ConfigError
 from trainer.distributed.boxes import boxes_of
-from trainer.distributed.copied import Place, copies
+from trainer.distributed.copied import Copied, copies
 from trainer.distributed.copied import Sent as Gathered
 from trainer.distributed.world import World, own_group
 from trainer.parallel.compress.links import all_gather, reduce_scatter
@@ -112,14 +112,14 @@ class LinkProbe:
         if axis is None:
             return None
         group, device = axis.group, self.world.device
-        place = Place(group.group_name, dist.get_rank(group), dist.get_world_size(group), 0)
+        everyone = Copied(group.group_name, dist.get_rank(group), dist.get_world_size(group))
         tiny, ahead = torch.ones(64, device=device), max(1, math.ceil(AHEAD / seconds)) * (device.type == "cuda")
 
         def computing(calls: int) -> None:
             for _ in range(ahead):
                 work()
             for _ in range(calls):
-                for _ in Gathered("probe", [tiny], place).arriving():
+                for _ in Gathered("probe", [tiny], everyone).arriving():
                     pass
                 copies(device).end()
 
