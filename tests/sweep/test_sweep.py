@@ -401,7 +401,11 @@ def test_every_trial_ends_in_a_result(tmp_path):
         assert "can't allocate memory: you tried to allocate" in found[name]["reason"]
         log = (tmp_path / "sweep" / f"config-{name}" / "log.txt").read_text()
         said = log[log.index("\nout of memory on rank 0: ") :]
-        assert "planned on the fullest rank" in said and "actual on rank 0: " in said and "parallel.tp" not in said
+        assert (
+            "planned on the fullest rank" in said
+            and "taken on rank 0 after the error:" in said
+            and "parallel.tp" not in said
+        )
         assert (tmp_path / "sweep" / f"config-{name}" / "out_of_memory.json").exists()
         status = json.loads((tmp_path / "sweep" / f"config-{name}" / "status.json").read_text())
         assert status["status"] == "failed" and "can't allocate memory" in status["reason"]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from support.estimates import h200, shipped
 from support.estimates import settings as configured
@@ -198,8 +199,11 @@ def test_what_is_held_in_the_middle_of_a_step_is_told_without_asking_for_memory(
     monkeypatch.setattr(out_of_memory, "held", watched)
     monkeypatch.setattr("trainer.parallel.fsdp.FSDPSharding.begin_reducing_backward", lacks)
     more = {"precision": "bf16", "batch.micro_size": 4, "optimizer": "lion"}
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer.run(composed(tmp_path / "run", cache, **more))
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            trainer.run(composed(tmp_path / "run", cache, **more))
+    finally:
+        dist.destroy_process_group()  # which a run that fails leaves to the end of its process
     found = shortage.read(tmp_path / "run")
     weights = found.planned["parameters"]
     assert not made and found.actual["parameters"] == weights == found.actual["gradients"]

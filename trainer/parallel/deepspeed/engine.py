@@ -150,7 +150,7 @@ class DeepSpeed:
 
     def holds(self) -> dict[str, Iterable[Tensor] | None]:
         """Gradients and what travels lie in buffers of DeepSpeed's own."""
-        own = [parameter for model in self.models for parameter in model.parameters()]
+        own = [parameter for model in self.models for _, parameter in model.named_parameters()]
         parts = [part for parameter in own if (part := getattr(parameter, "ds_tensor", None)) is not None]
         whole = {"gathered parameters": map(local, own)} if self.stage == 3 else {}
         shards = parts if self.stage == 3 else map(local, own)
