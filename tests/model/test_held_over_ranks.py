@@ -93,6 +93,8 @@ class Noted(Live):
 def tp(request, monkeypatch) -> Iterator[int]:
     monkeypatch.setattr(F, "rms_norm", lambda x, shape, weight, eps: FusedNorm.apply(x, weight))
     monkeypatch.setattr(layers, "attend", flash)
+    if dist.is_initialized():  # by a run in this process
+        dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
     yield request.param
     dist.destroy_process_group()
