@@ -73,7 +73,7 @@ def main() -> None:
         *blocks, last = name.split(".")
         target = attrgetter(".".join(blocks))(config) if blocks else config
         assert hasattr(target, last), name
-        setattr(target, last, yaml.safe_load(value))
+        setattr(target, last, value if value == "off" else yaml.safe_load(value))  # for YAML false
     spec = read_spec(own["model"])
     spec.depth = int(own["depth"] or spec.depth)
     length, micro, accumulation, warm_up, steps = (

@@ -8,25 +8,18 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainer.config import ConfigError, RunConfig
 from trainer.config.fields import option
 from trainer.config.options import WEIGHTS, run_command
 from trainer.config.typed import out_of_range
+from trainer.generate.terminal import read_prompts, show
 from trainer.planning.checks import empty_stop
 from trainer.planning.plan import near
-from trainer.util.exit_codes import give_way, rank
-from trainer.util.reading import read_bytes
+from trainer.util.exit_codes import give_way
 
-if TYPE_CHECKING:
-    from trainer.data.tokenizer import Tokenizer
-    from trainer.generate.placed import PlacedModel
-    from trainer.generate.sampling import Sampling
-
-LARGEST, WORDS = 1 << 24, ("checkpoint",)
-"""Bytes of a file of prompts; options that need no key."""
+WORDS = ("checkpoint",)
+"""Options that need no key."""
 
 
 @dataclass
@@ -75,30 +68,10 @@ def check(options: SampleOptions, processes: int = 1) -> None:
         raise ConfigError(problems)
 
 
-def read_prompts(options: SampleOptions) -> list[str]:
-    """The texts to continue."""
-    if not options.prompts:
-        return [options.prompt]
-    try:
-        lines = read_bytes(Path(options.prompts).expanduser(), LARGEST).splitlines()
-        prompts = [new_lines(line.decode()) for line in lines]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"prompts={options.prompts} cannot be read ({error}); give a text file with a prompt in each line"
-        ) from None
-    if not prompts:
-        raise ConfigError(f"prompts={options.prompts} is empty; write a prompt into each line, or use prompt=TEXT")
-    return prompts
-
-
-def new_lines(text: str) -> str:
-    return text.replace("\\n", "\n")
-
-
 def run(options: SampleOptions) -> None:
     processes = int(os.environ.get("WORLD_SIZE", 1))
     check(options, processes)
-    prompts = read_prompts(options)
+    prompts = read_prompts(options.prompts) if options.prompts else [options.prompt]
     # torch takes seconds to import, and `--help` needs none of it.
     import torch
     import torch.distributed as dist
@@ -125,53 +98,10 @@ def run(options: SampleOptions) -> None:
     dtype = auto if options.dtype == "auto" else options.dtype
     alone = not dist.is_initialized()
     model = place_saved(saved, device, dtype, options.tp, processes, options.cp)
-    show(options, model, tokenizer, prompts, Sampling(options.temperature, options.top_k, options.top_p, options.seed))
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    show(model, tokenizer, prompts, options.tokens, sampling, options.stop, numbered=bool(options.prompts))
     if alone and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def show(
-    options: SampleOptions, model: PlacedModel, tokenizer: Tokenizer, prompts: list[str], sampling: Sampling
-) -> None:
-    """Prints each prompt and what follows it, as it comes; of several prompts, which are computed together, one behind
-    the other."""
-    from trainer.generate.text import generate_text, in_order
-    from trainer.observe.samples import printable
-
-    def say(text: str) -> None:
-        if rank() == 0:
-            print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
-
-    def begin(row: int) -> None:
-        say(f"--- {row + 1}\n" * bool(options.prompts) + tokenizer.decode(tokenizer.encode(prompts[row])))
-
-    stops = [new_lines(text) for text in options.stop]
-    if rank() == 0:
-        warn_of_length(options, model.spec.max_length, [len(tokenizer.encode(prompt)) for prompt in prompts])
-    begin(0)
-    with model.inference():
-        pieces = generate_text(model, tokenizer, prompts, options.tokens, sampling, stops)
-        for row, text, last in in_order(pieces):
-            say(text + "\n" * last)
-            if last and row + 1 < len(prompts):
-                begin(row + 1)
-
-
-def warn_of_length(options: SampleOptions, longest: int, lengths: list[int]) -> None:
-    """Says where a prompt is longer than the model sees, or becomes so. lengths: tokens of each prompt."""
-    if max(lengths) > longest:
-        row = lengths.index(max(lengths))
-        what = f"prompt {row + 1} has {lengths[row]:,} tokens"
-    elif max(lengths) + options.tokens > longest:
-        what = f"a prompt of {max(lengths):,} tokens and tokens={options.tokens} can grow longer"
-    else:
-        return
-    print(
-        f"the model sees {longest:,} tokens (model.max_length), and {what}: it then continues the last {longest:,}, "
-        "all computed anew for each token",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def action(options: SampleOptions) -> None:

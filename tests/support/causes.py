@@ -52,7 +52,7 @@ CAUSES: dict[str, tuple[str, dict[str, object]]] = {
 }
 """Name -> what bounds the run, and its settings as in workers/bounds.py."""
 
-LAUNCHED = ("long", "loader and sleep", "sleep and loader", "loader and wide")
+LAUNCHED = ("loader and sleep", "sleep and loader")
 """Those that are run again by each test run, beside the eight causes."""
 
 
