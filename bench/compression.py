@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from elapsed import elapsed
 
 from trainer.parallel.compress.codec import Blocks, Codec, pack, unpack
 from trainer.parallel.compress.links import Link
@@ -34,12 +35,7 @@ def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
         work()
     times = []
     for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
+        times.append(elapsed(work))
     return sorted(times)[len(times) // 2]
 
 

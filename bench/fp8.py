@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from compare import ROOT, launch, ours
+from elapsed import elapsed
 from torch import Tensor
 
 from trainer.model.compiled import compiled
@@ -84,12 +85,7 @@ def milliseconds(work: Callable[[], object], repeats: int = 12) -> float:
     """Median time on the device."""
     times = []
     for _ in range(repeats + 3):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
+        times.append(elapsed(work))
     return statistics.median(times[3:])
 
 

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from elapsed import elapsed
 from fusion import LAYERS
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -170,12 +171,7 @@ def milliseconds(work: Callable[[], object], device: torch.device, repeats: int)
             work()
             times.append(1e3 * (time.perf_counter() - start))
             continue
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
+        times.append(elapsed(work))
     return statistics.median(times[-repeats:])
 
 

@@ -335,6 +335,14 @@ def test_layers_that_share_an_input_may_differ():
     assert len(set(losses)) == 3 and losses == pytest.approx([losses[0]] * 3, rel=1e-2)
 
 
+@pytest.mark.parametrize("misplaced", ["head.float8=rowwise", "rules={*.norm.*: {float8: rowwise}}"])
+def test_a_recipe_that_no_matrix_has_is_told_by_itself(misplaced: str):
+    """And not of the layers that might multiply in fp8 besides."""
+    with pytest.raises(ConfigError) as refused:
+        compose(["+config=debug", "precision=bf16", f"precision.types.{misplaced}"], world_size=1)
+    assert len(refused.value.problems) == 1 and "linears" not in str(refused.value)
+
+
 FP8 = ["precision=fp8", "model=llama3_8b"]
 BY_TYPE = "precision.types.rules={PATTERN: {float8: rowwise}}"
 REFUSED = [

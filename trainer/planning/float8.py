@@ -75,11 +75,14 @@ def check_float8(config: Config, spec: ModelSpec, plan: Plan) -> Iterator[str]:
         yield from _gathering(config, plan, {one.recipe for one in chosen.values()} or {float8.recipe})
     if not settings:
         return
-    for role in ROLES:
-        if (name := f"precision.types.{role}.float8") in settings and role != "matrix":
-            yield f"{name}={settings[name]}: only matrices multiply in fp8; set {name}=null"
-    yield from _rules(config.precision, spec)
-    if not chosen:
+    misplaced = [
+        f"{name}={settings[name]}: only matrices multiply in fp8; set {name}=null"
+        for role in ROLES
+        if (name := f"precision.types.{role}.float8") in settings and role != "matrix"
+    ]
+    misplaced += _rules(config.precision, spec)
+    yield from misplaced
+    if not chosen and not misplaced:
         yield (
             f"precision.float8.linears={float8.linears} match no linear layer of the {spec.depth} layers less "
             f"precision.float8.ends={float8.ends} at each end; names look like layers.0.feed_forward.up; set other "
