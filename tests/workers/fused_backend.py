@@ -1,5 +1,6 @@
-"""A whole model whose tensor-parallel products are the kernels of `kernels/tensor_parallel.py`, beside the usual ones:
-on two processes, in Triton's interpreter.
+"""A whole model whose tensor-parallel products are the kernels of `kernels/tensor_parallel.py`, beside the usual ones;
+and attention to shared slots that the kernel of `kernels/decode.py` brings together, beside a gather: on two processes,
+in Triton's interpreter.
 
     TRITON_INTERPRET=1 WORLD_SIZE=2 fused_backend.py cpu
 """
@@ -12,17 +13,20 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from support.launch import fork, leave
+from support.triton_ranks import compare, count_by_tensors, drawn
 from tensor_parallel import BATCH, LENGTH, LLAMA, model_of, settings, spec_of
 
 from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig
 from trainer.distributed import boxes, fused, symmetric_memory
 from trainer.distributed.collectives import TensorGroup
+from trainer.distributed.slots import OUT_OF_REACH, SlotGroup, SlotsInReach
 from trainer.distributed.symmetric_memory import Shared
 from trainer.distributed.tensors import local
 from trainer.distributed.world import World, join
 from trainer.kernels import tensor_parallel as kernels
 from trainer.model.linear import DeferredGrads
+from trainer.parallel.context import member
 from trainer.planning.plan import resolve_plan
 
 TAKEN: Counter[str] = Counter()
@@ -71,10 +75,22 @@ def gradients(world: World, backend: object, length: int) -> list[torch.Tensor]:
     return [*objectives, *(local(parameter.grad) for parameter in model.parameters())]
 
 
+def compare_slots(world: World) -> None:
+    """Parts of a rank, of which the first of rank 0 sees nothing."""
+    attended, logsum = drawn(world.rank, 2, 3, 4, 16), drawn(7 + world.rank, 2, 3, 4)
+    if world.rank == 0:
+        attended[:, :, 0], logsum[:, :, 0] = 0.0, -torch.inf
+    gathered, sent = (member(dist.group.WORLD, kind) for kind in (SlotGroup, SlotsInReach))
+    for _ in range(3):
+        compare(*(one.combine(attended, logsum, torch.float32) for one in (sent, gathered)), "slots")
+    assert not OUT_OF_REACH
+
+
 def main() -> None:
     torch.set_num_threads(1)
     world = join(resolve_plan(settings(2).parallel, 2).mesh, torch.device("cpu"))
     boxes.share, fused.shape_of = share, shape_of
+    count_by_tensors()
     for name in ("gather_matmul", "matmul_scatter", "sum_received"):
         counted(name)
     usual = gradients(world, TensorGroup, LENGTH)
@@ -86,6 +102,8 @@ def main() -> None:
     assert TAKEN["matmul_scatter"] == TAKEN["sum_received"] == 2 * (2 + 2), TAKEN
     assert TAKEN["gather_matmul"] == 2 * (2 + 2 + 1), TAKEN
     assert TAKEN["shared"] == 2 * 2, TAKEN
+    compare_slots(world)
+    assert TAKEN["shared"] == 2 * 2 + 1, TAKEN
 
 
 if __name__ == "__main__":

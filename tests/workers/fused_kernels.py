@@ -86,6 +86,14 @@ CUTS = {
     "_sum_received": {"TRANSPOSED": False},
 }
 
+WAITS = {"_gather_matmul": 1, "_matmul_scatter": 0, "_sum_received": LLAMA["SIZE"]}
+"""For how many tiles they wait before they take one: a first look at a flag each, and those of the loop."""
+NARROW = {
+    **{"DEPTH": 64, "DEPTH0": 64, "DEPTH1": 0, "DEPTH2": 0, "WIDTH": 64, "WIDTH0": 64, "WIDTH1": 0},
+    **{"TOKENS": 16, "ROWS": 64, "COLUMNS": 128},
+}
+"""Of a model whose sums take one step, where Triton would take `for` loops over tiles ahead."""
+
 
 def described(name: str, numbers: dict[str, Any]) -> dict[str, str]:
     """Types of a kernel's arguments that are descriptors."""
@@ -111,11 +119,12 @@ def inspect(name: str, **choices: Any) -> None:
         assert "bar.sync" in operations[:place] and not operations[place - 1].startswith("st."), (
             f"{name} says that tiles are there before all warps have stored theirs"
         )
-    reads = name != "_matmul_scatter"
-    assert any("acquire" in one and one.startswith("ld.") for one in operations) == reads, operations
+    looks = [one for one in operations if "acquire" in one and one.startswith("ld.")]
+    assert len(looks) == 2 * WAITS[name], f"{name} waits for tiles ahead of the one it takes: {operations}"
     # What a peer has written is loaded by plain copies, all else by the engine where there are descriptors.
     assert ("cp.async.bulk.tensor" in ptx) == numbers["DESCRIPTORS"], name
-    assert ("cp.async.cg.shared" in ptx) == (name == "_gather_matmul" or (multiplies and not numbers["DESCRIPTORS"]))
+    ahead = multiplies and numbers["DEPTH"] > numbers["STEP"]  # loads of the next steps beside a product
+    assert ("cp.async.cg.shared" in ptx) == (ahead and (name == "_gather_matmul" or not numbers["DESCRIPTORS"]))
 
 
 def main(what: str) -> None:
@@ -129,6 +138,7 @@ def main(what: str) -> None:
                 inspect(name, DESCRIPTORS=described_too, **one)
         for name in ("_gather_matmul", "_matmul_scatter"):
             inspect(name, DESCRIPTORS=True)
+            inspect(name, **NARROW)
         return
     for size, pull, epochs in ((2, False, 3), (3, True, 2)):
         said = said_by(kernels, size, pull, epochs, late=0.1, limit=10**7)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from trainer.config import ConfigError
-from trainer.distributed.c10d_internals import groups
 from trainer.distributed.collectives import TensorGroup
 
 OUT_OF_REACH: set[str] = set()
@@ -35,8 +34,8 @@ class SlotsInReach(SlotGroup):
         from trainer.distributed.fused import calls
         from trainer.kernels import decode
 
-        (rows, heads, _, dim), group = attended.shape, groups()[self.name]
-        made = calls(f"slots of {rows * heads}", group, torch.float32)  # whose programs count by that
+        rows, heads, _, dim = attended.shape
+        made = calls(f"slots of {rows * heads}", self.key, torch.float32)  # whose programs count by that
         sizes = decode.elements(rows, heads, dim, self.size), decode.flags(rows, heads, self.size)
         if self.name not in OUT_OF_REACH:
             try:

@@ -2,7 +2,8 @@
 with the product behind it, and a product with the reduce-scatter behind it. How they signal is in `exchange.py`.
 
 Why nothing waits in a circle: what raises flags (the copiers of a gather, the product of a reduce-scatter) waits for
-nothing, and copiers are the programs that come to run first, whatever their numbers."""
+nothing, and copiers are the programs that come to run first, whatever their numbers. And tiles are counted by `while`:
+Triton takes steps of a `for` ahead, and would wait for tiles behind the last one, which nobody sends."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def _gather_matmul(
             _copy(x, boxes, flags, ticket, half, epoch, TOKENS, DEPTH, RANK, SIZE, PULL, ROWS, STEP)
             ticket += COPIERS
     else:
-        for tile in range(ticket - COPIERS, SIZE * TILES * ACROSS, PROGRAMS):
+        tile = ticket - COPIERS
+        while tile < SIZE * TILES * ACROSS:
             row, column = place_of(tile, SIZE * TILES, ACROSS, RANK * TILES, GROUP)
             source, first = row // TILES, row % TILES * ROWS
             # Where rows lie is decided before the loop over them, or Triton would not load them ahead.
@@ -149,6 +151,7 @@ def _gather_matmul(
             out = product + (source.to(tl.int64) * TOKENS + first) * width
             out += tl.arange(0, ROWS)[:, None] * width + columns[None, :]
             tl.store(out, total.to(DTYPE), mask=(rows[:, None] < TOKENS) & (columns[None, :] < width))
+            tile += PROGRAMS
 
 
 @triton.jit(do_not_specialize=["epoch"])
@@ -184,7 +187,8 @@ def _matmul_scatter(
     TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     ACROSS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     half = (epoch % 2).to(tl.int64) * HALF
-    for tile in range(tl.program_id(0), SIZE * TILES * ACROSS, PROGRAMS):
+    tile = tl.program_id(0)
+    while tile < SIZE * TILES * ACROSS:
         row, column = place_of(tile, SIZE * TILES, ACROSS, (RANK + 1) % SIZE * TILES, GROUP)
         owner, first = row // TILES, row % TILES * ROWS
         column = column * COLUMNS
@@ -206,6 +210,7 @@ def _matmul_scatter(
         inside = (rows[:, None] < TOKENS) & (columns[None, :] < WIDTH)
         tl.store(box + rows[:, None] * WIDTH + columns[None, :], total.to(DTYPE), mask=inside)
         signal(flags, owner, (RANK * TILES + row % TILES) * ACROSS + column // COLUMNS, epoch)
+        tile += PROGRAMS
 
 
 @triton.jit(do_not_specialize=["epoch"])
