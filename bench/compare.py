@@ -68,6 +68,12 @@ ROWS = {
     "best_2": Row(
         2, [KEPT, [*KEPT, COPIED]], [[*BUDGET, "0.7"], [*BUDGET, "0.85"], [*OPERATIONS, "2"], [*OPERATIONS, "4"]]
     ),
+    "cp2_32k": Row(
+        1,
+        [["activation.mode=selective", "parallel.cp=2"]],
+        [[*OPERATIONS, "op", "--parallelism.context_parallel_degree", "2"]],
+        length=32768,
+    ),
     "1b": Row(16, [WITHOUT, RECORDED], [NONE], [["recompute=false"]], 2048, "tinyllama_1b"),
     "100m": Row(32, [WITHOUT, RECORDED], [NONE], [["recompute=false"]], 1024, "llama_60m", SMALL),
 }

@@ -1,16 +1,17 @@
 """Context parallelism on GPUs: exactness in bf16, masks, kernels, and steps with and without communication.
 
     torchrun --nproc-per-node 2 bench/context.py OUT.jsonl [only=exact,layers,kernels,tables] \
-        [lengths=32768,131072] [hardware=h200]
+        [lengths=32768,131072] [hardware=h200] [depth=2]
 
 One GPU runs `tables` and `kernels`. As it stands it takes some five minutes of two H200s, most of them to compile
-FlexAttention; lengths=32768,131072,262144 some ten.
+FlexAttention; only=layers lengths=262144 depth=1 some two.
 
 exact    two layers in bf16 under every way and mask beside a CPU in fp32, and beside one GPU in bf16
 tables   seconds and bytes of making a block mask, by length and ranks
 kernels  TFLOP/s of attention, forward and backward, of what one of two ranks computes: dense kernel, zigzag, blocks
-layers   two layers of Llama-3 8B with full recompute, forward and backward: on one GPU, and shared by all in each way;
-         again without its communication, which says what of it is exposed, beside the formulas
+layers   `depth` layers of Llama-3 8B with full recompute, forward and backward: on one GPU, and shared by all in each
+         way; again without its communication, which says what of it is exposed, beside the formulas. The longest
+         sequence also of documents, and with a window
 """
 
 from __future__ import annotations
@@ -65,6 +66,14 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 DOCUMENT = 3000
 """Tokens of a packed document, where there are documents."""
+WINDOW = 4096
+"""Tokens that a query sees, where there is a window in `layers`."""
+LAYER_WAYS = {
+    "": ("gather", "gather at once", "heads"),
+    "documents": ("gather", "gather blocks", "heads"),
+    "window": ("gather", "heads", "halo"),
+}
+"""What is measured of whole layers, by mask."""
 
 
 class Silent(TensorGroup):
@@ -259,44 +268,44 @@ def partial_normal(device: torch.device) -> Callable[..., Tensor]:
     )
 
 
-def run_layers(world: World, plan: Plan, lengths: list[int], hardware: str) -> Iterator[dict[str, Any]]:
+def run_layers(world: World, plan: Plan, lengths: list[int], hardware: str, depth: int) -> Iterator[dict[str, Any]]:
     """Seconds of a layer, forward and backward with full recompute, and what of them is exposed communication."""
     spec = ModelSpec.from_dict(
         {name: value for name, value in yaml.safe_load(Path("configs/model/llama3_8b.yaml").read_text()).items()}
     )
-    spec.depth = 4
+    spec.depth = depth + 2  # the first and the last are left out
     bandwidth = speed(load_hardware(hardware).node)
     model = layers(spec, world.device, torch.bfloat16)
     apply_recompute(model, ActivationConfig(mode="full"))
-    count, attention = len(model.layers), layer_specs(spec)[0].attention
-    for length, packing in [*((length, False) for length in lengths), (lengths[-1], True)]:
+    for length, mask in [*((length, "") for length in lengths), (lengths[-1], "documents"), (lengths[-1], "window")]:
+        if mask == "window":
+            assign(spec, {"attention": {"window": WINDOW}}, "model")
+            model = layers(spec, world.device, torch.bfloat16)
+            apply_recompute(model, ActivationConfig(mode="full"))
+        packing, attention = mask == "documents", layer_specs(spec)[0].attention
         documents, work = packed(length, world.device) if packing else None, model_work(spec, length, 1, 2)[0]
         tokens = torch.zeros(1, length, dtype=torch.int64, device=world.device)
-        ways = {"none": None} | {way: way for way in ("gather", "gather at once", "heads")}
-        if packing:
-            ways = {"none": None, "gather": "gather", "gather blocks": "gather blocks", "heads": "heads"}
         alone = 0.0
-        for name, way in ways.items():
+        for way in (None, *LAYER_WAYS[mask]):
             context = None if way is None else shared(model, way, length, packing, plan, world)
             own = length if way is None else length // plan.cp
             hidden = torch.randn(own, spec.width, device=world.device, dtype=torch.bfloat16)
-            result = {"length": length, "documents": packing, "way": name}
+            result = {"length": length, "mask": mask, "way": way or "one GPU"}
 
             def step(context: ContextGroup | None, hidden: Tensor = hidden, tokens: Tensor = tokens) -> None:
                 model.context = context
                 model.zero_grad(set_to_none=True)
                 model(tokens, documents=documents, hidden=hidden.detach().requires_grad_()).sum().backward()
 
-            step(context)
             torch.cuda.reset_peak_memory_stats()
-            seconds = timed(lambda context=context: step(context), 2) / count
+            seconds = timed(lambda context=context: step(context), 2) / depth
             result |= {"seconds": seconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
             if context is None:
                 alone = seconds
                 flops = 4 * work.matmul + (2 + ATTENTION_BACKWARD) * work.attention  # forward twice
                 result["tflops"] = flops * length / seconds / 1e12 if not packing else None
             else:
-                silent = timed(lambda context=context: step(silenced(context)), 2) / count
+                silent = timed(lambda context=context: step(silenced(context)), 2) / depth
                 predicted = 2 * traffic(attention, context.plan, length, 1, again=1).all / bandwidth
                 result |= {
                     "speedup": alone / seconds,
@@ -326,6 +335,7 @@ def timed(function: Callable[[], Any], repeats: int) -> float:
 
 def main(out: str, *words: str) -> None:
     options = {"only": "exact,layers,kernels,tables", "lengths": "32768,131072", "hardware": "h200"}
+    options |= {"depth": "2"}
     options |= dict(word.split("=", 1) for word in words)
     lengths, size = list(map(int, options["lengths"].split(","))), int(os.environ.get("WORLD_SIZE", 1))
     config = Config()
@@ -336,7 +346,7 @@ def main(out: str, *words: str) -> None:
         "exact": lambda: exact(world, plan),
         "tables": lambda: build_tables(world, plan, lengths),
         "kernels": lambda: kernels(world, plan, lengths),
-        "layers": lambda: run_layers(world, plan, lengths, options["hardware"]),
+        "layers": lambda: run_layers(world, plan, lengths, options["hardware"], int(options["depth"])),
     }
     with kernel_priority(deterministic=False):
         for name in options["only"].split(","):
