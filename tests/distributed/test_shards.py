@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.kernels import compare_kernels
 from support.launch import launch
 
 from trainer.distributed.shards import pieces
@@ -34,3 +35,9 @@ def test_numbers_are_right_and_miss_waits_signals_and_halves(tmp_path: Path, siz
     assert set(found["errors"]) == {f"signal for {call}" for call in calls}
     for signal, error in found["errors"].items():
         assert f"rank 0 waits for {signal.split()[2]} (float32) of rank {size - 1} in epoch 1" in error
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+def test_kernels_have_the_bits_of_torch_and_move_16_bytes_at_a_time(tmp_path: Path, target: str) -> None:
+    environment = {"TRITON_CACHE_DIR": str(tmp_path)} | ({"TRITON_INTERPRET": "1"} if target == "cpu" else {})
+    compare_kernels("shard_kernels.py", target, **environment)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -97,17 +97,22 @@ def compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def compile_for_hopper(
-    kernel: Any, numbers: dict[str, Any], types: dict[str, str], warps: int = 8, stages: int = 3
+    kernel: Any,
+    numbers: dict[str, Any],
+    types: dict[str, str],
+    warps: int = 8,
+    stages: int = 3,
+    whole: Sequence[str] = (),
 ) -> tuple[str, str]:
     """A kernel's PTX, and the resources that its machine code takes. numbers: of its constants; types: of arguments
-    that are no addresses of bf16."""
+    that are no addresses of bf16; whole: numbers that are multiples of 16, as addresses and strides are."""
     types = {"tickets": "*i64", "error": "*i32", "boxes": "i64", "flags": "i64", "epoch": "i32"} | types
     names = [parameter.name for parameter in kernel.params]
     signature = {one: "constexpr" if one in numbers else types.get(one, "*bf16") for one in names}
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, one in enumerate(names)
-        if signature[one][0] == "*" or one in ("boxes", "flags") or one.endswith("_stride")
+        if signature[one][0] == "*" or one in ("boxes", "flags", *whole) or one.endswith("_stride")
     }
     source = ASTSource(
         fn=kernel, signature=signature, constexprs={one: numbers[one] for one in names if one in numbers}, attrs=aligned

@@ -27,6 +27,7 @@ from trainer.distributed.chunks import Chunks
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.copied import Copied
 from trainer.distributed.fused import Fused
+from trainer.distributed.shards import Shards, go_on
 from trainer.distributed.slots import OUT_OF_REACH, SlotGroup, SlotsInReach
 from trainer.distributed.symmetric_memory import Shared, share
 from trainer.distributed.world import World, join
@@ -125,6 +126,34 @@ def share_slots(world: World, epochs: int, late: random.Random) -> float:
     return worst
 
 
+def share_states(world: World, epochs: int, late: random.Random) -> None:
+    """Gathers of shards and sums of gradients, of tensors that kernels and copy engines take and small ones, have the
+    bits of casts and sums by torch."""
+    shards, device = Shards(world.dimensions["tp"].get_group()), world.device
+    for epoch in range(epochs):
+        draw = torch.Generator(device).manual_seed(epoch)
+        if late.random() < 0.3:
+            torch.cuda._sleep(late.randrange(5_000_000))
+        everyone = [
+            torch.randn(shards.size, length, device=device, generator=draw) for length in (3_000_001, 48, 2**20)
+        ]
+        wholes = [torch.empty_like(one, dtype=torch.bfloat16) for one in everyone]
+        go_on(shards.gather([one[shards.rank] for one in everyone], wholes))
+        for whole, one in zip(wholes, everyone):
+            assert torch.equal(whole, one.bfloat16()), f"epoch {epoch}: gathered {len(one[0])}"
+        rows = (2047, 3, 1024)  # of which the last rank has fewer
+        everyone = [torch.randn(shards.size, n, 1032, device=device, generator=draw).bfloat16() for n in rows]
+        owns = [-(-count // shards.size) for count in rows]
+        total = torch.empty(1032 * sum(owns), dtype=(torch.float32, torch.bfloat16)[epoch % 2], device=device)
+        go_on(shards.sum([one[shards.rank] for one in everyone], total))
+        for one, own, part in zip(everyone, owns, total.split([1032 * own for own in owns])):
+            expected = one[0].float()
+            for other in one[1:]:
+                expected += other
+            mine = expected[shards.rank * own :][:own].flatten().to(total.dtype)
+            assert torch.equal(part[: len(mine)], mine), f"epoch {epoch}: sums of {len(expected)} rows"
+
+
 def main(out: str, epochs: int = 40, *some: int) -> None:
     size, device = int(os.environ["WORLD_SIZE"]), shared_device()
     world = join({"pp": 1, "replicate": 1, "shard": 1, "tp": size}, device)
@@ -162,6 +191,7 @@ def main(out: str, epochs: int = 40, *some: int) -> None:
         if rank == 0:
             print(f"{dtype}: {epochs} epochs", flush=True)
     worst["slots"] = share_slots(world, 5 * epochs, late)
+    share_states(world, epochs, late)
     if rank == 0:
         Path(out).write_text(json.dumps({"worst": worst}, indent=1))
 

@@ -3,7 +3,8 @@
 Copy engines move what travels, so that all multiprocessors compute. No flat buffer has all of it: a shard is copied
 from its rank to its place in the whole parameter, a gradient's rows from where they were computed to the rank that adds
 them up, in pieces, each of which is an epoch of the boxes (`boxes.py`) and goes through them on one stream. Gradients
-travel in the type in which they were computed and are added up in fp32, as if they were cast before: half the bytes."""
+travel in the type in which they were computed and are added up in fp32, as if they were cast before: half the bytes.
+What a rank adds up of its own does not travel."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from trainer.distributed.boxes import boxes_of, others
 from trainer.planning.cost.memory import BOX
 
 SMALL = 2**20
-"""Bytes below which a copy on a GPU is left to a kernel, which does many at once."""
+"""Bytes below which work on a GPU is left to a kernel that does many at once."""
+ALIGNED = 16
+"""Elements of which pieces have a multiple, so that kernels move 16 bytes at a time."""
 
 Part = tuple[int, int, int]
 """Of a list of tensors: which, from which of its elements on, up to which."""
@@ -68,10 +71,10 @@ class Shards:
             length = sum(stop - start for _, start, stop in piece)
             boxes.begin(length, self.size, wholes[0].device)
             own = placed(boxes.box(self.rank, (1, length)), piece)
-            copy_together(own, [shards[number][start:stop] for number, start, stop in piece])
+            mine = [wholes[number][self.rank, start:stop] for number, start, stop in piece]
+            cast([shards[number][start:stop] for number, start, stop in piece], own, mine)
             for to in away:
                 boxes.signal(to)
-            copy_together([wholes[number][self.rank, start:stop] for number, start, stop in piece], own)
             for source in reversed(away):
                 boxes.wait(source, self.looks)
                 into = [wholes[number][source, start:stop] for number, start, stop in piece]
@@ -80,26 +83,27 @@ class Shards:
     def _sum(self, gradients: Sequence[Tensor], total: Tensor) -> None:
         rows = [-(-len(gradient) // self.size) * gradient[0].numel() for gradient in gradients]
         boxes, away, first = boxes_of("sums", self.group, gradients[0].dtype), others(self.rank, self.size), 0
-        for piece in pieces(rows, max(BOX // self.size, 1)):
-            length = sum(stop - start for _, start, stop in piece)
-            boxes.begin(self.size * length, self.size, total.device)
-            for to in [*away, self.rank]:
-                sent = [
-                    gradients[number].view(-1)[to * rows[number] :][: rows[number]][start:stop]
-                    for number, start, stop in piece
-                ]
-                places = placed(boxes.box(to, (self.size, length))[self.rank], piece)
-                copy([place[: len(part)] for place, part in zip(places, sent)], sent)
-                if to != self.rank:
-                    boxes.signal(to)
+        for piece in pieces(rows, BOX // (self.size - 1) // ALIGNED * ALIGNED):
+            lengths = [stop - start for _, start, stop in piece]
+            shape = self.size - 1, sum(lengths)
+            boxes.begin(shape[0] * shape[1], self.size, total.device)
+
+            def rows_of(rank: int, piece: list[Part] = piece) -> list[Tensor]:
+                wholes = [(gradients[number].view(-1), rows[number], start, stop) for number, start, stop in piece]
+                return [whole[rank * own :][:own][start:stop] for whole, own, start, stop in wholes]
+
+            for to in away:
+                place = boxes.box(to, shape)[(self.rank - to - 1) % self.size]
+                copy(shortened(place.split(lengths), sent := rows_of(to)), sent)
+                boxes.signal(to)
             for source in reversed(away):
                 boxes.wait(source, self.looks)
-            arrived, part = boxes.box(self.rank, (self.size, length)), total[first : first + length]
-            if part.dtype is torch.float32:
-                torch.sum(arrived, 0, dtype=torch.float32, out=part)
-            else:
-                part.copy_(arrived.sum(0, dtype=torch.float32))
-            first += length
+            mine = rows_of(self.rank)
+            arrived = [
+                part[:, : len(own)] for part, own in zip(boxes.box(self.rank, shape).split(lengths, dim=1), mine)
+            ]
+            add_up(mine, arrived, shortened(total[first : first + shape[1]].split(lengths), mine), self.rank)
+            first += shape[1]
 
 
 @cache
@@ -131,14 +135,60 @@ def placed(box: Tensor, piece: Sequence[Part]) -> list[Tensor]:
     return list(box.view(-1).split([stop - start for _, start, stop in piece]))
 
 
+def shortened(places: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+    """The first elements of places, as many as parts have."""
+    return [place[: len(part)] for place, part in zip(places, parts)]
+
+
+def by_size(*lists: Sequence[Tensor]) -> tuple[list[tuple[Tensor, ...]], list[tuple[Tensor, ...]]]:
+    """What stands at one place of all lists, where there is anything: large tensors on a GPU, and all others."""
+    there = [some for some in zip(*lists) if some[0].numel()]
+    large = [some[0].is_cuda and some[0].nbytes >= SMALL for some in there]
+    return [some for some, of in zip(there, large) if of], [some for some, of in zip(there, large) if not of]
+
+
 def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies between ranks of tensors of one type: large ones by copy engines."""
-    pairs = [pair for pair in zip(targets, sources) if len(pair[0])]
-    large = [pair for pair in pairs if pair[0].is_cuda and pair[0].nbytes >= SMALL]
+    large, small = by_size(targets, sources)
     for target, source in large:
         target.copy_(source)
-    if small := [pair for pair in pairs if not pair[0].is_cuda or pair[0].nbytes < SMALL]:
+    if small:
         copy_together(*zip(*small))
+
+
+def cast(sources: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor]) -> None:
+    """Copies each source to two places, cast to their types."""
+    large, small = by_size(firsts, sources, seconds)
+    if large:
+        from trainer.kernels import shards  # Triton, which is needed on a GPU only
+
+        for first, source, second in large:
+            shards.cast(source, first, second)
+    if small:
+        firsts, sources, seconds = zip(*small)
+        copy_together(firsts, sources)
+        copy_together(seconds, firsts)
+
+
+def add_up(owns: Sequence[Tensor], arrived: Sequence[Tensor], totals: Sequence[Tensor], rank: int) -> None:
+    """Sums over ranks in fp32, in their order. owns, totals: [n] each; arrived: [ranks - 1, n] each, of the ranks
+    behind this one in turn."""
+    large, small = by_size(owns, arrived, totals)
+    if large:
+        from trainer.kernels import shards
+
+        for own, rest, total in large:
+            shards.add_up(own, rest, total, rank)
+    if small:
+        owns, arrived, totals = zip(*small)
+        size = len(arrived[0]) + 1
+        exact = totals[0].dtype is torch.float32
+        wide = totals if exact else [torch.empty_like(total, dtype=torch.float32) for total in totals]
+        for source in range(size):
+            parts = owns if source == rank else [rest[(source - rank - 1) % size] for rest in arrived]
+            copy_together(wide, parts) if source == 0 else torch._foreach_add_(list(wide), list(parts))
+        if not exact:
+            copy_together(totals, wide)
 
 
 def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -226,7 +226,8 @@ class Replay:
         self.hold("communication buffers", model.boxes)
         if model.copied:
             largest = max(map(max, self.units.values()))
-            rows = min(BOX, -(-largest // model.shard)) + min(BOX, largest)
+            own = -(-largest // model.shard)
+            rows = min(BOX, own) + min(BOX, own * (model.shard - 1))
             self.hold("communication buffers", 2.0 * model.element * rows)
         self.host = self.most_host = 0.0
         self.gathered = {stage: self.gathered_bytes(stage) for stage in self.stages}
