@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, int, dict[str, object]]] = {
     "data": ("data", 1, {**SMALL, "data.prefetch": 0, "loading": 0.2}),
     "recompute": ("memory capacity", 1, {**LARGE, "activation": "full"}),
     "full memory": ("memory capacity", 1, {**LARGE, "batch.micro_size": 16}),
-    "slow link": ("communication", 2, {**LARGE, "parallel": "zero3", "batch.micro_size": 1}),
+    "slow link": ("communication", 2, {**LARGE, "model.depth": 8, "parallel": "zero3", "batch.micro_size": 1}),
     "split": ("bubble", 2, {**LARGE, "parallel": "pp2", "parallel.pipeline.split": "[17,5]", "batch.accumulation": 8}),
     "slow rank": ("straggler", 2, {**LARGE, "parallel": "zero2", "products": 4, "size": 8192, "rank": 1}),
 }

@@ -1,7 +1,7 @@
 """Context parallelism on GPUs: exactness in bf16, masks, kernels, and steps with and without communication.
 
     torchrun --nproc-per-node 2 bench/context.py OUT.jsonl [only=exact,layers,kernels,tables] \
-        [lengths=32768,131072] [hardware=h200] [depth=2]
+        [lengths=32768,131072] [hardware=h200] [depth=2] [masks=causal,documents,window]
 
 One GPU runs `tables` and `kernels`. As it stands it takes some five minutes of two H200s, most of them to compile
 FlexAttention; only=layers lengths=262144 depth=1 some two.
@@ -11,7 +11,7 @@ tables   seconds and bytes of making a block mask, by length and ranks
 kernels  TFLOP/s of attention, forward and backward, of what one of two ranks computes: dense kernel, zigzag, blocks
 layers   `depth` layers of Llama-3 8B with full recompute, forward and backward: on one GPU, and shared by all in each
          way; again without its communication, which says what of it is exposed, beside the formulas. The longest
-         sequence also of documents, and with a window
+         sequence also under `masks`: of documents, and with a window
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ DOCUMENT = 3000
 WINDOW = 4096
 """Tokens that a query sees, where there is a window in `layers`."""
 LAYER_WAYS = {
-    "": ("gather", "gather at once", "heads"),
+    "causal": ("gather", "gather at once", "heads"),
     "documents": ("gather", "gather blocks", "heads"),
     "window": ("gather", "heads", "halo"),
 }
@@ -268,7 +268,9 @@ def partial_normal(device: torch.device) -> Callable[..., Tensor]:
     )
 
 
-def run_layers(world: World, plan: Plan, lengths: list[int], hardware: str, depth: int) -> Iterator[dict[str, Any]]:
+def run_layers(
+    world: World, plan: Plan, lengths: list[int], hardware: str, depth: int, masks: list[str]
+) -> Iterator[dict[str, Any]]:
     """Seconds of a layer, forward and backward with full recompute, and what of them is exposed communication."""
     spec = ModelSpec.from_dict(
         {name: value for name, value in yaml.safe_load(Path("configs/model/llama3_8b.yaml").read_text()).items()}
@@ -277,7 +279,8 @@ def run_layers(world: World, plan: Plan, lengths: list[int], hardware: str, dept
     bandwidth = speed(load_hardware(hardware).node)
     model = layers(spec, world.device, torch.bfloat16)
     apply_recompute(model, ActivationConfig(mode="full"))
-    for length, mask in [*((length, "") for length in lengths), (lengths[-1], "documents"), (lengths[-1], "window")]:
+    cases = [(length, mask) for mask in masks for length in (lengths if mask == "causal" else lengths[-1:])]
+    for length, mask in cases:
         if mask == "window":
             assign(spec, {"attention": {"window": WINDOW}}, "model")
             model = layers(spec, world.device, torch.bfloat16)
@@ -335,7 +338,7 @@ def timed(function: Callable[[], Any], repeats: int) -> float:
 
 def main(out: str, *words: str) -> None:
     options = {"only": "exact,layers,kernels,tables", "lengths": "32768,131072", "hardware": "h200"}
-    options |= {"depth": "2"}
+    options |= {"depth": "2", "masks": "causal,documents,window"}
     options |= dict(word.split("=", 1) for word in words)
     lengths, size = list(map(int, options["lengths"].split(","))), int(os.environ.get("WORLD_SIZE", 1))
     config = Config()
@@ -346,7 +349,9 @@ def main(out: str, *words: str) -> None:
         "exact": lambda: exact(world, plan),
         "tables": lambda: build_tables(world, plan, lengths),
         "kernels": lambda: kernels(world, plan, lengths),
-        "layers": lambda: run_layers(world, plan, lengths, options["hardware"], int(options["depth"])),
+        "layers": lambda: run_layers(
+            world, plan, lengths, options["hardware"], int(options["depth"]), options["masks"].split(",")
+        ),
     }
     with kernel_priority(deterministic=False):
         for name in options["only"].split(","):

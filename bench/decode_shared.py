@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from elapsed import elapsed
 from torch import Tensor
 
 from trainer.config import RunConfig
@@ -100,13 +101,7 @@ class Clock:
             begun = time.perf_counter()
             work()
             return 1e6 * (time.perf_counter() - begun)
-        torch.cuda._sleep(500_000)  # meanwhile the host launches all that is measured
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        return 1e3 * begin.elapsed_time(end)
+        return 1e3 * elapsed(work)
 
     def bandwidth(self) -> float:
         """Bytes per microsecond that a copy reads and writes."""

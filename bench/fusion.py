@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from elapsed import elapsed
 from torch import Tensor
 
 from trainer.config import ConfigError, RunConfig
@@ -132,12 +133,7 @@ class Clock:
             start = time.perf_counter()
             work()
             return 1e3 * (time.perf_counter() - start)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
+        return elapsed(work)
 
 
 def backends(world: World, wanted: list[str]) -> dict[str, Callable[[Case], Tensor]]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from elapsed import elapsed
 from specs import read_spec
 from torch import Tensor, nn
 
@@ -150,13 +151,8 @@ def milliseconds(work: Callable[[], object], repeats: int = 12) -> float:
     """Median time on the device, of the slowest rank."""
     times = []
     for _ in range(repeats + 3):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
+        times.append(elapsed(work))
     median = torch.tensor(sorted(times[3:])[repeats // 2], device="cuda")
     if dist.is_initialized():
         dist.all_reduce(median, dist.ReduceOp.MAX)
