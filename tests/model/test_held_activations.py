@@ -129,3 +129,19 @@ def test_compiled_layers_hold_what_is_planned():
     (work,) = model_work(spec, LENGTH, 1, 4)
     assert planned[False] - planned[True] == work.fused * LENGTH * SEQUENCES > 0
     assert LENGTH * SEQUENCES * (work.saved - work.fused) == pytest.approx(held(model), rel=0.03)
+
+
+@pytest.mark.skipif(not CAN_COMPILE, reason="needs a compiler")
+@pytest.mark.parametrize("name", ["llama3_8b", "olmo2_7b"])
+def test_compiled_layers_hold_what_backward_reads_of_what_they_are_told_to_keep(name):
+    """The last product of a block is only added to, unless a norm follows it."""
+    spec, config = layer_of(name), ActivationConfig(mode="selective", save=["attention", "matmul"])
+    model, works = Transformer(spec), model_work(spec, LENGTH, 1, 4)
+    initialize(model, spec, 0, torch.device("cpu"))
+    apply_recompute(model, config)
+    compile_layers(model, deferring=False)
+    held(model)  # compiles
+    (eager,), (compiled,) = (left_by_recompute(works, config, kind) for kind in (False, True))
+    spared = works[0].outputs["feed_forward.down"] * (name == "llama3_8b")
+    assert eager.saved - compiled.saved == spared
+    assert LENGTH * SEQUENCES * compiled.saved == pytest.approx(held(model), rel=0.03)

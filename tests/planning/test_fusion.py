@@ -190,7 +190,7 @@ def test_what_is_open_of_a_layer(apart, backward, calls):
     work = model_work(shipped("llama3_8b"), 8192, 2, 2)[0]
     products, hides = dict.fromkeys(work.shapes, 5.0), {"call": 0.0, "adding": 0.0, "hidden": 1.0, "near": True}
     link = Link(ranks=2, collective=1.0, copied=1.0, **hides)
-    again = recomputed(work, 0, ActivationConfig(mode="selective", save=["attention"])).again
+    again = recomputed(work, 0, ActivationConfig(mode="selective", save=["attention"]), compiled=True).again
     took = passes(WAYS["off"](link), work, products, products, again, apart)
     assert (took.forward.exposed, took.backward.exposed, took.again.exposed) == (4, backward, 2)
     assert took.moved == calls + 2 and took.again.products == 5 * 5  # q, k, v, gate, up

@@ -158,6 +158,7 @@ def estimated_costs(
         element_bytes=element_bytes,
         cp=plan.cp,
         fusion=config.parallel.fusion,
+        compiled=config.compile,
     )
 
 

@@ -22,7 +22,6 @@ from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.parallel.pipeline.timing import LayerProbe, Measured
 from trainer.planning.batch import BatchPlan
-from trainer.planning.cost.layers import layer_costs
 from trainer.planning.cost.memory import constant_bytes
 from trainer.planning.cost.stages import LayerCosts
 from trainer.planning.cost.updates import Updates
@@ -141,17 +140,7 @@ def measured_layers(state: TrainState, batch: BatchPlan, ranks: list[Measured]) 
     are not split, the input's and the weights' part of them, and the bytes of a stage's activations.
     """
     element = DTYPES[state.config.precision.compute].itemsize
-    formula = layer_costs(
-        state.spec,
-        batch.sequence_length,
-        batch.micro_size,
-        state.plan.tp,
-        1.0,
-        recompute=state.config.activation,
-        loss_tile=state.config.loss.tile,
-        element_bytes=element,
-        cp=state.plan.cp,
-    )
+    formula = estimated_costs(state.config, state.spec, state.plan, batch, element)
     seconds: dict[tuple[int, str], float] = defaultdict(float)
     weights: dict[int, float] = defaultdict(float)
     held: dict[int, float] = defaultdict(float)

@@ -42,6 +42,7 @@ def layer_costs(
     shard: int = 1,
     cp: int = 1,
     fusion: str = "off",
+    compiled: bool = False,
 ) -> LayerCosts:
     """Costs of a model from its operations, on one of the `tp` ranks that share a layer.
 
@@ -54,7 +55,7 @@ def layer_costs(
     latency: seconds of one transfer, and of each step of a ring. host: seconds of one action.
     shard: ranks that share the parameters (ZeRO): they are gathered and their gradients, in fp32, reduced once a step.
     cp: ranks that share each sequence, attention evenly too; what they send is not counted.
-    fusion: `parallel.fusion`, by which it depends what recompute can keep.
+    fusion: `parallel.fusion`, by which it depends what recompute can keep. compiled: of compiled layers.
 
     Counted are matrix products and attention (causal, within its window), saved activations of a layer with sequence
     parallelism that gathers its inputs again in backward, and exposed collectives; not element-wise operations.
@@ -66,7 +67,8 @@ def layer_costs(
     table = rows * columns  # elements of the head, and of the embedding, which has its shape
     f, i, w, activation, sizes = [collective], [0.0], [collective], [8.0 * tokens], [table]
     layers = model_work(spec, length, tp, element_bytes, fusion)
-    remaining, tiled = left_by_recompute(layers, recompute), recompute is not None and bool(recompute.tile)
+    remaining = left_by_recompute(layers, recompute, compiled)
+    tiled = recompute is not None and bool(recompute.tile)
     for layer, left in zip(layers, remaining, strict=True):
         # Two gathers and two reduce-scatters each way; the inputs gathered again in backward overlap with its products.
         again = sum(share * layer.flops[name] for name, share in left.again.items())
@@ -291,7 +293,9 @@ class Remaining(NamedTuple):
     eager: Eager = Eager()
 
 
-def left_by_recompute(layers: Sequence[LayerWork], config: ActivationConfig | None) -> list[Remaining]:
+def left_by_recompute(
+    layers: Sequence[LayerWork], config: ActivationConfig | None, compiled: bool = False
+) -> list[Remaining]:
     """What a recompute policy leaves of each layer of a model."""
     known: dict[tuple[int, object], Remaining] = {}
     left, varied = [], config is not None and by_layer(config.save)
@@ -303,13 +307,14 @@ def left_by_recompute(layers: Sequence[LayerWork], config: ActivationConfig | No
             rule = index if config.modules else (index % config.every, entries)
         key = id(layer), rule
         if key not in known:
-            known[key] = recomputed(layer, index, config)
+            known[key] = recomputed(layer, index, config, compiled)
         left.append(known[key])
     return left
 
 
-def recomputed(layer: LayerWork, index: int, config: ActivationConfig | None) -> Remaining:
-    """What a recompute policy (see `checkpointing/activation.py`) leaves of layer `index`."""
+def recomputed(layer: LayerWork, index: int, config: ActivationConfig | None, compiled: bool) -> Remaining:
+    """What a recompute policy (see `checkpointing/activation.py`) leaves of layer `index`. Eager layers hold what they
+    are told to keep, compiled ones what of it backward reads."""
     if config is None:
         return Remaining(layer.saved, {}, eager=Eager(layer.spread))
     tiled = list(filter(fed, layer.flops)) if config.tile else []  # what tiles repeat, the last product too
@@ -329,7 +334,8 @@ def recomputed(layer: LayerWork, index: int, config: ActivationConfig | None) ->
     else:
         kept = [name for name in layer.flops if selected(layer, name, entries) or entries and name in layer.summed]
         inputs = layer.input + layer.between * bool(tiled)
-        saved = inputs + sum(layer.outputs[name] for name in kept if name not in tiled)
+        held = layer.needed.intersection(kept) if compiled else kept
+        saved = inputs + sum(layer.outputs[name] for name in held if name not in tiled)
         again = [name for name in layer.flops if name not in kept]
         eager = unread(layer, entries, kept, [name for name in layer.reduces if name not in tiled])
         if config.offload:  # a byte is left, of which what W needs can be a multiple

@@ -131,7 +131,7 @@ class ModelBytes:
         tiled = bool(config.activation.tile)
         # What a layer holds from I to W.
         self.deferred = [self.tokens * (work.deferred - work.feed_deferred * tiled) for work in works]
-        left, keys = left_by_recompute(works, config.activation), gathered_keys(layout, self.element)
+        left, keys = left_by_recompute(works, config.activation, config.compile), gathered_keys(layout, self.element)
         more = [self.tokens * rest.eager.saved for rest in left]
         if config.compile:  # which keeps gathered keys instead of the rank's own, where nothing is recomputed
             more = [

@@ -173,7 +173,7 @@ class _Timer:
         spec, plan, batch = self.spec, self.plan, self.batch
         costs = estimated_costs(self.config, spec, plan, batch, self.element)
         works = model_work(spec, batch.sequence_length, plan.tp, self.element, self.config.parallel.fusion)
-        left = left_by_recompute(works, self.config.activation)
+        left = left_by_recompute(works, self.config.activation, self.config.compile)
         known: dict[tuple[int, int, frozenset[tuple[str, str]]], Unit] = {}
         layers, float8 = [], float8_linears(self.config.precision, spec)
         travelling = gathered_in_float8(self.config, spec, plan)
