@@ -62,15 +62,25 @@ MEASURED = {
     "full": (2, ZERO3 | {"batch__micro_size": 2, "activation__mode": "full"}, 8596, 65.5, None),
     "ZeRO-2": (2, ZERO3 | {"parallel__zero__stage": 2}, 9077, None, None),
     "tp2": (4, ZERO3 | {"parallel__tp": 2, "batch__micro_size": 2}, 8439, None, 49.9),
-    "tp4": (4, ZERO3 | {"parallel__tp": 4, "batch__micro_size": 2, "parallel__zero__stage": 1}, 7446, None, 43.5),
+    "tp4": (4, ZERO3 | {"parallel__tp": 4, "batch__micro_size": 2, "parallel__zero__stage": 1}, 7446, None, None),
+    # Of plans whose shards are whole, others were measured before gradients of these had no pool of their own.
+    "tp2, whole shards": (
+        2,
+        ZERO3
+        | {"batch__micro_size": 2, "activation__save": ["attention"], "activation__offload": False}
+        | {"parallel__tp": 2},
+        8150,
+        60.9,
+        65.0,
+    ),
     "pp2 1F1B": (4, pipeline(2, "1f1b", [17, 15]), 8320, None, 73.6),
     "pp2 interleaved": (4, pipeline(2, "interleaved", [8, 9, 9, 6]), 9196, None, 78.5),
     "pp2 ZB-V": (4, pipeline(2, "zb_v", [8, 8, 9, 7]), 9110, None, 92.5),
     "pp2 DualPipeV": (4, pipeline(2, "dualpipe_v", [8, 8, 9, 7]), 9242, None, None),
-    "tp2 x pp2": (4, pipeline(2, "interleaved", [8, 9, 9, 6], parallel__tp=2), 8050, None, 55.0),
-    "pp4 1F1B": (4, pipeline(4, "1f1b", [9, 9, 9, 5]), 6655, None, 70.9),
-    "pp4 interleaved": (4, pipeline(4, "interleaved", [3, 3, 4, 4, 5, 5, 5, 3]), 7815, None, 70.1),
-    "pp4 ZB-V": (4, pipeline(4, "zb_v", [4, 4, 4, 4, 4, 4, 5, 3]), 7991, None, 85.3),
+    "tp2 x pp2": (4, pipeline(2, "interleaved", [8, 9, 9, 6], parallel__tp=2), 8050, None, None),
+    "pp4 1F1B": (4, pipeline(4, "1f1b", [9, 9, 9, 5]), 6655, None, None),
+    "pp4 interleaved": (4, pipeline(4, "interleaved", [3, 3, 4, 4, 5, 5, 5, 3]), 7815, None, None),
+    "pp4 ZB-V": (4, pipeline(4, "zb_v", [4, 4, 4, 4, 4, 4, 5, 3]), 7991, None, None),
 }
 
 
@@ -101,8 +111,8 @@ def test_memory_of_measured_plans(predicted):
     allocated = errors(predicted, 3, lambda one: max(peak.allocated for peak in one.ranks) / GIB)
     reserved = errors(predicted, 4, lambda one: one.fullest.reserved / GIB)
     assert all(abs(error) < 0.02 for error in allocated.values()), allocated
-    assert all(-h200().memory_band < error < 0.06 for error in reserved.values()), reserved
-    assert mean(map(abs, reserved.values())) < 0.022
+    assert all(-0.03 < error < h200().memory_band for error in reserved.values()), reserved
+    assert mean(map(abs, reserved.values())) < 0.015
 
 
 MICRO = {
@@ -152,7 +162,14 @@ def test_memory_of_long_sequences(length):
     one = estimated(settings(spec, compile=True, **changes, **sizes), 1, h200())
     allocated, reserved = LONG[length]
     assert -0.03 < one.ranks[0].allocated / GIB / allocated - 1 < 0.05
-    assert one.fullest.reserved / GIB > 0.97 * reserved
+    assert abs(one.fullest.reserved / GIB / reserved - 1) < 0.04
+
+
+def test_memory_of_one_gpu():
+    """TinyLlama 1.1B without recompute: GiB reserved, in segments that grow."""
+    sizes = {"batch__sequence_length": 2048, "batch__micro_size": 16, "batch__accumulation": 1}
+    config = settings(shipped("tinyllama_1b"), compile=True, activation__mode="none", **sizes)
+    assert abs(estimated(config, 1, h200()).fullest.reserved / GIB / 58.5 - 1) < 0.03
 
 
 def test_bubbles_of_measured_plans(predicted):
@@ -254,7 +271,7 @@ def test_error_feedback_is_in_the_peak(kind, size):
     kept = found[kind].categories["error feedback"]
     assert kept == pytest.approx(size * parameter_counts(spec)["total"] / 8 * 1.5, rel=0.001)
     assert found["none"].categories["error feedback"] == 0
-    assert found[kind].reserved == pytest.approx(found["none"].reserved + kept)
+    assert found[kind].allocated == pytest.approx(found["none"].allocated + kept)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v", "gpipe"])

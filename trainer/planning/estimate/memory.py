@@ -6,6 +6,7 @@ activations shrink, buffers of reductions and transfers, and what a layer's back
 
 FSDP reduces on a stream of its own, and the caching allocator keeps a pool for each stream: memory that activations
 have left is not given to reduced gradients. So more is reserved than is ever allocated at once (`Peak.pools`).
+Gradients of whole shards, which no ranks share, are added up where they are computed, and have no pool.
 """
 
 from __future__ import annotations
@@ -57,9 +58,12 @@ CATEGORIES = (
 MOMENTARY = ("backward of a layer", "gradients", "communication buffers", "gathered parameters")
 """Categories of what is held for a moment within an action, in the order of `Replay.look`."""
 
-FRAGMENTS = 0.15
-"""What the allocator cannot use between blocks, as a share of the most that activations take: fitted to the reserved
-memory of eleven plans in docs/performance.md."""
+FRAGMENTS = 0.03
+"""What the allocator cannot use between blocks, as a share of the most that is allocated: fitted to reserved memory of
+docs/performance.md."""
+PUT_OFF = 0.15
+"""The same of a split backward, which frees in another order than it allocates, as a share of the most that activations
+take."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +242,7 @@ class Replay:
         if model.plan.stage == 3:  # the layer that is gathered while one computes
             self.ahead = model.element * max(max(units[1:]) for units in self.units.values()) + model.narrow
         self.keeps_reduced = not states.offloaded or states.sums > 0
+        self.apart_from_others = model.shard > 1 or states.offloaded  # gradients of whole shards are no message
         self.backwards = dict.fromkeys(self.stages, layout.batch.accumulation)  # to come
         self.accumulated: set[int] = set()  # stages that have gradients
         self.most, self.best = -1.0, Peak(rank, "", {}, 0.0)
@@ -267,7 +272,10 @@ class Replay:
                     self.hold("communication buffers", -self.model.stream)
         flat = self.model.shard > 1 and not self.model.copied
         gather = self.model.element * max(max(units) for units in self.units.values()) * flat
-        pools = self.rest + self.apart + gather - self.most + FRAGMENTS * self.churn
+        fragments = FRAGMENTS * self.most
+        if any(action.kind == "W" for action in self.program):
+            fragments = max(fragments, PUT_OFF * self.churn)
+        pools = self.rest + self.apart + gather - self.most + fragments
         return replace(self.best, pools=pools, host=self.most_host)
 
     def hold(self, category: str, size: float) -> None:
@@ -393,8 +401,9 @@ class Replay:
         if self.keeps_reduced and (new or mode == "last"):
             kept = MASTER_BYTES * size / self.model.shard
             self.hold("gradients", kept)
-            self.reduced += kept
-            self.apart = max(self.apart, self.reduced)
+            if self.apart_from_others:
+                self.reduced += kept
+                self.apart = max(self.apart, self.reduced)
 
     def done(self, stage: int) -> None:
         self.accumulated.add(stage)

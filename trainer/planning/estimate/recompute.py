@@ -37,7 +37,7 @@ from trainer.planning.schedules.ir import split_overlaps
 Kept = tuple[str, ...]
 """Operations whose results a layer keeps; `(ALL,)`: of which nothing is recomputed."""
 
-EQUAL = 2e-3
+EQUAL = 4e-3
 """Of the seconds of a rank's layers: a choice that saves less is worth neither memory nor another graph to compile."""
 
 POINTS = 64
