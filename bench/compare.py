@@ -55,22 +55,27 @@ class Row:
 NONE, RECOMPUTED = ["--activation_checkpoint.mode", "none"], ["recompute=true"]
 OPERATIONS = ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option"]
 BUDGET = ["--activation_checkpoint.mode", "memory_budget", "--activation_checkpoint.memory_budget"]
-KEPT = ["activation.mode=selective", "activation.save=[attention,matmul]"]
+SELECTIVE = ["activation.mode=selective"]
+KEPT = [*SELECTIVE, "activation.save=[attention,matmul]"]
 WITHOUT = ["activation.mode=none"]
 RECORDED = [*WITHOUT, "run.cuda_graphs=true"]
 """For one GPU."""
 COPIED = "parallel.zero.transport=copy_engine"
+GATHERED = ["parallel.zero.stage=2", "activation.tile=0", "loss.tile=0", "activation.offload=false"]
+THEIRS = ["--parallelism.fsdp_reshard_after_forward", "never"]
+"""Parameters that stay after they were gathered."""
 SMALL = {"width": 768, "depth": 12, "attention": {"heads": 12}, "feed_forward": {"width": 2048}, "tied": False}
 ROWS = {
-    "selective_1": Row(1, [["activation.mode=selective"]], [[*OPERATIONS, "op"]]),
-    "selective_2": Row(2, [["activation.mode=selective"]], [[*OPERATIONS, "op"]], [RECOMPUTED]),
+    "selective_1": Row(1, [SELECTIVE], [[*OPERATIONS, "op"]]),
+    "selective_2": Row(2, [SELECTIVE, [*SELECTIVE, COPIED]], [[*OPERATIONS, "op"]], [RECOMPUTED]),
     "none_1": Row(1, [WITHOUT], [NONE]),
     "best_2": Row(
         2, [KEPT, [*KEPT, COPIED]], [[*BUDGET, "0.7"], [*BUDGET, "0.85"], [*OPERATIONS, "2"], [*OPERATIONS, "4"]]
     ),
+    "gathered_2": Row(2, [[*KEPT, COPIED], [*KEPT, COPIED, *GATHERED]], [[*BUDGET, "0.7"], [*BUDGET, "0.7", *THEIRS]]),
     "cp2_32k": Row(
         1,
-        [["activation.mode=selective", "parallel.cp=2"]],
+        [[*SELECTIVE, "parallel.cp=2"]],
         [[*OPERATIONS, "op", "--parallelism.context_parallel_degree", "2"]],
         length=32768,
     ),
