@@ -334,7 +334,7 @@ def recomputed(layer: LayerWork, index: int, config: ActivationConfig | None, co
     else:
         kept = [name for name in layer.flops if selected(layer, name, entries) or entries and name in layer.summed]
         inputs = layer.input + layer.between * bool(tiled)
-        held = layer.needed.intersection(kept) if compiled else kept
+        held = [name for name in kept if name in layer.needed or not compiled]
         saved = inputs + sum(layer.outputs[name] for name in held if name not in tiled)
         again = [name for name in layer.flops if name not in kept]
         eager = unread(layer, entries, kept, [name for name in layer.reduces if name not in tiled])
