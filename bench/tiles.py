@@ -1,7 +1,7 @@
 """The product alone of the kernels that multiply while ranks send (`kernels/tensor_parallel.py`), on one GPU: beside
 cuBLAS and the roofline, by how it is cut and loaded.
 
-    python bench/tiles.py OUT.jsonl [only=8B,70B] [tokens=8192] [ways=today,waves,tma,tma4,tma_128,specialised]
+    python bench/tiles.py OUT.jsonl [only=8B,70B] [tokens=8192] [ways=today,waves,tma,tma4,tma_128]
 
 A world of one rank: nothing is sent or waited for. Shapes are those of a layer of Llama-3 8B and 70B on two ranks,
 forward; `o` and `down` are what sends, qkv and gate_up what gathers. A line for each shape: milliseconds of each way
@@ -14,10 +14,11 @@ waves        the cut that `kernels/tiles.py` takes; what sends has the whole dev
 tma, tma4    the same, and operands by the bulk tensor copy engine, three loads ahead and four
 tma_128      the same by tiles of 128 x 128, four loads ahead
 specialised  a bare product of 128 x 256 by that engine, where some warps load and the others multiply. Kernels that
-             wait or signal cannot: Triton 3.6 leaves loops with branches as they are, and halves of a tile end apart
+             wait or signal cannot: Triton 3.6 leaves loops with branches as they are, and halves of a tile end apart.
+             Only where `ways` names it: with a loop over tiles around it, it never ended on an H200
 
-Triton's compilations go before, several at once. On CPUs it runs to be tried, in Triton's interpreter, without
-`specialised`: TRITON_INTERPRET=1 python bench/tiles.py OUT.jsonl scale=64 tokens=128 repeats=1
+Triton's compilations go before, several at once. On CPUs it runs to be tried, in Triton's interpreter:
+TRITON_INTERPRET=1 python bench/tiles.py OUT.jsonl scale=64 tokens=128 repeats=1
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trainer.kernels.exchange import Region
+from trainer.kernels.products import place_of
 from trainer.kernels.tensor_parallel import gather_matmul, matmul_scatter
 from trainer.kernels.tiles import Shape, cut
 from trainer.planning.cost.devices import peak_flops
 
 RANKS, RESERVED, AT_ONCE = 2, 16, 8
-WAYS = ("today", "waves", "tma", "tma4", "tma_128", "specialised")
+WAYS = ("today", "waves", "tma", "tma4", "tma_128")
 
 
 class Case(NamedTuple):
@@ -73,29 +75,18 @@ def cases(models: list[str], tokens: int, scale: int) -> Iterator[Case]:
 
 
 @triton.jit
-def _specialised(
-    a,
-    b,
-    out,
-    LINES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """out = a b', by tiles of 128 x 256, with a warp group that loads."""
+def _specialised(a, b, out, LINES: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):
+    """out = a b', a tile of 128 x 256 for each program, with a warp group that loads."""
     DOWN: tl.constexpr = (LINES + 127) // 128
     ACROSS: tl.constexpr = (WIDTH + 255) // 256
-    for tile in range(tl.program_id(0), DOWN * ACROSS, PROGRAMS):
-        group, inside = tile // (GROUP * ACROSS), tile % (GROUP * ACROSS)
-        rows = tl.minimum(DOWN - group * GROUP, GROUP)
-        row, column = (group * GROUP + inside % rows) * 128, inside // rows * 256
-        total = tl.zeros((128, 256), tl.float32)
-        for step in tl.range(0, (DEPTH + 63) // 64, warp_specialize=True):
-            total = tl.dot(a.load([row, step * 64]), b.load([column, step * 64]).T, total)
-        lines, across = row + tl.arange(0, 128), column + tl.arange(0, 256)
-        inside_both = (lines[:, None] < LINES) & (across[None, :] < WIDTH)
-        tl.store(out + lines[:, None] * WIDTH + across[None, :], total.to(tl.bfloat16), mask=inside_both)
+    row, column = place_of(tl.program_id(0), DOWN, ACROSS, 0, GROUP)
+    row, column = row * 128, column * 256
+    total = tl.zeros((128, 256), tl.float32)
+    for step in tl.range(0, (DEPTH + 63) // 64, warp_specialize=True):
+        total = tl.dot(a.load([row, step * 64]), b.load([column, step * 64]).T, total)
+    lines, across = row + tl.arange(0, 128), column + tl.arange(0, 256)
+    inside = (lines[:, None] < LINES) & (across[None, :] < WIDTH)
+    tl.store(out + lines[:, None] * WIDTH + across[None, :], total.to(tl.bfloat16), mask=inside)
 
 
 def shape_of(way: str, case: Case, device: torch.device) -> Shape:
@@ -144,10 +135,9 @@ class Work:
 
     def specialised(self) -> Tensor:
         lines, width = self.case.tokens, self.case.outputs
-        out, programs = self.x.new_empty(lines, width), shape_of("waves", self.case, self.device).programs
-        programs += RESERVED * self.case.sends
+        out, tiles = self.x.new_empty(lines, width), -(-lines // 128) * -(-width // 256)
         a, b = TensorDescriptor.from_tensor(self.x, [128, 64]), TensorDescriptor.from_tensor(self.weight, [256, 64])
-        _specialised[(programs,)](a, b, out, lines, width, self.case.inputs, programs, 8, num_warps=4, num_stages=4)
+        _specialised[(tiles,)](a, b, out, lines, width, self.case.inputs, 8, num_warps=4, num_stages=4)
         return out
 
 
@@ -217,7 +207,7 @@ def told(result: dict) -> str:
 def main(out: str, *chosen: str) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = {"only": "8B,70B", "tokens": "8192", "scale": "1", "repeats": "30"}
-    settings["ways"] = ",".join(WAYS if device.type == "cuda" else WAYS[:-1])
+    settings["ways"] = ",".join(WAYS)
     settings |= dict(one.split("=", 1) for one in chosen)
     ways, repeats = settings["ways"].split(","), int(settings["repeats"])
     shapes = list(cases(settings["only"].split(","), int(settings["tokens"]), int(settings["scale"])))
