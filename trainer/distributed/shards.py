@@ -186,7 +186,11 @@ def add_up(owns: Sequence[Tensor], arrived: Sequence[Tensor], totals: Sequence[T
         wide = totals if exact else [torch.empty_like(total, dtype=torch.float32) for total in totals]
         for source in range(size):
             parts = owns if source == rank else [rest[(source - rank - 1) % size] for rest in arrived]
-            copy_together(wide, parts) if source == 0 else torch._foreach_add_(list(wide), list(parts))
+            if source == 0:
+                copy_together(wide, parts)
+                continue
+            for added, part in zip(wide, parts):
+                added += part
         if not exact:
             copy_together(totals, wide)
 
