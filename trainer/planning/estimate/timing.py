@@ -345,9 +345,9 @@ class _Timer:
         # Read for the scale and again, written, and cast back.
         copy_in += ((2 * self.element + 1) / shards.ranks + self.element + 1) * narrow / pace.copy
         copy_out = (self.element + MASTER) * size / pace.copy + coding[0]
-        if copied:  # what is cast, kept and added up takes from the products beside it what it needs
-            copy_in = (MASTER + 3 * self.element) / shards.ranks * size / pace.copy
-            copy_out = ((MASTER + 2 * self.element) / shards.ranks + self.element) * size / pace.copy
+        if copied:  # what is cast to two places, and added up, takes from the products beside it what it needs
+            copy_in = (MASTER + 2 * self.element) / shards.ranks * size / pace.copy
+            copy_out = (MASTER / shards.ranks + self.element) * size / pace.copy
         f, b = sum(forward.values()), sum(backward.values()) + sum(weight.values())
         gathers, scatters = moved["gather"], moved["scatter"]
         first = pace.exposed(gather * gathers.once, f)
