@@ -48,8 +48,10 @@ def test_same_numbers_as_one_process(request, name):
 
 
 def test_every_optimizer_and_type_of_moments(four):
-    """A moment in bf16 may round the other way where a gradient differs in its last bit, as on some processors."""
-    assert all(worst < 5e-6 for worst in four["optimizers"].values()), four["optimizers"]
+    """A moment in bf16 may round the other way where a gradient differs in its last bit, as single ones do on some
+    processors: their updates differ by the last bit of bf16, times the learning rate."""
+    for found in four["optimizers"].values():
+        assert found["others"] < 1e-6 and found["rounded"] <= 2 and found["matrices"] < 1e-3 / 2**8, found
 
 
 def test_stage_3_keeps_no_layer_for_backward(four):

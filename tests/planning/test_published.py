@@ -191,6 +191,6 @@ def test_memory_of_torchtitan(name):
 
 
 def test_what_interleaving_spares_the_405b_model():
-    """Of two stages one has reduced its gradients before the other has any."""
+    """Of two stages one has reduced its gradients before the other has any. It is told to be 9.8 GiB."""
     plain, interleaved = (large(f"405B, {name}").fullest.reserved / GIB for name in ("1F1B", "interleaved"))
-    assert plain - interleaved == pytest.approx(82.5 - 72.7, abs=1.5)
+    assert (plain - interleaved) / (82.5 - 72.7) - 1 == pytest.approx(0.14, abs=0.012)

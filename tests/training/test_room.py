@@ -26,6 +26,7 @@ from trainer.config.model import ModelSpec
 from trainer.diagnosis import shortage
 from trainer.observe import metrics
 from trainer.observe.examine import examine
+from trainer.parallel.fsdp_internals import parameter_group
 from trainer.planning.estimate.recompute import decided, with_section
 from trainer.planning.fit import Memory
 from trainer.planning.resolve import resolve
@@ -177,8 +178,13 @@ def test_a_run_that_lacks_memory_says_what_was_planned_what_was_taken_and_what_f
     assert again.kind == "memory capacity" and again.findings[0].overrides and "activations" not in str(again.findings)
 
 
-def test_what_is_held_in_the_middle_of_a_step_is_told_without_asking_for_memory(tmp_path, cache, monkeypatch):
-    """Before the last backward pass: gathered copies in bf16, and the first micro-batch's gradients in fp32."""
+MESSAGE = SimpleNamespace(reduce_scatter_input=torch.ones(1000))
+
+
+@pytest.mark.parametrize("kept", [{"reduce_scatter_states": [MESSAGE]}, {"reduce_scatter_state": MESSAGE}])
+def test_what_is_held_in_the_middle_of_a_step_is_told_without_asking_for_memory(tmp_path, cache, monkeypatch, kept):
+    """Before the last backward pass: gathered copies in bf16, the first micro-batch's gradients in fp32, and a message,
+    as torch keeps it since 2.12, and as 2.11 does."""
     made, held = [], out_of_memory.held
 
     class Watched(TorchDispatchMode):
@@ -190,6 +196,9 @@ def test_what_is_held_in_the_middle_of_a_step_is_told_without_asking_for_memory(
             return result
 
     def watched(state):
+        context = parameter_group(state.stages[0]).comm_ctx
+        assert not vars(context).pop("reduce_scatter_states")  # whole shards need no message
+        vars(context).update(kept)
         with Watched():
             return held(state)
 
@@ -210,6 +219,7 @@ def test_what_is_held_in_the_middle_of_a_step_is_told_without_asking_for_memory(
     assert (
         found.actual["optimizer"] == found.planned["optimizer"] and found.actual["gathered parameters"] == weights / 2
     )
+    assert found.actual["communication buffers"] == MESSAGE.reduce_scatter_input.nbytes and not found.unknown
     assert "gradients: planned" in message(caught.value, LACKING)
 
 
@@ -237,15 +247,35 @@ def test_whatever_fails_beside_it_memory_is_what_is_told(tmp_path, cache, monkey
     assert not hasattr(other.value, "__notes__")
 
 
+BIG = {
+    **{"model.width": 1024, "model.depth": 8, "model.attention.heads": 16, "model.attention.kv_heads": 16},
+    **{"model.attention.head_dim": 64, "model.feed_forward.width": 4096, "batch.sequence_length": 2048},
+    **{"run.device": "cuda", "precision": "bf16", "batch.micro_size": 32, "batch.global_size": 32},
+    **{"loss.tile": 0, "activation.tile": 0},
+}
+"""Of fewer tokens, eager layers keep the host busier than the GPU, and recomputing them whole takes it less than
+choosing."""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_cuda_what_was_taken_is_told_by_category(tmp_path, cache):
+    """Of a GPU that gives this process less than activations take."""
+    torch.cuda.set_per_process_memory_fraction(6 * GIB / torch.cuda.mem_get_info()[1])
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            trainer.run(composed(tmp_path / "run", cache, activation="none", **BIG))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        dist.destroy_process_group()
+    found = shortage.read(tmp_path / "run")
+    assert not found.unknown and found.actual["parameters"] == found.planned["parameters"] > 0
+    assert found.actual["activations and all else"] > GIB
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_cuda_no_more_is_reserved_than_may_be(tmp_path, cache):
-    """Between what the uniform modes take, and the allocator tries once. Of fewer tokens, eager layers keep the host
-    busier than the GPU, and recomputing them whole takes it less than choosing."""
-    big = {"model.width": 1024, "model.depth": 8, "model.attention.heads": 16, "model.attention.kv_heads": 16}
-    big |= {"model.attention.head_dim": 64, "model.feed_forward.width": 4096, "batch.sequence_length": 2048}
-    big |= {"run.device": "cuda", "precision": "bf16", "batch.micro_size": 32, "batch.global_size": 32}
-    big |= {"loss.tile": 0, "activation.tile": 0}
-    plain = composed(tmp_path / "plain", cache, **big)
+    """Between what the uniform modes take, and the allocator tries once."""
+    plain = composed(tmp_path / "plain", cache, **BIG)
     least, most = peak(plain, "full"), peak(plain, "none")
     for share in (0.3, 0.7):
         torch.cuda.empty_cache()
@@ -253,7 +283,7 @@ def test_on_cuda_no_more_is_reserved_than_may_be(tmp_path, cache):
         before, limit = torch.cuda.memory_reserved(), least + share * (most - least)
         tries = torch.cuda.memory_stats()["num_alloc_retries"]
         auto = {"activation": "auto", "activation.memory": limit}
-        assert trainer.run(composed(tmp_path / f"{share}", cache, **big, **auto)).code == 0
+        assert trainer.run(composed(tmp_path / f"{share}", cache, **BIG, **auto)).code == 0
         written = yaml.safe_load((tmp_path / f"{share}" / "config.yaml").read_text())["activation"]
         assert written["mode"] == "selective"
         assert torch.cuda.max_memory_reserved() - before <= 1.05 * limit * GIB

@@ -112,7 +112,9 @@ def held_by(units: list[FSDPModule]) -> Held:
         context = group.comm_ctx  # of all units
         kept = getattr(context.all_gather_state, "all_gather_result", None)
         messages += [getattr(result, "all_gather_output", None) for result in (group._all_gather_result, kept)]
-        messages += [state.reduce_scatter_input for state in context.reduce_scatter_states]
+        several = hasattr(context, "reduce_scatter_states")  # torch 2.11 keeps one at most
+        reducing = context.reduce_scatter_states if several else [context.reduce_scatter_state]
+        messages += [getattr(state, "reduce_scatter_input", None) for state in reducing]
         messages.append(getattr(group._all_reduce_state, "all_reduce_input", None))
     return Held(*([tensor for tensor in some if tensor is not None] for some in (gradients, gathered, messages)))
 
