@@ -223,6 +223,16 @@ def test_what_is_held_in_the_middle_of_a_step_is_told_without_asking_for_memory(
     assert "gradients: planned" in message(caught.value, LACKING)
 
 
+def test_why_states_are_not_known_is_told(tmp_path, cache):
+    config, world = composed(tmp_path, cache), SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
+    layout, memory = resolve(config, 1, config.model), Memory(None, 1000 * GIB)
+    with pytest.raises(MemoryError) as caught, explained(config, layout, world, memory, lambda: 0) as states:
+        states.append(lambda: 1 / 0)
+        raise MemoryError("no room")
+    text = message(caught.value, "no room")
+    assert "what of activations and all else are states (ZeroDivisionError: division by zero) is not known" in text
+
+
 def test_whatever_fails_beside_it_memory_is_what_is_told(tmp_path, cache, monkeypatch):
     """An estimator that fails, and a folder that takes nothing."""
     config, world = composed(tmp_path, cache), SimpleNamespace(rank=3, size=1, device=torch.device("cpu"))

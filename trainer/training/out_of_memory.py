@@ -107,10 +107,14 @@ def actual(
 
     states: says which state is trained, where there is one. Nothing is allocated on the device."""
     parts: dict[str, float | None] = {}
-    with contextlib.suppress(Exception):  # a state that is half made, or half freed
-        parts = held(states[0]())
+    reason = ""
+    if states:
+        try:
+            parts = held(states[0]())
+        except Exception as error:  # a state that is half made, or half freed
+            reason = f" ({reason_of(error)})"
     counts = {} if parts.get(HOST) is None else {HOST: parts.pop(HOST)}
-    unknown = tuple(name for name, size in parts.items() if size is None) if parts else ("states",)
+    unknown = tuple(name for name, size in parts.items() if size is None) if parts else (f"states{reason}",)
     known = {name: size for name, size in parts.items() if size is not None}
     taken = sum(known.values())
     if device.type != "cuda":
