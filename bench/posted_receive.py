@@ -16,7 +16,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from trainer.cluster.ports import free_ports
 
 PATIENCE = 20
 """Seconds in which a pair of processes has to end; to start takes most of them."""
@@ -103,9 +104,7 @@ def main(rank: int, port: int, case: str, order: str) -> None:
 
 def run(case: str, order: str, loading: str) -> str:
     """A line on one case and order, of two processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    [port] = free_ports()
     start, environment = time.monotonic(), {**os.environ, "CUDA_MODULE_LOADING": loading}
     ranks = [
         subprocess.Popen(

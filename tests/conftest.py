@@ -104,6 +104,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure shows how the logs end that jobs and runs left in the test's folder, which is gone later."""
+    report = yield
+    if report.failed and (folder := getattr(item, "funcargs", {}).get("tmp_path")):
+        for log in sorted({*folder.rglob("*.log"), *folder.rglob("log.txt")}):
+            report.sections.append((f"end of {log.relative_to(folder)}", log.read_text(errors="replace")[-4000:]))
+    return report
+
+
 @contextlib.contextmanager
 def locked(path: Path, kind: int) -> Iterator[None]:
     """A lock among processes, by `fcntl.LOCK_SH` or `fcntl.LOCK_EX`."""

@@ -4,7 +4,6 @@ each check."""
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from support.launch import warm_python
 from trainer.cluster import network, node, options
 from trainer.cluster.network import HUNG, Floors
 from trainer.cluster.node import FIELDS
+from trainer.cluster.ports import free_ports
 from trainer.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -231,16 +231,10 @@ def test_the_network_check_without_torchrun_is_refused():
     ), done.stderr
 
 
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_the_network_check_between_three_nodes():
     """Three processes that take themselves for nodes: fit as they are; with a floor that none reaches, the middle one,
     which meets two others, is the culprit."""
-    for given, code, port in (([], 0, unused_port()), (["between=1000"], 3, unused_port())):
+    for given, code, port in zip(([], ["between=1000"]), (0, 3), free_ports(2), strict=True):
         common = {
             **os.environ,
             "LOCAL_RANK": "0",

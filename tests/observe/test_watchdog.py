@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 from support.launch import WORKERS, warm_python
 
+from trainer.cluster.ports import free_ports
 from trainer.config import GuardConfig
 from trainer.observe import flight
 from trainer.observe.stragglers import Stragglers, slowest
@@ -140,9 +140,7 @@ def test_the_report_begins_with_who_holds_up_the_others():
 
 
 def test_a_stall_ends_every_rank_and_names_those_that_hold_up_the_others(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    [port] = free_ports()
     common = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

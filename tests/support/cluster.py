@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from trainer.cluster.ports import free_ports
+
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 NODES = ("n1", "n2")
 CONF = """\
@@ -76,7 +78,7 @@ class Cluster:
         for name in ("munge", "state", *NODES):
             (self.root / name).mkdir()
         conf, self.daemons = self.root / "slurm.conf", []
-        conf.write_text(CONF.format(host=socket.gethostname().split(".")[0], root=self.root, ports=_free_ports(3)))
+        conf.write_text(CONF.format(host=socket.gethostname().split(".")[0], root=self.root, ports=free_ports(3)))
         self.environment = {**os.environ, "SLURM_CONF": str(conf)}
         try:
             self._start()
@@ -158,14 +160,3 @@ class Cluster:
 
 def _tool(name: str) -> str | None:
     return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()

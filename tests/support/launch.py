@@ -8,12 +8,13 @@ import functools
 import gc
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from trainer.cluster.ports import free_ports
 
 CAN_COMPILE = bool(shutil.which("g++") or shutil.which("clang++"))
 """Whether torch.compile can build for the CPU here."""
@@ -108,9 +109,7 @@ def fork() -> None:
     gc.unfreeze = lambda: None  # as a run asks for at its end: the next would look at all of it again, on every rank
     if "RANK" in os.environ:  # torchrun has made them
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        world, port = os.environ["WORLD_SIZE"], str(free.getsockname()[1])
+    world, [port] = os.environ["WORLD_SIZE"], free_ports()
     mine = 0
     for rank in range(1, int(world)):
         if (process := os.fork()) == 0:
@@ -120,7 +119,7 @@ def fork() -> None:
         FORKED.append(process)
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(port),
         "LOCAL_WORLD_SIZE": world,
         "RANK": str(mine),
         "LOCAL_RANK": str(mine),

@@ -23,6 +23,7 @@ from support.launch import WORKERS, program_of, warm_python
 
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest
 from trainer.checkpointing.retention import find_newest
+from trainer.cluster.ports import free_ports
 from trainer.config import GuardConfig
 from trainer.observe import metrics
 from trainer.observe.slowdown import Slowdown, told, typical
@@ -282,9 +283,7 @@ def test_a_lost_node_and_a_stopped_launcher(calm, folder):
     """Two agents of torchrun, one of which is lost for good; then SIGTERM to the other, and one process that finishes
     the run."""
     draw = random.Random(SEED)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    [port] = free_ports()
     options = (
         "--nnodes",
         "1:2",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import time
 
@@ -23,6 +22,7 @@ import trainer
 import trainer.training.run
 from trainer import cli, export, plot
 from trainer.checkpointing.loading import read_tensors
+from trainer.cluster.ports import free_ports
 from trainer.config import ConfigError
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.timeline import read_timeline
@@ -221,9 +221,7 @@ def test_the_schedule_of_a_run_is_drawn(root, two, capsys):
 
 def test_a_rank_that_vanishes_is_named_by_all_others(root):
     """Killed between two stages' transfers and inside of a tensor-parallel group: none of the others waits for it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    [port] = free_ports()
     arguments = [f"{name}={value}" for name, value in COMMON.items()] + [
         f"data.sources.text.path={root / 'corpus'}",
         f"data.cache={root / 'cache'}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import socket
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from support.names import LACKING, TERM
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainer
+from trainer.cluster.ports import free_ports
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.diagnosis import shortage
@@ -116,10 +116,8 @@ def started(folder: Path, cache: Path, world: int, *more: str) -> list[tuple[int
     given += ["imports=[support.disturbance]", f"{TERM}.lacking=3"]
     given += [f"{TERM}.rank={world - 1}", "checkpoint.at_end=false", *more]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "PYTHONPATH": path}
+    [port] = free_ports()
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "PYTHONPATH": path}
     place |= {"LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ranks = [
         subprocess.Popen(

@@ -1,1 +1,1 @@
-"""What the preflight looks at: one node, and the network between nodes."""
+"""Machines: what the preflight and the probe look at, what a job of Slurm does next, where its processes meet."""
