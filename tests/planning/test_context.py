@@ -114,6 +114,15 @@ CHOSEN = [  # model, processes, node, settings -> method, order
     ("tensor ranks leave none", spec_of(8, 1), 16, 8, {"cp": 2, "tp": 8, "dp": 1}, (1, 2, "zigzag")),
     ("windows are fetched", spec_of(32, 8, 64, 64, 0), 4, 4, {"cp": 4}, (1, 4, "zigzag")),
     ("documents", spec_of(32, 1), 2, 2, {"cp": 2, "mask": True}, (1, 2, "blocks")),
+    (
+        "documents leave little to compute",
+        spec_of(32, 8),
+        4,
+        4,
+        {"cp": 4, "mask": True, "length": 2**17},
+        (1, 4, "blocks"),
+    ),
+    ("and one document much", spec_of(32, 8), 4, 4, {"cp": 4, "length": 2**17}, (4, 1, "contiguous")),
     ("documents and windows", spec_of(32, 8, 64, 64, 0), 2, 2, {"cp": 2, "mask": True}, (1, 2, "zigzag")),
     (
         "halo keeps runs",

@@ -15,7 +15,9 @@ from statistics import mean
 from typing import NamedTuple
 
 from trainer.config.model import AttentionSpec
-from trainer.planning.documents import Documents, packed
+from trainer.planning.cost.flops import seen_keys
+from trainer.planning.cost.masks import block_size
+from trainer.planning.documents import Documents, computed_keys, packed
 
 DRAWS = 8
 """How often documents are drawn, where an order's balance depends on them."""
@@ -158,6 +160,28 @@ def _work(context: Context, length: int, window: int, starts: list[int]) -> list
     runs = [end - start for start, end in zip(ends, ends[1:])]
     rows = [runs[start : start + outer] for start in range(0, len(runs), outer)]
     return [sum(parts) for parts in zip(*(row[::-1] if number % 2 else row for number, row in enumerate(rows)))]
+
+
+def computed_share(
+    attention: AttentionSpec,
+    context: Context | None,
+    length: int,
+    micro_size: int,
+    documents: Documents | None,
+    on_cpu: bool = False,
+) -> tuple[str, float]:
+    """The kernel that computes a layer's attention, and what it computes on the rank with most, over what each would if
+    a sequence were one document and all were left out that is not seen. documents: that are masked; on_cpu: where a
+    mask leaves out no key."""
+    window = attention.window
+    by, seen = kernel(attention, context, length, documents is not None), seen_keys(length, window)
+    if by != "block_mask":
+        return by, balance(context, length, window, None)
+    if on_cpu:
+        return by, length / seen
+    rows = length // context.outer if context else length
+    size = block_size(micro_size if documents else 1, rows, length)
+    return by, computed_keys(length, window, documents, size) / seen * balance(context, length, window, documents)
 
 
 def gathered(attention: AttentionSpec, context: Context, length: int, tp: int) -> float:

@@ -16,7 +16,7 @@ from trainer.config.hardware import AchievedConfig
 from trainer.config.model import AttentionSpec, ModelSpec
 from trainer.config.schema import BatchConfig
 from trainer.planning.batch import resolve_batch
-from trainer.planning.context import ROWS, Context, balance, kernel, traffic
+from trainer.planning.context import ROWS, Context, computed_share, traffic
 from trainer.planning.cost.flops import attention_flops, seen_keys
 from trainer.planning.cost.layers import ATTENTION_BACKWARD
 from trainer.planning.cost.parameters import layer_specs
@@ -39,7 +39,7 @@ Way = dict[str, Any]
 
 
 class Request(NamedTuple):
-    """What is asked, and what it depends on. node: processes of a machine."""
+    """What is asked, and what it depends on. masked: whether documents are; node: processes of a machine."""
 
     parallel: ParallelConfig
     batch: BatchConfig
@@ -162,15 +162,16 @@ def unit(context: Context, plan: Plan) -> int:
 
 
 def cost(request: Request, context: Context) -> float:
-    """What attention of all layers and what is sent for it take, in FLOPs of attention of whole sequences. As if all
-    were recomputed: what is, may be decided later, by what fits."""
+    """What attention of all layers and what is sent for it take, in FLOPs of attention of whole sequences. As if
+    all were recomputed: what is, may be decided later, by what fits. Masked documents are as long as usual, so that a
+    run shares its sequences in one way, whether or not their lengths are known yet."""
     length, plan, again = request.length, request.plan, 1.0
     far = BETWEEN_NODES if plan.cp * plan.tp > request.node else 1.0
-    total, reached = 0.0, AchievedConfig()
+    total, reached, documents = 0.0, AchievedConfig(), USUAL if request.masked else None
     for layer in request.layers:
         computed = attention_flops(layer, seen_keys(length, layer.window), plan.tp) * length / plan.cp
-        computed *= balance(context, length, layer.window, USUAL if request.masked else None)
-        computed /= reached.of_attention(kernel(layer, context, length, request.masked))
+        by, share = computed_share(layer, context, length, request.batch.micro_size or 1, documents)
+        computed *= share / reached.of_attention(by)
         sent = traffic(layer, context, length, plan.tp, again)
         total += (1 + again + ATTENTION_BACKWARD) * computed + ELEMENT * (sent.inner.both + far * sent.outer.both)
     return total

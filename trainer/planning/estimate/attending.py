@@ -1,34 +1,15 @@
-"""What attention computes, and bytes that it takes beside what a layer saves: keys that ranks gather, and masks."""
+"""Bytes that attention takes beside what a layer saves: keys that ranks gather, and masks."""
 
 from __future__ import annotations
 
 from trainer.config.model import AttentionSpec
-from trainer.planning.context import balance, gathered, kernel
-from trainer.planning.cost.flops import seen_keys
-from trainer.planning.cost.masks import block_size, mask_bytes
+from trainer.planning.context import gathered, kernel
+from trainer.planning.cost.masks import mask_bytes
 from trainer.planning.cost.parameters import layer_specs
-from trainer.planning.documents import Documents, computed_keys
 from trainer.planning.resolve import Layout
 
 PLACE = 8
 """Bytes of a place in a sequence."""
-
-
-def computed_share(
-    layout: Layout, documents: Documents | None, on_cpu: bool, attention: AttentionSpec
-) -> tuple[str, float]:
-    """The kernel that computes a layer's attention, and what it computes on the rank with most, over what each would if
-    a sequence were one document and all were left out that is not seen. documents: that are masked; on_cpu: where a
-    mask leaves out no key."""
-    context, length, window = layout.context, layout.batch.sequence_length, attention.window
-    by, seen = kernel(attention, context, length, documents is not None), seen_keys(length, window)
-    if by != "block_mask":
-        return by, balance(context, length, window, None)
-    if on_cpu:
-        return by, length / seen
-    rows = length // context.outer if context else length
-    size = block_size(layout.batch.micro_size if documents else 1, rows, length)
-    return by, computed_keys(length, window, documents, size) / seen * balance(context, length, window, documents)
 
 
 def gathered_keys(layout: Layout, element: int) -> list[float]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from math import hypot
 
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import AttentionSpec
-from trainer.planning.context import Passes, traffic
+from trainer.planning.context import Passes, computed_share, traffic
 from trainer.planning.cost.collectives import of_states
 from trainer.planning.cost.flops import product_flops
 from trainer.planning.cost.layers import ATTENTION_BACKWARD, Eager, LayerWork, Remaining, left_by_recompute, model_work
@@ -19,7 +19,6 @@ from trainer.planning.cost.memory import ELEMENT_BYTES, sent_parameters
 from trainer.planning.cost.parameters import head, layer_specs
 from trainer.planning.cost.stages import LayerCosts
 from trainer.planning.documents import documents_of
-from trainer.planning.estimate.attending import computed_share
 from trainer.planning.estimate.coding import wires
 from trainer.planning.estimate.fusion import WAYS, Link, Off, passes
 from trainer.planning.estimate.pace import Pace, Ring
@@ -131,7 +130,7 @@ class _Timer:
     def __init__(self, config: Config, layout: Layout, hardware: HardwareConfig):
         self.config, self.plan, self.spec, self.batch = config, layout.plan, layout.spec, layout.batch
         self.pace, self.on_cpu = Pace.of(hardware, config.precision), hardware.device == "CPU"
-        self.computed = partial(computed_share, layout, documents_of(config.data), self.on_cpu)
+        self.documents = documents_of(config.data)
         self.element = ELEMENT_BYTES[config.precision.compute]
         self.tokens = self.batch.sequence_length * self.batch.micro_size // self.plan.cp
         self.context, first = layout.context, self.plan.groups("cp")[0]
@@ -212,7 +211,8 @@ class _Timer:
 
     def _attention(self, work: LayerWork, attention: AttentionSpec) -> float:
         """The forward pass of attention, on the rank that has most of it."""
-        by, share = self.computed(attention)
+        shape = self.context, self.batch.sequence_length, self.batch.micro_size
+        by, share = computed_share(attention, *shape, self.documents, self.on_cpu)
         return self.tokens * work.attention / self.pace.attention[by] * share
 
     def _shared(self, attention: AttentionSpec, behind: float, again: float) -> tuple[Terms, Terms, float]:
