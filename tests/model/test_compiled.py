@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from support.launch import CAN_COMPILE
@@ -66,3 +68,20 @@ def test_a_single_matrix_in_fp8_stays_in_the_graph_without_gradients():
     whole = torch.compile(product, backend="eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(whole(x, weight), product(x, weight), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("matrices", [1, 2])
+def test_compiled_products_in_fp8_have_the_gradients_of_eager_ones(matrices, dtype):
+    """They were zeros in fp32 under torch 2.11."""
+    multiply, draw = Float8("rowwise"), torch.Generator().manual_seed(0)
+    x, *weights = (torch.randn(n, 16, generator=draw, dtype=dtype) for n in (32, 48, 24)[: 1 + matrices])
+
+    def gradients(run: Callable[..., Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        leaves = [one.clone().requires_grad_() for one in (x, *weights)]
+        results = run(leaves[0], leaves[1:], [None] * matrices, None, multiply=multiply)
+        return list(torch.autograd.grad(sum(result.float().square().sum() for result in results), leaves))
+
+    compiled = torch.compile(columns, backend="aot_eager", fullgraph=True)
+    for found, expected in zip(gradients(compiled), gradients(columns), strict=True):
+        assert expected.count_nonzero() and torch.equal(found, expected)

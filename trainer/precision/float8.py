@@ -72,7 +72,9 @@ def quantise(
 
 def emulated(left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """What `scaled_product` computes, on any device: exact products of fp8 numbers, added up in fp32."""
-    return (left.float() @ right.float().t() * back[0] * back[1].t()).to(dtype)
+    product = left.float() @ right.float().t() * back[0] * back[1].t()
+    # torch 2.11's compiler gives zeros for gradients of a forward pass that ends in a cast without effect.
+    return product if product.dtype is dtype else product.to(dtype)
 
 
 def scaled_product(
