@@ -160,6 +160,15 @@ class DeepSpeed:
         return self.zero.sharding(reductions)
 
 
+def of_rank(parameter: nn.Parameter) -> Tensor:
+    """The gradient of what this rank has of a parameter. Of one that ranks share unevenly torch 2.11 makes the whole on
+    every rank, where it copies a gradient to keep it."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor):
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local(gradient).contiguous()
+
+
 class FlatZero(Zero):
     """Stages 1 and 2."""
 
@@ -234,7 +243,7 @@ class FlatZero(Zero):
         shadow = self.theirs[name]
 
         def hand_over(parameter: nn.Parameter) -> None:
-            shadow.grad, parameter.grad = local(parameter.grad).contiguous(), None
+            shadow.grad, parameter.grad = of_rank(parameter), None
             self.zero.process_gradients(shadow, 0)
 
         return hand_over
@@ -245,9 +254,9 @@ class FlatZero(Zero):
         if self.by_hand:
             place = "grad_accum" if zero.use_grad_accum_attribute else "grad"
             for name, parameter in self.ours.items():
-                gradient, parameter.grad = parameter.grad, None
                 if name in self.theirs:
-                    setattr(self.theirs[name], place, local(gradient).contiguous())
+                    setattr(self.theirs[name], place, of_rank(parameter))
+                parameter.grad = None
             zero.setup_buckets()
             zero.reduce_gradients()
         if zero.cpu_offload:
