@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory  # torch's own operators
 from elapsed import elapsed
 from torch import Tensor
 

@@ -49,7 +49,7 @@ TRACES = ("checkpoints", *RECORD, DIAGNOSIS, REPORT, SHORTAGE, "traces", "tensor
 """All that a run writes itself. What a launcher writes (slurm, torchrun, flight) tells of every start, and stays."""
 START = {"step": int, "processes": int, "settings": dict}
 """What a line of starts.jsonl has to have to be compared with."""
-PACKAGES = (DISTRIBUTION, "torch", "numpy", "triton", "transformers", "tokenizers", "datasets", "deepspeed")
+PACKAGES = (DISTRIBUTION, "numpy", "triton", "transformers", "tokenizers", "datasets", "deepspeed")
 
 
 def set_aside(folder: Path, resumed: Path | None, step: int) -> Path | None:
@@ -180,8 +180,8 @@ def code_version() -> dict[str, Any] | None:
 
 
 def versions() -> dict[str, str]:
-    """What computes: the interpreter, CUDA, and the installed packages that numbers may depend on."""
-    found = {"python": platform.python_version()}
+    """What computes: the interpreter, torch's build, CUDA, and the installed packages that numbers may depend on."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     found |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
