@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Installs the project, then runs the whole test suite. Arguments go to pytest: launch/test.sh -k checkpoint
+# With the oldest torch that is allowed, which what is installed by default hides: VENV=.venv-oldest TORCH=2.11.0 launch/test.sh
 set -euo pipefail
 bash "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS=1
 # Four workers (some tests wait more than they compute), each with whole files, whose fixtures are made once; their order: tests/conftest.py.
-exec .venv/bin/python -m pytest -q --durations=10 -n 4 --dist loadfile --no-loadscope-reorder "$@" tests
+exec "${VENV:-.venv}/bin/python" -m pytest -q --durations=10 -n 4 --dist loadfile --no-loadscope-reorder "$@" tests
