@@ -10,7 +10,7 @@ from math import inf
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support.estimates import estimated, h200, seconds, settings, shipped
@@ -155,8 +155,9 @@ SMALL = st.builds(
     micro=st.integers(1, 4),
 )
 OPERATIONS = ["attention", *(f"attention.{name}" for name in "qkvo"), "feed_forward.up", "feed_forward.down"]
-SLACK = 0.03
-"""In models of one to three layers, where another moment than the first backward pass can be the fullest."""
+SLACK = 0.04
+"""In models of one or two layers, where another moment than the first backward pass can be the fullest, so that a
+choice is left out that is better there: 3.5% was the most in 1,256 of these."""
 EXAMPLES = hypothesis_settings(max_examples=6, deadline=None)
 
 
@@ -185,6 +186,8 @@ def everything(config: Config) -> Iterator[tuple[float, float]]:
 
 
 @EXAMPLES
+@example(small(2, 256, 4096, 2, "pre", 8192, 1), 0.0)  # choices behind one that does not fit do
+@example(small(2, 256, 256, 2, "pre", 8192, 2), 0.25)  # what is as fast and simpler does not
 @given(SMALL, st.floats(0, 1))
 def test_no_other_choice_is_faster(config, share):
     choices = list(everything(config))

@@ -4,7 +4,7 @@ What an operation's result costs to keep are bytes, and what it saves are second
 of the estimate. A layer keeps nothing, or its operations in the order of seconds for a byte, or all (and is not
 recomputed at all). Of the equal layers of a pipeline stage some do one, and the rest another: two kinds of layers at
 most, so that the compiler has few graphs to make. Among these a rank takes the fastest whose replayed peak fits; of
-those that take as long but for two thousandths, the one with fewest kinds of layers, and of these the smallest.
+those that take as long but for `EQUAL`, the one with fewest kinds of layers, and of these the smallest.
 
 Ranks of a pipeline are chosen for apart, since their memories are: early ones hold more micro-batches, and keep less of
 each. Within a stage the last layers keep most, whose backward pass is first, before gradients take the memory.
@@ -42,6 +42,10 @@ EQUAL = 4e-3
 
 POINTS = 64
 """Choices of some layers that are combined with those of others, evenly over all where there are more."""
+
+AHEAD = 64
+"""Choices behind the largest that was found to fit, of which some may fit too: another moment than the one by which
+they are ordered is the fullest in models of few layers."""
 
 ROUNDS = 3
 """How often layers are dealt to stages anew after a choice."""
@@ -112,19 +116,35 @@ def choose(config: Config, layout: Layout, hardware: HardwareConfig, limit: floa
         front(table.groups(layers, flights[stage]) for stage, layers in pipeline.stages(rank).items())
         for rank in range(layout.plan.pp)
     ]
+
+    def fitting(places: Sequence[int]) -> list[bool]:
+        chosen = table.settings([points[place] for points, place in zip(fronts, places)])
+        return [peak.reserved <= limit for peak in peaks(chosen, layout, lowered=False, node=node)]
+
     low, high = [0] * len(fronts), [len(points) - 1 for points in fronts]
     while low != high:
         middle = [(below + above + 1) // 2 for below, above in zip(low, high)]
-        chosen = table.settings([points[place] for points, place in zip(fronts, middle)])
-        ranks = peaks(chosen, layout, lowered=False, node=node)
-        for rank, peak in enumerate(ranks):
+        for rank, fits in enumerate(fitting(middle)):
             if low[rank] == high[rank]:
                 continue
-            if peak.reserved <= limit:
+            if fits:
                 low[rank] = middle[rank]
             else:
                 high[rank] = middle[rank] - 1
-    return table.settings([simplest(points[: place + 1]) for points, place in zip(fronts, low)])
+    left = max(len(points) - 1 - place for place, points in zip(high, fronts))
+    for ahead in range(1, min(AHEAD, left) + 1):
+        further = [min(place + ahead, len(points) - 1) for place, points in zip(high, fronts)]
+        low = [there if fits else place for place, there, fits in zip(low, further, fitting(further))]
+    simpler = [simplest(points[: place + 1]) for points, place in zip(fronts, low)]
+    chosen: dict[int, int] = {}
+    while len(chosen) < len(fronts):  # the last of each is `low`'s at the latest, which fits
+        places = [chosen.get(rank, left[0]) for rank, left in enumerate(simpler)]
+        for rank, (place, fits) in enumerate(zip(places, fitting(places))):
+            if fits or place == low[rank]:
+                chosen.setdefault(rank, place)
+            else:
+                simpler[rank] = simpler[rank][1:]
+    return table.settings([points[chosen[rank]] for rank, points in enumerate(fronts)])
 
 
 class _Table:
@@ -230,11 +250,13 @@ def few(points: list[Point]) -> list[Point]:
     return points if last < POINTS else [points[place * last // (POINTS - 1)] for place in range(POINTS)]
 
 
-def simplest(points: list[Point]) -> Point:
-    """Of those that take as long as the last, but for `EQUAL`, the one with fewest kinds of layers, then fewest bytes.
+def simplest(points: list[Point]) -> list[int]:
+    """Places of those that take as long as the last, but for `EQUAL`: fewest kinds of layers first, then fewest bytes.
     points: as `front` has them."""
-    equal = [point for point in points if point.seconds <= (1 + EQUAL) * points[-1].seconds]
-    return min(equal, key=lambda point: (sum(1 + bool(share.late) for share in point.shares), point.size))
+    equal = [place for place, point in enumerate(points) if point.seconds <= (1 + EQUAL) * points[-1].seconds]
+    return sorted(
+        equal, key=lambda place: (sum(1 + bool(share.late) for share in points[place].shares), points[place].size)
+    )
 
 
 def in_flight(layout: Layout) -> dict[int, int]:
