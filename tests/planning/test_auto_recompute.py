@@ -155,9 +155,8 @@ SMALL = st.builds(
     micro=st.integers(1, 4),
 )
 OPERATIONS = ["attention", *(f"attention.{name}" for name in "qkvo"), "feed_forward.up", "feed_forward.down"]
-SLACK = 0.04
-"""In models of one or two layers, where another moment than the first backward pass can be the fullest, so that a
-choice is left out that is better there: 3.5% was the most in 1,256 of these."""
+SLACK = 0.03
+"""In models of one to three layers, where another moment than the first backward pass can be the fullest."""
 EXAMPLES = hypothesis_settings(max_examples=6, deadline=None)
 
 

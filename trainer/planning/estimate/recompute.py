@@ -131,8 +131,8 @@ def choose(config: Config, layout: Layout, hardware: HardwareConfig, limit: floa
                 low[rank] = middle[rank]
             else:
                 high[rank] = middle[rank] - 1
-    left = max(len(points) - 1 - place for place, points in zip(high, fronts))
-    for ahead in range(1, min(AHEAD, left) + 1):
+    behind = max(len(points) - 1 - place for place, points in zip(high, fronts))
+    for ahead in range(1, min(AHEAD, behind) + 1):
         further = [min(place + ahead, len(points) - 1) for place, points in zip(high, fronts)]
         low = [there if fits else place for place, there, fits in zip(low, further, fitting(further))]
     simpler = [simplest(points[: place + 1]) for points, place in zip(fronts, low)]
