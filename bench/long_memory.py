@@ -99,6 +99,8 @@ def compare(spec: ModelSpec, length: int, world: World, plan: Plan) -> float:
 
 def measure(spec: ModelSpec, whole: ModelSpec, length: int, world: World, plan: Plan, ballast: int) -> dict[str, Any]:
     """One step of a length, after it has compiled where there is time; sizes in GiB."""
+    gc.collect()
+    torch.cuda.empty_cache()  # or what is reserved would have the pools of what ran before
     config = settings(world.size, True)
     state, layout = build(spec, config, length, world, plan)
     held = torch.empty(ballast, dtype=torch.uint8, device=world.device)
@@ -125,8 +127,6 @@ def measure(spec: ModelSpec, whole: ModelSpec, length: int, world: World, plan: 
     }
     del held
     state.free()
-    gc.collect()
-    torch.cuda.empty_cache()
     return result
 
 

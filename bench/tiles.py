@@ -1,7 +1,7 @@
 """The product alone of the kernels that multiply while ranks send (`kernels/tensor_parallel.py`), on one GPU: beside
-cuBLAS and the roofline, by how it is cut and loaded.
+cuBLAS and the roofline, by how it is cut.
 
-    python bench/tiles.py OUT.jsonl [only=8B,70B] [tokens=8192] [ways=today,waves,tma,tma4,tma_128]
+    python bench/tiles.py OUT.jsonl [only=8B,70B] [tokens=8192] [ways=before,now,square]
 
 A world of one rank: nothing is sent or waited for. Shapes are those of a layer of Llama-3 8B and 70B on two ranks,
 forward; `o` and `down` are what sends, qkv and gate_up what gathers. A line for each shape: milliseconds of each way
@@ -9,13 +9,9 @@ forward; `o` and `down` are what sends, qkv and gate_up what gathers. A line for
 in all waves that the result fills. Then a table: TFLOP/s, that over cuBLAS's, and the share of the roofline, the lower
 one of the device's peak and of a copy's rate times products for each byte that is read or written once.
 
-today        128 x 256, three loads ahead, by address; 16 multiprocessors are left alone, by what sends as well
-waves        the cut that `kernels/tiles.py` takes; what sends has the whole device
-tma, tma4    the same, and operands by the bulk tensor copy engine, three loads ahead and four
-tma_128      the same by tiles of 128 x 128, four loads ahead
-specialised  a bare product of 128 x 256 by that engine, where some warps load and the others multiply. Kernels that
-             wait or signal cannot: Triton 3.6 leaves loops with branches as they are, and halves of a tile end apart.
-             Only where `ways` names it: with a loop over tiles around it, it never ended on an H200
+before   128 x 256; 16 multiprocessors are left alone, by what sends as well
+now      the cut that `kernels/tiles.py` takes; what sends has the whole device
+square   the same by tiles of 128 x 128, four loads ahead
 
 Triton's compilations go before, several at once. On CPUs it runs to be tried, in Triton's interpreter:
 TRITON_INTERPRET=1 python bench/tiles.py OUT.jsonl scale=64 tokens=128 repeats=1
@@ -31,24 +27,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from elapsed import elapsed
 from fusion import LAYERS
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trainer.kernels.exchange import Region
-from trainer.kernels.products import place_of
 from trainer.kernels.tensor_parallel import gather_matmul, matmul_scatter
 from trainer.kernels.tiles import Shape, cut
 from trainer.planning.cost.devices import peak_flops
 
 RANKS, RESERVED, AT_ONCE = 2, 16, 8
-WAYS = ("today", "waves", "tma", "tma4", "tma_128")
+WAYS = ("before", "now", "square")
 
 
 class Case(NamedTuple):
@@ -74,31 +66,13 @@ def cases(models: list[str], tokens: int, scale: int) -> Iterator[Case]:
         yield Case(f"{model} down", True, tokens, width, down // RANKS)
 
 
-@triton.jit
-def _specialised(a, b, out, LINES: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):
-    """out = a b', a tile of 128 x 256 for each program, with a warp group that loads."""
-    DOWN: tl.constexpr = (LINES + 127) // 128
-    ACROSS: tl.constexpr = (WIDTH + 255) // 256
-    row, column = place_of(tl.program_id(0), DOWN, ACROSS, 0, GROUP)
-    row, column = row * 128, column * 256
-    total = tl.zeros((128, 256), tl.float32)
-    for step in tl.range(0, (DEPTH + 63) // 64, warp_specialize=True):
-        total = tl.dot(a.load([row, step * 64]), b.load([column, step * 64]).T, total)
-    lines, across = row + tl.arange(0, 128), column + tl.arange(0, 256)
-    inside = (lines[:, None] < LINES) & (across[None, :] < WIDTH)
-    tl.store(out + lines[:, None] * WIDTH + across[None, :], total.to(tl.bfloat16), mask=inside)
-
-
 def shape_of(way: str, case: Case, device: torch.device) -> Shape:
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 24
-    today = Shape(step=64 if device.type == "cuda" else 32, programs=processors - RESERVED, copiers=RESERVED)
-    if way == "today":
-        return replace(today, copiers=RESERVED * (not case.sends))
-    shape = cut(today, case.tokens // RANKS, [case.outputs], RANKS, not case.sends)
-    more: dict[str, dict[str, Any]] = {"waves": {}, "tma": {"descriptors": True}}
-    more["tma4"] = {"descriptors": True, "stages": 4}
-    more["tma_128"] = {"descriptors": True, "stages": 4, "rows": 128, "columns": 128}
-    return replace(shape, **more[way])
+    before = Shape(step=64 if device.type == "cuda" else 32, programs=processors - RESERVED, copiers=RESERVED)
+    if way == "before":
+        return replace(before, copiers=RESERVED * (not case.sends))
+    now = cut(before, case.tokens // RANKS, [case.outputs], RANKS, not case.sends)
+    return replace(now, rows=128, columns=128, stages=4) if way == "square" else now
 
 
 class Work:
@@ -125,20 +99,11 @@ class Work:
         return self.x @ self.weight.t()
 
     def by(self, way: str) -> Tensor:
-        if way == "specialised":
-            return self.specialised()
         shape = shape_of(way, self.case, self.device)
         if not self.case.sends:
             return gather_matmul(self.region, shape, 2, self.x, [self.weight], True, False)[0]
         matmul_scatter(self.region, shape, 2, [self.x], [self.weight], True)
         return self.box[0]
-
-    def specialised(self) -> Tensor:
-        lines, width = self.case.tokens, self.case.outputs
-        out, tiles = self.x.new_empty(lines, width), -(-lines // 128) * -(-width // 256)
-        a, b = TensorDescriptor.from_tensor(self.x, [128, 64]), TensorDescriptor.from_tensor(self.weight, [256, 64])
-        _specialised[(tiles,)](a, b, out, lines, width, self.case.inputs, 8, num_warps=4, num_stages=4)
-        return out
 
 
 def warm(case: Case, way: str) -> str:
@@ -189,9 +154,8 @@ def measure(case: Case, ways: list[str], failed: dict, device: torch.device, rep
         work.box.fill_(float("nan"))
         result["errors"][way] = ((work.by(way).float() - expected).norm() / expected.norm()).item()
         result["milliseconds"][way] = milliseconds(lambda way=way: work.by(way), device, repeats)
-        if way != "specialised":
-            shape = shape_of(way, case, device)
-            result["filled"][way] = shape.filled(case.tokens // RANKS, [case.outputs], RANKS, not case.sends)
+        shape = shape_of(way, case, device)
+        result["filled"][way] = shape.filled(case.tokens // RANKS, [case.outputs], RANKS, not case.sends)
     return result | {"roofline": roofline(case, device, bandwidth), "flops": case.flops}
 
 

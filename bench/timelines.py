@@ -4,8 +4,8 @@
 
 Reads the measured milliseconds of the page's table (`bench/fusion.py OUT.jsonl only=layers`): of each product and each
 collective by itself, and of both together by each way. Which part is done when follows from the way's order; a product
-and its transfers are then stretched to what both together took. `copy_engine` has no such measurement: its bars are the
-single ones in its order, a guess. Attention, norms and activations between the products are left out."""
+and its transfers are then stretched to what both together took. Attention, norms and activations between the products
+are left out."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Measured(NamedTuple):
     collective: float
     off: float
     chunks: float
+    copy_engine: float
     triton: float
 
 
@@ -39,9 +40,10 @@ def read(page: str) -> dict[str, Measured]:
     found = {}
     for line in page.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if cells[0] in NAMES and len(cells) == 9 and all(re.fullmatch(r"[\d.]+", cell) for cell in cells[1:]):
-            product, collective, off, _, chunks, _, triton, _ = map(float, cells[1:])
-            found[NAMES[cells[0]]] = Measured(product, collective, off, off / chunks, off / triton)
+        if cells[0] in NAMES and len(cells) == 10 and all(re.fullmatch(r"[\d.]+", cell) for cell in cells[1:]):
+            product, collective, off, _, chunks, _, copy_engine, triton, _ = map(float, cells[1:])
+            faster = (chunks, copy_engine, triton)
+            found[NAMES[cells[0]]] = Measured(product, collective, off, *(off / one for one in faster))
     return {name: found[name] for name in NAMES.values()}
 
 
@@ -95,7 +97,7 @@ def layer(way: Callable[[str, Measured], list[Bar]], measured: dict[str, Measure
     for name, one in measured.items():
         bars = way(name, one)
         length = max(bar.end for bar in bars)
-        total = getattr(one, way.__name__, length)
+        total = getattr(one, way.__name__)
         for bar in bars:
             found.append(bar._replace(start=at + bar.start * total / length, end=at + bar.end * total / length))
         at += total
@@ -105,13 +107,12 @@ def layer(way: Callable[[str, Measured], list[Bar]], measured: dict[str, Measure
 def main(page: str, out: str) -> None:
     measured, variants = read(Path(page).read_text()), {}
     before = sum(one.off for one in measured.values())
-    for way, told in ((off, ""), (chunks, ", 2 pieces"), (copy_engine, ", predicted"), (triton, "")):
+    for way, told in ((off, ""), (chunks, ", 2 pieces"), (copy_engine, ""), (triton, "")):
         bars = layer(way, measured)
         end = max(bar.end for bar in bars)
         ratio = f": {before / end:.2f} x as fast" * (way is not off)
         variants[f"{way.__name__}{told}: {end:.2f} ms{ratio}"] = bars
-    guesses = [name for name in variants if "predicted" in name]
-    save(draw_lanes(variants, ("products", "transfers"), "milliseconds", guesses), Path(out))
+    save(draw_lanes(variants, ("products", "transfers"), "milliseconds"), Path(out))
 
 
 if __name__ == "__main__":

@@ -20,15 +20,15 @@ from trainer.planning.ways import ways
 
 PRODUCTS = {
     # docs/kernels.md, 8,192 tokens, forward: milliseconds of the product and of the collective; how many times as fast
-    # as `off` the bound, chunks and Triton are. Of gathered products, then of reduced ones.
-    "8B q, k, v": (0.289, 0.179, 1.62, 0.89, 0.94),
-    "8B gate, up": (1.301, 0.221, 1.17, 0.97, 0.95),
-    "70B q, k, v": (0.951, 0.339, 1.36, 0.98, 1.06),
-    "70B gate, up": (5.613, 0.346, 1.06, 0.96, 0.92),
-    "8B o": (0.228, 0.200, 1.88, 0.88, 0.64),
-    "8B down": (0.636, 0.195, 1.31, 0.89, 0.79),
-    "70B o": (0.867, 0.363, 1.42, 0.96, 0.74),
-    "70B down": (2.845, 0.417, 1.15, 0.93, 0.87),
+    # as `off` the bound, chunks, copies and Triton are. Of gathered products, then of reduced ones.
+    "8B q, k, v": (0.273, 0.158, 1.58, 0.95, 1.50, 1.30),
+    "8B gate, up": (1.247, 0.184, 1.15, 0.99, 1.11, 0.99),
+    "70B q, k, v": (0.888, 0.288, 1.32, 1.03, 1.31, 1.11),
+    "70B gate, up": (4.931, 0.300, 1.06, 1.00, 1.05, 0.94),
+    "8B o": (0.190, 0.166, 1.87, 0.91, 1.50, 1.10),
+    "8B down": (0.617, 0.166, 1.27, 0.94, 1.20, 1.03),
+    "70B o": (0.737, 0.306, 1.42, 1.01, 1.37, 1.12),
+    "70B down": (2.503, 0.307, 1.12, 0.99, 1.12, 1.01),
 }
 
 
@@ -51,7 +51,7 @@ def test_nothing_is_faster_than_the_bound_and_copies_come_near_it():
         assert faster(name, "auto", copied=1.0, call=1.0) == 1  # never slower than off
 
 
-@pytest.mark.parametrize("way, column, limit", [("chunks", 3, 0.13), ("triton", 4, 0.2)])
+@pytest.mark.parametrize("way, column, limit", [("chunks", 3, 0.09), ("copy_engine", 4, 0.1), ("triton", 5, 0.04)])
 def test_products_beside_those_of_two_gpus(way, column, limit):
     errors = {name: faster(name, way) / row[column] - 1 for name, row in PRODUCTS.items()}
     assert max(map(abs, errors.values())) < limit and abs(mean(errors.values())) < 0.06, errors
@@ -95,7 +95,8 @@ def as_then(kept: str, fusion: str) -> tuple[float, float]:
 
 def test_steps_beside_those_of_two_gpus():
     """Two of four within one percent. `auto` then left some of backward as under `off`, and Triton's kernels cut the
-    compiled graph, which took a tenth of the step: both are mended, and were not measured since."""
+    compiled graph, which took a tenth of the step, and were slower ones than those that are predicted: both were not
+    measured since. Of today's kernels no product is as fast as by copies."""
     ratios, shares = {}, {}
     for kept, (speed, exposed) in OFF.items():
         seconds, share = as_then(kept, "off")
@@ -107,7 +108,7 @@ def test_steps_beside_those_of_two_gpus():
         assert ratios[place] == pytest.approx(MEASURED[place], abs=0.01), ratios
     assert shares["attention", "copy_engine"] == pytest.approx(COPIES, abs=0.01)
     assert MEASURED["attention", "auto"] < ratios["attention", "auto"] < 1.07
-    assert 0.9 * ratios["matmul/2", "triton"] < MEASURED["matmul/2", "triton"] < ratios["matmul/2", "triton"]
+    assert MEASURED["matmul/2", "triton"] < ratios["matmul/2", "triton"] < ratios["matmul/2", "copy_engine"]
 
 
 CALLS = {"gathered": (1.0,), "reduced": (0.4,), "columns": (1.0, 1.0), "rows": (0.4, 0.4)}

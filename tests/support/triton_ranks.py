@@ -99,14 +99,14 @@ def compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 def compile_for_hopper(
     kernel: Any,
     numbers: dict[str, Any],
-    types: dict[str, str],
+    types: dict[str, str] | None = None,
     warps: int = 8,
     stages: int = 3,
     whole: Sequence[str] = (),
 ) -> tuple[str, str]:
     """A kernel's PTX, and the resources that its machine code takes. numbers: of its constants; types: of arguments
     that are no addresses of bf16; whole: numbers that are multiples of 16, as addresses and strides are."""
-    types = {"tickets": "*i64", "error": "*i32", "boxes": "i64", "flags": "i64", "epoch": "i32"} | types
+    types = {"tickets": "*i64", "error": "*i32", "boxes": "i64", "flags": "i64", "epoch": "i32"} | (types or {})
     names = [parameter.name for parameter in kernel.params]
     signature = {one: "constexpr" if one in numbers else types.get(one, "*bf16") for one in names}
     aligned = {

@@ -8,7 +8,6 @@ none: what the compiler has to make of them.
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 import time
@@ -44,7 +43,7 @@ def work(
     """Some epochs of a rank without a barrier between them; the ranks are late in turn."""
     gathers, reductions = (one.region(rank) for one in where)
     for epoch in range(1, epochs + 1):
-        shape = made.Shape(**TILE, limit=limit, descriptors=(epoch + size) % 2 == 1)
+        shape = made.Shape(**TILE, limit=limit)
         if epoch % size == rank:
             time.sleep(late)
         whole = drawn(epoch, size * TOKENS, DEPTHS[0])
@@ -77,7 +76,6 @@ def said_by(made: ModuleType, size: int, pull: bool, epochs: int, late: float, l
 LLAMA = {
     **{"RANK": 1, "SIZE": 2, "TOKENS": 4096, "HALF": 8192 * 4096, "WIDTH": 4096, "LIMIT": 0, "PULL": False},
     **{"ROWS": 128, "COLUMNS": 256, "STEP": 64, "GROUP": 8, "PROGRAMS": 112, "COPIERS": 16, "PART": 16, "DEPTH": 4096},
-    **{"DESCRIPTORS": False},
 }
 """Of an 8B model on two ranks, 8,192 tokens."""
 CUTS = {
@@ -95,20 +93,10 @@ NARROW = {
 """Of a model whose sums take one step, where Triton would take `for` loops over tiles ahead."""
 
 
-def described(name: str, numbers: dict[str, Any]) -> dict[str, str]:
-    """Types of a kernel's arguments that are descriptors."""
-    rows, columns, step = (numbers[one] for one in ("ROWS", "COLUMNS", "STEP"))
-    block = f"{columns},{step}" if numbers["TRANSPOSED"] else f"{step},{columns}"
-    weights = {f"weight{number}": f"tensordesc<bf16[{block}]>" for number in range(3)}
-    own = ["own"] if name == "_gather_matmul" else [f"operand{number}" for number in range(3)]
-    return weights | dict.fromkeys(own, f"tensordesc<bf16[{rows},{step}]>")
-
-
 def inspect(name: str, **choices: Any) -> None:
     multiplies = sends = name != "_sum_received"
     numbers = LLAMA | CUTS[name] | choices
-    types = described(name, numbers) if numbers["DESCRIPTORS"] else {}
-    ptx, resources = compile_for_hopper(getattr(kernels, name), numbers, types)
+    ptx, resources = compile_for_hopper(getattr(kernels, name), numbers)
     assert re.search(r"STACK:0 .*LOCAL:0", resources), f"{name} spills registers: {resources}"
     operations = re.findall(r"bar\.sync|[\w.]*release[\w.]*|st\.global[\w.]*|[\w.]*sys\.acquire[\w.]*|wgmma[\w.]*", ptx)
     assert any(one.startswith("wgmma.mma_async") for one in operations) == multiplies, name
@@ -121,10 +109,9 @@ def inspect(name: str, **choices: Any) -> None:
         )
     looks = [one for one in operations if "acquire" in one and one.startswith("ld.")]
     assert len(looks) == 2 * WAITS[name], f"{name} waits for tiles ahead of the one it takes: {operations}"
-    # What a peer has written is loaded by plain copies, all else by the engine where there are descriptors.
-    assert ("cp.async.bulk.tensor" in ptx) == numbers["DESCRIPTORS"], name
     ahead = multiplies and numbers["DEPTH"] > numbers["STEP"]  # loads of the next steps beside a product
-    assert ("cp.async.cg.shared" in ptx) == (ahead and (name == "_gather_matmul" or not numbers["DESCRIPTORS"]))
+    assert ("cp.async.cg.shared" in ptx) == ahead, name
+    assert "cp.async.bulk" not in ptx, f"{name} loads behind the back of acquire and release"
 
 
 def main(what: str) -> None:
@@ -132,12 +119,9 @@ def main(what: str) -> None:
     if what == "sm_90":
         for name in CUTS:
             inspect(name)
-        for described_too, (rows, columns) in itertools.product((False, True), RATES):
-            one = {"WIDTH1": 0, "DEPTH1": 0, "DEPTH2": 0, "ROWS": rows, "COLUMNS": columns}
-            for name in ("_gather_matmul", "_matmul_scatter"):
-                inspect(name, DESCRIPTORS=described_too, **one)
         for name in ("_gather_matmul", "_matmul_scatter"):
-            inspect(name, DESCRIPTORS=True)
+            for rows, columns in RATES:
+                inspect(name, WIDTH1=0, DEPTH1=0, DEPTH2=0, ROWS=rows, COLUMNS=columns)
             inspect(name, **NARROW)
         return
     for size, pull, epochs in ((2, False, 3), (3, True, 2)):

@@ -23,8 +23,6 @@ from trainer.precision.products import Multiply, Role, matmul
 RESERVED = 16
 """Streaming multiprocessors that a waiting kernel leaves to others, such as NCCL's; copiers borrow them, and never
 wait."""
-DESCRIPTORS = False
-"""Whether operands of this rank come by the bulk tensor copy engine: 0.88 to 1.05 times as fast (bench/tiles.py)."""
 PULLED = 64
 """Tokens of a rank up to which readers fetch them: above, each tile of the result would fetch them anew."""
 
@@ -37,7 +35,7 @@ def shape_of(
     from trainer.kernels.tiles import Shape, cut
 
     programs, step = torch.cuda.get_device_properties(device).multi_processor_count - RESERVED, 128 // dtype.itemsize
-    base = Shape(step=step, programs=programs, copiers=RESERVED, limit=looks, descriptors=DESCRIPTORS)
+    base = Shape(step=step, programs=programs, copiers=RESERVED, limit=looks)
     return cut(base, tokens, widths, size, waits)
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer.kernels.exchange import Region, peer, signal, wait
-from trainer.kernels.products import added, block, described, multiplied, place_of, taken
+from trainer.kernels.products import added, multiplied, place_of
 from trainer.kernels.tiles import Shape
 
 
@@ -57,7 +57,6 @@ def _copy(
 @triton.jit(do_not_specialize=["epoch"])
 def _gather_matmul(
     x,
-    own,
     boxes,
     flags,
     tickets,
@@ -86,10 +85,8 @@ def _gather_matmul(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
     GROUP: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
 ):
-    """COPIERS programs send x, the others multiply. Widths of 0: no such weight. With DESCRIPTORS weights are such, and
-    own is that of x."""
+    """COPIERS programs send x, the others multiply. Widths of 0: no such weight."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     ACROSS0: tl.constexpr = (WIDTH0 + COLUMNS - 1) // COLUMNS
@@ -116,37 +113,19 @@ def _gather_matmul(
                 else:
                     place = half + source.to(tl.int64) * (TOKENS * DEPTH)
                     a = tl.multiple_of(peer(boxes, RANK, DTYPE) + place, 16)
-            product, width, part = product0, WIDTH0, 0
+            weight, product, width = weight0, product0, WIDTH0
             if WIDTH1 > 0:
                 width = tl.where(column < ACROSS0, WIDTH0, tl.where(column < ACROSS0 + ACROSS1, WIDTH1, WIDTH2))
                 width = tl.multiple_of(width, 16)
                 if column >= ACROSS0 + ACROSS1:
-                    product, column, part = product2, column - ACROSS0 - ACROSS1, 2
+                    weight, product, column = weight2, product2, column - ACROSS0 - ACROSS1
                 elif column >= ACROSS0:
-                    product, column, part = product1, column - ACROSS0, 1
+                    weight, product, column = weight1, product1, column - ACROSS0
             column = column * COLUMNS
             total = tl.zeros((ROWS, COLUMNS), tl.float32)
-            if DESCRIPTORS:
-                if SIZE == 1 or source == RANK:
-                    total = described(
-                        *(total, own, weight0, weight1, weight2, first, part, column, WIDTH0, WIDTH1, WIDTH2, TOKENS),
-                        *(DEPTH, TRANSPOSED, ROWS, COLUMNS, STEP, True),
-                    )
-                else:
-                    total = described(
-                        *(total, a, weight0, weight1, weight2, first, part, column, WIDTH0, WIDTH1, WIDTH2, TOKENS),
-                        *(DEPTH, TRANSPOSED, ROWS, COLUMNS, STEP, False),
-                    )
-            else:
-                weight = weight0
-                if part == 2:
-                    weight = weight2
-                elif part == 1:
-                    weight = weight1
-                total = multiplied(
-                    *(total, a, weight, first, column, TOKENS, width, DEPTH, TRANSPOSED, ROWS, COLUMNS, STEP),
-                    *(False, False),
-                )
+            total = multiplied(
+                *(total, a, weight, first, column, TOKENS, width, DEPTH, TRANSPOSED, ROWS, COLUMNS, STEP)
+            )
             rows, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
             out = product + (source.to(tl.int64) * TOKENS + first) * width
             out += tl.arange(0, ROWS)[:, None] * width + columns[None, :]
@@ -179,11 +158,10 @@ def _matmul_scatter(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
     GROUP: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
 ):
     """Each tile of the partial sums goes to the box of the rank that has its tokens: the next rank's first, this one's
-    last. Depths of 0: no such operand. Waits for nothing. With DESCRIPTORS operands and weights are such."""
-    DTYPE: tl.constexpr = operand0.dtype if DESCRIPTORS else operand0.dtype.element_ty
+    last. Depths of 0: no such operand. Waits for nothing."""
+    DTYPE: tl.constexpr = operand0.dtype.element_ty
     TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     ACROSS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     half = (epoch % 2).to(tl.int64) * HALF
@@ -194,16 +172,13 @@ def _matmul_scatter(
         column = column * COLUMNS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         total = added(
-            *(total, operand0, weight0, owner, first, column, TOKENS, WIDTH, DEPTH0, TRANSPOSED, ROWS, COLUMNS, STEP),
-            DESCRIPTORS,
+            *(total, operand0, weight0, owner, first, column, TOKENS, WIDTH, DEPTH0, TRANSPOSED, ROWS, COLUMNS, STEP)
         )
         total = added(
-            *(total, operand1, weight1, owner, first, column, TOKENS, WIDTH, DEPTH1, TRANSPOSED, ROWS, COLUMNS, STEP),
-            DESCRIPTORS,
+            *(total, operand1, weight1, owner, first, column, TOKENS, WIDTH, DEPTH1, TRANSPOSED, ROWS, COLUMNS, STEP)
         )
         total = added(
-            *(total, operand2, weight2, owner, first, column, TOKENS, WIDTH, DEPTH2, TRANSPOSED, ROWS, COLUMNS, STEP),
-            DESCRIPTORS,
+            *(total, operand2, weight2, owner, first, column, TOKENS, WIDTH, DEPTH2, TRANSPOSED, ROWS, COLUMNS, STEP)
         )
         rows, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
         box = tl.multiple_of(peer(boxes, owner, DTYPE) + half + RANK * TOKENS * WIDTH, 16)
@@ -265,13 +240,12 @@ def gather_matmul(
     _check(region, region.size * tokens * depth, [depth, *widths])
     _gather_matmul[(shape.copiers + shape.programs,)](
         x,
-        taken(shape, [x], [shape.rows, shape.step])[0],
         region.boxes,
         region.flags,
         region.tickets,
         region.error,
         epoch,
-        *taken(shape, _padded(weights), block(shape, transposed)),
+        *_padded(weights),
         *_padded(products),
         *[*widths, 0, 0][:3],
         TOKENS=tokens,
@@ -288,7 +262,6 @@ def gather_matmul(
         COLUMNS=shape.columns,
         STEP=shape.step,
         GROUP=shape.group,
-        DESCRIPTORS=shape.descriptors,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
@@ -305,8 +278,8 @@ def matmul_scatter(
     _check(region, region.size * tokens * width, [width, *depths])
     programs = shape.programs + shape.copiers  # it waits for nothing
     _matmul_scatter[(programs,)](
-        *taken(shape, _padded(operands), [shape.rows, shape.step]),
-        *taken(shape, _padded(weights), block(shape, transposed)),
+        *_padded(operands),
+        *_padded(weights),
         region.boxes,
         region.flags,
         epoch,
@@ -322,7 +295,6 @@ def matmul_scatter(
         COLUMNS=shape.columns,
         STEP=shape.step,
         GROUP=shape.group,
-        DESCRIPTORS=shape.descriptors,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )

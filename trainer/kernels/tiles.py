@@ -12,8 +12,7 @@ class Shape:
     """How a product is cut. rows, columns, step: of a tile, and along the sum; group: rows of tiles whose columns are
     taken together; programs: of a kernel that waits, one a multiprocessor; copiers: that send beside them, on the
     multiprocessors that are left, which a product that waits for nothing takes too; limit: looks at a flag before an
-    error, 0 for no end; descriptors: operands that no other rank writes come by the bulk tensor copy engine (TMA).
-    """
+    error, 0 for no end."""
 
     rows: int = 128
     columns: int = 256
@@ -24,7 +23,6 @@ class Shape:
     limit: int = 0
     warps: int = 8
     stages: int = 3
-    descriptors: bool = False
 
     def tiles(self, tokens: int, widths: Sequence[int], size: int) -> int:
         """Of the products of `tokens` of each of `size` ranks that are `widths` wide."""
@@ -46,8 +44,9 @@ class Shape:
 
 
 RATES = {(128, 256): 1.0, (128, 128): 0.85, (64, 256): 0.8}
-"""Rows and columns of tiles that registers and shared memory hold, and how fast one multiplies beside the largest:
-guesses by the numbers that a tile loads for each 1,024 products: 12, 16 and 20."""
+"""Rows and columns of tiles that registers and shared memory hold, and how fast one multiplies beside the largest.
+The second is measured, 0.79 to 0.91 by shape (bench/tiles.py); the third a guess by the numbers that a tile loads for
+each 1,024 products, which are 12, 16 and 20."""
 
 
 def cut(base: Shape, tokens: int, widths: Sequence[int], size: int, waits: bool) -> Shape:

@@ -26,16 +26,14 @@ class Bar(NamedTuple):
     text: str = ""
 
 
-def draw_lanes(
-    variants: Mapping[str, Sequence[Bar]], streams: Sequence[str], unit: str, pale: Sequence[str] = ()
-) -> Figure:
-    """Each variant as a panel under its name, all on one time axis. pale: variants whose times are guesses."""
+def draw_lanes(variants: Mapping[str, Sequence[Bar]], streams: Sequence[str], unit: str) -> Figure:
+    """Each variant as a panel under its name, all on one time axis."""
     last = max(bar.end for bars in variants.values() for bar in bars)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 0.5 + 0.85 * len(variants)), layout="constrained")
         panels = figure.subplots(len(variants), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (name, bars) in zip(panels, variants.items()):
-            _panel(axes, bars, 0.55 if name in pale else 1.0, last)
+            _panel(axes, bars, last)
             axes.set_title(name, fontsize=9, loc="left", pad=3)
             axes.set_yticks(range(len(streams)), streams)
             axes.set_ylim(len(streams) - 0.5, -0.5)
@@ -52,16 +50,10 @@ def draw_lanes(
     return figure
 
 
-def _panel(axes: Axes, bars: Sequence[Bar], alpha: float, last: float) -> None:
+def _panel(axes: Axes, bars: Sequence[Bar], last: float) -> None:
     for bar in bars:
         length = bar.end - bar.start
-        axes.barh(
-            *(bar.stream, length, BAR, bar.start),
-            color=COLOURS[bar.kind],
-            alpha=alpha,
-            edgecolor="white",
-            linewidth=0.7,
-        )
+        axes.barh(*(bar.stream, length, BAR, bar.start), color=COLOURS[bar.kind], edgecolor="white", linewidth=0.7)
         if bar.text and length > 0.0085 * last * len(bar.text):
             middle = bar.start + length / 2
             axes.text(middle, bar.stream, bar.text, color=INK[bar.kind], ha="center", va="center", fontsize=7.5)
