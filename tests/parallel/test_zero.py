@@ -86,6 +86,11 @@ def test_offloaded_gradients_leave_the_device_once_a_step(results):
         assert share(result, "inside") == pytest.approx(kept * (1 - share_of_host), rel=0.05)
 
 
+def test_no_message_of_a_backward_pass_is_in_memory_while_the_next_computes(results):
+    for result in results:
+        assert result["sent"] == [0] * MICRO_BATCHES, result
+
+
 def test_the_memory_that_a_run_expects_is_what_it_holds(results):
     for result in results:
         expected, between = result["expected"], result["inside"] + result["outside"]

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.config.model import ModelSpec
 from trainer.distributed.tensors import local
 from trainer.distributed.world import join
-from trainer.parallel.fsdp_internals import fsdp_units, parameter_group
+from trainer.parallel.fsdp_internals import fsdp_units, parameter_group, reductions
 from trainer.planning.batch import BatchPlan
 from trainer.planning.cost.collectives import of_states
 from trainer.planning.cost.memory import sent_parameters
@@ -94,12 +94,17 @@ def main(out: str) -> None:
                 state.world.rank * ACCUMULATION,
             )
             # Gradients that are kept between micro-batches: looked at when the last micro-batch's forward starts.
-            waiting = []
-            handle = model.register_forward_pre_hook(lambda *_: waiting.append(accumulated_bytes(model)))
+            # What earlier reductions sent: looked at when the backward pass of the last layer starts.
+            waiting, sent, deepest = [], [], list(model.layers.values())[-1]
+            handles = [
+                model.register_forward_pre_hook(lambda *_: waiting.append(accumulated_bytes(model))),
+                deepest.register_full_backward_pre_hook(lambda *_: sent.append(sent_bytes(model))),
+            ]
             collectives = Collectives()
             with collectives if step else contextlib.nullcontext():  # it looks at every operation: in one step alone
                 train_step(state, [rows(data, row, row + 1) for row in range(first, first + ACCUMULATION)], False)
-            handle.remove()
+            for handle in handles:
+                handle.remove()
         feedback = state.compression.feedback_bytes
         expected = kept(config, Layout(spec, plan, batch, pipeline), world_size)
         results.append(
@@ -113,6 +118,7 @@ def main(out: str) -> None:
                 "parameters": sum(local(p).nbytes for p in model.parameters()),
                 "inside": waiting[-1][0],
                 "outside": waiting[-1][1],
+                "sent": sent,
                 "feedback": feedback,
                 "gradients": gradients[-1],
                 "optimizer": sum(t.nbytes for t in state.optimizer.state.values()),
@@ -151,6 +157,11 @@ def accumulated_bytes(model: torch.nn.Module) -> tuple[int, int]:
             outside += 0 if parameter.sharded_param.grad is None else local(parameter.sharded_param.grad).nbytes
         inside += 0 if group._partial_reduce_output is None else group._partial_reduce_output.nbytes
     return inside, outside
+
+
+def sent_bytes(model: torch.nn.Module) -> int:
+    """Bytes of messages of gradients, of earlier backward passes, that are still in memory."""
+    return sum(state.reduce_scatter_input.nbytes for state in reductions(model._get_fsdp_state()._comm_ctx))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from trainer.parallel.fsdp_internals import (
     cast_shards,
     copy_shards,
     end_backward,
+    end_reductions_in_forward,
     fsdp_units,
     held_by,
     is_set_up,
@@ -85,6 +86,7 @@ class FSDP:
                 offload_policy=offload,
                 reshard_after_forward=plan.stage == 3 and module is not model,
             )
+        end_reductions_in_forward(model)
         shards, units = self.world.mesh["shard"].get_group(), [model, *model.layers.values()]
         if shards.size() == 1 and not plan.offload:
             cast_shards(units)

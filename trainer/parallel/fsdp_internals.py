@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
 from trainer.distributed.shards import Shards, copy_together, go_on
+from trainer.model.stage import Stage
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
@@ -112,11 +113,38 @@ def held_by(units: list[FSDPModule]) -> Held:
         context = group.comm_ctx  # of all units
         kept = getattr(context.all_gather_state, "all_gather_result", None)
         messages += [getattr(result, "all_gather_output", None) for result in (group._all_gather_result, kept)]
-        several = hasattr(context, "reduce_scatter_states")  # torch 2.11 keeps one at most
-        reducing = context.reduce_scatter_states if several else [context.reduce_scatter_state]
-        messages += [getattr(state, "reduce_scatter_input", None) for state in reducing]
+        messages += [state.reduce_scatter_input for state in reductions(context)]
         messages.append(getattr(group._all_reduce_state, "all_reduce_input", None))
     return Held(*([tensor for tensor in some if tensor is not None] for some in (gradients, gathered, messages)))
+
+
+def reductions(context: Any) -> list[Any]:
+    """Of all units of a root: the reductions whose messages FSDP still has."""
+    if hasattr(context, "reduce_scatter_states"):
+        return context.reduce_scatter_states
+    one = getattr(context, "reduce_scatter_state", None)  # torch 2.11 keeps one at most
+    return [] if one is None else [one]
+
+
+def end_reductions_in_forward(model: Stage) -> None:
+    """Has the last layer of a forward pass drop what the backward pass before it sent.
+
+    FSDP drops a message when it makes the next one: that of embedding, norm and head after the next micro-batch's
+    first layer of backward, when memory is fullest. It was reduced long before: the current stream, whose memory it is,
+    does not wait here."""
+
+    def end(*_: object) -> None:
+        root = model._get_fsdp_state()
+        context = root._comm_ctx
+        for state in reductions(context):
+            if state.event is not None:
+                root._device_handle.current_stream().wait_event(state.event)
+        if hasattr(context, "reduce_scatter_states"):
+            context.reduce_scatter_states.clear()
+        else:
+            context.reduce_scatter_state = None
+
+    list(model.layers.values())[-1].register_forward_pre_hook(end)
 
 
 def end_backward(model: FSDPModule) -> None:

@@ -38,7 +38,7 @@ from trainer.planning.gradient_comm import reduces_once
 from trainer.planning.pipeline import estimated_costs
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout
-from trainer.planning.schedules.ir import Action, Schedule, split_overlaps
+from trainer.planning.schedules.ir import COMPUTE, Action, Schedule, split_overlaps
 from trainer.planning.schedules.lower import lower_all
 
 CATEGORIES = (
@@ -245,6 +245,7 @@ class Replay:
         self.apart_from_others = model.shard > 1 or states.offloaded  # gradients of whole shards are no message
         self.backwards = dict.fromkeys(self.stages, layout.batch.accumulation)  # to come
         self.accumulated: set[int] = set()  # stages that have gradients
+        self.sent = dict.fromkeys(self.stages, 0.0)  # of a stage's last reduction
         self.most, self.best = -1.0, Peak(rank, "", {}, 0.0)
         self.reduced, self.apart, self.rest = 0.0, 0.0, 0.0  # in the pool of reductions; most in it, and in the other
         self.churn = 0.0  # most that activations take
@@ -252,7 +253,7 @@ class Replay:
     def peak(self) -> Peak:
         for place, action in enumerate(self.program):
             self.place, self.action = place, action
-            self.look("start", gathered=self.ahead)
+            self.look("start", gathered=self.ahead * (action.kind in COMPUTE))
             match action.kind:
                 case "F":
                     self.forward(action.stage)
@@ -317,6 +318,7 @@ class Replay:
 
     def forward(self, stage: int) -> None:
         model, layers = self.model, self.stages[stage]
+        self.forget(stage)
         for layer in layers:
             self.hold("activations", model.activation[layer + 1])
             self.host += model.host[layer]
@@ -350,6 +352,8 @@ class Replay:
             if not steady or place == len(layers) - 1:
                 gradients = (outer + model.element * size) * whole
                 self.look(f"layer {layer}", model.working[layer], gradients, buffer * size, self.ahead)
+                if mode in ("direct", "last"):
+                    self.forget(stage)
             self.hold("activations", (0.0 if whole else model.deferred[layer]) - model.activation[layer + 1])
             self.host -= model.host[layer]
             if whole:
@@ -362,6 +366,9 @@ class Replay:
             freed = model.element * units[0] * (last or model.plan.stage == 3)  # before the reduction
             self.look("embedding, norm and head", 0.0, model.element * units[0], buffer * units[0], -freed)
             self.gradients(stage, mode, units[0])
+            self.keep(stage, buffer * units[0])
+            if last:
+                self.drop(stage, self.gathered[stage])
             self.done(stage)
         if self.exchanges(stage, stage + 1):
             self.hold("communication buffers", -model.stream)
@@ -377,9 +384,21 @@ class Replay:
         if mode != "sum":  # outside of backward all of a stage is accumulated before it is reduced
             accumulated = 0.0 if mode == "last" else MASTER_BYTES * sum(units)
             self.look("reduction", gradients=accumulated, buffers=MASTER_BYTES * max(units))
+            self.forget(stage)
         for size in units:
             self.gradients(stage, mode, size)
+        self.keep(stage, MASTER_BYTES * units[0] * (mode != "sum"))
         self.done(stage)
+
+    def keep(self, stage: int, size: float) -> None:
+        """The message of a backward pass's last reduction, of embedding, norm and head, stays until the stage's next
+        pass. That of whole shards is the gradients."""
+        self.sent[stage] = size * (self.model.shard > 1)
+        self.hold("communication buffers", self.sent[stage])
+
+    def forget(self, stage: int) -> None:
+        self.hold("communication buffers", -self.sent[stage])
+        self.sent[stage] = 0.0
 
     def reduction(self, stage: int) -> str:
         """What happens to the gradients of the stage's next full backward pass: they are reduced at once (`direct`),
