@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from specs import read_spec
+from torch._dynamo.utils import counters
 
 from trainer.config import Config
 from trainer.data.batches import Batch
@@ -79,6 +80,7 @@ def main() -> None:
     length, micro, accumulation, warm_up, steps = (
         int(own[name]) for name in ("length", "micro", "accumulation", "warm", "steps")
     )
+    config.batch.sequence_length = length  # by which `parallel.context.method=auto` chooses
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     plan, device = resolve_plan(config.parallel, world_size, spec), local_device(config.run)
     batch = BatchPlan(length, micro * accumulation * plan.dp, micro, accumulation)
@@ -151,6 +153,7 @@ def main() -> None:
         "host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
         "built": round(built, 1),
         "chosen": chosen,
+        "graph_breaks": sum(counters["graph_break"].values()),
         "settings": changes,
     }
     if plan.pp > 1:
