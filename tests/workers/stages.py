@@ -161,7 +161,7 @@ def accumulated_bytes(model: torch.nn.Module) -> tuple[int, int]:
 
 def sent_bytes(model: torch.nn.Module) -> int:
     """Bytes of messages of gradients, of earlier backward passes, that are still in memory."""
-    return sum(state.reduce_scatter_input.nbytes for state in reductions(model._get_fsdp_state()._comm_ctx))
+    return sum(state.reduce_scatter_input.nbytes for state in reductions(parameter_group(model).comm_ctx))
 
 
 if __name__ == "__main__":

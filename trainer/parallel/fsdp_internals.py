@@ -133,18 +133,19 @@ def end_reductions_in_forward(model: Stage) -> None:
     first layer of backward, when memory is fullest. It was reduced long before: the current stream, whose memory it is,
     does not wait here."""
 
+    last = list(model.layers.values())[-1]
+
     def end(*_: object) -> None:
-        root = model._get_fsdp_state()
-        context = root._comm_ctx
+        context = parameter_group(last).comm_ctx  # of all units
         for state in reductions(context):
             if state.event is not None:
-                root._device_handle.current_stream().wait_event(state.event)
+                state.event.wait()
         if hasattr(context, "reduce_scatter_states"):
             context.reduce_scatter_states.clear()
         else:
             context.reduce_scatter_state = None
 
-    list(model.layers.values())[-1].register_forward_pre_hook(end)
+    last.register_forward_pre_hook(end)
 
 
 def end_backward(model: FSDPModule) -> None:
