@@ -132,7 +132,6 @@ def end_reductions_in_forward(model: Stage) -> None:
     FSDP drops a message when it makes the next one: that of embedding, norm and head after the next micro-batch's
     first layer of backward, when memory is fullest. It was reduced long before: the current stream, whose memory it is,
     does not wait here."""
-
     last = list(model.layers.values())[-1]
 
     def end(*_: object) -> None:
