@@ -64,6 +64,7 @@ COPIED = "parallel.zero.transport=copy_engine"
 GATHERED = ["parallel.zero.stage=2", "activation.tile=0", "loss.tile=0", "activation.offload=false"]
 THEIRS = ["--parallelism.fsdp_reshard_after_forward", "never"]
 """Parameters that stay after they were gathered."""
+SHARING = ["--parallelism.context_parallel_degree", "2"]
 SMALL = {"width": 768, "depth": 12, "attention": {"heads": 12}, "feed_forward": {"width": 2048}, "tied": False}
 ROWS = {
     "selective_1": Row(1, [SELECTIVE], [[*OPERATIONS, "op"]]),
@@ -75,8 +76,8 @@ ROWS = {
     "gathered_2": Row(2, [[*KEPT, COPIED], [*KEPT, COPIED, *GATHERED]], [[*BUDGET, "0.7"], [*BUDGET, "0.7", *THEIRS]]),
     "cp2_32k": Row(
         1,
-        [[*SELECTIVE, "parallel.cp=2"]],
-        [[*OPERATIONS, "op", "--parallelism.context_parallel_degree", "2"]],
+        [[*SELECTIVE, "parallel.cp=2"], [*KEPT, "parallel.cp=2", COPIED]],
+        [[*OPERATIONS, "op", *SHARING], [*BUDGET, "0.7", *SHARING]],
         length=32768,
     ),
     "1b": Row(16, [WITHOUT, RECORDED], [NONE], [["recompute=false"]], 2048, "tinyllama_1b"),

@@ -131,6 +131,12 @@ PRIVATE = [
         "_scaled_mm", ("precision/float8.py", "diagnosis/shapes.py"), "torch", "products in fp8, as torchao has them"
     ),
     Private(
+        "_scaled_dot_product_flash_attention",
+        ("model/plain_attention.py",),
+        "torch",
+        "causal attention from the lower right in what is compiled",
+    ),
+    Private(
         "_foreach_copy_", ("parallel/gradients.py", "distributed/shards.py"), "torch", "one kernel for many tensors"
     ),
     Private(

@@ -9,7 +9,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.model.attention import attend
-from trainer.model.plain_attention import Fit, attend_causal, attend_fitted, capability, fit, last_queries
+from trainer.model.plain_attention import (
+    Fit,
+    attend_causal,
+    attend_fitted,
+    attend_last_by_flash,
+    attend_plain,
+    capability,
+    fit,
+    last_queries,
+)
 
 TURING, AMPERE, RTX_3090, HOPPER, BLACKWELL, RTX_5090 = 75, 80, 86, 90, 100, 120
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -23,7 +32,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
             for gpu in (AMPERE, RTX_3090, HOPPER, BLACKWELL)
             for dtype in (BF16, FP16)
         ),
-        (HOPPER, BF16, 100, Fit(BF16, 100, True)),  # which torch fills up itself
+        (HOPPER, BF16, 100, Fit(BF16, 104, True)),
         (HOPPER, BF16, 256, Fit(BF16, 256, True)),
         (RTX_3090, BF16, 256, Fit(BF16, 256, True)),
         # the memory-efficient kernel: flash attention has no such type, head or backward pass
@@ -85,3 +94,35 @@ def test_last_queries_need_no_mask() -> None:
             torch.testing.assert_close(run(query, key, value, None, 0.5), expected, rtol=1e-5, atol=1e-6)
     million = last_queries(2**20, 2**20)
     assert million.untyped_storage().nbytes() == 0 and million.seq_len_kv == 2**20
+
+
+def late(head_dim: int, device: str) -> list[torch.Tensor]:
+    """Queries, keys and values with shared key-value heads, and the gradient of what comes of them."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, heads, length, head_dim) for heads, length in ((4, 80), (2, 200), (2, 200), (4, 80))]
+    *inputs, gradient = (torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes)
+    return [*(x.requires_grad_() for x in inputs), gradient]
+
+
+def test_flash_attention_of_last_queries_is_compiled_whole() -> None:
+    """Forward and backward, where selective recompute goes by its operators too."""
+    *inputs, gradient = late(64, "meta")
+    whole = torch.compile(attend_last_by_flash, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(whole(*inputs, 0.5), inputs, gradient)
+    assert [x.shape for x in found] == [x.shape for x in inputs]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("head_dim", [64, 100])
+@pytest.mark.parametrize("compile", [False, True])
+def test_last_queries_on_a_gpu(head_dim: int, compile: bool) -> None:
+    """Forward and backward, beside fp64."""
+    *inputs, gradient = late(head_dim, "cuda")
+    run = torch.compile(attend_plain, fullgraph=True) if compile else attend_plain
+    found = run(*inputs, 0.1)
+    found = [found, *torch.autograd.grad(found, inputs, gradient)]
+    query, key, value = (x.detach().double().cpu().requires_grad_() for x in inputs)
+    expected = attend_causal(query, key, value, 0.1)
+    expected = [expected, *torch.autograd.grad(expected, (query, key, value), gradient.double().cpu())]
+    for one, other in zip(found, expected):
+        assert (one.cpu().double() - other).norm() < 1e-2 * other.norm()

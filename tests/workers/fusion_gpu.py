@@ -1,10 +1,13 @@
 """Products of tensor-parallel ranks beside their collectives on GPUs, at the shapes of a layer of an 8B model: every
 method beside `off`, over many epochs, with memory that is poisoned first and ranks that are late at random.
 
-    torchrun --nproc-per-node 2 tests/workers/fusion_gpu.py OUT.json [EPOCHS [TOKENS...]]
+    torchrun --nproc-per-node 2 tests/workers/fusion_gpu.py OUT.json [kernels] [EPOCHS [TOKENS...]]
 
 TOKENS: of all ranks together, in bf16 alone; else those below. Ranks that share a GPU have it in turn, and `off` sends
-by gloo: few tokens and epochs are for that."""
+by gloo: few tokens and epochs are for that.
+
+kernels: `triton` alone, beside `off` on CPUs in fp32, without the products of weight gradients, which cuBLAS makes: for
+compute-sanitizer, which cannot follow cuBLAS."""
 
 from __future__ import annotations
 
@@ -70,6 +73,12 @@ def run(
 ) -> list[Tensor]:
     """Of a function above, or of the backend's method of that name."""
     return getattr(type(group), function.__name__, function)(group, *arguments, multiply=multiply)
+
+
+def on_cpu(arguments: list[Any]) -> list[Any]:
+    """Tensors among them, and in lists, in fp32."""
+    kinds = {Tensor: lambda one: one.cpu().float(), list: on_cpu}
+    return [kinds.get(type(one), lambda other: other)(one) for one in arguments]
 
 
 class Shapes:
@@ -154,7 +163,7 @@ def share_states(world: World, epochs: int, late: random.Random) -> None:
             assert torch.equal(part[: len(mine)], mine), f"epoch {epoch}: sums of {len(expected)} rows"
 
 
-def main(out: str, epochs: int = 40, *some: int) -> None:
+def main(out: str, epochs: int = 40, *some: int, kernels: bool = False) -> None:
     size, device = int(os.environ["WORLD_SIZE"]), shared_device()
     world = join({"pp": 1, "replicate": 1, "shard": 1, "tp": size}, device)
     name, rank = world.dimensions["tp"].get_group().group_name, world.place("tp")
@@ -166,16 +175,20 @@ def main(out: str, epochs: int = 40, *some: int) -> None:
         "copy_engine, looking": Copied(name, rank, size, looks=10**6),
         "triton": Fused(name, rank, size, looks=10**8),
     }
+    if kernels:
+        methods = {"triton": methods["triton"]}
     off, narrow = TensorGroup(name, rank, size), [Float8(recipe) for recipe in ("tensorwise", "rowwise")]
     for dtype, counts in ({torch.bfloat16: some} if some else TOKENS).items():
         shapes, tolerance = Shapes(rank, size, device, dtype), TOLERANCE[dtype]
         for epoch in range(epochs):
             tokens = counts[epoch % len(counts)]
-            in_fp8 = dtype is torch.bfloat16 and tokens % (16 * size) == 0
+            in_fp8 = dtype is torch.bfloat16 and tokens % (16 * size) == 0 and not kernels
             for (call, (function, *arguments)), multiply in itertools.product(
                 shapes.calls(tokens).items(), [matmul, *(narrow if in_fp8 else [])]
             ):
-                expected = run(function, off, arguments, multiply)
+                if kernels and "gradients" in call:
+                    continue
+                expected = run(function, off, on_cpu(arguments) if kernels else arguments, multiply)
                 for method, group in methods.items():
                     if method == "triton" and multiply is not matmul:
                         continue
@@ -185,7 +198,8 @@ def main(out: str, epochs: int = 40, *some: int) -> None:
                     key = f"{method} {call} {dtype} {multiply.key}"
                     assert all(map(torch.equal, *found)), f"{key}: other bits the second time"
                     for one, other in zip(found[0], expected):
-                        error = ((one.float() - other.float()).norm() / other.float().norm()).item()
+                        one, other = one.float().to(other.device), other.float()
+                        error = ((one - other).norm() / other.norm()).item()
                         worst[key] = max(worst.get(key, 0.0), error)
                         assert error < tolerance, f"{key}, epoch {epoch}: {error}"
         if rank == 0:
@@ -199,5 +213,6 @@ def main(out: str, epochs: int = 40, *some: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    _, out, *words = sys.argv
+    main(out, *(int(word) for word in words if word != "kernels"), kernels="kernels" in words)
     dist.destroy_process_group()

@@ -19,11 +19,12 @@ FLASH_HEADS = 256
 
 
 class Fit(NamedTuple):
-    """What a kernel is given: the type, head_dim, and whether query heads share key-value heads."""
+    """What a kernel is given: the type, head_dim, and whether it is flash attention (or cuDNN's), whose query heads
+    share key-value heads, or the memory-efficient one."""
 
     dtype: torch.dtype
     head_dim: int
-    shared: bool
+    flash: bool
 
 
 def fit(capability: int, dtype: torch.dtype, head_dim: int) -> Fit:
@@ -31,11 +32,11 @@ def fit(capability: int, dtype: torch.dtype, head_dim: int) -> Fit:
     ampere, narrow = capability >= 80, dtype.itemsize == 2
     small = 86 <= capability <= 89 or capability >= 120  # too little shared memory for some backward passes
     if ampere and narrow and head_dim <= FLASH_HEADS and not (small and 192 < head_dim <= 224):
-        return Fit(dtype, head_dim, shared=True)
+        return Fit(dtype, -(-head_dim // 8) * 8, flash=True)
     if dtype == torch.bfloat16 and not ampere:
         dtype, narrow = torch.float32, False
     multiple = 8 if narrow else 4 if ampere else 1
-    return Fit(dtype, -(-head_dim // multiple) * multiple, shared=False)
+    return Fit(dtype, -(-head_dim // multiple) * multiple, flash=False)
 
 
 @torch.compiler.assume_constant_result
@@ -55,26 +56,35 @@ def attend_plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Ten
 def attend_fitted(query: Tensor, key: Tensor, value: Tensor, scale: float, given: Fit) -> Tensor:
     """The same by a kernel that is given what it takes."""
     size, dtype, copies = query.shape[3], query.dtype, query.shape[1] // key.shape[1]
-    if copies > 1 and not given.shared:
+    if copies > 1 and not given.flash:
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
     query, key, value = (x.to(given.dtype) for x in (query, key, value))
     if given.head_dim > size:
         query, key, value = (F.pad(x, (0, given.head_dim - size)) for x in (query, key, value))
-    return attend_causal(query, key, value, scale)[..., :size].to(dtype)
+    return attend_causal(query, key, value, scale, given.flash and query.is_cuda)[..., :size].to(dtype)
 
 
-def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """The same by whichever kernel torch chooses."""
+def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float, flash: bool = False) -> Tensor:
+    """The same by whichever kernel torch chooses; for the last queries of a sequence by flash attention, if it is
+    said that it takes them."""
     if query.shape[2] < key.shape[2]:
-        return attend_last(query, key, value, scale)
+        return (attend_last_by_flash if flash else attend_last)(query, key, value, scale)
     shared = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
 
 
+def attend_last_by_flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """The same for the last queries of a sequence on a GPU, by the kernel that torch takes for `last_queries`: its
+    `causal` is from the lower right. Called by its name it stays in what is compiled."""
+    dropout, causal, debug = 0.0, True, False
+    attend = torch.ops.aten._scaled_dot_product_flash_attention
+    return attend(query, key, value, dropout, causal, debug, scale=scale)[0]
+
+
 @torch.compiler.disable
 def attend_last(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """The same for the last queries of a sequence. Not compiled: torch 2.11 can not compile the backward pass of the
-    kernel that it takes in fp32."""
+    """The same by whichever kernel torch chooses. Not compiled: torch 2.11 can not compile the backward pass of the one
+    that it takes in fp32."""
     last, shared = last_queries(query.shape[2], key.shape[2]), query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=last, scale=scale, enable_gqa=shared)
 
