@@ -60,6 +60,15 @@ def test_compiled_layers_share_sequences_in_one_graph(results):
         assert one["error"] < 1e-14 and one["graphs"] == 1 and one["breaks"] == 0, one
 
 
+def test_compiled_layers_that_are_recomputed_keep_their_input_alone(results):
+    """And the cosines and sines of positions, which all layers share. torch 2.11 keeps what is communicated within an
+    autograd.Function, unless a policy says otherwise."""
+    for one in results["compiled"]:
+        if one["mode"] == "full":
+            first, *rotations = one["kept"]
+            assert first == one["input"] and len(rotations) == 2, one
+
+
 def test_what_arrives_is_what_the_plan_says(results):
     """On the rank that most comes to, forward and backward, in every way, with and without recompute: it repeats all
     that is sent in the forward pass, and keys are gathered again in any case."""

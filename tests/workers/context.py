@@ -25,6 +25,8 @@ from support.launch import ROOT, fork, leave
 from support.reference import tiny_spec
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 
 from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig, Config
@@ -36,6 +38,7 @@ from trainer.generate.sampling import Sampling, generate_tokens
 from trainer.model import shared_attention
 from trainer.model.cache import Cache
 from trainer.model.initial import fill, initial_weights
+from trainer.model.layers import Layer
 from trainer.model.shared_attention import Arrive
 from trainer.model.transformer import Transformer
 from trainer.parallel.context import share_sequences
@@ -232,6 +235,19 @@ def measure(worlds: dict[int, World]) -> list[dict[str, Any]]:
     ]
 
 
+def kept_by(layer: Layer) -> list[list[int]]:
+    """Shapes of the numbers that a layer will keep for backward, but for its parameters."""
+    shapes: list[list[int]] = []
+
+    def note(saved: Tensor) -> Tensor:
+        if saved.is_floating_point() and not isinstance(saved, Parameter):
+            shapes.append(list(saved.shape))
+        return saved
+
+    layer.keep = lambda *_: saved_tensors_hooks(note, lambda saved: saved)
+    return shapes
+
+
 def compiled(world: World) -> list[dict[str, Any]]:
     """Ways of two ranks whose layers are compiled: captured and cut as by default, and run eagerly. The first two ranks
     save everything, the others recompute."""
@@ -251,9 +267,12 @@ def compiled(world: World) -> list[dict[str, Any]]:
         counters.clear()
         with patch.object(torch, "compile", partial(compile, backend="aot_eager_decomp_partition")):
             compile_layers(model, deferring=False)
+            kept = kept_by(model.layers["0"])
             error = furthest(numbers(model, masked), expected, world)
         graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-        results.append({"way": way, "mode": mode, "error": error, "graphs": graphs, "breaks": breaks})
+        told = {"way": way, "mode": mode, "error": error, "graphs": graphs, "breaks": breaks}
+        of_two = [2 * LENGTH // world.context.size(), model.spec.width]
+        results.append(told | {"kept": kept, "input": of_two})
     return [one for some in world.gather(results)[::2] for one in some]
 
 

@@ -6,7 +6,7 @@ with compilation (the compiler sees the marks and plans the recompute) and with 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
@@ -22,9 +22,6 @@ from trainer.distributed.collectives import TensorGroup
 from trainer.model.axes import parameter_infos
 from trainer.model.stage import Stage
 from trainer.planning.cost.saved import ALL, MATMULS, Entry, problems, saved_in
-
-# No layer draws random numbers, so there is no generator state to keep for the second forward.
-recompute_all = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 SHARED = ("trainer.copied_gather_matmul", "trainer.fused_gather_matmul", "trainer.fastest_gather_matmul")
 """Operators (x, weights, ...) that give the products of one gathered input with several matrices."""
@@ -89,6 +86,17 @@ def policy_of(entries: Sequence[Entry], names: Sequence[str], backend: type[Tens
         for operator in operators:
             rules[operator] = (*rules.get(operator, ()), (number, every, places))
     return partial(recompute_all, context_fn=partial(selective_contexts, rules))
+
+
+def recompute_all(function: Callable, *arguments: Any, **keywords: Any) -> Any:
+    """The result of a function that backward runs again. keywords: of `checkpoint`.
+
+    What is compiled has a policy even where nothing is to be saved: without one torch 2.11 marks the operators that it
+    sees in the function, not those within an autograd.Function, and keeps what these communicate. No layer draws random
+    numbers, so there is no generator state to keep."""
+    if torch.compiler.is_compiling():
+        keywords = {"context_fn": NOTHING_SAVED, **keywords}
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **keywords)
 
 
 def check_recompute(model: Stage, config: ActivationConfig) -> None:
@@ -218,3 +226,6 @@ def selective_contexts(rules: Rules) -> Any:
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+NOTHING_SAVED = partial(selective_contexts, {})
