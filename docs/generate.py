@@ -152,6 +152,7 @@ RECEIPTS: dict[str, dict[str, tuple[int, ...]]] = {
     "llama3_8b_h100x4": {"h100": (4,)},
     "llama3_8b_h100x8": {"h100": (8, 64, 256)},
     "llama3_8b_h200x2": {"h200": (2,)},
+    "llama3_8b_tp2_h200x2": {"h200": (2,)},
     "llama3_8b_h200x4": {"h200": (4,)},
     "llama3_8b_h200x8": {"h200": (8, 64, 256)},
     "llama3_70b_h100x32": {"h100": (32,)},
@@ -164,9 +165,10 @@ RECEIPTS: dict[str, dict[str, tuple[int, ...]]] = {
 MEASURED = {
     ("llama3_8b_h200x2", "h200", 2): (
         "10,615 a GPU, [one micro-batch a step](performance.md#copy-engines-and-fp8); 13,844 with `precision=fp8`"
-    )
+    ),
+    ("llama3_8b_tp2_h200x2", "h200", 2): "8,704 a GPU, [one micro-batch a step](kernels.md#measured)",
 }
-"""What performance.md has of the same plan."""
+"""What a page has of the same plan."""
 
 
 @functools.cache

@@ -49,10 +49,17 @@ def test_the_recipe_that_copies_runs_in_fp8_too_and_on_one_process():
         assert bool(problems) == (world > node) and all("transport=collectives" in one for one in problems), problems
 
 
+def test_the_recipe_whose_products_copy_runs_in_fp8_too_and_over_nodes():
+    """Tensor-parallel ranks are neighbours within a node."""
+    for world, node, words in ((2, 2, ["precision=fp8"]), (16, 8, [])):
+        config = variants.compose(["+config=llama3_8b_tp2_h200x2", *words], None, world, corpus=False)
+        assert config.parallel.fusion == "copy_engine" and not check(config, world, node)
+
+
 def test_what_is_called_measured_was(generate):
-    performance = (ROOT / "docs/performance.md").read_text()
     for place, said in generate.MEASURED.items():
-        assert place in generate.predicted() and f"**{said.split()[0]}**" in performance
+        (page,) = re.findall(r"]\((\w+\.md)#", said)
+        assert place in generate.predicted() and f"**{said.split()[0]}**" in (ROOT / "docs" / page).read_text()
 
 
 def test_a_corpus_has_to_be_given():

@@ -30,6 +30,11 @@ LLAMA = {"activation__mode": "selective", "compile": True, "batch__sequence_leng
 ZERO3 = {"parallel__zero__stage": 3, "batch__micro_size": 1, "batch__accumulation": 1}
 PIPELINE = {"parallel__zero__stage": 1, "batch__micro_size": 1, "batch__accumulation": 8}
 
+KEPT, COPIED = {"activation__save": ["attention", "matmul"]}, {"parallel__zero__transport": "copy_engine"}
+CP2 = {"parallel__cp": 2, "batch__sequence_length": 32768}
+TP2 = ZERO3 | {"parallel__tp": 2, "batch__micro_size": 2, "activation__save": ["attention"]}
+TP2 |= {"activation__offload": False}
+
 
 def pipeline(ranks: int, schedule: str, split: list[int], **changes: object) -> dict:
     names = {"parallel__pipeline__schedule": schedule, "parallel__pipeline__split": split}
@@ -41,22 +46,8 @@ MEASURED = {
     "1 sequence": (2, ZERO3, 8887, 64.8, 82.5),
     "2 sequences": (2, ZERO3 | {"batch__micro_size": 2}, 9576, 79.8, 98.7),
     "2 sequences, today": (2, ZERO3 | {"batch__micro_size": 2}, 9666, None, 99.0),
-    "all products kept, today": (
-        2,
-        ZERO3 | {"batch__micro_size": 2, "activation__save": ["attention", "matmul"]},
-        10421,
-        None,
-        116.7,
-    ),
-    "all products kept, copied": (
-        2,
-        ZERO3
-        | {"batch__micro_size": 2, "activation__save": ["attention", "matmul"]}
-        | {"parallel__zero__transport": "copy_engine"},
-        10593,
-        99.3,
-        114.8,
-    ),
+    "all products kept, today": (2, ZERO3 | KEPT | {"batch__micro_size": 2}, 10421, None, 116.7),
+    "all products kept, copied": (2, ZERO3 | KEPT | COPIED | {"batch__micro_size": 2}, 10593, 99.3, 114.8),
     "eager": (2, ZERO3 | {"compile": False}, 7887, 67.6, None),
     "attention kept": (2, ZERO3 | {"batch__micro_size": 2, "activation__save": ["attention"]}, 8930, 65.3, None),
     "full": (2, ZERO3 | {"batch__micro_size": 2, "activation__mode": "full"}, 8596, 65.5, None),
@@ -64,15 +55,11 @@ MEASURED = {
     "tp2": (4, ZERO3 | {"parallel__tp": 2, "batch__micro_size": 2}, 8439, None, 49.9),
     "tp4": (4, ZERO3 | {"parallel__tp": 4, "batch__micro_size": 2, "parallel__zero__stage": 1}, 7446, None, None),
     # Of plans whose shards are whole, others were measured before gradients of these had no pool of their own.
-    "tp2, whole shards": (
-        2,
-        ZERO3
-        | {"batch__micro_size": 2, "activation__save": ["attention"], "activation__offload": False}
-        | {"parallel__tp": 2},
-        8150,
-        60.9,
-        65.0,
-    ),
+    "tp2, whole shards": (2, TP2, 8150, 60.9, 65.0),
+    "tp2, triton": (2, TP2 | {"parallel__fusion": "triton"}, 8207, None, None),
+    "tp2, auto": (2, TP2 | {"parallel__fusion": "auto"}, 8536, None, None),
+    "cp2": (2, ZERO3 | CP2, 6633, 79.8, 99.2),
+    "cp2, all products kept, copied": (2, ZERO3 | CP2 | KEPT | COPIED, 7181, 98.8, 114.1),
     "ZeRO-2, two micro-batches": (2, ZERO3 | {"parallel__zero__stage": 2, "batch__accumulation": 2}, None, 92.2, None),
     "tp2, two micro-batches": (
         2,
@@ -195,7 +182,8 @@ def test_terms_add_up(predicted):
         assert sum(one.exposed.values()) <= sum(one.communication.values()) * (1 + 1e-9), name
         world = one.layout.plan.world
         assert one.mfu(True) < one.mfu(False) < 1
-        work = flops_per_token(one.layout.spec, 8192, True) * one.layout.batch.tokens
+        batch = one.layout.batch
+        work = flops_per_token(one.layout.spec, batch.sequence_length, True) * batch.tokens
         assert one.mfu(True) == pytest.approx(work / one.seconds / (world * 989.4e12))
 
 
