@@ -22,16 +22,15 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from elapsed import elapsed
 from torch import Tensor
 
 from trainer.config import RunConfig
+from trainer.distributed.elapsed import elapsed
 from trainer.distributed.slots import OUT_OF_REACH, SlotGroup, SlotsInReach, merged
 from trainer.distributed.world import World, join, local_device
 from trainer.model import cache
@@ -97,11 +96,7 @@ class Clock:
     def once(self, work: Callable[[], object]) -> float:
         self.target.zero_()
         dist.barrier()
-        if self.device.type == "cpu":
-            begun = time.perf_counter()
-            work()
-            return 1e6 * (time.perf_counter() - begun)
-        return 1e3 * elapsed(work)
+        return 1e3 * elapsed(work, self.device.type == "cuda")
 
     def bandwidth(self) -> float:
         """Bytes per microsecond that a copy reads and writes."""

@@ -22,20 +22,19 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory  # torch's own operators
-from elapsed import elapsed
 from torch import Tensor
 
 from trainer.config import ConfigError, RunConfig
 from trainer.distributed.chunks import Chunks
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.copied import Copied, Sent, copies
+from trainer.distributed.elapsed import elapsed
 from trainer.distributed.fused import Fused
 from trainer.distributed.world import World, join, local_device
 from trainer.precision.products import Role, matmul, matmul_into
@@ -130,11 +129,7 @@ class Clock:
     def once(self, work: Callable[[], object]) -> float:
         self.flush.zero_()
         dist.barrier()
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            work()
-            return 1e3 * (time.perf_counter() - start)
-        return elapsed(work)
+        return elapsed(work, self.device.type == "cuda")
 
 
 def backends(world: World, wanted: list[str]) -> dict[str, Callable[[Case], Tensor]]:

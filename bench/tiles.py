@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -30,10 +29,10 @@ from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
-from elapsed import elapsed
 from fusion import LAYERS
 from torch import Tensor
 
+from trainer.distributed.elapsed import elapsed
 from trainer.kernels.exchange import Region
 from trainer.kernels.tensor_parallel import gather_matmul, matmul_scatter
 from trainer.kernels.tiles import Shape, cut
@@ -121,12 +120,7 @@ def milliseconds(work: Callable[[], object], device: torch.device, repeats: int)
     times = []
     for _ in range(repeats + 5 * (device.type == "cuda")):
         flush.zero_()
-        if device.type != "cuda":
-            start = time.perf_counter()
-            work()
-            times.append(1e3 * (time.perf_counter() - start))
-            continue
-        times.append(elapsed(work))
+        times.append(elapsed(work, device.type == "cuda"))
     return statistics.median(times[-repeats:])
 
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import itertools
 import json
 import platform
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -34,6 +32,7 @@ from trainer.distributed.c10d_internals import groups
 from trainer.distributed.chunks import Chunks, outputs
 from trainer.distributed.collectives import GROUPS, Started, TensorGroup
 from trainer.distributed.copied import Copied
+from trainer.distributed.elapsed import elapsed
 from trainer.distributed.fused import Fused
 from trainer.distributed.symmetric_memory import agree, first_line
 from trainer.precision.products import MULTIPLIERS, Multiply, Role, matmul
@@ -142,20 +141,9 @@ def clocked(
 
 def timed(run: Callable[[TensorGroup], object], way: TensorGroup, device: torch.device) -> list[float]:
     """Milliseconds of a call, a few times over."""
-
-    def ended() -> float:
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        return time.perf_counter()
-
     for _ in range(WARM):
         run(way)
-    ends = [ended()]
-    for _ in range(BATCHES):
-        for _ in range(RUNS):  # the host may run ahead, as in a step
-            run(way)
-        ends.append(ended())
-    return [1e3 / RUNS * (end - start) for start, end in itertools.pairwise(ends)]
+    return [elapsed(lambda: run(way), device.type == "cuda", RUNS) for _ in range(BATCHES)]
 
 
 def release(way: TensorGroup, group: dist.ProcessGroup) -> None:
