@@ -69,7 +69,7 @@ DOCUMENT = 3000
 WINDOW = 4096
 """Tokens that a query sees, where there is a window in `layers`."""
 LAYER_WAYS = {
-    "causal": ("gather", "gather at once", "heads"),
+    "causal": ("gather", "gather at once", "gather blocks", "heads"),
     "documents": ("gather", "gather blocks", "heads"),
     "window": ("gather", "heads", "halo"),
 }
