@@ -3,7 +3,7 @@
     python bench/sharing.py docs/sharing.png
 
 Drawn from what a run shares by: the order of tokens (`ContextGroup.order`) and the first key of each query
-(`first_seen`), for a sequence of 64 tokens."""
+(`first_seen`, `mask_of`), for a sequence of 64 tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from trainer.model.attention import first_seen
+from trainer.model.attention import first_seen, mask_of
 from trainer.model.context import ContextGroup
 from trainer.planning.context import Context
 from trainer.plots.estimate import PARTS
@@ -43,9 +43,7 @@ def holders(order: str, length: int = LENGTH) -> Tensor:
 def pairs(documents: bool, window: int) -> Tensor:
     """Which keys each query sees: bool [queries, keys]."""
     numbers = torch.arange(len(DOCUMENTS)).repeat_interleave(torch.tensor(DOCUMENTS))[None] if documents else None
-    place = torch.arange(LENGTH)
-    first = first_seen(numbers, LENGTH, window, CPU)[0]
-    return (place <= place[:, None]) & (place >= first[:, None])
+    return mask_of(first_seen(numbers, LENGTH, window, CPU), torch.arange(LENGTH), LENGTH)[0, 0]
 
 
 def busiest(computed: Tensor) -> float:

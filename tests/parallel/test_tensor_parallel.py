@@ -161,6 +161,11 @@ def test_a_compiled_layer_that_copies_keeps_what_is_planned(ranks):
         assert saved == planned == 2 * TOKENS * (WIDTH // 2 * 5) + 4 * TOKENS * 4
 
 
+def test_a_compiled_block_that_is_recomputed_keeps_its_input_alone(ranks):
+    """torch 2.11 keeps every product and what is gathered for it, unless a policy says otherwise."""
+    assert {seen["recomputed keeps"] for _, _, seen in each(ranks)} == {1.0}
+
+
 def test_copies_take_the_memory_that_is_planned(ranks):
     for name, _, seen in each(ranks):
         held, planned = seen["other backend"]["boxes"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.checkpointing.activation import apply_recompute
+from trainer.checkpointing.activation import apply_recompute, recompute_all
 from trainer.checkpointing.saved import SavedModel
 from trainer.config import ActivationConfig, Config
 from trainer.config.model import ModelSpec, assign
@@ -258,8 +259,7 @@ def compiled_keeps(world: World) -> list[float]:
     model = model_of(spec, world, torch.bfloat16, Copied)
     apply_recompute(model, config, Copied)
     layer, rotation = model.layers["0"], model.rotaries[0](torch.arange(LENGTH), LENGTH)
-    passes = aot_autograd(fw_compiler=boxed, partition_fn=min_cut_rematerialization_partition)
-    layer.run = torch.compile(layer.run_body, backend=passes, dynamic=False)
+    layer.run = torch.compile(layer.run_body, backend=PASSES, dynamic=False)
     x = random_part(world, TOKENS, spec.width).bfloat16()
     saved, y = saved_bytes(lambda: layer(x, (BATCH, LENGTH), rotation, None), model)
     y.float().sum().backward()
@@ -267,8 +267,22 @@ def compiled_keeps(world: World) -> list[float]:
     return [saved, costs.activation[1]]
 
 
+def recomputed_keeps(world: World) -> float:
+    """Bytes that a compiled feed-forward keeps where all of it is recomputed, over those of its input."""
+    spec = spec_of(**LLAMA)
+    model, x = model_of(spec, world), random_part(world, TOKENS, spec.width)
+    run = torch.compile(partial(recompute_all, model.layers["0"].feed_forward), backend=PASSES, dynamic=False)
+    saved, y = saved_bytes(lambda: run(x), model)
+    y.sum().backward()
+    return saved / x.nbytes
+
+
 def boxed(graph: torch.fx.GraphModule, _: Any) -> Callable:
     return make_boxed_func(graph.forward)
+
+
+PASSES = aot_autograd(fw_compiler=boxed, partition_fn=min_cut_rematerialization_partition)
+"""Graphs are cut as by default, and run eagerly."""
 
 
 class Pieces(TensorGroup):
@@ -433,6 +447,7 @@ def main(out: str) -> None:
             "overlap": measure_overlap(world) if tp > 1 else {},
             "compiled": compiled_operators(world) if tp == 2 else [],
             "compiled keeps": compiled_keeps(world) if tp == 2 and CAN_COMPILE else [],
+            "recomputed keeps": recomputed_keeps(world) if tp > 1 else 1.0,
             "overlap in pieces": measure_overlap(world, Chunks) if tp == 2 else {},
             "other backend": other_backend(world) if tp > 1 else {},
             "deferred": defer(world),
