@@ -45,7 +45,8 @@ def warm_python() -> str:
 def start_warm() -> Path:
     """Starts the server behind `warm_python`, which ends with this process, and does not wait until it has imported."""
     folder, script = Path(tempfile.mkdtemp(prefix="warm-")), Path(__file__).parent / "warm.py"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # packages may be there alone
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     server = subprocess.Popen(
         [sys.executable, script, "serve", folder / "socket"], stdin=subprocess.PIPE, env=environment, cwd="/"
     )
