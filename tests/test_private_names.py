@@ -151,7 +151,12 @@ PRIVATE = [
         "torch",
         "settings of the compiler",
     ),
-    Private("_profiler_enabled", ("parallel/pipeline/runtime.py",), "torch.autograd", "names only where one looks"),
+    Private(
+        "_profiler_enabled",
+        ("distributed/boxes.py", "parallel/pipeline/runtime.py"),
+        "torch.autograd",
+        "names only where one looks",
+    ),
     Private("__compatible_ops__", DEEPSPEED, "deepspeed/ops", "an operator that DeepSpeed builds, where it need not"),
     Private(
         "_release_process_group_references _get_zero_param_intra_parallel_group",

@@ -182,7 +182,7 @@ def test_terms_are_all_of_the_step_whatever_the_trace(data, tmp_path_factory):
             add = written.nccl if name in GROUPS else written.kernel
             add(name, launch, launch + delay, launch + delay + length)
         for start in data.draw(st.lists(st.integers(0, 90), max_size=3, unique=True)):
-            written.synchronised(start, start + 0.5)
+            written.synchronised(start, start + 0.5).label(traces.AWAITS + "2", start + 0.5, start + 0.75)
         written.note["spent"] = {"checkpoint": 0.25}
         ranks.append(traces.read(written.write(folder / f"{rank}.json")))
     for account in accounts(ranks):
@@ -203,6 +203,32 @@ def test_waiting_is_told_by_the_rank_that_came_last_and_not_by_clocks(of):
     assert terms(accounts[0])["communication/data/transfer"] == 30
     assert "communication/data/waiting" not in terms(accounts[1])
     assert accounts[0].last == {"data": (0, 1)} and accounts[1].last == {"data": (1, 1)}
+
+
+def test_a_stream_that_waits_for_a_flag_waits_for_its_peer(of):
+    """Rank 0's second product could begin at 20; a copy to the other rank's memory goes on until 30."""
+    ranks = []
+    for rank, start in ((0, 180), (1, 20)):
+        written = device(rank, end=400).label(traces.SENDS + "2", -4, -1)
+        written.add("cuda_runtime", "cudaMemcpyAsync", -3, -2, correlation=900)
+        written.add("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 10, 30, 9, correlation=900, stream=9)
+        written.kernel("gemm", 0, 0, 20).label(traces.AWAITS + "2", 2, 3)
+        written.kernel("gemm", 4, start, start + 100)
+        written.label(traces.AWAITS + "2", 8, 9).kernel("gemm", 10, start + 100, start + 120)  # it is there already
+        ranks.append(written.label(traces.AWAITS + "2", 12, 13))  # behind which nothing was launched
+    first, second = of(*ranks)
+    assert terms(first) == {
+        "products": 140,
+        "communication/tensor/transfer": 10,
+        "communication/tensor/waiting": 150,
+        "host/launch": 100,
+    }
+    assert terms(second) == {"products": 140, "host/launch": 260}
+    assert first.hidden == {"tensor": pytest.approx(10e-6)} and second.hidden == {"tensor": pytest.approx(20e-6)}
+    assert first.last == {"tensor": (0, 1)} and second.last == {"tensor": (1, 1)}
+    assert [(one.name, one.kind) for one in first.kernels if "PtoP" in one.name] == [
+        ("Memcpy PtoP (Device -> Device)", "communication")
+    ]
 
 
 def cpu(rank: int = 0, **given) -> Written:
@@ -231,6 +257,22 @@ def test_a_cpu_computes_in_operators_and_gloo_s_threads_have_names(of):
         "host/launch": 2 + 5 + 2 + 10 + 10,
     }
     assert account.hidden == {"data": pytest.approx(10e-6)} and account.launch_delay is None
+
+
+def test_a_cpu_waits_for_flags_and_copies_by_itself(of):
+    ranks = []
+    for rank, end in ((0, 80), (1, 21)):
+        written = cpu(rank).op("trainer::copied_gather_matmul", 5, 95).label(traces.SENDS + "2", 10, 20)
+        written.op("aten::copy_", 11, 19).label(traces.AWAITS + "2", 20, end).op("aten::to", 20, 21)
+        ranks.append(written.op("aten::mm", end + 1, end + 11))
+    first, second = of(*ranks)
+    assert terms(first) == {
+        "products": 10,
+        "communication/tensor/transfer": 11,
+        "communication/tensor/waiting": 59,
+        "host/launch": 20,
+    }
+    assert terms(second) == {"products": 10, "communication/tensor/transfer": 11, "host/launch": 79}
 
 
 def test_a_cpu_repeats_forward_passes_in_backward(of):

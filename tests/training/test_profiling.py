@@ -62,6 +62,23 @@ def test_a_pipeline_has_bubbles_and_its_ranks_differ(root):
     assert trace.groups["pipeline 0 to 1"] == traces.Group("pipeline", (0, 1))
 
 
+@pytest.mark.parametrize("name,axis", [("copied", "tensor"), ("copied_shards", "data")])
+def test_memory_that_ranks_share_is_communication(root, name, axis):
+    accounts = account.read(root / name)
+    assert by_step(accounts) == [(3, 0), (3, 1)]
+    waits = []
+    for one in accounts:
+        trace = traces.read(trace_of(root / name, 3, one.rank))
+        waits.append([group for group, _ in trace.marked(traces.AWAITS)])
+        shared = [mark for label in (traces.AWAITS, traces.SENDS) for mark in trace.marked(label)]
+        assert {trace.axis(group) for group, _ in shared} == {axis}
+        spent = sum(event.end - event.start for _, event in shared) / 1e9
+        assert one.spent(f"communication/{axis}") > 0.95 * spent > 0
+        assert one.spent(f"communication/{axis}/transfer") > 0
+    assert waits[0] == waits[1]
+    assert sum(one.spent(f"communication/{axis}/waiting") for one in accounts) > 0
+
+
 def test_traces_that_were_asked_for_stay_and_of_the_others_the_newest(root):
     kept = sorted(path.name for path in (root / "sharded" / "traces").iterdir())
     assert kept == [trace_of(root, step, rank).name for step in (3, 4) for rank in (0, 1)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import NamedTuple
 
@@ -15,11 +15,12 @@ from trainer.diagnosis.recording import (
     Recording,
     Tally,
     context,
+    flags,
     forward_products,
     kind_of,
     term_of,
 )
-from trainer.diagnosis.traces import COLLECTOR, DATA, HOST_KINDS, STEP, Event, Trace, nested
+from trainer.diagnosis.traces import AWAITS, COLLECTOR, DATA, HOST_KINDS, STEP, Event, Trace, nested
 
 DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -32,6 +33,7 @@ class Launch(NamedTuple):
     """A call of the driver that made the device do something. operator: the innermost around it."""
 
     start: int
+    thread: int
     about: Context
     operator: Event | None
 
@@ -53,7 +55,9 @@ def record(trace: Trace) -> Recording:
         if one.event.kind in ("cuda_runtime", "cuda_driver"):
             operator = next((event for event in reversed(one.around) if event.kind == "cpu_op"), None)
             about = context(one.around, forward)
-            launches[one.event.details.get("correlation", -1)] = Launch(one.event.start, about, operator)
+            launches[one.event.details.get("correlation", -1)] = Launch(
+                one.event.start, one.event.thread, about, operator
+            )
             if "Synchronize" in one.event.name or one.event.name == "cudaMemcpy":
                 waits.append(one.event.interval)
     device = [event for event in trace.events if event.kind in DEVICE_KINDS]
@@ -66,6 +70,8 @@ def record(trace: Trace) -> Recording:
     found.idle |= {term: [event.interval for event in trace.labelled(label)] for term, label in labelled.items()}
     for term, gap in idle(device, launches, waits, window):
         found.idle[term].append(gap)
+    marks = [(group, event) for group, event in trace.marked(AWAITS) if step.start <= event.start < step.end]
+    found.collectives += flags(trace, awaited(marks, device, launches))
     found.synchronisations = sum(step.start <= wait.start < step.end for wait in waits)
     return found
 
@@ -83,18 +89,22 @@ def share_out(found: Recording, mine: list[Event], launches: dict[int, Launch], 
     for event in mine:
         launch = launches.get(event.details.get("correlation", -2))
         nanoseconds = event.end - event.start
+        about = launch.about if launch else Context(None, False, False)
         if event.name.startswith("nccl"):
             group = event.details.get("Process Group Name", "")
-            axis = trace.groups[group].axis if group in trace.groups else "all"
-            found.collectives.append(Collective(group, axis, counts[group], event.interval))
+            found.collectives.append(Collective(group, trace.axis(group), counts[group], event.interval))
             counts[group] += 1
+            tally.add(event.name, "communication", nanoseconds)
+            continue
+        if about.sends is not None:
+            found.idle[f"communication/{trace.axis(about.sends)}/transfer"].append(event.interval)
             tally.add(event.name, "communication", nanoseconds)
             continue
         if event.kind == "gpu_memcpy" and "DtoD" not in event.name:
             found.idle["copies"].append(event.interval)
             tally.add(event.name, "copies", nanoseconds)
             continue
-        term = term_of(event.name, launch.about if launch else Context(None, False, False))
+        term = term_of(event.name, about)
         found.work[term].append(event.interval)
         operator = launch.operator if launch else None
         if operator is not None and longest[operator.thread, operator.start] is not event:
@@ -112,6 +122,27 @@ def share_out(found: Recording, mine: list[Event], launches: dict[int, Launch], 
     found.kernels, found.launches = tally.kernels(), len(lengths)
     found.kernel_seconds = median(lengths) / 1e9 if lengths else None
     found.launch_delay = median(delays) / 1e9 if delays else None
+
+
+def awaited(
+    marks: Iterable[tuple[str, Event]], device: Iterable[Event], launches: dict[int, Launch]
+) -> Iterator[tuple[str, Interval]]:
+    """For each label of a wait for a flag its group, and how long the stream stood still there: of what was launched
+    next, from when it could have begun to when it did."""
+    ends, following = dict[int, int](), defaultdict[int, list[tuple[int, Interval]]](list)
+    for event in device:
+        launch = launches.get(event.details.get("correlation", -2))
+        if launch is not None:
+            ready = max(launch.start, ends.get(event.thread, launch.start))
+            late = event.start - ready > LATENCY
+            following[launch.thread].append((launch.start, Interval(ready if late else event.start, event.start)))
+        ends[event.thread] = event.end
+    for some in following.values():
+        some.sort()
+    for group, mark in marks:
+        after = following[mark.thread]
+        place = bisect_left(after, mark.end, key=lambda one: one[0])
+        yield group, after[place][1] if place < len(after) else Interval(mark.end, mark.end)
 
 
 def longest_of(mine: list[Event], launches: dict[int, Launch]) -> dict[tuple[int, int], Event]:

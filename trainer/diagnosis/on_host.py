@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 
 from trainer.diagnosis.account import AXES
 from trainer.diagnosis.intervals import Interval
-from trainer.diagnosis.recording import Collective, Recording, Tally, context, forward_products, kind_of, term_of
-from trainer.diagnosis.traces import COLLECTOR, DATA, GROUP, STEP, WAIT, Event, Trace, nested
+from trainer.diagnosis.recording import Collective, Recording, Tally, context, flags, forward_products, kind_of, term_of
+from trainer.diagnosis.traces import AWAITS, COLLECTOR, DATA, GROUP, SENDS, STEP, WAIT, Event, Trace, nested
 
 COMPILED = "## Call CompiledFxGraph"
 """Label around the code that the compiler made, whose own kernels are not in traces of CPUs."""
@@ -33,7 +33,7 @@ def record(trace: Trace) -> Recording:
         if not _computes(one.event):
             continue
         about = context((*one.around, one.event), forward)
-        if about.loading:
+        if about.loading or about.awaits or about.sends is not None:
             continue
         term = term_of(name, about)
         found.work[term] += one.own
@@ -42,7 +42,10 @@ def record(trace: Trace) -> Recording:
     for label, term in LABELS.items():
         found.idle[term] += [event.interval for event in trace.labelled(label)]
     found.idle["host/launch"] = [step.interval]
-    found.collectives = collectives(trace, step)
+    for group, event in trace.marked(SENDS):
+        found.idle[f"communication/{trace.axis(group)}/transfer"].append(event.interval)
+    waits = ((group, event.interval) for group, event in trace.marked(AWAITS) if step.start <= event.start < step.end)
+    found.collectives = collectives(trace, step) + flags(trace, waits)
     found.kernels = tally.kernels()
     return found
 
@@ -60,16 +63,15 @@ def collectives(trace: Trace, step: Event) -> list[Collective]:
         if event.name.startswith("gloo:") and event.thread != step.thread:
             by_thread[event.thread].append(event)
     groups = {
-        thread: mark.name.removeprefix(GROUP)
-        for mark in trace.events
-        if mark.name.startswith(GROUP)
+        thread: name
+        for name, mark in trace.marked(GROUP)
         for thread, events in by_thread.items()
         if any(mark.start <= event.start < mark.end for event in events)
     }
     counts, found = Counter[str](), []
     for thread, events in by_thread.items():
         group = groups.get(thread, f"thread {thread}")
-        axis = trace.groups[group].axis if group in trace.groups else UNKNOWN
+        axis = trace.axis(group, UNKNOWN)
         for event in events:
             if step.start <= event.start < step.end:
                 found.append(Collective(group, axis, counts[group], Interval(event.start, event.end)))

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from trainer.diagnosis.recording import Recording
+from trainer.diagnosis.recording import Collective, Recording
 from trainer.diagnosis.traces import Trace
 from trainer.planning.cost.stages import StageCosts
 from trainer.planning.schedules import ir
@@ -32,18 +32,18 @@ def join(traces: Sequence[Trace], recordings: Sequence[Recording]) -> list[list[
     so its time is the transfer's."""
     seconds: dict[tuple, list[int]] = defaultdict(list)
 
-    def key(trace: Trace, group: str, number: int) -> tuple:
-        ranks = trace.groups[group].ranks if group in trace.groups else (trace.rank,)
-        return group, ranks, number
+    def key(trace: Trace, one: Collective) -> tuple:
+        ranks = trace.groups[one.group].ranks if one.group in trace.groups else (trace.rank,)
+        return one.group, ranks, one.flag, one.number
 
     for trace, recording in zip(traces, recordings):
         for one in recording.collectives:
-            seconds[key(trace, one.group, one.number)].append(one.interval.end - one.interval.start)
+            seconds[key(trace, one)].append(one.interval.end - one.interval.start)
     joined = []
     for trace, recording in zip(traces, recordings):
         mine = []
         for one in recording.collectives:
-            all_of_it, own = seconds[key(trace, one.group, one.number)], one.interval.end - one.interval.start
+            all_of_it, own = seconds[key(trace, one)], one.interval.end - one.interval.start
             differ = max(all_of_it) - min(all_of_it) > NOISE
             mine.append(Joined(min(all_of_it), own == min(all_of_it) if differ else None))
         joined.append(mine)

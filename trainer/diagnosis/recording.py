@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from trainer.diagnosis.account import Kernel
 from trainer.diagnosis.intervals import Interval
 from trainer.diagnosis.shapes import Factors, factors, work_of
-from trainer.diagnosis.traces import DATA, OPTIMIZER, Event, Nested
+from trainer.diagnosis.traces import AWAITS, DATA, OPTIMIZER, SENDS, Event, Nested, Trace
 
 COMPUTE = ("optimizer", "recompute", "attention", "products", "memory_bound")
 """Terms of computation; where several run at once, the first has the time."""
@@ -29,12 +29,14 @@ _BACKWARD = "autograd::engine::evaluate_function"
 
 
 class Collective(NamedTuple):
-    """A collective or a transfer on this rank. number: its place among those of its group in the step."""
+    """A collective, a transfer, or a wait for a flag on this rank. number: its place in the step among those of its
+    group that are, or are not, waits for flags."""
 
     group: str
     axis: str
     number: int
     interval: Interval
+    flag: bool = False
 
 
 class Context(NamedTuple):
@@ -44,6 +46,9 @@ class Context(NamedTuple):
     """What the labels and operators around it say; None where they leave it open."""
     backward: bool
     loading: bool
+    sends: str | None = None
+    """The group between whose ranks it copies."""
+    awaits: bool = False
 
 
 @dataclass
@@ -70,12 +75,16 @@ def context(around: Sequence[Event], forward: Container[Factors | None]) -> Cont
 
     Backward runs without gradients of its own, so an operator in it that has a number in the graph is a forward pass
     that is repeated; and so is a product of forward's, which a compiled layer repeats without one."""
-    backward = attention = product = repeated = optimizer = loading = False
+    backward = attention = product = repeated = optimizer = loading = awaits = False
+    sends = None
     for event in around:
         name = event.name
         if event.kind == "user_annotation":
             optimizer |= name == OPTIMIZER
             loading |= name == DATA
+            awaits |= name.startswith(AWAITS)
+            if name.startswith(SENDS):
+                sends = name.removeprefix(SENDS)
         elif name.startswith(_BACKWARD):
             backward = True
         elif name.startswith("aten::"):
@@ -83,7 +92,17 @@ def context(around: Sequence[Event], forward: Container[Factors | None]) -> Cont
             attention |= kind_of(name) == "attention"
             product |= kind_of(name) == "products"
     found = ("optimizer", optimizer), ("recompute", repeated), ("attention", attention), ("products", product)
-    return Context(next((term for term, holds in found if holds), None), backward, loading)
+    return Context(next((term for term, holds in found if holds), None), backward, loading, sends, awaits)
+
+
+def flags(trace: Trace, waits: Iterable[tuple[str, Interval]]) -> list[Collective]:
+    """What a rank waits for in memory that it shares, by the group that shares it, in the program's order: it is the
+    same on all ranks."""
+    counts, found = Counter[str](), []
+    for group, interval in waits:
+        found.append(Collective(group, trace.axis(group), counts[group], interval, True))
+        counts[group] += 1
+    return found
 
 
 def forward_products(events: Iterable[Nested]) -> set[Factors]:

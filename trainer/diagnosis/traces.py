@@ -20,6 +20,9 @@ STEP, DATA, OPTIMIZER, COLLECTOR, GROUP = (
 )
 """Labels in the trace: the step; waiting for the batch; norm and update; garbage collection; and, with a group's name
 behind it, a collective of this group that shows on which thread gloo runs them."""
+SENDS, AWAITS = "trainer:sends ", "trainer:awaits "
+"""Labels in the trace, with a group's name behind them: copies between the memory of this rank and others; waiting, or
+having a stream wait, for what another rank copies."""
 WAIT = "PP:wait"
 """Label in the trace: the host waits for a transfer of the pipeline."""
 
@@ -78,9 +81,18 @@ class Trace:
     spent: dict[str, float]
     events: tuple[Event, ...]
 
+    def axis(self, group: str, unknown: str = "all") -> str:
+        """What a group of this name communicates for."""
+        return self.groups[group].axis if group in self.groups else unknown
+
     def labelled(self, label: str) -> list[Event]:
         """The events of a label that this project gave."""
         return [event for event in self.events if event.name == label and event.kind == "user_annotation"]
+
+    def marked(self, label: str) -> list[tuple[str, Event]]:
+        """The events of a label that has a group's name behind it, with the name."""
+        found = (event for event in self.events if event.kind == "user_annotation" and event.name.startswith(label))
+        return [(event.name.removeprefix(label), event) for event in found]
 
 
 def read(path: Path) -> Trace:

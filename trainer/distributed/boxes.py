@@ -6,12 +6,16 @@ again two epochs later is in docs/kernels.md."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import _profiler_enabled
+from torch.profiler import record_function
 
+from trainer.diagnosis.traces import AWAITS, SENDS
 from trainer.distributed.flags import await_flag, fill, raise_flag, read
 from trainer.distributed.symmetric_memory import Shared, agree, share
 
@@ -73,9 +77,17 @@ class Boxes:
         """Has the current stream go on when what a rank sends in this epoch is there. looks: see `await_flag`; after
         them, `RuntimeError`."""
         try:
-            await_flag(self.flag(self.rank, source), self.epoch, looks)
+            with self.labelled(AWAITS):
+                await_flag(self.flag(self.rank, source), self.epoch, looks)
         except TimeoutError as error:
             raise RuntimeError(f"{self.missing(source)} after parallel.fusion_looks={looks}") from error
+
+    def sends(self) -> AbstractContextManager:
+        """Says in a profile that what is copied within goes from a rank to another."""
+        return self.labelled(SENDS)
+
+    def labelled(self, words: str) -> AbstractContextManager:
+        return record_function(words + self.group.group_name) if _profiler_enabled() else nullcontext()
 
     def missing(self, source: int) -> str:
         """That nothing of this epoch has come from a rank, in words."""

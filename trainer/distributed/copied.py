@@ -37,8 +37,9 @@ class Copies:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
-            for place, part in pairs:
-                place.copy_(part)
+            with boxes.sends():
+                for place, part in pairs:
+                    place.copy_(part)
             boxes.signal(to)
 
     def end(self) -> None:

@@ -78,7 +78,8 @@ class Shards:
             for source in reversed(away):
                 boxes.wait(source, self.looks)
                 into = [wholes[number][source, start:stop] for number, start, stop in piece]
-                copy(into, placed(boxes.box(source, (1, length)), piece))
+                with boxes.sends():
+                    copy(into, placed(boxes.box(source, (1, length)), piece))
 
     def _sum(self, gradients: Sequence[Tensor], total: Tensor) -> None:
         rows = [-(-len(gradient) // self.size) * gradient[0].numel() for gradient in gradients]
@@ -94,7 +95,8 @@ class Shards:
 
             for to in away:
                 place = boxes.box(to, shape)[(self.rank - to - 1) % self.size]
-                copy(shortened(place.split(lengths), sent := rows_of(to)), sent)
+                with boxes.sends():
+                    copy(shortened(place.split(lengths), sent := rows_of(to)), sent)
                 boxes.signal(to)
             for source in reversed(away):
                 boxes.wait(source, self.looks)
