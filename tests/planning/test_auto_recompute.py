@@ -156,7 +156,7 @@ SMALL = st.builds(
 )
 OPERATIONS = ["attention", *(f"attention.{name}" for name in "qkvo"), "feed_forward.up", "feed_forward.down"]
 SLACK = 0.03
-"""In models of one to three layers, where another moment than the first backward pass can be the fullest."""
+"""In pipelines of few layers, where another moment than the first backward pass can be the fullest."""
 EXAMPLES = hypothesis_settings(max_examples=6, deadline=None)
 
 
@@ -187,6 +187,7 @@ def everything(config: Config) -> Iterator[tuple[float, float]]:
 @EXAMPLES
 @example(small(2, 256, 4096, 2, "pre", 8192, 1), 0.0)  # choices behind one that does not fit do
 @example(small(2, 256, 256, 2, "pre", 8192, 2), 0.25)  # what is as fast and simpler does not
+@example(small(2, 1024, 256, 2, "both", 8192, 2), 0.115)  # one that is larger when backward begins has the lower peak
 @given(SMALL, st.floats(0, 1))
 def test_no_other_choice_is_faster(config, share):
     choices = list(everything(config))
@@ -195,7 +196,7 @@ def test_no_other_choice_is_faster(config, share):
     config.activation = replace(config.activation, mode="auto", save=Config().activation.save)
     found = decide(config, resolve(config, 1, config.model, 1), h200(), limit, node=1)
     best = min(seconds for seconds, size in choices if size <= limit)
-    assert found.peak <= limit and best * (1 - 1e-9) <= found.seconds <= (1 + SLACK) * best
+    assert found.peak <= limit and best * (1 - 1e-9) <= found.seconds <= (1 + EQUAL) * best * (1 + 1e-9)
 
 
 @EXAMPLES

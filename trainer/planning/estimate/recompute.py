@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import combinations
@@ -46,6 +46,9 @@ POINTS = 64
 AHEAD = 64
 """Choices behind the largest that was found to fit, of which some may fit too: another moment than the one by which
 they are ordered is the fullest in models of few layers."""
+
+FEW = 256
+"""Choices that are all tried where there are no more: of equal layers on one rank, up to five of them."""
 
 ROUNDS = 3
 """How often layers are dealt to stages anew after a choice."""
@@ -112,14 +115,22 @@ def choose(config: Config, layout: Layout, hardware: HardwareConfig, limit: floa
     """The settings of the choice that is fastest for the stages of a layout, or of the one that keeps nothing."""
     table = _Table(config, layout, hardware)
     flights, pipeline = in_flight(layout), layout.pipeline
-    fronts = [
-        front(table.groups(layers, flights[stage]) for stage, layers in pipeline.stages(rank).items())
+    choices = [
+        [list(table.groups(layers, flights[stage])) for stage, layers in pipeline.stages(rank).items()]
         for rank in range(layout.plan.pp)
     ]
 
+    def fit(points: Sequence[Point]) -> list[bool]:
+        replayed = peaks(table.settings(points), layout, lowered=False, node=node)
+        return [peak.reserved <= limit for peak in replayed]
+
+    match choices:
+        case [[[points]]] if len(points) <= FEW:
+            return table.settings([fastest(points, lambda point: all(fit([point])))])
+    fronts = [front(stages) for stages in choices]
+
     def fitting(places: Sequence[int]) -> list[bool]:
-        chosen = table.settings([points[place] for points, place in zip(fronts, places)])
-        return [peak.reserved <= limit for peak in peaks(chosen, layout, lowered=False, node=node)]
+        return fit([points[place] for points, place in zip(fronts, places)])
 
     low, high = [0] * len(fronts), [len(points) - 1 for points in fronts]
     while low != high:
@@ -244,6 +255,14 @@ def best(points: Iterable[Any]) -> list[Any]:
     return found
 
 
+def fastest(points: list[Point], fits: Callable[[Point], bool]) -> Point:
+    """Of those that fit, of which there is one; of what is as fast but for `EQUAL` the simplest."""
+    slower = sorted(points, key=attrgetter("seconds"), reverse=True)
+    while not fits(slower[-1]):
+        slower.pop()
+    return next(slower[place] for place in simplest(slower) if fits(slower[place]))
+
+
 def few(points: list[Point]) -> list[Point]:
     """At most `POINTS` of them."""
     last = len(points) - 1
@@ -251,8 +270,8 @@ def few(points: list[Point]) -> list[Point]:
 
 
 def simplest(points: list[Point]) -> list[int]:
-    """Places of those that take as long as the last, but for `EQUAL`: fewest kinds of layers first, then fewest bytes.
-    points: as `front` has them."""
+    """Places of those that take as long as the last, the fastest, but for `EQUAL`: fewest kinds of layers first, then
+    fewest bytes."""
     equal = [place for place, point in enumerate(points) if point.seconds <= (1 + EQUAL) * points[-1].seconds]
     return sorted(
         equal, key=lambda place: (sum(1 + bool(share.late) for share in points[place].shares), points[place].size)
