@@ -161,6 +161,13 @@ def test_memory_of_long_sequences(length):
     assert abs(one.fullest.reserved / GIB / reserved - 1) < 0.04
 
 
+def test_memory_of_a_long_sequence_that_two_share():
+    """All layers of Llama-3.1 8B at 393,216 tokens: GiB allocated."""
+    changes = LLAMA | ZERO3 | CP2 | {"activation__mode": "full", "activation__offload": True, "loss__tile": 8192}
+    one = estimated(settings(shipped("llama31_8b"), **changes | {"batch__sequence_length": 393216}), 2, h200())
+    assert abs(one.fullest.allocated / GIB / 107.6 - 1) < 0.02
+
+
 def test_memory_of_one_gpu():
     """TinyLlama 1.1B without recompute: GiB reserved, in segments that grow."""
     sizes = {"batch__sequence_length": 2048, "batch__micro_size": 16, "batch__accumulation": 1}
