@@ -1,7 +1,7 @@
 """Training beside torchtitan, and beside transformers under DeepSpeed's ZeRO-3, on all GPUs of this machine: in turn,
 one row a model and plan, each side under the same plan and recompute, and under the best that was found for it.
 
-    python bench/compare.py OUT_FOLDER [rounds=1] [ROW...]
+    python bench/compare.py OUT_FOLDER [rounds=1] [sides=ours,torchtitan,transformers] [ROW...]
 
 torchtitan (0.2.2 with torch 2.11) has to be importable for the rows that have it; its corpus and tokenizer are made
 from the standard library. All sides have the same model. Ours and DeepSpeed's read the loss after every step,
@@ -67,9 +67,9 @@ THEIRS = ["--parallelism.fsdp_reshard_after_forward", "never"]
 SHARING = ["--parallelism.context_parallel_degree", "2"]
 SMALL = {"width": 768, "depth": 12, "attention": {"heads": 12}, "feed_forward": {"width": 2048}, "tied": False}
 ROWS = {
-    "selective_1": Row(1, [SELECTIVE], [[*OPERATIONS, "op"]]),
+    "selective_1": Row(1, [SELECTIVE, [*SELECTIVE, COPIED]], [[*OPERATIONS, "op"]]),
     "selective_2": Row(2, [SELECTIVE, [*SELECTIVE, COPIED]], [[*OPERATIONS, "op"]], [RECOMPUTED]),
-    "none_1": Row(1, [WITHOUT], [NONE]),
+    "none_1": Row(1, [WITHOUT, [*WITHOUT, COPIED]], [NONE]),
     "best_2": Row(
         2, [KEPT, [*KEPT, COPIED]], [[*BUDGET, "0.7"], [*BUDGET, "0.85"], [*OPERATIONS, "2"], [*OPERATIONS, "4"]]
     ),
@@ -175,7 +175,7 @@ def make_assets(folder: Path) -> Path:
     return folder
 
 
-def measure(out: Path, rows: list[str], rounds: int) -> Iterator[dict[str, Any]]:
+def measure(out: Path, rows: list[str], rounds: int, wanted: list[str]) -> Iterator[dict[str, Any]]:
     """The measurements, the sides in turn."""
     assets = make_assets(out / "assets")
     for number in range(rounds):
@@ -190,7 +190,7 @@ def measure(out: Path, rows: list[str], rounds: int) -> Iterator[dict[str, Any]]
                 ("torchtitan", partial(torchtitan, assets=assets), row.titan),
                 ("transformers", transformers, row.transformers),
             ]
-            for side, run, choices in sides:
+            for side, run, choices in (one for one in sides if one[0] in wanted):
                 for index, settings in enumerate(choices):
                     began = time.monotonic()
                     found = run(f"{name}-{side}-{index}-{number}", out, model, row.length, row.sequences, settings)
@@ -221,12 +221,15 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str]) -> None:
     out, given = Path(arguments[0]).absolute(), arguments[1:]
-    rounds = next((int(text.split("=")[1]) for text in given if text.startswith("rounds=")), 1)
+    options = {"rounds": "1", "sides": "ours,torchtitan,transformers"}
+    asked = dict(text.split("=") for text in given if "=" in text)
+    assert asked.keys() <= options.keys(), asked
+    options |= asked
     rows = [name for name in given if "=" not in name] or list(ROWS)
     out.mkdir(parents=True, exist_ok=True)
     lines = []
     with open(out / "compare.jsonl", "a") as file:
-        for line in measure(out, rows, rounds):
+        for line in measure(out, rows, int(options["rounds"]), options["sides"].split(",")):
             lines.append(line)
             print(json.dumps(line), flush=True)
             print(json.dumps(line), file=file, flush=True)

@@ -1,6 +1,8 @@
 """The longest sequence of Llama-3.1 8B's layers that trains on one and on two GPUs with everything that saves memory.
 
-    python bench/long_memory.py OUT [SECONDS]
+    python bench/long_memory.py OUT [SECONDS] [WAY...]
+
+WAY: one GPU; two, with a sequence each; two that share one (`one`, `two`, `shared`; those that the machine has).
 
 Two layers and the head are trained, one step a length, with tiled loss, tiled feed-forward, full recompute and inputs
 in host memory: what a length needs on the device does not depend on the depth then. Memory that the states of all 32
@@ -30,19 +32,20 @@ from trainer.config.model import ModelSpec
 from trainer.distributed.tensors import local
 from trainer.distributed.world import World, join, local_device
 from trainer.model.attention import kernel_priority
-from trainer.planning.batch import BatchPlan
 from trainer.planning.cost.flops import flops_per_token
 from trainer.planning.cost.memory import state_bytes
 from trainer.planning.estimate.memory import peaks
-from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import Plan, resolve_plan
-from trainer.planning.resolve import Layout
+from trainer.planning.plan import resolve_plan
+from trainer.planning.resolve import Layout, resolve
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 
 ROOT = Path(__file__).parents[1]
 DEPTH, TILE = 2, 8192
+WAYS = {"one": (1, 1), "two": (2, 1), "shared": (2, 2)}
+"""Processes, and how many of them share a sequence."""
 LENGTHS = [16384, 131072, 262144, 524288, 786432, 1048576, 1572864, 2097152]
+"""Tokens of a rank: of the comparison, then of the steps."""
 RATE = 4e14
 """Operations a second, for a guess of how long the next length takes."""
 
@@ -59,10 +62,11 @@ def llama() -> ModelSpec:
     return ModelSpec.from_dict(values)
 
 
-def settings(world: int, saving: bool) -> Config:
-    config = Config()
+def settings(way: str, length: int, saving: bool) -> Config:
+    processes, config = WAYS[way][0], Config()
     config.precision.compute, config.compile = "bf16", True
-    config.parallel.zero.stage = 3 if world > 1 else 0
+    config.parallel.zero.stage, config.parallel.cp = 3 if processes > 1 else 0, WAYS[way][1]
+    config.batch.sequence_length, config.batch.micro_size, config.batch.accumulation = length, 1, 1
     config.activation.mode = "full"
     if saving:
         config.loss.tile = config.activation.tile = TILE
@@ -70,10 +74,9 @@ def settings(world: int, saving: bool) -> Config:
     return config
 
 
-def build(spec: ModelSpec, config: Config, length: int, world: World, plan: Plan) -> tuple[TrainState, Layout]:
-    batch = BatchPlan(length, plan.dp, 1, 1)
-    pipeline = resolve_pipeline(config, spec, plan, batch)
-    return TrainState.build(config, spec, plan, pipeline, world), Layout(spec, plan, batch, pipeline)
+def build(spec: ModelSpec, config: Config, world: World) -> tuple[TrainState, Layout]:
+    layout = resolve(config, world.size, spec)
+    return TrainState.build(config, spec, layout.plan, layout.pipeline, world), layout
 
 
 def tokens(length: int, vocabulary: int, world: World) -> list[Any]:
@@ -82,31 +85,33 @@ def tokens(length: int, vocabulary: int, world: World) -> list[Any]:
     return [SimpleNamespace(tokens=ids[0], targets=ids[1], documents=None)]
 
 
-def gradients(spec: ModelSpec, config: Config, length: int, world: World, plan: Plan) -> list[torch.Tensor]:
+def gradients(spec: ModelSpec, config: Config, world: World) -> list[torch.Tensor]:
     """Of one micro-batch, on this rank."""
-    state, _ = build(spec, config, length, world, plan)
+    (state, _), length = build(spec, config, world), config.batch.sequence_length
     state.runtime.train(tokens(length, spec.vocab_size, world), torch.tensor(1 / length, device=world.device))
     found = [local(parameter.grad).float().cpu() for parameter in state.parameters.values()]
     state.free()
     return found
 
 
-def compare(spec: ModelSpec, length: int, world: World, plan: Plan) -> float:
+def compare(spec: ModelSpec, way: str, world: World) -> float:
     """The largest relative difference of a parameter's gradient, with and without what saves memory; both in bf16."""
-    one, other = (gradients(spec, settings(world.size, saving), length, world, plan) for saving in (True, False))
+    one, other = (gradients(spec, settings(way, LENGTHS[0], saving), world) for saving in (True, False))
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(one, other))
 
 
-def measure(spec: ModelSpec, whole: ModelSpec, length: int, world: World, plan: Plan, ballast: int) -> dict[str, Any]:
-    """One step of a length, after it has compiled where there is time; sizes in GiB."""
+def measure(spec: ModelSpec, whole: ModelSpec, way: str, own: int, world: World, ballast: int) -> dict[str, Any]:
+    """One step of sequences of which each rank has `own` tokens, after it has compiled where there is time; sizes in
+    GiB."""
     gc.collect()
     torch.cuda.empty_cache()  # or what is reserved would have the pools of what ran before
-    config = settings(world.size, True)
-    state, layout = build(spec, config, length, world, plan)
+    length = own * WAYS[way][1]
+    config = settings(way, length, True)
+    state, layout = build(spec, config, world)
     held = torch.empty(ballast, dtype=torch.uint8, device=world.device)
     torch.cuda.reset_peak_memory_stats()
     batches, seconds = tokens(length, spec.vocab_size, world), []
-    for _ in range(2 if length <= LENGTHS[1] else 1):
+    for _ in range(2 if own <= LENGTHS[1] else 1):
         started = time.perf_counter()
         loss = train_step(state, batches, False)["loss"].item()
         seconds.append(time.perf_counter() - started)
@@ -121,66 +126,68 @@ def measure(spec: ModelSpec, whole: ModelSpec, length: int, world: World, plan: 
         "ballast": ballast / 2**30,
         "predicted allocated": (peak.allocated + ballast) / 2**30,
         "predicted reserved": (peak.reserved + ballast) / 2**30,
-        "TFLOP/s": work * length / seconds[-1] / 1e12,
-        "tokens/s a GPU with 32 layers": length / (seconds[-1] * all_work / work),
-        "host GiB a GPU with 32 layers": 2 * whole.depth * length * whole.width * 2 / 2**30,
+        "TFLOP/s": work * own / seconds[-1] / 1e12,
+        "tokens/s a GPU with 32 layers": own / (seconds[-1] * all_work / work),
+        "host GiB a GPU with 32 layers": 2 * whole.depth * own * whole.width * 2 / 2**30,
     }
     del held
     state.free()
     return result
 
 
-def worker(out: Path, seconds: float) -> None:
-    started, device, size = time.perf_counter(), local_device(Config().run), int(os.environ["WORLD_SIZE"])
-    plan = resolve_plan(settings(size, True).parallel, size)
-    world, whole, spec = join(plan.mesh, device), llama(), llama()
+def worker(out: Path, seconds: float, way: str) -> None:
+    started, device, (size, cp) = time.perf_counter(), local_device(Config().run), WAYS[way]
+    plan = resolve_plan(settings(way, LENGTHS[0], True).parallel, size)
+    world, whole, spec = join(plan.mesh, device, cp=cp), llama(), llama()
     spec.depth = DEPTH
     ballast = 0
     if size > 1:
         ballast = sum(sign * state_bytes(some, plan, 2).total for some, sign in ((whole, 1), (spec, -1)))
-    results: dict[str, Any] = {"GPUs": size, "device": torch.cuda.get_device_name(), "lengths": []}
+    results: dict[str, Any] = {"way": way, "device": torch.cuda.get_device_name(), "lengths": []}
     with kernel_priority(False):
-        results["gradient difference"] = compare(spec, LENGTHS[0], world, plan)
-        for length in LENGTHS[1:]:
-            guess = 4 / 3 * flops_per_token(spec, length, causal=True) * length / RATE + 30
+        results["gradient difference"] = compare(spec, way, world)
+        for own in LENGTHS[1:]:
+            length = own * cp
+            guess = 4 / 3 * flops_per_token(spec, length, causal=True) * own / RATE + 30
             left = seconds - (time.perf_counter() - started)
             if world.agree(lambda: left < guess):
                 results["ended"] = f"{length} tokens would take {guess:.0f} s of {left:.0f} s that are left"
                 break
             try:
-                results["lengths"].append(measure(spec, whole, length, world, plan, ballast))
+                results["lengths"].append(measure(spec, whole, way, own, world, ballast))
             except torch.OutOfMemoryError as error:
                 results["ended"] = f"{length} tokens: {str(error).splitlines()[0]}"
                 break
             if world.rank == 0:
                 print(json.dumps(results["lengths"][-1]), flush=True)
-                (out / f"{size}.json").write_text(json.dumps(results, indent=1))
+                (out / f"{way}.json").write_text(json.dumps(results, indent=1))
     if world.rank == 0:
         print(json.dumps(results), flush=True)
-        (out / f"{size}.json").write_text(json.dumps(results, indent=1))
+        (out / f"{way}.json").write_text(json.dumps(results, indent=1))
     dist.destroy_process_group()
 
 
-def main(out: Path, seconds: float = 280) -> int:
+def main(out: Path, seconds: float = 280, *ways: str) -> int:
     out.mkdir(parents=True, exist_ok=True)
-    counts, codes, ended = [count for count in (1, 2) if count <= torch.cuda.device_count()], [], time.time() + seconds
+    ways = ways or tuple(way for way, (processes, _) in WAYS.items() if processes <= torch.cuda.device_count())
+    codes, ended = [], time.time() + seconds
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    for place, count in enumerate(counts):
-        share = (ended - time.time()) / (len(counts) - place)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-        command = [*torchrun, __file__, "worker", str(out), str(share - 15)]
+    for place, way in enumerate(ways):
+        share = (ended - time.time()) / (len(ways) - place)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WAYS[way][0]}"]
+        command = [*torchrun, __file__, "worker", str(out), str(share - 15), way]
         try:
             codes.append(subprocess.run(command, env=environment, timeout=share).returncode)
         except subprocess.TimeoutExpired:
             codes.append(124)
-    found = [json.loads(file.read_text()) for file in sorted(out.glob("[12].json"))]
+    found = [json.loads(file.read_text()) for way in WAYS if (file := out / f"{way}.json").exists()]
     (out / "long_memory.json").write_text(json.dumps(found, indent=1))
     return max(codes, default=2)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "worker":
-        worker(Path(sys.argv[2]), float(sys.argv[3]))
+        worker(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4])
     else:
-        sys.exit(main(Path(sys.argv[1]), *map(float, sys.argv[2:3])))
+        sys.exit(main(Path(sys.argv[1]), *map(float, sys.argv[2:3]), *sys.argv[3:]))
