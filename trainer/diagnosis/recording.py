@@ -49,6 +49,7 @@ class Context(NamedTuple):
     sends: str | None = None
     """The group between whose ranks it copies."""
     awaits: bool = False
+    """Whether it waits for what another rank copies."""
 
 
 @dataclass
