@@ -1,7 +1,9 @@
 """Training beside torchtitan, and beside transformers under DeepSpeed's ZeRO-3, on all GPUs of this machine: in turn,
 one row a model and plan, each side under the same plan and recompute, and under the best that was found for it.
 
-    python bench/compare.py OUT_FOLDER [rounds=1] [sides=ours,torchtitan,transformers] [ROW...]
+    python bench/compare.py OUT_FOLDER [rounds=1] [sides=ours,torchtitan,transformers] [depth=16] [ROW...]
+
+depth: layers, where GPUs have no room for all of them.
 
 torchtitan (0.2.2 with torch 2.11) has to be importable for the rows that have it; its corpus and tokenizer are made
 from the standard library. All sides have the same model. Ours and DeepSpeed's read the loss after every step,
@@ -175,7 +177,7 @@ def make_assets(folder: Path) -> Path:
     return folder
 
 
-def measure(out: Path, rows: list[str], rounds: int, wanted: list[str]) -> Iterator[dict[str, Any]]:
+def measure(out: Path, rows: list[str], rounds: int, wanted: list[str], depth: int = 0) -> Iterator[dict[str, Any]]:
     """The measurements, the sides in turn."""
     assets = make_assets(out / "assets")
     for number in range(rounds):
@@ -184,6 +186,7 @@ def measure(out: Path, rows: list[str], rounds: int, wanted: list[str]) -> Itera
             spec = read_spec(ROOT / f"configs/model/{row.model}.yaml").to_dict()
             for key, value in row.changes.items():
                 spec[key] = spec[key] | value if isinstance(value, dict) else value
+            spec["depth"] = depth or spec["depth"]
             model.write_text(yaml.safe_dump(spec))
             sides: list[tuple[str, Callable[..., dict[str, Any]], list[Settings]]] = [
                 ("ours", ours, row.ours),
@@ -221,7 +224,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str]) -> None:
     out, given = Path(arguments[0]).absolute(), arguments[1:]
-    options = {"rounds": "1", "sides": "ours,torchtitan,transformers"}
+    options = {"rounds": "1", "sides": "ours,torchtitan,transformers", "depth": "0"}
     asked = dict(text.split("=") for text in given if "=" in text)
     assert asked.keys() <= options.keys(), asked
     options |= asked
@@ -229,7 +232,7 @@ def main(arguments: list[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     lines = []
     with open(out / "compare.jsonl", "a") as file:
-        for line in measure(out, rows, int(options["rounds"]), options["sides"].split(",")):
+        for line in measure(out, rows, int(options["rounds"]), options["sides"].split(","), int(options["depth"])):
             lines.append(line)
             print(json.dumps(line), flush=True)
             print(json.dumps(line), file=file, flush=True)

@@ -2,11 +2,13 @@
 
     python bench/long_memory.py OUT [SECONDS] [WAY...]
 
-WAY: one GPU; two, with a sequence each; two that share one (`one`, `two`, `shared`; those that the machine has).
+WAY: one GPU; two, with a sequence each; two that share one, with the states on them or in host memory (`one`, `two`,
+`shared`, `offloaded`; those that the machine has).
 
 Two layers and the head are trained, one step a length, with tiled loss, tiled feed-forward, full recompute and inputs
 in host memory: what a length needs on the device does not depend on the depth then. Memory that the states of all 32
-layers would take is held beside: on two GPUs those of ZeRO-3; on one none, as under parallel.zero.offload=true. Lengths
+layers would take is held beside: on two GPUs those of ZeRO-3; on one none, as under parallel.zero.offload=true, which
+`offloaded` does. Lengths
 grow until one does not fit or the time (SECONDS, 280 for all) is over. The gradients of a short sequence are compared
 with and without these measures. OUT/long_memory.json has the numbers, beside what was predicted.
 """
@@ -42,8 +44,8 @@ from trainer.training.step import train_step
 
 ROOT = Path(__file__).parents[1]
 DEPTH, TILE = 2, 8192
-WAYS = {"one": (1, 1), "two": (2, 1), "shared": (2, 2)}
-"""Processes, and how many of them share a sequence."""
+WAYS = {"one": (1, 1, False), "two": (2, 1, False), "shared": (2, 2, False), "offloaded": (2, 2, True)}
+"""Processes, how many of them share a sequence, and whether states are in host memory."""
 LENGTHS = [16384, 131072, 262144, 524288, 786432, 1048576, 1572864, 2097152]
 """Tokens of a rank: of the comparison, then of the steps."""
 RATE = 4e14
@@ -63,9 +65,10 @@ def llama() -> ModelSpec:
 
 
 def settings(way: str, length: int, saving: bool) -> Config:
-    processes, config = WAYS[way][0], Config()
+    config = Config()
+    processes, config.parallel.cp, config.parallel.zero.offload = WAYS[way]
+    config.parallel.zero.stage = 3 if processes > 1 else 0
     config.precision.compute, config.compile = "bf16", True
-    config.parallel.zero.stage, config.parallel.cp = 3 if processes > 1 else 0, WAYS[way][1]
     config.batch.sequence_length, config.batch.micro_size, config.batch.accumulation = length, 1, 1
     config.activation.mode = "full"
     if saving:
@@ -136,12 +139,12 @@ def measure(spec: ModelSpec, whole: ModelSpec, way: str, own: int, world: World,
 
 
 def worker(out: Path, seconds: float, way: str) -> None:
-    started, device, (size, cp) = time.perf_counter(), local_device(Config().run), WAYS[way]
+    started, device, (size, cp, offloaded) = time.perf_counter(), local_device(Config().run), WAYS[way]
     plan = resolve_plan(settings(way, LENGTHS[0], True).parallel, size)
     world, whole, spec = join(plan.mesh, device, cp=cp), llama(), llama()
     spec.depth = DEPTH
     ballast = 0
-    if size > 1:
+    if size > 1 and not offloaded:
         ballast = sum(sign * state_bytes(some, plan, 2).total for some, sign in ((whole, 1), (spec, -1)))
     results: dict[str, Any] = {"way": way, "device": torch.cuda.get_device_name(), "lengths": []}
     with kernel_priority(False):
@@ -169,7 +172,7 @@ def worker(out: Path, seconds: float, way: str) -> None:
 
 def main(out: Path, seconds: float = 280, *ways: str) -> int:
     out.mkdir(parents=True, exist_ok=True)
-    ways = ways or tuple(way for way, (processes, _) in WAYS.items() if processes <= torch.cuda.device_count())
+    ways = ways or tuple(way for way, (processes, *_) in WAYS.items() if processes <= torch.cuda.device_count())
     codes, ended = [], time.time() + seconds
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
