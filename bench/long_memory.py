@@ -8,9 +8,9 @@ WAY: one GPU; two, with a sequence each; two that share one, with the states on 
 Two layers and the head are trained, one step a length, with tiled loss, tiled feed-forward, full recompute and inputs
 in host memory: what a length needs on the device does not depend on the depth then. Memory that the states of all 32
 layers would take is held beside: on two GPUs those of ZeRO-3; on one none, as under parallel.zero.offload=true, which
-`offloaded` does. Lengths
-grow until one does not fit or the time (SECONDS, 280 for all) is over. The gradients of a short sequence are compared
-with and without these measures. OUT/long_memory.json has the numbers, beside what was predicted.
+`offloaded` does. Lengths grow until one does not fit or the time (SECONDS, 280 for all) is over. The gradients of a
+short sequence are compared with and without these measures. OUT/long_memory.json has the numbers, beside what was
+predicted.
 """
 
 from __future__ import annotations

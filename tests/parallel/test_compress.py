@@ -480,7 +480,7 @@ def results(tmp_path_factory):
     root = tmp_path_factory.mktemp("compress")
     sources_of_runs(root)
     try:
-        launch("compress.py", RANKS, root, timeout=400, forks=True)
+        launch("compress.py", RANKS, root, forks=True)
     except (AssertionError, subprocess.TimeoutExpired) as error:
         return error
     return json.loads((root / "results.json").read_text())

@@ -13,7 +13,7 @@ from workers.context import MASKS
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     out = tmp_path_factory.mktemp("context") / "results.json"
-    launch("context.py", 4, out, timeout=400, forks=True)
+    launch("context.py", 4, out, forks=True)
     return json.loads(out.read_text())
 
 

@@ -28,7 +28,7 @@ def four(tmp_path_factory):
     """What tests/workers/deepspeed_engine.py saw on four processes."""
     root = tmp_path_factory.mktemp("deepspeed")
     sources_of_runs(root)
-    launch("deepspeed_engine.py", 4, root, timeout=500, forks=True)
+    launch("deepspeed_engine.py", 4, root, forks=True)
     return json.loads((root / "4.json").read_text())
 
 
@@ -36,7 +36,7 @@ def four(tmp_path_factory):
 def eight(tmp_path_factory):
     """The same of data, tensor and pipeline parallelism at once."""
     root = tmp_path_factory.mktemp("deepspeed_8")
-    launch("deepspeed_engine.py", 8, root, timeout=500, forks=True)
+    launch("deepspeed_engine.py", 8, root, forks=True)
     return json.loads((root / "8.json").read_text())
 
 

@@ -11,7 +11,7 @@ from support.launch import launch
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     out = tmp_path_factory.mktemp("foreign") / "results.json"
-    launch("foreign.py", 4, out, timeout=500, forks=True)
+    launch("foreign.py", 4, out, forks=True)
     return json.loads(out.read_text())
 
 

@@ -34,7 +34,7 @@ LIMITS = TOLERANCES["fp32"]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     out = tmp_path_factory.mktemp("defects") / "results.json"
-    launch("pipeline_defects.py", 4, out, timeout=400, forks=True)
+    launch("pipeline_defects.py", 4, out, forks=True)
     return json.loads(out.read_text())
 
 

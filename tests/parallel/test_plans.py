@@ -27,7 +27,7 @@ def measured(tmp_path_factory):
         if world not in seen:
             out = tmp_path_factory.mktemp("plans") / "results.json"
             try:
-                launch("plans.py", world, out, timeout=550, forks=True)
+                launch("plans.py", world, out, forks=True)
                 seen[world] = json.loads(out.read_text())
             except AssertionError as error:
                 seen[world] = error

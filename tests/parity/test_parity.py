@@ -57,7 +57,6 @@ def runs(tmp_path_factory):
         f"data.cache={folder}/cache",
         f"plans=[{', '.join(PLANS)}]",
         "steps=2",
-        timeout=300,
     )
     return done.stdout, {
         name: json.loads((folder / f"{name}.json").read_text()) for name in ("codes", "sound", "broken")

@@ -111,6 +111,27 @@ def test_memory_of_measured_plans(predicted):
     assert mean(map(abs, reserved.values())) < 0.015
 
 
+H100S = {
+    # docs/performance.md, two H100, 16 layers of Llama-3 8B: settings, tokens/s of a GPU, GiB reserved.
+    "2 sequences": (ZERO3 | {"batch__micro_size": 2}, 17633, 59.0),
+    "2 sequences, copied": (ZERO3 | COPIED | {"batch__micro_size": 2}, 18188, 56.5),
+    "1 sequence": (ZERO3, 16039, 49.7),
+    "1 sequence, copied": (ZERO3 | COPIED, 17418, 46.8),
+    "nothing recomputed": (ZERO3 | {"activation__mode": "none"}, 17284, 59.4),
+    "nothing recomputed, copied": (ZERO3 | COPIED | {"activation__mode": "none"}, 18731, 56.6),
+}
+
+
+def test_speed_and_memory_of_two_h100s():
+    """No constant is fitted to these: configs/hardware/h100.yaml has the H200's."""
+    hardware, spec = load_hardware("h100"), replace(shipped("llama3_8b"), depth=16)
+    found = {}
+    for name, (changes, speed, reserved) in H100S.items():
+        one = estimated(settings(spec, **LLAMA | changes), 2, hardware)
+        found[name] = (one.tokens_per_second / 2 / speed - 1, one.fullest.reserved / GIB / reserved - 1)
+    assert all(-0.07 < speed < 0 and abs(reserved) < 0.035 for speed, reserved in found.values()), found
+
+
 MICRO = {
     # One H200, TinyLlama 1.1B, eager, 16 sequences of 2,048 tokens: micro-batch, recompute, seconds of a step.
     (1, "none"): 1.192,
@@ -161,11 +182,22 @@ def test_memory_of_long_sequences(length):
     assert abs(one.fullest.reserved / GIB / reserved - 1) < 0.04
 
 
-def test_memory_of_a_long_sequence_that_two_share():
-    """All layers of Llama-3.1 8B at 393,216 tokens: GiB allocated."""
+SHARED = {
+    # All layers of Llama-3.1 8B on two GPUs that share a sequence: hardware, tokens, tile of feed-forward, tokens/s of
+    # both, GiB allocated.
+    "h100": (131072, 8192, 5037, 68.6),
+    "h200": (393216, 0, 1860, 107.6),
+}
+
+
+@pytest.mark.parametrize("hardware", SHARED)
+def test_a_long_sequence_that_two_share(hardware):
+    length, tile, speed, allocated = SHARED[hardware]
     changes = LLAMA | ZERO3 | CP2 | {"activation__mode": "full", "activation__offload": True, "loss__tile": 8192}
-    one = estimated(settings(shipped("llama31_8b"), **changes | {"batch__sequence_length": 393216}), 2, h200())
-    assert abs(one.fullest.allocated / GIB / 107.6 - 1) < 0.02
+    changes |= {"batch__sequence_length": length, "activation__tile": tile}
+    one = estimated(settings(shipped("llama31_8b"), **changes), 2, load_hardware(hardware))
+    assert -0.08 < one.tokens_per_second / speed - 1 < 0.02
+    assert abs(one.fullest.allocated / GIB / allocated - 1) < 0.02
 
 
 def test_memory_of_one_gpu():

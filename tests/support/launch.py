@@ -28,6 +28,9 @@ SHARED = "TRAINER_TESTS_PYTHON"
 WARM_UP = 120
 """Seconds that its imports may take on a busy machine."""
 
+HANG = 1500
+"""Seconds after which a launch is taken to hang: three times what the longest has taken on two busy cores."""
+
 
 @functools.cache
 def warm_python() -> str:
@@ -68,10 +71,10 @@ def program_of(process: int) -> int:
 
 
 def launch(
-    worker: str, world: int, *arguments: object, timeout: float = 300, check: bool = True, forks: bool = False
+    worker: str, world: int, *arguments: object, check: bool = True, forks: bool = False
 ) -> subprocess.CompletedProcess:
-    """Runs tests/workers/`worker` on `world` gloo processes; with `check`, a failure shows what the workers printed.
-    forks: the worker is one process, and calls `fork` below."""
+    """Runs tests/workers/`worker` on `world` gloo processes; with `check`, a failure shows what the workers printed, as
+    a hang always does. forks: the worker is one process, and calls `fork` below."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -82,18 +85,15 @@ def launch(
     launcher = [] if forks else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     if forks:
         environment["WORLD_SIZE"] = str(world)
-    done = subprocess.run(
-        [warm_python(), *launcher, str(WORKERS / worker), *map(str, arguments)],
-        env=environment,
-        timeout=timeout,
-        capture_output=True,
-        text=True,
-        errors="replace",
-    )
-    if check and done.returncode != 0:
-        raise AssertionError(
-            f"{worker} on {world} processes ended with {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
-        )
+    command = [warm_python(), *launcher, str(WORKERS / worker), *map(str, arguments)]
+    try:
+        done = subprocess.run(command, env=environment, timeout=HANG, capture_output=True, text=True, errors="replace")
+        ended, printed = f"ended with {done.returncode}", (done.stdout, done.stderr)
+    except subprocess.TimeoutExpired as error:
+        done, ended = None, f"had not ended after {HANG} s"
+        printed = [(one or b"").decode(errors="replace") for one in (error.stdout, error.stderr)]
+    if done is None or check and done.returncode != 0:
+        raise AssertionError("\n".join([f"{worker} on {world} processes {ended}", *(one[-6000:] for one in printed)]))
     return done
 
 

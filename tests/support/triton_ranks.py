@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,9 +46,20 @@ class Memory:
         return Region(rank, len(self.flags), boxes, flags, self.half, tickets, error)
 
 
+ENDED = mmap.mmap(-1, 1)
+"""Whether a rank of `run` has come to its end."""
+
+
+def be_late(seconds: float) -> None:
+    """So late, or until another rank of `run` has ended, which it does at once where it should have waited."""
+    end = time.monotonic() + seconds
+    while not ENDED[0] and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 def run(work: Callable[[int], None], size: int) -> list[str]:
     """What ranks that do `work`, a process each, have to say: nothing where all is well."""
-    ranks = []
+    ENDED[0], ranks = 0, []
     for rank in range(size):
         reader, writer = os.pipe()
         if (process := os.fork()) == 0:
@@ -56,6 +68,7 @@ def run(work: Callable[[int], None], size: int) -> list[str]:
             except BaseException:
                 os.write(writer, traceback.format_exc()[-1500:].encode())
             finally:
+                ENDED[0] = 1
                 os._exit(0)
         os.close(writer)
         ranks.append((process, reader))

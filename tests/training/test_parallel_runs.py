@@ -60,14 +60,14 @@ def alone(root):
 @pytest.fixture(scope="module")
 def four(root, alone):
     """What tests/workers/parallel_runs.py saw on four processes."""
-    launch("parallel_runs.py", 4, "four", root, timeout=600)
+    launch("parallel_runs.py", 4, "four", root)
     return json.loads((root / "four.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def two(root, four):
     """The same on two, after the four."""
-    launch("parallel_runs.py", 2, "two", root, timeout=600)
+    launch("parallel_runs.py", 2, "two", root)
     return json.loads((root / "two.json").read_text())
 
 

@@ -25,7 +25,7 @@ def results(tmp_path_factory):
     root = tmp_path_factory.mktemp("training")
     seen: dict = {}
     for world in (4, 2, 1):
-        launch("training.py", world, root, timeout=500, forks=True)
+        launch("training.py", world, root, forks=True)
         seen |= json.loads((root / f"results_{world}.json").read_text())
     return seen
 

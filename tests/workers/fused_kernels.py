@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from types import ModuleType
 from typing import Any
 
 import torch
-from support.triton_ranks import Memory, compare, compile_for_hopper, drawn, run, without
+from support.triton_ranks import Memory, be_late, compare, compile_for_hopper, drawn, run, without
 
 from trainer.kernels import tensor_parallel as kernels
 from trainer.kernels.exchange import check_error
 from trainer.kernels.tiles import RATES
+
+Late = tuple[float, float]
+"""By how many seconds: to the gathered products, then to the reduced ones."""
 
 CALLS = {"wait": 2, "signal": 2}
 """What synchronises: how often the kernels call it."""
@@ -38,14 +40,14 @@ def memories(size: int) -> list[Memory]:
 
 
 def work(
-    made: ModuleType, rank: int, size: int, pull: bool, where: list[Memory], epochs: int, late: float, limit: int
+    made: ModuleType, rank: int, size: int, pull: bool, where: list[Memory], epochs: int, late: Late, limit: int
 ) -> None:
     """Some epochs of a rank without a barrier between them; the ranks are late in turn."""
     gathers, reductions = (one.region(rank) for one in where)
     for epoch in range(1, epochs + 1):
         shape = made.Shape(**TILE, limit=limit)
         if epoch % size == rank:
-            time.sleep(late)
+            be_late(late[0])
         whole = drawn(epoch, size * TOKENS, DEPTHS[0])
         mine = whole.view(size, TOKENS, -1)[rank].contiguous()
         weights = [drawn(100 * rank + width, width, DEPTHS[0]) for width in WIDTHS]
@@ -59,7 +61,7 @@ def work(
         matrices = [[drawn(7 * source + depth, depth, WIDTHS[0]) for depth in DEPTHS] for source in range(size)]
         count = 1 + (epoch + 1) % 3
         if epoch % size == rank:
-            time.sleep(late)
+            be_late(late[1])
         made.matmul_scatter(reductions, shape, epoch, parts[rank][:count], matrices[rank][:count], False)
         reduced = made.sum_received(reductions, shape, epoch, torch.full((TOKENS, WIDTHS[0]), float("nan")))
         sums = sum(a @ b for some, of in zip(parts, matrices) for a, b in zip(some[:count], of))
@@ -68,7 +70,7 @@ def work(
             check_error(region)
 
 
-def said_by(made: ModuleType, size: int, pull: bool, epochs: int, late: float, limit: int) -> list[str]:
+def said_by(made: ModuleType, size: int, pull: bool, epochs: int, late: Late, limit: int) -> list[str]:
     where = memories(size)
     return run(lambda rank: work(made, rank, size, pull, where, epochs, late, limit), size)
 
@@ -125,13 +127,14 @@ def main(what: str) -> None:
             inspect(name, **NARROW)
         return
     for size, pull, epochs in ((2, False, 3), (3, True, 2)):
-        said = said_by(kernels, size, pull, epochs, late=0.1, limit=10**7)
+        said = said_by(kernels, size, pull, epochs, late=(0.1, 0.1), limit=10**7)
         assert not said, f"{size} ranks, pull={pull}:\n" + "\n".join(said)
-    for name, late, limit, words in (
-        ("wait", 0.6, 3000, "product in epoch 1: nan"),
+    for name, latest, limit, words in (
+        ("wait", 60.0, 3000, "product in epoch 1: nan"),
         ("signal", 0.0, 1000, "waited in vain for tile 0 of rank"),
     ):
         for number in range(CALLS[name]):
+            late = (0.0, latest) if number else (latest, 0.0)
             said = said_by(without(kernels, name, number, CALLS[name]), 2, bool(number), 1, late, limit)
             assert any(words in one for one in said), f"nobody misses {name} {number}: {said}"
 
