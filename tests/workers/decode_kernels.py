@@ -141,7 +141,7 @@ def main(what: str) -> None:
         said = said_by(kernels, size, epochs, late=0.1, limit=10**7)
         assert not said, f"{size} ranks:\n" + "\n".join(said)
     for name, late, limit, words in (
-        ("wait", 60.0, 3000, "attention in epoch 1: nan"),
+        ("wait", 60.0, 10000, "attention in epoch 1: nan"),
         ("signal", 0.0, 1000, "waited in vain for tile 0 of rank"),
     ):
         said = said_by(without(kernels, name, 0, 1), 2, 1, late, limit)

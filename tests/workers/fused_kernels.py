@@ -130,7 +130,7 @@ def main(what: str) -> None:
         said = said_by(kernels, size, pull, epochs, late=(0.1, 0.1), limit=10**7)
         assert not said, f"{size} ranks, pull={pull}:\n" + "\n".join(said)
     for name, latest, limit, words in (
-        ("wait", 60.0, 3000, "product in epoch 1: nan"),
+        ("wait", 60.0, 10000, "product in epoch 1: nan"),
         ("signal", 0.0, 1000, "waited in vain for tile 0 of rank"),
     ):
         for number in range(CALLS[name]):
