@@ -1,5 +1,5 @@
-"""Ranks under the watchdog: one evaluates for longer than a step may take, which is no stall; then one waits for data
-for ever, and one holds Python's lock."""
+"""Ranks under the watchdog: one evaluates for longer than a step may take, which is no stall, nor is that it then takes
+a step while the others go on waiting; then one waits for data for ever, and one holds Python's lock."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ for step in range(1, 9):
     if step == 8:
         hang()
     watchdog.enter(STEP, step)
+    if step == 6 and rank == 1:
+        time.sleep(1)
     dist.all_reduce(torch.ones(3))
     if step == 5 and rank == 1:
         watchdog.enter(EVALUATING, step)

@@ -187,10 +187,11 @@ class Watchdog:
                 self._end_process()
 
     def _excused(self) -> bool:
-        """Whether this rank waits for one that is behind it, alive, and in a phase whose limit is not over."""
+        """Whether this rank waits for one that is not ahead of it, alive, and in a phase whose limit is not over:
+        behind it, or come to the same phase later, whose part all the others still wait for."""
         now = time.time()
         return any(
-            beat.count < self.count and now < beat.until and self._alive(beat) for beat in self._others().values()
+            beat.count <= self.count and now < beat.until and self._alive(beat) for beat in self._others().values()
         )
 
     def _alive(self, beat: Heartbeat) -> bool:
