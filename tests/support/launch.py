@@ -29,7 +29,7 @@ WARM_UP = 120
 """Seconds that its imports may take on a busy machine."""
 
 HANG = 1500
-"""Seconds after which a launch is taken to hang: three times what the longest has taken on two busy cores."""
+"""Seconds after which a launch is taken to hang: more than twice what the longest has taken on two busy cores."""
 
 
 @functools.cache
