@@ -206,7 +206,7 @@ def test_auto_measures_chooses_and_goes_on(root, alone, two, name):
     assert len(pipeline["split"]) == chosen.stages == 2 * pipeline["chunks"] and sum(pipeline["split"]) == 4
     if name != "auto":
         assert (batch["accumulation"], pipeline["split"], pipeline["chunks"]) == (4, [3, 1], 1)
-    actions = sorted(str(action) for order in chosen.orders for action in order)
+    actions = sorted(str(action) for order in chosen.orders for action in ir.split_overlaps(order))
     for timeline in ("planned", "measured"):
         spans, makespan = read_timeline(folder / f"{timeline}.json")
         assert len(spans) == 2 and sorted(str(span.action) for rank in spans for span in rank) == actions
