@@ -56,6 +56,7 @@ WAYS = {  # method, order, groups of heads
     "gather blocks": ("gather", "blocks", 4),
     "halo": ("halo", "zigzag", 4),
     "heads": ("heads", "auto", 4),
+    "both": ("both", "auto", 4),  # heads among two
 }
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -69,8 +70,8 @@ DOCUMENT = 3000
 WINDOW = 4096
 """Tokens that a query sees, where there is a window in `layers`."""
 LAYER_WAYS = {
-    "causal": ("gather", "gather at once", "gather blocks", "heads"),
-    "documents": ("gather", "gather blocks", "heads"),
+    "causal": ("gather", "gather at once", "gather blocks", "heads", "both"),
+    "documents": ("gather", "gather blocks", "heads", "both"),
     "window": ("gather", "heads", "halo"),
 }
 """What is measured of whole layers, by mask."""
@@ -100,6 +101,7 @@ def shared(model: Transformer, way: str, length: int, documents: bool, plan: Pla
     config.parallel.cp = plan.cp
     config.parallel.context.method, config.parallel.context.order = method, order
     config.parallel.context.groups = groups
+    config.parallel.context.inner = 2 if method == "both" else None
     share_sequences(model, config, model.spec, plan, world)
     return model.context
 
@@ -158,6 +160,8 @@ def exact(world: World, plan: Plan, length: int = 2048) -> Iterator[dict[str, An
             plain = worst(passes(model, hidden.to(dtype), tokens, documents, weight), expected)
             for way in WAYS:
                 if way == "halo" and "window" not in changes or way == "heads" and kv_heads % plan.cp:
+                    continue
+                if way == "both" and plan.cp == 2:
                     continue
                 context = shared(model, way, length, documents is not None, plan, world)
                 own = context.own(length, world.device)
@@ -289,7 +293,8 @@ def run_layers(
         documents, work = packed(length, world.device) if packing else None, model_work(spec, length, 1, 2)[0]
         tokens = torch.zeros(1, length, dtype=torch.int64, device=world.device)
         alone = 0.0
-        for way in (None, *LAYER_WAYS[mask]):
+        ways = [way for way in LAYER_WAYS[mask] if way != "both" or plan.cp > 2]
+        for way in (None, *ways):
             context = None if way is None else shared(model, way, length, packing, plan, world)
             own = length if way is None else length // plan.cp
             hidden = torch.randn(own, spec.width, device=world.device, dtype=torch.bfloat16)

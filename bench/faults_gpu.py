@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer.checkpointing.retention import find_newest
 from trainer.observe import metrics
 
@@ -192,11 +194,9 @@ def stopped(victim: int) -> dict[str, Any]:
 
 
 def preflight() -> dict[str, Any]:
+    node_settings = ["check=node", f"gpus={torch.cuda.device_count()}", f"run_dir={OUT / 'calm'}", "free_gib=1"]
     node = subprocess.run(
-        [sys.executable, "-m", "trainer.preflight", "check=node", "gpus=2", f"run_dir={OUT / 'calm'}", "free_gib=1"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
+        [sys.executable, "-m", "trainer.preflight", *node_settings], capture_output=True, text=True, timeout=LIMIT
     )
     code = torchrun("network", "trainer.preflight", "check=network").wait(LIMIT)
     return {

@@ -1,9 +1,9 @@
 """The longest sequence of Llama-3.1 8B's layers that trains on one and on two GPUs with everything that saves memory.
 
-    python bench/long_memory.py OUT [SECONDS] [WAY...]
+    python bench/long_memory.py OUT [SECONDS] [WAY...] [from=TOKENS]
 
 WAY: one GPU; two, with a sequence each; two that share one, with the states on them or in host memory (`one`, `two`,
-`shared`, `offloaded`; those that the machine has).
+`shared`, `offloaded`; those that the machine has). TOKENS: of a rank, where lengths begin.
 
 Two layers and the head are trained, one step a length, with tiled loss, tiled feed-forward, full recompute and inputs
 in host memory: what a length needs on the device does not depend on the depth then. Memory that the states of all 32
@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[1]
 DEPTH, TILE = 2, 8192
 WAYS = {"one": (1, 1, False), "two": (2, 1, False), "shared": (2, 2, False), "offloaded": (2, 2, True)}
 """Processes, how many of them share a sequence, and whether states are in host memory."""
-LENGTHS = [16384, 131072, 262144, 524288, 786432, 1048576, 1572864, 2097152]
+LENGTHS = [16384, 131072, 262144, 524288, 655360, 786432, 1048576, 1572864, 2097152]
 """Tokens of a rank: of the comparison, then of the steps."""
 RATE = 4e14
 """Operations a second, for a guess of how long the next length takes."""
@@ -138,7 +138,7 @@ def measure(spec: ModelSpec, whole: ModelSpec, way: str, own: int, world: World,
     return result
 
 
-def worker(out: Path, seconds: float, way: str) -> None:
+def worker(out: Path, seconds: float, way: str, first: int) -> None:
     started, device, (size, cp, offloaded) = time.perf_counter(), local_device(Config().run), WAYS[way]
     plan = resolve_plan(settings(way, LENGTHS[0], True).parallel, size)
     world, whole, spec = join(plan.mesh, device, cp=cp), llama(), llama()
@@ -149,7 +149,7 @@ def worker(out: Path, seconds: float, way: str) -> None:
     results: dict[str, Any] = {"way": way, "device": torch.cuda.get_device_name(), "lengths": []}
     with kernel_priority(False):
         results["gradient difference"] = compare(spec, way, world)
-        for own in LENGTHS[1:]:
+        for own in (length for length in LENGTHS[1:] if length >= first):
             length = own * cp
             guess = 4 / 3 * flops_per_token(spec, length, causal=True) * own / RATE + 30
             left = seconds - (time.perf_counter() - started)
@@ -170,8 +170,10 @@ def worker(out: Path, seconds: float, way: str) -> None:
     dist.destroy_process_group()
 
 
-def main(out: Path, seconds: float = 280, *ways: str) -> int:
+def main(out: Path, seconds: float = 280, *words: str) -> int:
     out.mkdir(parents=True, exist_ok=True)
+    first = next((word.removeprefix("from=") for word in words if word.startswith("from=")), "0")
+    ways = tuple(word for word in words if word in WAYS)
     ways = ways or tuple(way for way, (processes, *_) in WAYS.items() if processes <= torch.cuda.device_count())
     codes, ended = [], time.time() + seconds
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -179,7 +181,7 @@ def main(out: Path, seconds: float = 280, *ways: str) -> int:
     for place, way in enumerate(ways):
         share = (ended - time.time()) / (len(ways) - place)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WAYS[way][0]}"]
-        command = [*torchrun, __file__, "worker", str(out), str(share - 15), way]
+        command = [*torchrun, __file__, "worker", str(out), str(share - 15), way, first]
         try:
             codes.append(subprocess.run(command, env=environment, timeout=share).returncode)
         except subprocess.TimeoutExpired:
@@ -191,6 +193,6 @@ def main(out: Path, seconds: float = 280, *ways: str) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "worker":
-        worker(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4])
+        worker(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
     else:
         sys.exit(main(Path(sys.argv[1]), *map(float, sys.argv[2:3]), *sys.argv[3:]))

@@ -118,8 +118,10 @@ CHUNKS = {"parallel__pipeline__schedule": "interleaved", "parallel__pipeline__ch
 
 
 def shared(ranks: int) -> dict:
-    """405B with sequences of 32,768 tokens for each of the ranks that share them, eight micro-batches of one."""
-    return DEEP | FLOAT8 | LENGTHS | {"parallel__cp": ranks, "batch__sequence_length": 32768 * ranks}
+    """405B with sequences of 32,768 tokens for each of the ranks that share them, eight micro-batches of one, in
+    torchtitan's order."""
+    order = {"parallel__context__order": "zigzag"} if ranks > 1 else {}
+    return DEEP | FLOAT8 | LENGTHS | order | {"parallel__cp": ranks, "batch__sequence_length": 32768 * ranks}
 
 
 LARGE = {

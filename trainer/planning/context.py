@@ -56,8 +56,10 @@ class Context:
         fits = self.outer > 1 and self.order in ROWS and 1 < window <= self.run(length) + 1
         return window - 1 if self.halo and fits else 0
 
-    def parts(self, attention: AttentionSpec, tp: int) -> int:
+    def parts(self, attention: AttentionSpec, tp: int, length: int) -> int:
         """Groups of key-value heads that are gathered one after the other on one of `tp` tensor-parallel ranks."""
+        if self.outer == 1 or self.fetched(attention.window, length):
+            return 1
         return divided(max(max(attention.kv_heads // tp, 1) // self.inner, 1), self.groups)
 
     def describe(self) -> str:

@@ -128,31 +128,27 @@ def choose(request: Request) -> Context:
             return shared(request, inner if cp % inner == 0 else 1)  # which is refused
     gathers = any(getattr(asked, name) != UNSET[name] for name in ("order", "block", "groups"))
     ways = [shared(request, n) for n in request.legal if request.inside % n == 0 and (n < cp or n == 1 or not gathers)]
+    return fastest(request, ways)
+
+
+def fastest(request: Request, ways: list[Context]) -> Context:
+    """Of the ways in which the sequence can be dealt out; the first if it can in none."""
     dealt = [one for one in ways if request.length % unit(one, request.plan) == 0]
-    return min(dealt, key=lambda one: cost(request, one)) if dealt else ways[0]
+    return min(dealt, key=lambda one: cost(request, one)) if len(dealt) > 1 else [*dealt, *ways][0]
 
 
 def shared(request: Request, inner: int) -> Context:
-    """Sequences shared as asked, with heads exchanged among `inner` ranks."""
+    """Sequences shared as asked, with heads exchanged among `inner` ranks, in the fastest order that `auto` allows."""
     asked, outer = request.asked, request.plan.cp // inner
-    order = asked.order
+    orders: tuple[str, ...] = (asked.order,)
     if outer == 1:  # one rank alone has one run
-        order = "contiguous"
-    elif order == "auto":
-        order = "blocks" if in_blocks(request) and request.length % (outer * asked.block) == 0 else "zigzag"
-    return Context(inner, outer, order, asked.block, asked.method != "gather", asked.groups)
-
-
-def in_blocks(request: Request) -> bool:
-    """Whether `order=auto` means blocks where they can be dealt out: they balance documents, and leave a window no run
-    to be fetched before."""
-    return request.masked and request.asked.method != "halo" and not _mostly_windows(request)
-
-
-def _mostly_windows(request: Request) -> bool:
-    """Whether most layers have a window that fits into a run of zigzag order."""
-    run = request.length // (2 * request.plan.cp)
-    return 2 * sum(1 < layer.window <= run + 1 for layer in request.layers) > len(request.layers)
+        orders = ("contiguous",)
+    elif asked.order == "auto" and asked.method == "halo":  # keys are fetched before runs
+        orders = ("zigzag",)
+    elif asked.order == "auto":
+        orders = ("zigzag", "blocks") if asked.block == UNSET["block"] else ("blocks",)
+    halo = asked.method != "gather"
+    return fastest(request, [Context(inner, outer, order, asked.block, halo, asked.groups) for order in orders])
 
 
 def unit(context: Context, plan: Plan) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
-from trainer.planning.context import Context, balance
-from trainer.planning.context_choice import BETWEEN_NODES, Request, in_blocks, request_of
+from trainer.planning.context import Context
+from trainer.planning.context_choice import BETWEEN_NODES, Request, cost, request_of, shared, unit
 from trainer.planning.cost.parameters import layer_specs
-from trainer.planning.documents import Documents, documents_of
 from trainer.planning.resolve import Layout
 
 
@@ -18,8 +18,7 @@ def remarks(config: Config, layout: Layout, node: int) -> list[str]:
     found = list(_positions(layout.spec, layout.batch.sequence_length))
     if layout.context is not None:
         request = request_of(config, layout.spec, layout.plan, node)
-        documents = documents_of(config.data)
-        found += [*_between_nodes(request, layout.context), *_unbalanced(request, layout.context, documents)]
+        found += [*_between_nodes(request, layout.context), *_not_dealt(request, layout.context)]
     return found
 
 
@@ -49,14 +48,18 @@ def _between_nodes(request: Request, context: Context) -> Iterator[str]:
         )
 
 
-def _unbalanced(request: Request, context: Context, documents: Documents | None) -> Iterator[str]:
-    """Documents that `order=auto` could not deal out in blocks."""
-    if request.asked.order == "auto" and context.order == "zigzag" and in_blocks(request):
-        unit = context.outer * context.block
-        near = [n for n in (request.length // unit * unit, request.length // unit * unit + unit) if n]
-        more = balance(context, request.length, 0, documents)
+def _not_dealt(request: Request, context: Context) -> Iterator[str]:
+    """Blocks that `order=auto` would take if they divided the length."""
+    if request.asked.order != "auto" or context.order != "zigzag":
+        return
+    blocks = unit(replace(context, order="blocks"), request.plan)
+    below = request.length // blocks * blocks
+    near = [request.set({"batch.sequence_length": length}) for length in (below, below + blocks) if length]
+    other = shared(near[-1], context.inner)
+    slower = f"{cost(near[-1], context) / cost(near[-1], other):.1f}"
+    if request.length % blocks and slower != "1.0":
         yield (
-            f"documents are masked, and batch.sequence_length={request.length} cannot be dealt out in blocks of "
-            f"{context.block}: in zigzag order the busiest rank has about {more:.1f} times the attention of the mean; "
-            f"batch.sequence_length={' or '.join(map(str, near))} can"
+            f"batch.sequence_length={request.length} cannot be dealt out in blocks of {context.block}: in zigzag order "
+            f"attention takes about {slower} times as long; "
+            f"batch.sequence_length={' or '.join(str(one.length) for one in near)} can"
         )

@@ -24,9 +24,9 @@ def gathered_keys(layout: Layout, element: int) -> list[float]:
 
 
 def groups_of_heads(layout: Layout) -> list[int]:
-    """In how many groups each layer's keys are gathered."""
-    context, tp = layout.context, layout.plan.tp
-    return [1 if context is None else context.parts(layer.attention, tp) for layer in layer_specs(layout.spec)]
+    """In how many groups of heads each layer attends."""
+    context, tp, length = layout.context, layout.plan.tp, layout.batch.sequence_length
+    return [1 if context is None else context.parts(layer.attention, tp, length) for layer in layer_specs(layout.spec)]
 
 
 def masks(layout: Layout, masked: bool) -> list[float]:

@@ -221,8 +221,9 @@ class _Timer:
         often backward repeats its block."""
         if self.context is None:
             return {}, {}, 0.0
-        moved = traffic(attention, self.context, self.batch.sequence_length, self.plan.tp, again, self.config.compile)
-        size, parts = self.element * self.batch.micro_size, self.context.parts(attention, self.plan.tp)
+        length, tp = self.batch.sequence_length, self.plan.tp
+        moved = traffic(attention, self.context, length, tp, again, self.config.compile)
+        size, parts = self.element * self.batch.micro_size, self.context.parts(attention, tp, length)
         exchanged = _arriving(self.neighbours, moved.inner, size, 2)
         fetched = _arriving(self.gatherers, moved.outer, size, parts)
         terms = []
