@@ -115,6 +115,7 @@ CHOSEN = [  # model, processes, node, settings -> method, order
     ("tensor ranks leave none", spec_of(8, 1), 16, 8, {"cp": 2, "tp": 8, "dp": 1}, (1, 2, "blocks")),
     ("windows are fetched", spec_of(32, 8, 64, 64, 0), 4, 4, {"cp": 4}, (1, 4, "zigzag")),
     ("documents", spec_of(32, 1), 2, 2, {"cp": 2, "mask": True}, (1, 2, "blocks")),
+    ("documents of any length", spec_of(32, 1), 2, 2, {"cp": 2, "mask": True, "length": 1024}, (1, 2, "blocks")),
     (
         "documents leave little to compute",
         spec_of(32, 8),
