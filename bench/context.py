@@ -106,6 +106,11 @@ def shared(model: Transformer, way: str, length: int, documents: bool, plan: Pla
     return model.context
 
 
+def two_by_two(plan: Plan) -> bool:
+    """Whether two ranks can exchange heads and several such pairs gather keys."""
+    return plan.cp > 2 and plan.cp % 2 == 0
+
+
 def silenced(context: ContextGroup) -> ContextGroup:
     def quiet(group: TensorGroup | None) -> TensorGroup | None:
         return group and Silent(group.name, group.rank, group.size)
@@ -161,7 +166,7 @@ def exact(world: World, plan: Plan, length: int = 2048) -> Iterator[dict[str, An
             for way in WAYS:
                 if way == "halo" and "window" not in changes or way == "heads" and kv_heads % plan.cp:
                     continue
-                if way == "both" and plan.cp == 2:
+                if way == "both" and not two_by_two(plan):
                     continue
                 context = shared(model, way, length, documents is not None, plan, world)
                 own = context.own(length, world.device)
@@ -293,7 +298,7 @@ def run_layers(
         documents, work = packed(length, world.device) if packing else None, model_work(spec, length, 1, 2)[0]
         tokens = torch.zeros(1, length, dtype=torch.int64, device=world.device)
         alone = 0.0
-        ways = [way for way in LAYER_WAYS[mask] if way != "both" or plan.cp > 2]
+        ways = [way for way in LAYER_WAYS[mask] if way != "both" or two_by_two(plan)]
         for way in (None, *ways):
             context = None if way is None else shared(model, way, length, packing, plan, world)
             own = length if way is None else length // plan.cp

@@ -316,7 +316,7 @@ def summary(logs: Path, name: str) -> dict:
 
 
 def main(out: Path, wanted: list[str]) -> int:
-    gpus = int(os.environ.get("GPU_CHECK_GPUS", 0)) or len(
+    gpus = int(os.environ.get("GPU_CHECK_GPUS") or 0) or len(
         subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()
     )
     if not gpus:

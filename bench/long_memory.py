@@ -173,7 +173,9 @@ def worker(out: Path, seconds: float, way: str, first: int) -> None:
 def main(out: Path, seconds: float = 280, *words: str) -> int:
     out.mkdir(parents=True, exist_ok=True)
     first = next((word.removeprefix("from=") for word in words if word.startswith("from=")), "0")
-    ways = tuple(word for word in words if word in WAYS)
+    ways = tuple(word for word in words if not word.startswith("from="))
+    if unknown := set(ways) - set(WAYS):
+        raise SystemExit(f"{', '.join(sorted(unknown))}: no such way; there are {', '.join(WAYS)}")
     ways = ways or tuple(way for way, (processes, *_) in WAYS.items() if processes <= torch.cuda.device_count())
     codes, ended = [], time.time() + seconds
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

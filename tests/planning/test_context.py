@@ -115,7 +115,8 @@ CHOSEN = [  # model, processes, node, settings -> method, order
     ("tensor ranks leave none", spec_of(8, 1), 16, 8, {"cp": 2, "tp": 8, "dp": 1}, (1, 2, "blocks")),
     ("windows are fetched", spec_of(32, 8, 64, 64, 0), 4, 4, {"cp": 4}, (1, 4, "zigzag")),
     ("documents", spec_of(32, 1), 2, 2, {"cp": 2, "mask": True}, (1, 2, "blocks")),
-    ("documents of any length", spec_of(32, 1), 2, 2, {"cp": 2, "mask": True, "length": 1024}, (1, 2, "blocks")),
+    ("short documents", spec_of(32, 1), 2, 2, {"cp": 2, "mask": True, "length": 1024}, (1, 2, "blocks")),
+    ("odd blocks", spec_of(32, 1), 2, 2, {"cp": 2, "mask": True, "length": 1792}, (1, 2, "blocks")),
     (
         "documents leave little to compute",
         spec_of(32, 8),
@@ -291,7 +292,12 @@ REMARKS = [  # processes, of a node, settings, words; no words: nothing is said
         ["batch.sequence_length=8000", "zigzag order", "=7936 or 8192 can", "1."],
     ),
     (2, 2, "parallel.cp=2 data.mask_documents=true parallel.context.method=gather", []),
-    (2, 2, "parallel.cp=2 parallel.context.method=gather batch.sequence_length=8000", ["zigzag order", "about 1.2"]),
+    (
+        2,
+        2,
+        "parallel.cp=2 parallel.context.method=gather batch.sequence_length=8000",
+        ["zigzag order", "1.2 times"],
+    ),
     (2, 2, "parallel.cp=2 parallel.context.method=gather", []),
     (2, 2, "parallel.cp=2 parallel.context.method=gather model.attention.window=512 batch.sequence_length=8000", []),
     (2, 2, "parallel.cp=2 parallel.context.order=zigzag", []),

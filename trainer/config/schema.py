@@ -274,8 +274,8 @@ class ContextConfig:
     order: str = option(
         "auto",
         "which parts of a sequence a rank holds: contiguous (one run), zigzag (an early and a late one, which balances "
-        "causal attention), blocks (many, which balances packed documents); auto: of zigzag and blocks that divide "
-        "the length the one with the faster attention on GPUs, and zigzag with method=halo",
+        "causal attention), blocks (many, which balances packed documents); auto: zigzag or blocks, whichever divides "
+        "the length and is faster on GPUs; zigzag with method=halo; blocks where block is set",
         ("auto", "contiguous", "zigzag", "blocks"),
     )
     block: int = option(128, "order=blocks: tokens of a block", unit="tokens", range="[1, inf)")

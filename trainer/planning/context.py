@@ -57,7 +57,8 @@ class Context:
         return window - 1 if self.halo and fits else 0
 
     def parts(self, attention: AttentionSpec, tp: int, length: int) -> int:
-        """Groups of key-value heads that are gathered one after the other on one of `tp` tensor-parallel ranks."""
+        """Groups of heads for which attention runs one after the other, on one of `tp` tensor-parallel ranks: several
+        where their keys are gathered."""
         if self.outer == 1 or self.fetched(attention.window, length):
             return 1
         return divided(max(max(attention.kv_heads // tp, 1) // self.inner, 1), self.groups)

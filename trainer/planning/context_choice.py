@@ -128,18 +128,21 @@ def choose(request: Request) -> Context:
             return shared(request, inner if cp % inner == 0 else 1)  # which is refused
     gathers = any(getattr(asked, name) != UNSET[name] for name in ("order", "block", "groups"))
     ways = [shared(request, n) for n in request.legal if request.inside % n == 0 and (n < cp or n == 1 or not gathers)]
-    return fastest(request, ways)
+    return fastest(request, dealt(request, ways))
+
+
+def dealt(request: Request, ways: list[Context]) -> list[Context]:
+    """The ways in which the sequence can be dealt out; the first way if there are none."""
+    return [one for one in ways if request.length % unit(one, request.plan) == 0] or ways[:1]
 
 
 def fastest(request: Request, ways: list[Context]) -> Context:
-    """Of the ways in which the sequence can be dealt out, and of equals the last: blocks stand any documents. The first
-    if it can in none."""
-    dealt = [one for one in ways if request.length % unit(one, request.plan) == 0]
-    return min(reversed(dealt), key=lambda one: cost(request, one)) if len(dealt) > 1 else [*dealt, *ways][0]
+    return min(ways, key=lambda one: cost(request, one)) if len(ways) > 1 else ways[0]
 
 
 def shared(request: Request, inner: int) -> Context:
-    """Sequences shared as asked, with heads exchanged among `inner` ranks, in the fastest order that `auto` allows."""
+    """Sequences shared as asked, with heads exchanged among `inner` ranks. order=auto: the faster of zigzag and blocks;
+    for documents blocks, which stand any lengths, unless zigzag spares gathering."""
     asked, outer = request.asked, request.plan.cp // inner
     orders: tuple[str, ...] = (asked.order,)
     if outer == 1:  # one rank alone has one run
@@ -149,7 +152,9 @@ def shared(request: Request, inner: int) -> Context:
     elif asked.order == "auto":
         orders = ("zigzag", "blocks") if asked.block == UNSET["block"] else ("blocks",)
     halo = asked.method != "gather"
-    return fastest(request, [Context(inner, outer, order, asked.block, halo, asked.groups) for order in orders])
+    ways = dealt(request, [Context(inner, outer, order, asked.block, halo, asked.groups) for order in orders])
+    spared = any(ways[0].fetched(layer.window, request.length) for layer in request.layers)
+    return fastest(request, ways) if spared or not request.masked else ways[-1]
 
 
 def unit(context: Context, plan: Plan) -> int:

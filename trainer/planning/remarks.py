@@ -50,16 +50,15 @@ def _between_nodes(request: Request, context: Context) -> Iterator[str]:
 
 def _not_dealt(request: Request, context: Context) -> Iterator[str]:
     """Blocks that `order=auto` would take if they divided the length."""
-    if request.asked.order != "auto" or context.order != "zigzag":
-        return
     blocks = unit(replace(context, order="blocks"), request.plan)
+    if request.asked.order != "auto" or context.order != "zigzag" or request.length % blocks == 0:
+        return
     below = request.length // blocks * blocks
     near = [request.set({"batch.sequence_length": length}) for length in (below, below + blocks) if length]
-    other = shared(near[-1], context.inner)
-    slower = f"{cost(near[-1], context) / cost(near[-1], other):.1f}"
-    if request.length % blocks and slower != "1.0":
+    slower = f"{cost(near[-1], context) / cost(near[-1], shared(near[-1], context.inner)):.1f}"
+    if slower != "1.0":
         yield (
             f"batch.sequence_length={request.length} cannot be dealt out in blocks of {context.block}: in zigzag order "
-            f"attention takes about {slower} times as long; "
+            f"attention takes about {slower} times as long on GPUs; "
             f"batch.sequence_length={' or '.join(str(one.length) for one in near)} can"
         )
