@@ -231,16 +231,36 @@ WAYS = {
     "heads": ("heads", "auto"),
     "both": ("both", "auto"),
 }
-MEASURED = {
-    # docs/performance.md, H200s and layers of Llama-3 8B with full recompute: ranks and tokens; how many times as long
-    # one GPU takes for the whole sequence.
-    (2, 2**15): {"zigzag": 1.36, "blocks": 1.54, "heads": 1.88},
-    (2, 2**17): {"zigzag": 1.30, "blocks": 1.52, "heads": 1.94},
-    (2, 2**18): {"zigzag": 1.29, "blocks": 1.47, "heads": 1.97},
-    (4, 2**15): {"zigzag": 2.70, "blocks": 2.72, "heads": 3.71, "both": 2.75},
-    (4, 2**17): {"zigzag": 2.56, "blocks": 2.99, "heads": 3.81, "both": 2.90},
-    (4, 2**18): {"zigzag": 2.56, "blocks": 2.90, "heads": 3.90, "both": 2.90},
-}
+MEASURED = [
+    # docs/performance.md, H200s and layers of Llama-3 8B with full recompute: ranks, tokens, way, how many times as
+    # long one GPU takes for the whole sequence, and the limit of the error. The first four are of the first run.
+    (2, 2**15, "zigzag", 1.43, 0.06),
+    (2, 2**15, "heads", 1.94, 0.03),
+    (2, 2**17, "zigzag", 1.30, 0.03),
+    (2, 2**17, "heads", 1.95, 0.03),
+    (2, 2**15, "zigzag", 1.36, 0.11),
+    (2, 2**15, "blocks", 1.54, 0.08),
+    (2, 2**15, "heads", 1.88, 0.04),
+    (2, 2**17, "zigzag", 1.30, 0.02),
+    (2, 2**17, "blocks", 1.52, 0.03),
+    (2, 2**17, "heads", 1.94, 0.03),
+    (2, 2**18, "zigzag", 1.29, 0.06),
+    (2, 2**18, "blocks", 1.47, 0.03),
+    (2, 2**18, "heads", 1.97, 0.02),
+    # Keys of 8,192 tokens a rank: the one layer pays for a mask that all layers of a model share.
+    (4, 2**15, "zigzag", 2.70, 0.11),
+    (4, 2**15, "blocks", 2.72, 0.21),
+    (4, 2**15, "heads", 3.71, 0.04),
+    (4, 2**15, "both", 2.75, 0.18),
+    (4, 2**17, "zigzag", 2.56, 0.01),
+    (4, 2**17, "blocks", 2.99, 0.02),
+    (4, 2**17, "heads", 3.81, 0.04),
+    (4, 2**17, "both", 2.90, 0.02),
+    (4, 2**18, "zigzag", 2.56, 0.05),
+    (4, 2**18, "blocks", 2.90, 0.02),
+    (4, 2**18, "heads", 3.90, 0.02),
+    (4, 2**18, "both", 2.90, 0.02),
+]
 MASKED = {"zigzag": (1.84, 0.15), "blocks": (1.87, 0.08)}
 """The same of two and 131,072 tokens in masked documents, and the limit of the error: they were short ones."""
 
@@ -262,15 +282,13 @@ def times_as_fast(ranks: int, length: int, masked: bool, way: str) -> float:
     return layer_seconds(1, length, masked, *WAYS[way]) / layer_seconds(ranks, length, masked, *WAYS[way])
 
 
-@pytest.mark.parametrize("ranks, length", MEASURED)
-def test_ways_are_as_fast_as_measured(ranks, length):
-    measured = MEASURED[ranks, length]
-    found = {way: times_as_fast(ranks, length, False, way) for way in measured}
-    errors = {way: found[way] / measured[way] - 1 for way in measured}
-    assert abs(errors["heads"]) < 0.04, errors
-    # Gathered keys of 8,192 tokens a rank: one layer pays for a mask that all of a model share.
-    assert all(abs(error) < (0.21 if length == 2**15 else 0.06) for error in errors.values()), errors
-    assert found["heads"] > found["blocks"] > found["zigzag"]
+def test_ways_are_as_fast_as_measured():
+    found = {}
+    for ranks, length, way, measured, limit in MEASURED:
+        found[ranks, length, way] = times_as_fast(ranks, length, False, way)
+        assert abs(found[ranks, length, way] / measured - 1) < limit, (ranks, length, way, found)
+    for shape in {(ranks, length) for ranks, length, *_ in MEASURED}:
+        assert found[*shape, "heads"] > found[*shape, "blocks"] > found[*shape, "zigzag"], shape
 
 
 def test_ways_of_documents_are_as_fast_as_measured():
@@ -279,7 +297,7 @@ def test_ways_of_documents_are_as_fast_as_measured():
     assert found["blocks"] > found["zigzag"]
 
 
-@pytest.mark.parametrize("length, measured, limit", [(2**15, 0.163, 0.15), (2**17, 1.56, 0.15), (2**18, 5.66, 0.2)])
+@pytest.mark.parametrize("length, measured, limit", [(2**15, 0.170, 0.1), (2**17, 1.542, 0.15), (2**18, 5.66, 0.1)])
 def test_a_layer_of_one_gpu_is_as_fast_as_measured(length, measured, limit):
     """Attention reaches more of the peak the longer the sequence."""
     assert layer_seconds(1, length, False, *WAYS["heads"]) == pytest.approx(measured, rel=limit)
