@@ -25,6 +25,7 @@ class Disturbance:
     products: int = option(0, "matrix products")
     size: int = option(384, "rows and columns of their matrices")
     copies: int = option(0, "passes over a large tensor")
+    sums: int = option(0, "of that tensor, over all ranks")
     elements: int = option(1 << 21, "of that tensor")
     reads: int = option(0, "numbers that the host waits for")
     sleep: float = option(0.0, "without any operator", unit="seconds")
@@ -46,6 +47,8 @@ def disturbance(settings, scores, targets):
                 square @ square
             for _ in range(settings.copies):
                 large.add_(1.0)
+            for _ in range(settings.sums):
+                dist.all_reduce(large)
             for _ in range(settings.reads):
                 large[:1].sum().item()
             time.sleep(settings.sleep)

@@ -59,7 +59,8 @@ GROUPS = ("parallel", "activation", "optimizer")
 WIDER = {**WIDE, "model.width": 768, "model.feed_forward.width": 3072, "batch.micro_size": 2, "batch.global_size": 16}
 """So that products take most by far, on a busy machine too: a third of the computation elsewhere is another cause."""
 CASES = {
-    # The link between ranks is slow beside what they compute: the parameters of few tokens are gathered for each pass.
+    # The link between ranks is slow beside what they compute: parameters are gathered for few tokens, and sums go over
+    # it too. Gathering alone takes as long as its copies and the host's part; which is more depends on the machine.
     "communication": {
         "parallel": "zero3",
         "batch.sequence_length": 8,
@@ -67,6 +68,7 @@ CASES = {
         "model.width": 128,
         "model.feed_forward.width": 2048,
         "model.depth": 2,
+        "sums": 20,
     },
     "bubble": {**WIDE, "parallel.pp": 2, "parallel.pipeline.split": "[3,1]", "model.depth": 4, "batch.micro_size": 2},
     "data": {"data.prefetch": 0, "loading": 0.5},
