@@ -25,7 +25,7 @@ class Disturbance:
     products: int = option(0, "matrix products")
     size: int = option(384, "rows and columns of their matrices")
     copies: int = option(0, "passes over a large tensor")
-    sums: int = option(0, "of that tensor, over all ranks")
+    sums: int = option(0, "of that tensor over all ranks, none of which may be left out")
     elements: int = option(1 << 21, "of that tensor")
     reads: int = option(0, "numbers that the host waits for")
     sleep: float = option(0.0, "without any operator", unit="seconds")
