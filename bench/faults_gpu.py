@@ -59,14 +59,12 @@ def training(name: str, steps: int, restarts: int = 0) -> subprocess.Popen:
     """A run of so many steps, saved twenty times."""
     folder = f"run.dir={OUT / name}"
     return torchrun(
-        name,
-        "trainer",
-        *RUN,
-        f"run.steps={steps}",
-        f"checkpoint.every={max(2, steps // 20)}",
-        folder,
-        restarts=restarts,
+        name, "trainer", *RUN, f"run.steps={steps}", f"checkpoint.every={save_every(steps)}", folder, restarts=restarts
     )
+
+
+def save_every(steps: int) -> int:
+    return max(2, steps // 20)
 
 
 def steps() -> int:
@@ -101,6 +99,12 @@ def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> float:
             raise TimeoutError(f"no {what} within {seconds:g} s")
         time.sleep(0.1)
     return time.monotonic() - start
+
+
+def amid_steps(folder: Path) -> bool:
+    """Whether a quarter of the steps is over, and the next save some steps away: a save has guard.stall_allowance."""
+    step, every = last_step(folder), save_every(steps())
+    return step > steps() // 4 and 0 < step % every <= every // 2
 
 
 def children(launcher: subprocess.Popen) -> list[int]:
@@ -156,7 +160,7 @@ def stopped(victim: int) -> dict[str, Any]:
     launcher = training(name, steps(), restarts=2)
     report: list[Path] = []
     try:
-        wait_for(lambda: last_step(folder) > steps() // 4, LIMIT, "quarter of the steps")
+        wait_for(lambda: amid_steps(folder), LIMIT, "quarter of the steps")
         process = rank(launcher, victim)
         os.kill(process, signal.SIGSTOP)
         try:
