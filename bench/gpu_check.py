@@ -16,7 +16,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,14 +26,16 @@ ROOT = Path(__file__).parent.parent
 SECONDS = float(os.environ.get("GPU_CHECK_SECONDS", 460))
 """In which all ends."""
 AT_ONCE = max(6, min(10, (os.cpu_count() or 1) // 3))
-"""Cases: what they wait for most is the compiler, on the host. Of 21 at once on four GPUs most ran out of time."""
+"""Cases: what they wait for most is the compiler, on the host. Programs that share a GPU take turns on it, and a
+collective goes on only while those of all its ranks have theirs: of 21 at once, each on all of four GPUs, most ran out
+of time."""
 REPORT = 20
 """Seconds between reports of what runs."""
 
 
 @dataclass
 class Case:
-    """command: run in the repository's root; limit: seconds; gpus: the least it needs; alone: before the others."""
+    """command: run in the repository's root; limit: seconds; gpus: how many it takes; alone: before the others."""
 
     name: str
     command: list[str]
@@ -44,14 +48,15 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
     """All that there is to check, the longest first. logs: for results; scratch: for what is large."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     processes = max(count for count in (1, 2, 4) if count <= gpus)
+    pair = min(processes, 2)
 
     def plans(name: str, *which: object, limit: float) -> Case:
         worker = ["tests/workers/plans.py", str(logs / f"{name}.json"), *map(str, which)]
-        return Case(name, [*torchrun, str(processes), *worker], limit)
+        return Case(name, [*torchrun, str(processes), *worker], limit, processes)
 
-    def run(name: str, *settings: str) -> Case:
+    def run(name: str, *settings: str, count: int = pair) -> Case:
         where = [f"run.name={name}", f"run.dir={scratch / name}", "run.steps=30", f"data.cache={scratch / 'cache'}"]
-        return Case(name, [*torchrun, str(gpus), "-m", "trainer", "+config=demo", *where, *settings], 150)
+        return Case(name, [*torchrun, str(count), "-m", "trainer", "+config=demo", *where, *settings], 150, count)
 
     def runtime(name: str, mode: str, count: int, limit: float) -> Case:
         worker = ["tests/workers/pipeline_runtime.py", mode, str(logs / f"{name}.json")]
@@ -93,6 +98,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
             "fp8_gathered",
             *("parallel=zero3", "precision=fp8", "precision.float8.ends=0", "precision.float8.gather=true"),
             *("compile=true", "activation=selective"),
+            count=processes,
         )
     else:
         by_count = run("recorded", "run.cuda_graphs=true", "compile=true", "precision=bf16", "eval.every=10")
@@ -109,7 +115,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         Case("decode", [sys.executable, "tests/workers/decode_kernels.py", "cuda"], 120),
         Case("shard_kernels", [sys.executable, "tests/workers/shard_kernels.py", "cuda"], 120),
         Case("multi_tensor", [sys.executable, "tests/workers/multi_tensor.py", "cuda"], 120),
-        Case("probe", [*torchrun, str(gpus), *measuring, f"out={logs / 'probe.yaml'}"], 180),
+        Case("probe", [*torchrun, str(gpus), *measuring, f"out={logs / 'probe.yaml'}"], 180, gpus),
         Case("tests", [sys.executable, "-m", "pytest", "-q", *tests], 120),
         *(
             Case(name, [sys.executable, "-m", "pytest", "-q", *which, *tests[-2:]], limit)
@@ -118,20 +124,20 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
                 ("compiler", [*shared, "-k", "compiled"], 240),
             )
         ),
-        run("demo"),
-        *(run(name, f"parallel={name}") for name in ("pp2_zbv", "pp2_auto") if gpus % 2 == 0),
+        run("demo", count=processes),
+        *(run(name, f"parallel={name}", count=processes) for name in ("pp2_zbv", "pp2_auto") if pair == 2),
         run("compiled", "compile=true", "precision=bf16", "activation=selective"),
         run("recompute", "compile=true", "precision=bf16", "activation=selective", mixed),
         run("fp8", "compile=true", "precision=fp8", "precision.float8.ends=0", "activation=selective"),
         *(
             run(f"fp8_{name}", f"parallel={name}", "precision=fp8", "precision.float8.ends=0", "compile=true")
             for name in ("pp2_zbv", "tp2")
-            if gpus % 2 == 0
+            if pair == 2
         ),
         *(
             run(f"fusion_{name}", "parallel.tp=2", f"parallel.fusion={name}", "precision=bf16", "compile=true", *more)
             for name, more in {"chunks": ("activation=selective",), "copy_engine": (), "triton": ()}.items()
-            if gpus % 2 == 0
+            if pair == 2
         ),
         *(
             run(f"fusion_fp8_{name}", "parallel.tp=2", f"parallel.fusion={name}", "precision=fp8", *more)
@@ -140,10 +146,10 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
                 # Eager, of many small kernels, which the host starts one by one.
                 "chunks": ("precision.float8.recipe=rowwise", "precision.float8.ends=0", "run.steps=8", "lr.warmup=2"),
             }.items()
-            if gpus % 2 == 0
+            if pair == 2
         ),
         *(
-            run(f"context_{name}", "parallel.cp=2", "precision=bf16", *settings)
+            run(f"context_{name}", "parallel.cp=2", "precision=bf16", *settings, count=processes)
             for name, settings in {
                 "gather": ("parallel.context.method=gather", "compile=true"),
                 "blocks": ("parallel.context.method=gather", "parallel.context.order=blocks", "compile=true"),
@@ -153,12 +159,13 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
                 ),
                 "heads": ("parallel.context.method=heads", "parallel=zero3"),
             }.items()
-            if gpus % 2 == 0
+            if pair == 2
         ),
         run(
             "copied_shards",
             *("parallel=zero3", "parallel.zero.transport=copy_engine"),
             *("compile=true", "precision=bf16", "activation=selective"),
+            count=processes,
         ),
         by_count,
         run("documents", "data.mask_documents=true", "compile=true", "precision=bf16"),
@@ -174,7 +181,7 @@ def between_ranks(torchrun: list[str], logs: Path, gpus: int) -> list[Case]:
     name = "float8_gather" + "_shared" * (gpus < 2)
     return [
         Case("fusion", [*torchrun, *fusion, str(logs / "fusion.json")], 300, 2),
-        Case(name, [*torchrun, *gather, str(logs / f"{name}.json"), "cuda"], 150),
+        Case(name, [*torchrun, *gather, str(logs / f"{name}.json"), "cuda"], 150, min(gpus, 2)),
     ]
 
 
@@ -186,6 +193,7 @@ class Check:
         self.start = time.monotonic()
         self.running: dict[str, float] = {}
         self.results: dict[str, dict] = {}
+        self.lock, self.load = threading.Lock(), [0] * gpus  # cases that run on each GPU
         self.environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [".", "tests", os.environ.get("PYTHONPATH")])),
@@ -193,7 +201,6 @@ class Check:
             "PYTHONFAULTHANDLER": "1",  # SIGABRT then dumps the stacks of all threads, whatever they are in
             "OMP_NUM_THREADS": "4",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),  # the tests hide GPUs by default
             "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
             "TRITON_CACHE_DIR": str(scratch / "triton"),
             "TORCHINDUCTOR_COMPILE_THREADS": "4",
@@ -215,7 +222,8 @@ class Check:
             why, told = "not started, no time left", {}
         else:
             self.running[case.name] = start
-            why, told = self.outcome(case, min(case.limit, left)), {}
+            with self.taken(case.gpus) as which:
+                why, told = self.outcome(case, min(case.limit, left), which), {}
             del self.running[case.name]
             try:
                 told = summary(self.logs, case.name)
@@ -230,11 +238,25 @@ class Check:
         for line in evidence(self.log(case.name)) if why else ():
             print(f"        {line}", flush=True)
 
-    def outcome(self, case: Case, limit: float) -> str:
-        """What was wrong with the process, nothing if it ended well."""
+    @contextmanager
+    def taken(self, count: int) -> Iterator[range]:
+        """The `count` adjacent GPUs on which the fewest cases run."""
+        with self.lock:
+            first = min(range(0, self.gpus - count + 1, count), key=lambda first: sum(self.load[first : first + count]))
+            which = range(first, first + count)
+            for gpu in which:
+                self.load[gpu] += 1
+        yield which
+        with self.lock:
+            for gpu in which:
+                self.load[gpu] -= 1
+
+    def outcome(self, case: Case, limit: float, which: range) -> str:
+        """What was wrong with the process, nothing if it ended well. which: the GPUs that it sees."""
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, which))}  # the tests hide GPUs by default
         with open(self.log(case.name), "wb") as log:
             process = subprocess.Popen(
-                case.command, cwd=ROOT, env=self.environment, stdout=log, stderr=log, start_new_session=True
+                case.command, cwd=ROOT, env=self.environment | visible, stdout=log, stderr=log, start_new_session=True
             )
             try:
                 code = process.wait(limit)
