@@ -341,6 +341,56 @@ def test_a_lost_node_and_a_stopped_launcher(calm, folder):
     assert losses(folder) == pytest.approx(losses(calm.folder), rel=2e-6)
 
 
+def test_a_lost_node_is_made_up_for_by_the_memory_of_another(calm, folder):
+    """Two agents of torchrun, each with a memory file system of its own. One is lost with all that it has. The other
+    goes on alone from what it holds of both, and no checkpoint was ever on disk."""
+    draw, every = random.Random(SEED), 3
+    [port] = free_ports()
+    rendezvous = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2,is_host="
+    options = (
+        "--nnodes",
+        "1:2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--rdzv-id",
+        "memory",
+    )
+    options += ("--max-restarts", "2", "--rdzv-conf")
+    memories = [folder.parent / name for name in ("memory0", "memory1")]
+    for memory in memories:
+        memory.mkdir()
+    first, second = (
+        Launch(
+            folder,
+            1,
+            "checkpoint.every=0",
+            f"checkpoint.peer_every={every}",
+            f"checkpoint.peer_folder={memory}",
+            torchrun=(*options, f"{rendezvous}{number}"),
+            name=f"memory-{number}",
+        )
+        for number, memory in zip((1, 0), memories)
+    )
+    try:
+        first.wait_for(
+            lambda: "2 x CPU" in first.text() + second.text() and last_step(folder) > 2 * every + 1, "step of both"
+        )
+        time.sleep(draw.uniform(0, 0.3))
+        second.kill()
+        memories[1].rename(folder.parent / "lost")  # at once, though the process may take a moment to die
+        reached = last_step(folder)
+        first.wait_for(lambda: resumed(first), "start from memory")
+        assert str(memories[0]) in first.text() and "x 1 rank" in first.text()
+        assert reached - 2 * every <= resumed(first)[-1] <= reached + 1
+        assert first.end() == 0
+    finally:
+        first.kill(), second.kill()
+    assert losses(folder) == pytest.approx(losses(calm.folder), rel=2e-6)
+    assert not any(memories[0].iterdir()), "a run that is done needs no in-memory checkpoint"
+
+
 def test_damaged_checkpoints_and_a_vanished_corpus(calm, folder):
     shutil.copytree(calm.folder, folder)
     (folder / "status.json").unlink()

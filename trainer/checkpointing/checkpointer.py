@@ -47,6 +47,8 @@ class Checkpointer:
     `stall_seconds`, how long the last `save` held up training; `longest`, the seconds that the longest save took, in
     the background or not, or None; `saved_step`, the last step whose checkpoint is complete, or None."""
 
+    kind = "checkpoint"
+
     def __init__(self, folder: Path, config: CheckpointConfig):
         self.folder, self.config = Path(folder), config
         self.stall_seconds, self.saved_step, self.longest = 0.0, None, None
@@ -171,16 +173,35 @@ class Checkpointer:
         try:
             size = self._write(path, parts, manifest, failure)
         except Exception as error:
-            if self._rank == 0:
+            if self._leads:
                 shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)
+            if self._rank == 0:
                 self._messages.append(
-                    f"the checkpoint of step {step} could not be saved: {str(error) or type(error).__name__}; "
+                    f"the {self.kind} of step {step} could not be saved: {str(error) or type(error).__name__}; "
                     "training goes on, older checkpoints are untouched"
                 )
             return
         self.saved_step, seconds = step, time.perf_counter() - started
         self.longest = max(seconds, self.longest or 0.0)
+        self._finish(step, size, seconds)
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank makes, renames and removes the folders of checkpoints."""
+        return self._rank == 0
+
+    def _make_folder(self, written: Path, failure: Exception | None) -> None:
+        """Makes the empty folder `written`. Raises the `failure` of this rank's copy to host memory, if any."""
+        if failure is not None:
+            raise failure
+        if self._leads:
+            shutil.rmtree(written, ignore_errors=True)
+            written.mkdir(parents=True)
+
+    def _finish(self, step: int, size: int, seconds: float) -> None:
+        """Reports a checkpoint that is complete, and removes old ones."""
         if self._rank == 0:
+            path = step_folder(self.folder, step)
             self._messages.append(f"saved {path}: {size / 1e9:.2f} GB in {seconds:.1f} s")
             try:
                 prune(self.folder, step, self.config)
@@ -192,13 +213,6 @@ class Checkpointer:
     ) -> int:
         """Writes beside `path`, verifies, and renames the folder to `path`. Returns its size in bytes, on rank 0."""
         written = path.with_suffix(".tmp")
-
-        def prepare() -> None:
-            if failure is not None:
-                raise failure
-            if self._rank == 0:
-                shutil.rmtree(written, ignore_errors=True)
-                written.mkdir(parents=True)
 
         def write() -> tuple[dict[str, Any], dict[str, StoredTensor]]:
             if not parts:
@@ -219,7 +233,7 @@ class Checkpointer:
             publish(written, path)
             return sum(file["bytes"] for file in files.values())
 
-        self._together(prepare)
+        self._together(lambda: self._make_folder(written, failure))
         ranks = self._together(write)
         return sum(self._together(commit))
 

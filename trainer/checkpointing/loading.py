@@ -25,8 +25,9 @@ T = TypeVar("T")
 
 
 class Read(NamedTuple):
-    """Elements to read. out: of them, as a view of the tensor that is filled."""
+    """Elements of the tensor `name` to read. out: of them, as a view of the tensor that is filled."""
 
+    name: str
     piece: Piece
     out: Tensor
 
@@ -70,16 +71,24 @@ class Contents:
         self.fill(self.plan(tensors))
         return tensors
 
+    def files_of(self, tensors: dict[str, Tensor | Fragment]) -> set[str]:
+        """The files that hold this rank's parts of `tensors`; tensors that are not there are left out."""
+        known = {name: tensor for name, tensor in tensors.items() if self.find(name) is not None}
+        return {read.piece.chunk.file for read in self._locate(known)}
+
     def plan(self, tensors: dict[str, Tensor | Fragment]) -> list[Read]:
         """What is to be read to fill this rank's parts of `tensors`, which are there with their shape and dtype."""
-        reads, chunks = [], set()
+        reads = self._locate(tensors)
+        self._check_files({(read.name, read.piece.chunk) for read in reads})
+        return reads
+
+    def _locate(self, tensors: dict[str, Tensor | Fragment]) -> list[Read]:
+        reads = []
         for name, tensor in tensors.items():
             stored, part = self.find(name), TensorPart.of(tensor)
             for offset, values in part.boxes.items() if part else ():
                 pieces = self._guard(self._place(name), stored.pieces, tuple(offset), tuple(values.shape))
-                reads += [Read(piece, values[piece.within(offset)]) for piece in pieces]
-                chunks |= {(name, piece.chunk) for piece in pieces}
-        self._check_files(chunks)
+                reads += [Read(name, piece, values[piece.within(offset)]) for piece in pieces]
         return reads
 
     def fill(self, reads: list[Read]) -> None:
@@ -148,8 +157,8 @@ def load_tensors(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
             raise ConfigError(problems)
         return contents, contents.plan(tensors)
 
-    contents, reads = _agreed(plan)
-    _agreed(lambda: contents.fill(reads))
+    contents, reads = run_together(plan)
+    run_together(lambda: contents.fill(reads))
 
 
 def read_tensors(path: Path, names: list[str] | None = None) -> dict[str, Tensor]:
@@ -160,11 +169,14 @@ def read_tensors(path: Path, names: list[str] | None = None) -> dict[str, Tensor
     return contents.read(contents.names if names is None else names)
 
 
-def _agreed(action: Callable[[], T]) -> T:
-    """What `action` returns on this rank; a ConfigError of any rank is raised on all."""
+def run_together(action: Callable[[], T]) -> T:
+    """Runs `action` on every rank and returns its result on this one. A ConfigError or OSError of any rank is raised as
+    a ConfigError on all."""
     problems: list[str] = []
     try:
         result = action()
+    except OSError as error:
+        problems = [f"{error.filename or 'a file'}: {error.strerror}; {WAY_OUT}"]
     except DamagedCheckpoint as damage:
         problems = [f"{damage}; {WAY_OUT}"]
     except ConfigError as error:

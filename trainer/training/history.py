@@ -52,17 +52,17 @@ START = {"step": int, "processes": int, "settings": dict}
 PACKAGES = (DISTRIBUTION, "numpy", "triton", "transformers", "tokenizers", "datasets", "deepspeed")
 
 
-def set_aside(folder: Path, resumed: Path | None, step: int) -> Path | None:
+def set_aside(folder: Path, resumed: Path | None, step: int, own: bool = False) -> Path | None:
     """Moves what a start would overwrite into a numbered folder of `earlier/`, a run's folder like any other, and
     returns that; None where there is nothing to move.
 
-    resumed: the checkpoint that the start goes on from, and its step. If it is one of the folder's own, only
-    checkpoints of later steps move, with a copy of the record; if not, the start begins another run here, and all of
-    the old one moves.
+    resumed: the checkpoint that the start goes on from, and its step. If it is one of the folder's own (`own`: known to
+    be, though it lies elsewhere), only checkpoints of later steps move, with a copy of the record; if not, the start
+    begins another run here, and all of the old one moves.
     """
     checkpoints = folder / "checkpoints"
     found = list_checkpoints(checkpoints)
-    if resumed is not None and resumed.resolve().parent == checkpoints.resolve():
+    if own or resumed is not None and resumed.resolve().parent == checkpoints.resolve():
         leaving, copied = [path for saved, path in found.items() if saved > step], RECORD
     else:
         metrics = folder / METRICS_FILE
@@ -98,15 +98,17 @@ def note_start(
     aside: Path | None,
     places: list[tuple[str, str]],
     table: dict[str, Rows],
+    own: bool = False,
 ) -> dict[str, list[Any]]:
     """Appends to starts.jsonl what is about to train, and writes its settings to config.yaml.
 
-    step: after which it begins. places: `place` of every rank. table: what the start prints. Returns the settings that
-    differ from those under which the checkpoint `resumed` was written, as {name: [old, new]}.
+    step: after which it begins. places: `place` of every rank. table: what the start prints. own: as in
+    `set_aside`. Returns the settings that differ from those under which the checkpoint `resumed` was written, as
+    {name: [old, new]}.
     """
     folder, settings = Path(config.run.dir), json.loads(json.dumps(typed.plain(config)))
     now = {"processes": len(places), "settings": settings}
-    changed = changes(start_of(resumed, step), now) if resumed else {}
+    changed = changes(start_of(folder if own else resumed.resolve().parent.parent, step), now) if resumed else {}
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": step,
@@ -133,9 +135,8 @@ def place(world: World) -> tuple[str, str]:
     return socket.gethostname(), device_name(world.device)
 
 
-def start_of(checkpoint: Path, step: int) -> dict[str, Any]:
-    """`processes` and `settings` of the start that wrote the checkpoint of `step`, as far as its run's folder tells."""
-    run = checkpoint.resolve().parent.parent
+def start_of(run: Path, step: int) -> dict[str, Any]:
+    """`processes` and `settings` of the start that wrote the checkpoint of `step`, as far as the folder `run` tells."""
     with contextlib.suppress(OSError, ValueError, Malformed, IndexError):
         starts = [parse_json(text) for text in read_bytes(run / STARTS).splitlines()]
         return [start for start in starts if not mismatch(start, START) and start["step"] < step][-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from trainer.checkpointing.loading import load_tensors
+from trainer.checkpointing.manifest import list_checkpoints
+from trainer.checkpointing.memory import MemoryNodes, fetch_files, find_in_memory
 from trainer.checkpointing.resume import data_identity, find_start, fitting_manifest
 from trainer.config import Config
 from trainer.distributed.tensors import Fragment
@@ -19,6 +22,7 @@ from trainer.planning.batch import BatchPlan
 from trainer.planning.resolve import Layout
 from trainer.training.session import launchers
 from trainer.training.state import TrainState
+from trainer.util.run_folder import STARTS
 
 DROPPED = "what quantisation had left out of the gradients belongs to the checkpoint's plan, and is dropped"
 
@@ -40,7 +44,8 @@ class Start:
 
     path: the checkpoint that it goes on from, None at its first step; manifest: of that. launchers: who started the
     run, and data: what its position in the data depends on, for the checkpoints that it writes. notes: what is to be
-    said of it, such as checkpoints that were passed over.
+    said of it, such as checkpoints that were passed over. nodes: by the memory that ranks share. in_memory: whether
+    `path` is an in-memory checkpoint of this run; its folder is that of this rank's node.
     """
 
     path: Path | None
@@ -48,6 +53,8 @@ class Start:
     launchers: list[str]
     data: dict[str, Any]
     notes: list[str]
+    nodes: MemoryNodes
+    in_memory: bool = False
 
     @property
     def step(self) -> int:
@@ -64,12 +71,19 @@ class Start:
         """The start that `checkpoint.resume` asks for; fingerprint: of the corpus. All ranks call it together. Raises
         `ConfigError` on all of them where the checkpoint is of another model or of other data."""
         data, mine = data_identity(fingerprint, config.run.seed, layout.batch), launchers(world)
-        folder = Path(config.run.dir) / "checkpoints"
-        path, warnings = world.agree(lambda: find_start(config.checkpoint, folder, mine))
+        run = Path(config.run.dir)
+        folder, nodes = run / "checkpoints", MemoryNodes.find(config.checkpoint, run, world)
+        identity, on_disk = world.agree(lambda: (read_identity(run), max(list_checkpoints(folder), default=-1)))
+        any_launch = config.checkpoint.resume == "auto"
+        in_memory = find_in_memory(nodes, identity, config.checkpoint.verify, mine, any_launch, world)
+        newer = in_memory is not None and in_memory[0] >= on_disk
+        path, warnings = (
+            (in_memory[1], []) if newer else world.agree(lambda: find_start(config.checkpoint, folder, mine))
+        )
         manifest: dict[str, Any] = {}
         if path:
             manifest = world.agree(lambda: fitting_manifest(path, config, layout.spec, layout.batch, data))
-        return cls(path, manifest, mine, data, warnings)
+        return cls(path, manifest, mine, data, warnings, nodes, newer)
 
     def resume(self, state: TrainState) -> tuple[Progress, list[str]]:
         """Fills a new `state` from the checkpoint, if there is one. Returns how far the run has come, and what is to be
@@ -79,6 +93,8 @@ class Start:
         manifest = self.manifest
         scaler = saved_scale(manifest)
         averaged = any(name.startswith(PREFIX) for name in manifest["tensors"])
+        if self.in_memory:
+            fetch_files(self.nodes, self.path, state.tensors() | state.compression.tensors(), state.world)
         restore(state, self.path, manifest["step"], scaler, averaged)
         kept = resume_error_feedback(state, self.path, manifest)
         samples = manifest["samples"] if state.config.checkpoint.data == "continue" else 0
@@ -92,6 +108,17 @@ class Start:
             first = state.config.precision.loss_scale
             messages.append(f"the checkpoint has no loss scale: it begins at precision.loss_scale={first:g}")
         return Progress(samples, manifest["tokens"], manifest["skipped"], manifest["callbacks"]), messages
+
+
+def read_identity(run: Path) -> str | None:
+    """What tells the run in the folder `run` from another one that was there before: a digest of the first line of its
+    record of starts. None where there is no record."""
+    try:
+        with open(run / STARTS, "rb") as file:
+            line = file.readline()
+    except OSError:
+        return None
+    return hashlib.sha256(line).hexdigest() if line else None
 
 
 def saved_scale(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,14 @@ def compare_ranks(config: Config, layout: Layout, corpus: Corpus, world: World) 
     """Refuses processes that were started with different settings or found different data, as
     happens on several nodes, with a command line and a cache each. Folders may differ. Raises `ConfigError` on every
     rank."""
-    folders = ("run.dir", "data.cache", "data.chat_template", "model.from_hf", "checkpoint.resume")
+    folders = (
+        "run.dir",
+        "data.cache",
+        "data.chat_template",
+        "model.from_hf",
+        "checkpoint.resume",
+        "checkpoint.peer_folder",
+    )
     mine = {
         name: value
         for name, value in flat(dataclasses.asdict(config)).items()

@@ -7,17 +7,21 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 from torch.profiler import record_function
 
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.manifest import step_folder
+from trainer.checkpointing.memory import MemoryCheckpointer
 from trainer.config import Config
 from trainer.data.batches import Loader, eval_batches
 from trainer.data.corpus import Corpus, Samples
 from trainer.diagnosis import traces
+from trainer.distributed.tensors import Fragment
 from trainer.distributed.world import World
 from trainer.model.initial import Weights, name_seed
 from trainer.observe.pauses import Pauses
@@ -35,7 +39,7 @@ from trainer.training.ledger import Ledger
 from trainer.training.profiling import Profiling
 from trainer.training.recorded import RecordedStep
 from trainer.training.samples import draw_samples
-from trainer.training.saving import Progress, Start, contents
+from trainer.training.saving import Progress, Start, contents, read_identity
 from trainer.training.session import Clock, memory_of, stop_signals
 from trainer.training.state import TrainState
 from trainer.training.step import Ask, evaluate, train_step
@@ -75,6 +79,7 @@ class Trainer:
         self.tokens, self.loader = progress.tokens, self.load_from(progress.samples)
         messages = [*corpus.notes, *messages, *self.open_folder()]
         self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
+        self.memory = self.open_memory()
         self.pauses = Pauses()
         self.profiling = Profiling(config, world, self.state.step, self.pauses)
         self.ledger = Ledger(self.state, self.batch, progress.skipped, corpus, self.profiling.metrics, self.pauses)
@@ -104,6 +109,7 @@ class Trainer:
                     self.adapt()
                     self.evaluate_if_due()
                     self.sample_if_due()
+                    self.copy_to_memory_if_due()
                     self.save_if_due()
                     self.report_saves()
                 self.read_back(everything=True)
@@ -117,6 +123,8 @@ class Trainer:
                 if self.state.plan.pp > 1:
                     write_schedule(self.folder, self.state, self.batch)
             self.checkpointer.close()
+            if self.memory is not None:
+                self.memory.close(remove=code != FAILED)
             self.state.close()
         except BaseException as error:
             reason = reason_of(error)
@@ -238,12 +246,25 @@ class Trainer:
                 with self.pauses.spent("checkpoint"):
                     self.save()
 
+    def copy_to_memory_if_due(self) -> None:
+        """Copies the state into host memory every `checkpoint.peer_every` steps."""
+        step, every = self.state.step, self.config.checkpoint.peer_every
+        if self.memory is not None and step % every == 0 and step < self.config.run.steps and not self.ledger.stop:
+            self.read_back(everything=True)
+            with self.pauses.spent("checkpoint"):
+                self.watchdog.enter(SAVING, step)
+                self.memory.save(step, *self.checkpoint_contents())
+
+    def checkpoint_contents(self) -> tuple[dict[str, Tensor | Fragment], dict[str, Any]]:
+        """What a checkpoint of this step holds: tensors, and its part of the manifest."""
+        progress = Progress(self.loader.position, self.tokens, self.ledger.skipped, self.hooks.states())
+        return contents(self.state, self.batch, progress, self.start)
+
     def save(self, wait: bool = False) -> None:
         """Hands the state to the checkpointer, which writes while training goes on, unless it is to `wait`."""
         self.read_back(everything=True)
         self.watchdog.enter(SAVING, self.state.step)
-        progress = Progress(self.loader.position, self.tokens, self.ledger.skipped, self.hooks.states())
-        self.checkpointer.save(self.state.step, *contents(self.state, self.batch, progress, self.start), wait=wait)
+        self.checkpointer.save(self.state.step, *self.checkpoint_contents(), wait=wait)
         self.hooks.run.checkpoint = step_folder(self.checkpointer.folder, self.state.step)
         self.hooks.call("save")
 
@@ -267,7 +288,7 @@ class Trainer:
 
     def report_saves(self) -> None:
         """Prints what became of saves in the background."""
-        for text in self.checkpointer.poll():
+        for text in [*self.checkpointer.poll(), *(self.memory.poll() if self.memory is not None else [])]:
             self.ledger.log.event(text)
 
     def wish_stop(self) -> None:
@@ -292,6 +313,18 @@ class Trainer:
             device=self.world.device,
         )
 
+    def open_memory(self) -> MemoryCheckpointer | None:
+        """What copies the state into host memory, if `checkpoint.peer_every` asks for it. Removes what memory holds of
+        this run from earlier starts, except what this one goes on from."""
+        nodes, settings = self.start.nodes, self.config.checkpoint
+        nodes.remove_checkpoints(self.start.path if self.start.in_memory else None)
+        if not settings.peer_every:
+            return None
+        identity = self.world.agree(lambda: read_identity(self.folder))
+        memory = MemoryCheckpointer(nodes, settings, identity)
+        memory.check_memory(self.state.tensors(), self.world)
+        return memory
+
     def open_folder(self) -> list[str]:
         """Makes the run folder that of this start: sets an earlier run aside, and notes what is about to be trained,
         with which settings, by whom. Returns what is to be said."""
@@ -299,9 +332,9 @@ class Trainer:
         return self.world.agree(lambda: self._open_folder(places))
 
     def _open_folder(self, places: list[tuple[str, str]]) -> list[str]:
-        folder, resumed, step = self.folder, self.start.path, self.start.step
-        aside = history.set_aside(folder, resumed, step)
-        changed = history.note_start(self.config, step, resumed, aside, places, self.opening.sections)
+        folder, resumed, step, own = self.folder, self.start.path, self.start.step, self.start.in_memory
+        aside = history.set_aside(folder, resumed, step, own)
+        changed = history.note_start(self.config, step, resumed, aside, places, self.opening.sections, own)
         self.corpus.tokenizer.save(folder / "tokenizer")
         with open(folder / LOG, "a", encoding="utf-8") as log:
             self.opening.print(Console(file=log))
