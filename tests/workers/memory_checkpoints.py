@@ -92,7 +92,7 @@ def main(folder):
     # Every node has all files by now, as each rank has loaded all. A fresh save spreads them again.
     memory = MemoryCheckpointer(nodes, config, "run")
     memory.save(5, lay_out(expected(), mesh, "rows"), {}, wait=True)
-    own = step_folder(nodes.folder, 5) / f"rank-{world.rank:05d}.bin"
+    own = step_folder(nodes.folder, 5) / f"rank-{world.rank:05d}-0.bin"
     dist.barrier()
     if world.rank in (0, 2):
         own.write_bytes(bytes(reversed(own.read_bytes())))

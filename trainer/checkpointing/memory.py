@@ -19,6 +19,7 @@ import socket
 import stat
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +48,8 @@ from trainer.distributed.world import World
 
 MESSAGE_BYTES = 2**28
 """Files travel in messages of at most so many bytes."""
+WRITERS = 4
+"""Threads, each with a file of its own, that write the part of a rank: computing SHA-256 takes longer than copying."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,17 @@ def pair_ranks(nodes: Sequence[Sequence[int]]) -> dict[int, int]:
         for ranks, following in zip(nodes, [*nodes[1:], nodes[0]])
         for place, rank in enumerate(ranks)
     }
+
+
+def split_evenly(sizes: dict[str, int], most: int) -> list[list[str]]:
+    """Up to `most` groups of names with about the same sum of sizes, none of them empty."""
+    groups: list[list[str]] = [[] for _ in range(most)]
+    sums = [0] * most
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        smallest = min(range(most), key=sums.__getitem__)
+        groups[smallest].append(name)
+        sums[smallest] += sizes[name]
+    return [group for group in groups if group]
 
 
 class Transfer(NamedTuple):
@@ -235,11 +249,15 @@ class MemoryCheckpointer(Checkpointer):
         written = path.with_suffix(".tmp")
 
         def write() -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-            if not parts:
-                return {}, {}
-            file = f"rank-{self._rank:05d}.bin"
-            entry, stored = write_parts(written / file, parts)
-            return {file: entry}, stored
+            groups = split_evenly({name: part.local.nbytes for name, part in parts.items()}, WRITERS)
+            paths = [written / f"rank-{self._rank:05d}-{number}.bin" for number in range(len(groups))]
+            with ThreadPoolExecutor(WRITERS) as pool:
+                results = pool.map(write_parts, paths, [{name: parts[name] for name in group} for group in groups])
+                entries, stored = {}, {}
+                for path, (entry, tensors) in zip(paths, results):
+                    entries[path.name] = entry
+                    stored |= tensors
+            return entries, stored
 
         def describe() -> tuple[dict[str, Any], list[Transfer]] | None:
             if self._rank != 0:
