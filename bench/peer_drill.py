@@ -131,6 +131,8 @@ def main(arguments: list[str]) -> int:
         "most_steps_lost": max(result["steps_lost"] for result in results),
         "largest_loss_error": error,
         "missing_steps": len(undisturbed.keys() - drill.keys()),
+        "median_step_seconds": step_seconds,
+        "waits_a_step": statistics.mean(line.get("checkpoint_seconds") or 0.0 for line in lines["drill"]),
         "seed": options["seed"],
     }
     print(json.dumps(summary), flush=True)
