@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpointing.manifest import saved_at
+from trainer.checkpointing.manifest import read_digest
 from trainer.checkpointing.saved import SavedModel, open_saved
 from trainer.config import ConfigError
 from trainer.config.fields import option
@@ -113,7 +113,7 @@ def exported(saved: SavedModel, options: EvalOptions) -> Path:
     if saved.run is None:
         return saved.path
     # A step that is trained again is saved at another time.
-    names = [saved.path.name, f"{saved_at(saved.path):.0f}", options.dtype, *(["ema"] * (options.weights == "ema"))]
+    names = [saved.path.name, read_digest(saved.path)[:12], options.dtype, *(["ema"] * (options.weights == "ema"))]
     folder = saved.run / "exports" / "-".join(names)
     if not folder.exists():
         export(saved.spec, saved.tensor, folder, DTYPES[options.dtype], saved.tokenizer)

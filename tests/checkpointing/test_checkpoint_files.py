@@ -2,15 +2,16 @@
 
 import json
 import os
-import re
 import shutil
 import sys
+import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.launch import WORKERS, launch
 
@@ -21,7 +22,7 @@ from trainer.checkpointing.loading import load_tensors, read_tensors
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest, step_folder, verify
 from trainer.checkpointing.parts import assign_writers
 from trainer.checkpointing.resume import find_start
-from trainer.checkpointing.retention import find_newest, find_resume, steps_to_keep
+from trainer.checkpointing.retention import find_resume, steps_to_keep
 from trainer.config import CheckpointConfig, ConfigError
 
 sys.path.insert(0, str(WORKERS))
@@ -231,8 +232,8 @@ def test_a_later_format_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "FORMAT", 99)
         save(tmp_path, 1)
-    path, warnings = find_resume("auto", tmp_path, True)
-    assert path is None and "format 99" in warnings[0]
+    with pytest.raises(ConfigError, match="no checkpoint in .* is whole.*format 99.*checkpoint.resume=none"):
+        find_resume("auto", tmp_path, True)
 
 
 def test_resume_settings(tmp_path):
@@ -284,19 +285,99 @@ def test_the_manifest_describes_the_checkpoint(tmp_path):
 def test_old_checkpoints_leave_and_milestones_stay(tmp_path):
     save(tmp_path, *range(1, 8), config=CheckpointConfig(keep_last=2, keep_every=3))
     assert list(list_checkpoints(tmp_path)) == [7, 6, 3]
-    save(tmp_path, 4, config=CheckpointConfig(keep_last=2))  # another branch, after resuming from step 3
-    assert list(list_checkpoints(tmp_path)) == [4, 7] and find_newest(tmp_path, True)[0].name == "step-00000004"
-    save(tmp_path, 5, config=CheckpointConfig(keep_last=2))
-    assert list(list_checkpoints(tmp_path)) == [5, 4], "the run before it leaves first"
+    save(tmp_path, 8, config=CheckpointConfig(keep_last=1))
+    assert list(list_checkpoints(tmp_path)) == [8, 7], "nobody knows yet whether the newest one is good"
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(keep_last=1))
+    checkpointer.save(9, {"weights": torch.ones(3)}, {}, wait=True, keep_older=True)
+    assert list(list_checkpoints(tmp_path)) == [9, 8, 7]
+
+
+def test_a_clock_that_goes_back_changes_nothing(tmp_path, monkeypatch):
+    for step, clock in ((3, 2e9), (13, 1e9), (7, 3e9)):
+        monkeypatch.setattr(time, "time", lambda: clock)  # noqa: B023
+        save(tmp_path, step, config=CheckpointConfig(keep_last=0))
+        os.utime(tmp_path / f"step-{step:08d}", (clock, clock))
+    assert list(list_checkpoints(tmp_path)) == [13, 7, 3]
+    assert find_resume("auto", tmp_path, True)[0].name == "step-00000013"
+    (tmp_path / "step-00000013" / "manifest.json").unlink()
+    assert find_resume("auto", tmp_path, True)[0].name == "step-00000007"
+    save(tmp_path, 14, config=CheckpointConfig(keep_last=2))
+    assert list(list_checkpoints(tmp_path)) == [14, 13]
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "folder"])
+@pytest.mark.parametrize("name", ["step-00000002.tmp", "step-00000001.replaced"])
+def test_leftovers_of_any_kind_are_no_obstacle(tmp_path, kind, name):
+    save(tmp_path, 1)
+    leftover, elsewhere = tmp_path / name, tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").touch()
+    make = {"file": leftover.touch, "link": lambda: leftover.symlink_to(elsewhere), "folder": leftover.mkdir}
+    make[kind]()
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig())
+    assert not checkpointer.poll() and not os.path.lexists(leftover) and (elsewhere / "mine").exists()
+    make[kind]()  # of another process, meanwhile
+    save(tmp_path, 2)
+    assert find_resume("auto", tmp_path, True)[0].name == "step-00000002"
+
+
+def test_a_leftover_that_cannot_be_removed_is_reported_and_passed_over(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    (tmp_path / "step-00000002.tmp").touch()
+
+    def refuse(path, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        checkpointer = Checkpointer(tmp_path, CheckpointConfig())
+        (message,) = checkpointer.poll()
+        assert "step-00000002.tmp" in message and "Permission denied" in message
+        checkpointer.save(2, {"weights": torch.ones(3)}, {}, wait=True)
+        (message,) = checkpointer.poll()
+        assert "step 2 could not be saved" in message
+    checkpointer.save(3, {"weights": torch.ones(3)}, {}, wait=True)
+    assert find_resume("auto", tmp_path, True)[0].name == "step-00000003"
+
+
+@given(
+    steps=st.sets(st.integers(1, 9), max_size=5),
+    damaged=st.sets(st.integers(1, 9)),
+    proven=st.none() | st.integers(-1, 9),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_newest_good_checkpoint_is_resumed_or_all_damaged_ones_are_named(steps, damaged, proven):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        for step in steps:
+            write_empty_checkpoint(path, step, step not in damaged)
+        whole = steps - damaged
+        best = max((step for step in whole if proven is None or step <= proven), default=max(whole, default=None))
+        if best is None and steps:
+            with pytest.raises(ConfigError) as refusal:
+                find_resume("auto", path, True, proven)
+            assert "checkpoint.resume=none" in str(refusal.value)
+            assert sum(f"step-{step:08d}" in str(refusal.value) for step in steps) == min(3, len(steps))
+        else:
+            found, warnings = find_resume("auto", path, True, proven)
+            assert (int(found.name[5:]) if found else None) == best
+
+
+def write_empty_checkpoint(folder: Path, step: int, whole: bool) -> None:
+    path = step_folder(folder, step)
+    path.mkdir()
+    manifest.write_manifest(path, {"step": step, "files": {}, "tensors": {}})
+    if not whole:
+        (path / "manifest.json").write_text("{")
 
 
 def test_a_restart_goes_on_from_what_its_own_launch_saved(tmp_path):
     mine, other = ["node1 11 100", "node2 22 200"], ["node1 11 300"]  # another process may get the number of a dead one
-    save(tmp_path, 9)
+    save(tmp_path, 3)
     began_anew, here = CheckpointConfig(resume="none"), tmp_path / "step-00000004"
     assert find_start(began_anew, tmp_path, mine) == (None, [])  # nothing of this launch yet
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(keep_last=0))
-    checkpointer.save(4, {"weights": torch.zeros(3)}, {"launchers": mine}, wait=True)
+    checkpointer.save(4, {"weights": torch.zeros(3)}, {"launchers": mine, "began_from": "runs/other"}, wait=True)
     checkpointer.close()
     assert (
         find_start(began_anew, tmp_path, mine[1:])
@@ -304,31 +385,23 @@ def test_a_restart_goes_on_from_what_its_own_launch_saved(tmp_path):
         == (here, [])
     )  # node1 was lost
     assert find_start(began_anew, tmp_path, other) == find_start(began_anew, tmp_path, []) == (None, [])
-    back = CheckpointConfig(resume=str(tmp_path / "step-00000009"))
-    assert find_start(back, tmp_path, other) == (tmp_path / "step-00000009", []) and find_start(
+    back = CheckpointConfig(resume=str(tmp_path / "step-00000003"))
+    assert find_start(back, tmp_path, other) == (tmp_path / "step-00000003", []) and find_start(
         back, tmp_path, mine
     ) == (here, [])
-
-
-def test_checkpoints_that_do_not_say_when_they_were_saved_count_by_step_and_damaged_ones_by_their_folder(tmp_path):
-    save(tmp_path, 3, 9, 5, config=CheckpointConfig(keep_last=0))
-    assert list(list_checkpoints(tmp_path)) == [5, 9, 3]
-    for step in (3, 9, 5):
-        path = tmp_path / f"step-{step:08d}" / "manifest.json"
-        path.write_text(re.sub(r'"saved": [0-9.]+,\n', "", path.read_text()))
-    assert list(list_checkpoints(tmp_path)) == [9, 5, 3]
-    (tmp_path / "step-00000003" / "manifest.json").unlink()
-    newest, warnings = find_newest(tmp_path, False)
-    assert list(list_checkpoints(tmp_path))[0] == 3 and "manifest.json is missing" in warnings[0]
+    once, [note] = find_start(CheckpointConfig(resume="runs/other"), tmp_path, other)
+    assert once == here and "took effect before" in note, "a path acts once, or a preempted run would never get on"
 
 
 @given(st.data(), st.lists(st.integers(0, 200), min_size=1, unique=True), st.integers(0, 5), st.integers(0, 20))
 def test_retention_rule(data, steps, keep_last, keep_every):
+    steps = sorted(steps, reverse=True)
     saved = data.draw(st.sampled_from(steps))
     stay = steps_to_keep(steps, saved, keep_last, keep_every)
     for age, step in enumerate(steps):
         milestone = keep_every > 0 and step % keep_every == 0
-        assert (step in stay) == (age < keep_last or keep_last == 0 or milestone or step == saved)
+        proven = step == max((older for older in steps if older < saved), default=None)
+        assert (step in stay) == (age < keep_last or keep_last == 0 or milestone or step == saved or proven)
     assert stay <= set(steps)
 
 

@@ -85,14 +85,16 @@ def test_how_a_job_ended_can_be_known_later(tmp_path):
 
 
 def checkpoint(folder: Path, step: int, age: float) -> None:
+    """age: seconds that the clock has been set back since the job's start, which must change nothing."""
     path = folder / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
-    (path / "manifest.json").write_text("{}")
-    (path / "data").write_bytes(bytes(1000))
+    (path / "manifest.json").write_text(f'{{"sha256": "{step:064x}"\n}}\n')
+    (path / "data").write_bytes(bytes(928))
     os.utime(path / "manifest.json", (time.time() - age,) * 2)
 
 
-def test_a_job_resumes_itself_only_after_it_has_saved(tmp_path):
+@pytest.mark.parametrize("age", [-1, 1_000_000])
+def test_a_job_resumes_itself_only_after_it_has_saved(tmp_path, age):
     environment = {"SLURM_JOB_ID": "7"}
     overrides = ["+config=debug", f"run.dir={tmp_path}", "checkpoint.resume=none"]
     checkpoint(tmp_path, 90, age=100)  # of an earlier run
@@ -102,12 +104,12 @@ def test_a_job_resumes_itself_only_after_it_has_saved(tmp_path):
     )  # a second start, with nothing saved by the first
     (tmp_path / "status.json").write_text('{"status": "stopped"}')
     assert job.end(tmp_path, "7", 1, False, "RUNNING", retries=2).startswith("exit=1")
-    checkpoint(tmp_path, 5, age=-1)
+    checkpoint(tmp_path, 5, age=age)
+    os.utime(tmp_path / "status.json", (time.time() - age,) * 2)
     assert job.end(tmp_path, "7", 1, False, "RUNNING", retries=2).startswith("requeue")
     started = job.begin(1, 2, overrides, environment)
     assert started["args"] == [*overrides, "checkpoint.resume=auto"] and started["run_dir"] == str(tmp_path)
     assert float(started["free_gib"]) == pytest.approx(2 * 1002 / 2**30, abs=1e-3)
-    os.utime(tmp_path / "status.json", (time.time() - 1,) * 2)
     assert job.end(tmp_path, "7", 1, False, "RUNNING", retries=2).startswith(
         "again"
     )  # what an earlier start said does not count

@@ -24,7 +24,7 @@ from torch import Tensor
 from trainer.checkpointing.chunks import StoredTensor
 from trainer.checkpointing.manifest import OWN_KEYS, step_folder, verify, verify_checksums, write_manifest
 from trainer.checkpointing.parts import TensorPart, assign_writers, join_parts, write_parts
-from trainer.checkpointing.retention import prune, publish, sync_folder, tidy
+from trainer.checkpointing.retention import prune, publish, remove_entry, remove_leftovers, sync_folder
 from trainer.config import CheckpointConfig
 from trainer.distributed.tensors import Fragment
 
@@ -62,8 +62,9 @@ class Checkpointer:
         self._layout: dict[Hashable, int] = {}
         self._mine: set[Hashable] = set()
         self._buffers: dict[str, Tensor] = {}
+        self._keep_older = False
         if self._rank == 0:
-            tidy(self.folder)
+            self._messages.extend(remove_leftovers(self.folder))
 
     @property
     def saving(self) -> bool:
@@ -71,17 +72,24 @@ class Checkpointer:
         return self._thread is not None and self._thread.is_alive()
 
     def save(
-        self, step: int, tensors: dict[str, Tensor | Fragment], manifest: dict[str, Any], wait: bool = False
+        self,
+        step: int,
+        tensors: dict[str, Tensor | Fragment],
+        manifest: dict[str, Any],
+        wait: bool = False,
+        keep_older: bool = False,
     ) -> None:
         """Saves `tensors` by their global names, with rank 0's `manifest` (JSON data), as the checkpoint of `step`.
 
         The tensors may change as soon as this returns. A rank may pass tensors that others do not have. What several
         ranks hold (replicas) is taken to be equal and written once. With `wait`, or without `checkpoint.asynchronous`,
         the call returns when the checkpoint is complete, and no copies are made in host memory. A save that is still
-        running is waited for first. A failure is reported by `poll`; `saved_step` says which step was saved last.
+        running is waited for first. `keep_older` keeps checkpoints that `config` would remove. A failure is reported
+        by `poll`; `saved_step` says which step was saved last.
         """
         started = time.perf_counter()
         self.wait()
+        self._keep_older = keep_older
         clash = manifest.keys() & set(OWN_KEYS) - {"step"}
         if clash:
             raise ValueError(f"the manifest's keys {sorted(clash)} belong to the checkpoint itself")
@@ -195,7 +203,7 @@ class Checkpointer:
         if failure is not None:
             raise failure
         if self._leads:
-            shutil.rmtree(written, ignore_errors=True)
+            remove_entry(written)
             written.mkdir(parents=True)
 
     def _finish(self, step: int, size: int, seconds: float) -> None:
@@ -204,7 +212,8 @@ class Checkpointer:
             path = step_folder(self.folder, step)
             self._messages.append(f"saved {path}: {size / 1e9:.2f} GB in {seconds:.1f} s")
             try:
-                prune(self.folder, step, self.config)
+                if not self._keep_older:
+                    prune(self.folder, step, self.config)
             except OSError as error:
                 self._messages.append(f"an old checkpoint could not be removed: {error}")
 

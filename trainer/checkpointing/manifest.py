@@ -25,7 +25,7 @@ MANIFEST = "manifest.json"
 MOST_BYTES = 2**30
 """Of a manifest; a million chunks take a tenth of it."""
 FILE_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,255}")
-SAVED = re.compile(rb'"saved": ([0-9]+[.][0-9]+)')
+CLAIMED = re.compile(rb'"sha256": "([0-9a-f]{64})"\s*\}\s*$')
 OWN_KEYS = ("format", "saved", "step", "torch", "files", "tensors", "sha256")
 
 
@@ -35,30 +35,28 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """Checkpoints in `folder` by step, whole or not, the one that was saved last first.
+    """Checkpoints in `folder` by step, whole or not, the one with the most steps first.
 
-    The time of saving counts, not the step: a run that began anew, or resumed an early checkpoint, may have later steps
-    of an earlier run beside it. A checkpoint that is being replaced (`.replaced`) counts until the new one has the
+    A start sets later steps of an earlier run aside before it saves anything, so no clock is needed to tell which
+    checkpoint is the newest. A checkpoint that is being replaced (`.replaced`) counts until the new one has the
     name."""
     found = {}
     for path in sorted(folder.glob("step-*"), reverse=True):  # step-00000100.replaced before step-00000100
         if match := re.fullmatch(r"step-(\d{8,})(\.replaced)?", path.name):
             found[int(match[1])] = path
-    return dict(sorted(found.items(), key=lambda item: (saved_at(item[1]), item[0]), reverse=True))
+    return dict(sorted(found.items(), reverse=True))
 
 
-def saved_at(path: Path) -> float:
-    """When a checkpoint was written, in seconds since 1970.
-
-    0 where the manifest has no time (an older version wrote it); the folder's own time where there is no manifest."""
+def read_digest(path: Path) -> str:
+    """The checksum that the manifest of the checkpoint folder `path` claims, by which two checkpoints of one step can
+    be told apart; empty if it has none. Reads the end of the manifest alone."""
     try:
         with open_inside(path, MANIFEST) as file:
-            head = file.read(200)
-    except DamagedCheckpoint:
-        head = b""
-    if saved := SAVED.search(head):
-        return float(saved[1])
-    return 0.0 if b'"format"' in head else path.lstat().st_mtime
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 200))
+            found = CLAIMED.search(file.read())
+    except (DamagedCheckpoint, OSError):
+        return ""
+    return found[1].decode() if found else ""
 
 
 def write_manifest(path: Path, content: dict[str, Any]) -> None:

@@ -219,7 +219,12 @@ class MemoryCheckpointer(Checkpointer):
             raise ConfigError(problems[:3])
 
     def save(
-        self, step: int, tensors: dict[str, Tensor | Fragment], manifest: dict[str, Any], wait: bool = False
+        self,
+        step: int,
+        tensors: dict[str, Tensor | Fragment],
+        manifest: dict[str, Any],
+        wait: bool = False,
+        keep_older: bool = False,
     ) -> None:
         """As `Checkpointer.save`. Says once if training had to wait for the one before."""
         if self.saving and not self.waited and self._rank == 0:

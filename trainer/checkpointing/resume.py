@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpointing.files import WAY_OUT, DamagedCheckpoint
+from trainer.checkpointing.manifest import read_manifest
 from trainer.checkpointing.retention import find_newest, find_resume
 from trainer.checkpointing.states import read_launchers, read_states
 from trainer.config import CheckpointConfig, Config, ConfigError
@@ -14,17 +15,28 @@ from trainer.config.typed import flat
 from trainer.planning.batch import BatchPlan
 
 
-def find_start(setting: CheckpointConfig, folder: Path, launchers: list[str]) -> tuple[Path | None, list[str]]:
+def find_start(
+    setting: CheckpointConfig, folder: Path, launchers: list[str], proven: int | None = None
+) -> tuple[Path | None, list[str]]:
     """The checkpoint to start from, if any, with warnings. folder: the run's checkpoints; launchers:
-    `session.launchers`.
+    `session.launchers`; proven: as in `find_resume`.
 
     `checkpoint.resume` says where a launch begins. When torchrun restarts the processes of a launch, they resume from
-    the newest checkpoint that this launch has saved, whatever `checkpoint.resume` says."""
+    the newest checkpoint that this launch has saved, whatever `checkpoint.resume` says. A path acts once: a start with
+    the same path goes on from what the run has saved since it began there."""
     if setting.resume != "auto" and launchers:
-        newest, warnings = find_newest(folder, setting.verify)
-        if newest is not None and set(launchers) & set(read_launchers(newest)):
-            return newest, warnings
-    return find_resume(setting.resume, folder, setting.verify)
+        for last in dict.fromkeys((proven, None)):
+            newest, warnings = find_newest(folder, setting.verify, last)
+            if newest is not None and set(launchers) & set(read_launchers(newest)):
+                return newest, warnings
+    if setting.resume not in ("auto", "none"):
+        newest, warnings = find_newest(folder, setting.verify, proven)
+        if newest is not None and read_manifest(newest).get("began_from") == setting.resume:
+            note = (
+                f"checkpoint.resume={setting.resume} took effect before: the run goes on from {newest}; to begin there "
+            )
+            return newest, [*warnings, note + "again, set another run.name"]
+    return find_resume(setting.resume, folder, setting.verify, proven)
 
 
 def data_identity(fingerprint: str, seed: int, batch: BatchPlan) -> dict[str, Any]:

@@ -16,13 +16,15 @@ from trainer.config import CheckpointConfig, ConfigError
 
 
 def steps_to_keep(steps: Sequence[int], saved: int, keep_last: int, keep_every: int) -> set[int]:
-    """Steps whose checkpoints stay: the `keep_last` newest (0: all) and multiples of `keep_every` (0: none).
+    """Steps whose checkpoints stay: the `keep_last` newest (0: all), multiples of `keep_every` (0: none), and the one
+    just written, `saved`.
 
-    steps: newest first, by the time of saving. saved: the one just written; it stays even where clocks make it look
-    old, since it is known to be valid."""
+    At least one older than `saved` stays too, if there is one: a finite step followed it, so it is known to be good,
+    which is not known of `saved` yet. steps: newest first."""
     newest = steps[:keep_last] if keep_last else steps
     milestones = {step for step in steps if keep_every and step % keep_every == 0}
-    return {saved, *newest} | milestones
+    older = [step for step in steps if step < saved][:1]
+    return {saved, *newest, *older} | milestones
 
 
 def prune(folder: Path, saved: int, config: CheckpointConfig) -> None:
@@ -32,9 +34,17 @@ def prune(folder: Path, saved: int, config: CheckpointConfig) -> None:
     checkpoints = list_checkpoints(folder)
     for step in checkpoints.keys() - steps_to_keep([*checkpoints], saved, config.keep_last, config.keep_every):
         leaving = checkpoints[step].with_suffix(".tmp")
-        shutil.rmtree(leaving, ignore_errors=True)
+        remove_entry(leaving)
         checkpoints[step].rename(leaving)
         shutil.rmtree(leaving)
+
+
+def remove_entry(path: Path) -> None:
+    """Removes a folder with all that is in it, or a file, if it is there. Raises `OSError` if it cannot be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def publish(written: Path, path: Path) -> None:
@@ -50,11 +60,17 @@ def publish(written: Path, path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def tidy(folder: Path) -> None:
-    """Clears `folder` of what a crash left: folders that were being written, deleted or replaced."""
+def remove_leftovers(folder: Path) -> list[str]:
+    """Clears `folder` of what a crash left: what was being written, deleted or replaced. Returns a message for each
+    leftover that cannot be removed; a start passes it over."""
+    messages = []
     replaced = [path for path in folder.glob("step-*.replaced") if path.with_suffix("").exists()]
     for leftover in [*folder.glob("step-*.tmp"), *replaced]:
-        shutil.rmtree(leftover)
+        try:
+            remove_entry(leftover)
+        except OSError as error:
+            messages.append(f"{leftover}, which an earlier start left, cannot be removed: {error.strerror}")
+    return messages
 
 
 def sync_folder(folder: Path) -> None:
@@ -66,11 +82,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def find_newest(folder: Path, verify_files: bool) -> tuple[Path | None, list[str]]:
-    """The checkpoint in `folder` that was saved last of those that are whole, and a warning for each damaged one that
-    was passed over."""
+def find_newest(folder: Path, verify_files: bool, last: int | None = None) -> tuple[Path | None, list[str]]:
+    """The checkpoint in `folder` with the most steps of those that are whole, and a warning for each damaged one that
+    was passed over. last: checkpoints of later steps are not looked at; None: there is no such limit."""
     warnings = []
-    for path in list_checkpoints(folder).values():
+    for step, path in list_checkpoints(folder).items():
+        if last is not None and step > last:
+            continue
         try:
             verify(path, verify_files)
             return path, warnings
@@ -79,15 +97,30 @@ def find_newest(folder: Path, verify_files: bool) -> tuple[Path | None, list[str
     return None, warnings
 
 
-def find_resume(setting: str, folder: Path, verify_files: bool) -> tuple[Path | None, list[str]]:
+def find_resume(
+    setting: str, folder: Path, verify_files: bool, proven: int | None = None
+) -> tuple[Path | None, list[str]]:
     """What `checkpoint.resume` means for a run whose checkpoints lie in `folder`, with warnings to print.
 
-    `auto` gives the newest whole checkpoint, or None; `none` gives None. Anything else is the path of a checkpoint or
-    of a run's folder; ConfigError is raised where it holds no whole checkpoint."""
+    `auto` gives the newest whole checkpoint, or None if there is none at all; `none` gives None. Anything else is the
+    path of a checkpoint or of a run's folder. ConfigError is raised if that holds no whole checkpoint, or if `folder`
+    has checkpoints for `auto` and all of them are damaged.
+
+    proven: for `auto`, after steps that were not finite: a checkpoint of a later step is taken only if there is no
+    other."""
     if setting == "none":
         return None, []
     if setting == "auto":
-        return find_newest(folder, verify_files)
+        newest, warnings = find_newest(folder, verify_files, proven)
+        if newest is None and proven is not None:
+            newest, warnings = find_newest(folder, verify_files)
+        if newest is None and warnings:
+            raise ConfigError(
+                f"checkpoint.resume=auto: no checkpoint in {folder} is whole ({'; '.join(warnings[:3])}); restore one, "
+                "set checkpoint.resume to the path of another, or set checkpoint.resume=none to begin anew, which sets "
+                "what is in run.dir aside"
+            )
+        return newest, warnings
     path = Path(setting).expanduser()
     if (path / "checkpoints").is_dir():  # a run's folder stands for its newest whole checkpoint
         newest, warnings = find_newest(path / "checkpoints", verify_files)

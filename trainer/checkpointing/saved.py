@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.checkpointing.files import DamagedCheckpoint, shown
 from trainer.checkpointing.loading import Contents
 from trainer.checkpointing.manifest import MANIFEST, list_checkpoints, verify
-from trainer.checkpointing.retention import find_resume
+from trainer.checkpointing.retention import find_newest
 from trainer.checkpointing.states import saved_spec
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
@@ -87,7 +87,7 @@ def find_whole(checkpoint: str) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"checkpoint={checkpoint} is no folder; {ways}")
     nested = folder / "checkpoints"
-    path, warnings = find_resume("auto", nested if list_checkpoints(nested) else folder, True)
+    path, warnings = find_newest(nested if list_checkpoints(nested) else folder, True)
     for warning in warnings:
         print(warning, file=sys.stderr)
     if path is None:

@@ -7,7 +7,8 @@
 
 The run's own state decides, since exit codes do not: torchrun and srun pass on those of some process, and a process
 that has saved may be killed while it ends. run.dir holds `status.json`, which the run writes, its checkpoints, and
-`slurm/JOB.json`, the record of a job, whose time of change says when its present start was: what is newer came of that.
+`slurm/JOB.json`, the record of a job, which says what was there at its present start: what differs came of that. No
+clock decides, since clocks of nodes and file servers differ and may go back.
 A second job that is given the same run.dir meanwhile, which the run itself will refuse, thus changes nothing that the
 first will read. `slurm/JOB-end.json` says how a job has ended for good, for a sweep that asks later than Slurm knows.
 """
@@ -21,10 +22,10 @@ import re
 import shlex
 import signal
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from trainer.checkpointing.manifest import MANIFEST, list_checkpoints
+from trainer.checkpointing.manifest import list_checkpoints, read_digest
 from trainer.config import ConfigError
 from trainer.config.compose import quoted
 from trainer.planning.resolve import compose
@@ -40,10 +41,13 @@ CANCELLED = 128 + signal.SIGTERM
 @dataclass(frozen=True)
 class Record:
     """What a job has come to by its present start. idle: starts in a row, before this one, without a new checkpoint;
-    saved: whether any start left one."""
+    saved: whether any start left one; known: digests of the checkpoints that were there at the start; status: time of
+    change of the status.json that was there, in nanoseconds, 0 if there was none."""
 
     idle: int = 0
     saved: bool = False
+    known: list[str] = field(default_factory=list)
+    status: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,28 +85,32 @@ def expand(arguments: list[str], task: int | None) -> list[str]:
     return expanded if task is None else [argument.replace("{task}", str(task)) for argument in expanded]
 
 
-def newest_change(run_dir: Path) -> float:
-    """When the newest of a run's checkpoints was written, by the file system's clock; 0 without any."""
-    return max(
-        (
-            manifest.stat().st_mtime
-            for path in list_checkpoints(run_dir / "checkpoints").values()
-            if (manifest := path / MANIFEST).exists()
-        ),
-        default=0.0,
-    )
+def list_digests(run_dir: Path) -> list[str]:
+    """A digest of each checkpoint of a run."""
+    return [digest for path in list_checkpoints(run_dir / "checkpoints").values() if (digest := read_digest(path))]
+
+
+def read_change(path: Path) -> int:
+    """When a file was changed, in nanoseconds; 0 if it is not there. Only equality with another reading means
+    something."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def record_of(run_dir: Path, job: str) -> Path:
     return run_dir / "slurm" / f"{job}.json"
 
 
-def read_record(path: Path) -> tuple[Record | None, float]:
-    """A job's record, and when its latest start was."""
+def read_record(path: Path) -> Record | None:
+    """A job's record, if it has one."""
+    shape = {"idle": int, "saved": bool, "known": [str], "status": int}
     try:
-        return Record(**read_json(path, {"idle": int, "saved": bool}, "it is left out")), path.stat().st_mtime
-    except (OSError, TypeError, ConfigError):
-        return None, 0.0
+        found = read_json(path, shape, "it is left out")
+    except (OSError, ConfigError):
+        return None
+    return Record(**{name: found[name] for name in shape})
 
 
 def end_of(run_dir: Path, job: str) -> Path:
@@ -203,8 +211,9 @@ def begin(nodes: int, processes: int, arguments: list[str], environment: dict[st
         path = record_of(run_dir, environment["SLURM_JOB_ID"])
         path.parent.mkdir(exist_ok=True)
         end_of(run_dir, environment["SLURM_JOB_ID"]).unlink(missing_ok=True)  # somebody has requeued it
-        before, when = read_record(path)
-        record = start(before, newest_change(run_dir) > when)
+        before, known = read_record(path), list_digests(run_dir)
+        progress = before is not None and not set(known) <= set(before.known)
+        record = replace(start(before, progress), known=known, status=read_change(run_dir / "status.json"))
         path.write_text(json.dumps(asdict(record)) + "\n")
     except OSError as error:
         raise ConfigError(f"run.dir={run_dir} cannot be written ({error.strerror}); set another run.dir") from None
@@ -238,9 +247,9 @@ def shell(values: dict[str, str | list[str]]) -> str:
 
 def end(run_dir: Path, job: str, code: int, told: bool, state: str, retries: int) -> str:
     """What to do now that a job's start of the run in `run_dir` has ended (see `decide`); notes the end of the job."""
-    record, when = read_record(record_of(run_dir, job))
-    found = read_status(run_dir / "status.json", when)
-    progress = record is not None and newest_change(run_dir) > when
+    record = read_record(record_of(run_dir, job))
+    found = read_status(run_dir / "status.json", record.status if record else 0)
+    progress = record is not None and not set(list_digests(run_dir)) <= set(record.known)
     decision = decide(
         found.get("status"), code, told, state, record or Record(), progress, retries, found.get("reason", "")
     )
@@ -251,10 +260,11 @@ def end(run_dir: Path, job: str, code: int, told: bool, state: str, retries: int
     return decision
 
 
-def read_status(path: Path, since: float) -> dict[str, str]:
-    """`status` and `reason` of a run's status.json; empty where it was not written since, but by an earlier start."""
+def read_status(path: Path, before: int) -> dict[str, str]:
+    """`status` and `reason` of a run's status.json; empty if it is still that of an earlier start, which was changed at
+    `before` (`read_change`)."""
     try:
-        found = read_json(path, {"status": str}, "it is left out") if path.stat().st_mtime >= since else {}
+        found = read_json(path, {"status": str}, "it is left out") if read_change(path) != before else {}
     except (OSError, ConfigError):
         return {}
     return {name: str(found[name]) for name in ("status", "reason") if name in found}

@@ -107,6 +107,12 @@ class Logger:
         for listener in list(self._listeners):
             self._try(listener, listener.event, text)
 
+    def note_non_finite(self, first: int) -> None:
+        """Has status.json tell that the run ends with steps that are not finite, from step `first` on."""
+        for sink in self._sinks:
+            if isinstance(sink, Status):
+                sink.non_finite = first
+
     def close(self, status: str = "done", reason: str | None = None) -> None:
         """Flushes and ends every sink. `status` is 'done', 'stopped' (saved, to be continued) or else a failure for
         `reason`."""
@@ -208,6 +214,7 @@ class Status:
 
     def __init__(self, folder: Path, resume_step: int, total: int):
         self.folder, self.step, self.total = folder, resume_step, total
+        self.non_finite: int | None = None
         write_status(folder, "running", resume_step, total)
 
     def write(self, record: MetricsLine) -> None:
@@ -216,7 +223,7 @@ class Status:
     def close(self, status: str, reason: str | None = None) -> None:
         """A failure that another rank's watchdog has told of stays: what fails here is what it ended."""
         if status != "failed" or not self.told():
-            write_status(self.folder, status, self.step, self.total, reason)
+            write_status(self.folder, status, self.step, self.total, reason, self.non_finite)
 
     def told(self) -> bool:
         """Whether status.json says already why the run failed."""
@@ -227,9 +234,13 @@ class Status:
         return known["status"] == "failed"
 
 
-def write_status(folder: Path, status: str, step: int, total: int, reason: str | None = None) -> None:
-    """Writes a run's status.json, whole or not at all."""
+def write_status(
+    folder: Path, status: str, step: int, total: int, reason: str | None = None, non_finite: int | None = None
+) -> None:
+    """Writes a run's status.json, whole or not at all. non_finite: the first of the steps that were not finite and
+    ended the run; a restart goes back to before them."""
     content = {"status": status, "step": step, "steps": total} | ({"reason": reason} if reason else {})
+    content |= {"non_finite": non_finite} if non_finite is not None else {}
     write_atomic(folder / STATUS, json.dumps(content) + "\n")
 
 

@@ -72,6 +72,7 @@ class Ledger:
         self.growth = [Growth(name, config.guard) for name in PAUSES]
         self.losses: list[float] = []
         self.skipped, self.skipped_in_row, self.stop, self.finished = skipped, 0, False, False
+        self.first_skipped: int | None = None  # of the streak of skipped steps that the last step belongs to
         self.asked, self.latest = Ask(0), dict[str, Any]()
         self.predicted: tuple[Simulation, int] | None = None  # and the step from which its measurement counts
         self.log = Logger(
@@ -122,6 +123,7 @@ class Ledger:
             bad = numbers["found_inf"] > 0
             self.losses = [*self.losses[:1], numbers["loss"]]
             self.skipped += bad
+            self.first_skipped = None if not bad else self.first_skipped or step
             # An fp16 overflow is the scaler's business until the scale has nowhere left to go.
             strike = bad and not (self.scaled and numbers["loss_scale"] > 1)
             self.skipped_in_row = self.skipped_in_row + 1 if strike else 0
@@ -258,6 +260,7 @@ class Ledger:
         mine = [sample for sample, loss in zip(ids, numbers["losses"]) if not np.isfinite(loss)]
         # Context-parallel ranks share samples.
         samples = list(dict.fromkeys(sample for some in self.world.gather(mine) for sample in some))
+        self.log.note_non_finite(self.first_skipped or step)
         raise NonFinite(
             f"{self.skipped_in_row} steps in a row without an update "
             f"(guard.max_skipped={self.config.guard.max_skipped}), the last at step {step}: "

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainer.checkpointing.loading import load_tensors
@@ -15,14 +16,15 @@ from trainer.checkpointing.manifest import list_checkpoints
 from trainer.checkpointing.memory import MemoryNodes, fetch_files, find_in_memory
 from trainer.checkpointing.resume import data_identity, find_start, fitting_manifest
 from trainer.config import Config
-from trainer.distributed.tensors import Fragment
+from trainer.distributed.tensors import Fragment, local
 from trainer.distributed.world import World
 from trainer.optim.average import PREFIX
 from trainer.planning.batch import BatchPlan
 from trainer.planning.resolve import Layout
 from trainer.training.session import launchers
 from trainer.training.state import TrainState
-from trainer.util.run_folder import STARTS
+from trainer.util.reading import Malformed, read_json
+from trainer.util.run_folder import STARTS, STATUS
 
 DROPPED = "what quantisation had left out of the gradients belongs to the checkpoint's plan, and is dropped"
 
@@ -73,12 +75,18 @@ class Start:
         data, mine = data_identity(fingerprint, config.run.seed, layout.batch), launchers(world)
         run = Path(config.run.dir)
         folder, nodes = run / "checkpoints", MemoryNodes.find(config.checkpoint, run, world)
-        identity, on_disk = world.agree(lambda: (read_identity(run), max(list_checkpoints(folder), default=-1)))
+        identity, proven, on_disk = world.agree(
+            lambda: (read_identity(run), read_proven(run), [*list_checkpoints(folder)])
+        )
         any_launch = config.checkpoint.resume == "auto"
         in_memory = find_in_memory(nodes, identity, config.checkpoint.verify, mine, any_launch, world)
-        newer = in_memory is not None and in_memory[0] >= on_disk
+
+        def rank_step(step: int) -> tuple[bool, int]:
+            return proven is None or step <= proven, step
+
+        newer = in_memory is not None and all(rank_step(in_memory[0]) >= rank_step(step) for step in on_disk)
         path, warnings = (
-            (in_memory[1], []) if newer else world.agree(lambda: find_start(config.checkpoint, folder, mine))
+            (in_memory[1], []) if newer else world.agree(lambda: find_start(config.checkpoint, folder, mine, proven))
         )
         manifest: dict[str, Any] = {}
         if path:
@@ -97,8 +105,14 @@ class Start:
             fetch_files(self.nodes, self.path, state.tensors() | state.compression.tensors(), state.world)
         restore(state, self.path, manifest["step"], scaler, averaged)
         kept = resume_error_feedback(state, self.path, manifest)
-        samples = manifest["samples"] if state.config.checkpoint.data == "continue" else 0
         messages = [*self.notes, *([] if kept else [DROPPED]), f"resumed from {self.path} at step {state.step}"]
+        samples = manifest["samples"]
+        if state.config.checkpoint.data == "restart":
+            if manifest.get("data_restarted") is True and manifest["data"] == self.data:
+                messages.append(f"checkpoint.data=restart took effect before: the data continue at sample {samples}")
+            else:
+                samples = 0
+                messages.append("checkpoint.data=restart: the data begin at their first sample")
         decay = state.config.optimizer.ema.decay
         if decay and not averaged:
             messages.append(f"the checkpoint has no average of the weights: it begins with those of step {state.step}")
@@ -119,6 +133,29 @@ def read_identity(run: Path) -> str | None:
     except OSError:
         return None
     return hashlib.sha256(line).hexdigest() if line else None
+
+
+def read_proven(run: Path) -> int | None:
+    """The last step whose checkpoint is known to be good after the run in the folder `run` has ended with steps that
+    were not finite: a finite step followed it. None if the run has not ended so."""
+    try:
+        known = read_json(run / STATUS, {"status": str, "non_finite": (int, type(None))}, "")
+    except (OSError, Malformed):
+        return None
+    first = known.get("non_finite")
+    return first - 2 if known["status"] == "failed" and first is not None else None
+
+
+def find_non_finite(tensors: dict[str, Tensor | Fragment], world: World) -> list[str]:
+    """Names of the tensors of a state that hold a value that is not finite on some rank. All ranks call it together;
+    it waits for the device."""
+    values = {name: local(tensor).detach() for name, tensor in tensors.items() if tensor.dtype.is_floating_point}
+    finite = [torch.isfinite(value).all().to(world.device) for value in values.values()]
+    bad = torch.stack(finite).logical_not() if finite else torch.zeros(0, dtype=torch.bool, device=world.device)
+    if not world.sum_all(bad.sum()).item():
+        return []
+    mine = [name for name, wrong in zip(values, bad.tolist()) if wrong]
+    return sorted(set().union(*world.gather(mine)))
 
 
 def saved_scale(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -170,5 +207,7 @@ def contents(
         "callbacks": progress.callbacks,
         "scaler": state.scaler.state_dict(),
         "data": start.data,
+        "data_restarted": state.config.checkpoint.data == "restart",
+        "began_from": state.config.checkpoint.resume,
     }
     return state.tensors() | (compression.tensors() if compression.decided else {}), manifest

@@ -39,7 +39,7 @@ from trainer.training.ledger import Ledger
 from trainer.training.profiling import Profiling
 from trainer.training.recorded import RecordedStep
 from trainer.training.samples import draw_samples
-from trainer.training.saving import Progress, Start, contents, read_identity
+from trainer.training.saving import Progress, Start, contents, find_non_finite, read_identity
 from trainer.training.session import Clock, memory_of, stop_signals
 from trainer.training.state import TrainState
 from trainer.training.step import Ask, evaluate, train_step
@@ -80,7 +80,7 @@ class Trainer:
         messages = [*corpus.notes, *messages, *self.open_folder()]
         self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
         self.memory = self.open_memory()
-        self.pauses = Pauses()
+        self.pauses, self.save_waits = Pauses(), False
         self.profiling = Profiling(config, world, self.state.step, self.pauses)
         self.ledger = Ledger(self.state, self.batch, progress.skipped, corpus, self.profiling.metrics, self.pauses)
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
@@ -238,22 +238,40 @@ class Trainer:
             return evaluate(self.state, batches, sources).tolist()
 
     def save_if_due(self) -> None:
-        """Saves every `checkpoint.every` steps, and where a callback asks; the last step is saved at the end."""
+        """Saves every `checkpoint.every` steps, and where a callback asks; the last step is saved at the end. After a
+        skipped step the save waits for the next one that is not skipped."""
         step, every = self.state.step, self.config.checkpoint.every
         if step < self.config.run.steps and not self.ledger.stop:
-            if self.ledger.take(Ask.SAVE) or every and step % every == 0:
+            if self.ledger.take(Ask.SAVE) or every and step % every == 0 or self.save_waits:
                 self.read_back(everything=True)
+                if self.ledger.first_skipped is not None:
+                    if not self.save_waits:
+                        self.ledger.log.event(f"step {step} was skipped: its save waits for a step that is not skipped")
+                    self.save_waits = True
+                    return
+                self.save_waits = False
                 with self.pauses.spent("checkpoint"):
                     self.save()
 
     def copy_to_memory_if_due(self) -> None:
-        """Copies the state into host memory every `checkpoint.peer_every` steps."""
+        """Copies the state into host memory every `checkpoint.peer_every` steps, but not after a skipped step."""
         step, every = self.state.step, self.config.checkpoint.peer_every
         if self.memory is not None and step % every == 0 and step < self.config.run.steps and not self.ledger.stop:
             self.read_back(everything=True)
-            with self.pauses.spent("checkpoint"):
-                self.watchdog.enter(SAVING, step)
-                self.memory.save(step, *self.checkpoint_contents())
+            if self.ledger.first_skipped is None and self.state_is_finite():
+                with self.pauses.spent("checkpoint"):
+                    self.watchdog.enter(SAVING, step)
+                    self.memory.save(step, *self.checkpoint_contents())
+
+    def state_is_finite(self) -> bool:
+        """Whether the state holds finite values alone, and so may become a checkpoint. Says so if not."""
+        if bad := find_non_finite(self.state.tensors(), self.world):
+            more = ", ..." if len(bad) > 3 else ""
+            self.ledger.log.event(
+                f"step {self.state.step} is not saved: {len(bad)} tensors of the state hold values that are not finite "
+                f"({', '.join(bad[:3])}{more}); older checkpoints stay"
+            )
+        return not bad
 
     def checkpoint_contents(self) -> tuple[dict[str, Tensor | Fragment], dict[str, Any]]:
         """What a checkpoint of this step holds: tensors, and its part of the manifest."""
@@ -261,10 +279,14 @@ class Trainer:
         return contents(self.state, self.batch, progress, self.start)
 
     def save(self, wait: bool = False) -> None:
-        """Hands the state to the checkpointer, which writes while training goes on, unless it is to `wait`."""
+        """Hands the state to the checkpointer, which writes while training goes on, unless it is to `wait`. A state
+        that is not finite is not saved. One that is saved within skipped steps removes no older checkpoint."""
         self.read_back(everything=True)
         self.watchdog.enter(SAVING, self.state.step)
-        self.checkpointer.save(self.state.step, *self.checkpoint_contents(), wait=wait)
+        if not self.state_is_finite():
+            return
+        skipping = self.ledger.first_skipped is not None
+        self.checkpointer.save(self.state.step, *self.checkpoint_contents(), wait=wait, keep_older=skipping)
         self.hooks.run.checkpoint = step_folder(self.checkpointer.folder, self.state.step)
         self.hooks.call("save")
 
