@@ -14,6 +14,8 @@ from trainer.checkpointing.files import DamagedCheckpoint
 from trainer.checkpointing.manifest import list_checkpoints, verify
 from trainer.config import CheckpointConfig, ConfigError
 
+PASSED_OVER = "passing over the damaged checkpoint "
+
 
 def steps_to_keep(steps: Sequence[int], saved: int, keep_last: int, keep_every: int) -> set[int]:
     """Steps whose checkpoints stay: the `keep_last` newest (0: all), multiples of `keep_every` (0: none), and the one
@@ -93,7 +95,7 @@ def find_newest(folder: Path, verify_files: bool, last: int | None = None) -> tu
             verify(path, verify_files)
             return path, warnings
         except DamagedCheckpoint as damage:
-            warnings.append(f"passing over the damaged checkpoint {path}: {damage}")
+            warnings.append(f"{PASSED_OVER}{path}: {damage}")
     return None, warnings
 
 
@@ -115,8 +117,9 @@ def find_resume(
         if newest is None and proven is not None:
             newest, warnings = find_newest(folder, verify_files)
         if newest is None and warnings:
+            damaged = "; ".join(text.removeprefix(PASSED_OVER) for text in warnings[:3])
             raise ConfigError(
-                f"checkpoint.resume=auto: no checkpoint in {folder} is whole ({'; '.join(warnings[:3])}); restore one, "
+                f"checkpoint.resume=auto: no checkpoint in {folder} is whole ({damaged}); restore one, "
                 "set checkpoint.resume to the path of another, or set checkpoint.resume=none to begin anew, which sets "
                 "what is in run.dir aside"
             )
