@@ -113,8 +113,33 @@ def printable(text: str) -> str:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a file that a list in `folder` names. Raises `ValueError` for a name that leads elsewhere."""
+    """The path of a file that a list in `folder` names. Raises `ValueError` for a name that leads elsewhere, be it by
+    a symbolic link."""
     path = PurePath(name)
     if not name or "\0" in name or path.is_absolute() or ".." in path.parts or not path.parts:
         raise ValueError(f"{ascii(name[:200])} is no name of a file in its folder")
+    if leads_out(folder, folder / path):
+        raise ValueError(f"{ascii(name[:200])} is a link out of its folder")
     return folder / path
+
+
+def leads_out(folder: str | os.PathLike, path: str | os.PathLike) -> bool:
+    """Whether a path in a folder ends outside of it, because symbolic links are followed.
+
+    The cache of the hub is laid out with such links: what lies in `models--NAME/snapshots/REVISION` may end in `blobs`
+    of the same `models--NAME`."""
+    home, end = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    for parent in home.parents:
+        if parent.name == "snapshots" and parent.parent.name.startswith(("models--", "datasets--")):
+            return not (end.is_relative_to(home) or end.is_relative_to(parent.parent / "blobs"))
+    return not end.is_relative_to(home)
+
+
+def check_links(folder: Path) -> None:
+    """Raises `Malformed` for a symbolic link in a stranger's folder that leads out of it: what it leads to belongs to
+    the user, and would be copied into runs and exports. Raises `OSError` where the folder cannot be listed."""
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and leads_out(folder, path):
+            raise Malformed(
+                f"{printable(str(path))} is a link out of its folder; remove it, or put the file itself there"
+            )
