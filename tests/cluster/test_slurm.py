@@ -197,6 +197,32 @@ def test_assignments_survive_the_shell():
     ]
 
 
+def test_what_a_module_prints_is_no_assignment(tmp_path):
+    """The script evaluates what `begin` prints: a module that `imports` names may print anything, by any way."""
+    (tmp_path / "loud.py").write_text(
+        "import atexit, os, subprocess, sys, threading\n"
+        "line = 'touch evaluated; run_dir=/elsewhere'\n"
+        "print(line); os.write(1, line.encode() + b'\\n'); subprocess.run(['echo', line])\n"
+        "sys.__stdout__.write(line + '\\n')\n"
+        "atexit.register(print, line)\n"
+    )
+    overrides = ["+config=debug", "imports=[loud]", f"run.dir={tmp_path / 'run'}"]
+    text = (ROOT / SCRIPT).read_text()
+    asked = next(line.strip() for line in text.splitlines() if "trainer.cluster.job begin" in line)
+    evaluated = next(line.strip() for line in text.splitlines() if line.strip().startswith("eval "))
+    shown = subprocess.run(
+        ["bash", "-uc", f'python=$1; shift\nprocesses=1\n{asked}\n{evaluated}\necho "$run_dir"', "-", sys.executable]
+        + overrides,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert shown.returncode == 0 and shown.stdout == f"{tmp_path / 'run'}\n", shown
+    assert shown.stderr.count("touch evaluated") == 5
+    assert not (tmp_path / "evaluated").exists()
+
+
 def fake(folder: Path, **scripts: str) -> None:
     """Commands for PATH that note how they were called in folder/calls."""
     for name, script in scripts.items():

@@ -23,6 +23,7 @@ import signal
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from trainer.checkpointing.manifest import MANIFEST, list_checkpoints
 from trainer.config import ConfigError
@@ -31,7 +32,7 @@ from trainer.planning.resolve import compose
 from trainer.util.exit_codes import DONE, FAILED, LOST, REFUSED, UNFIT
 from trainer.util.files import write_atomic
 from trainer.util.memory_errors import lacks_memory
-from trainer.util.reading import Malformed, read_bytes, read_json
+from trainer.util.reading import Malformed, printable, read_bytes, read_json
 
 CANCELLED = 128 + signal.SIGTERM
 """Exit code of a job that Slurm ends."""
@@ -257,21 +258,34 @@ def read_status(path: Path, since: float) -> dict[str, str]:
         found = read_json(path, {"status": str}, "it is left out") if path.stat().st_mtime >= since else {}
     except (OSError, ConfigError):
         return {}
-    return {name: str(found[name]) for name in ("status", "reason") if name in found}
+    return {name: printable(str(found[name])) for name in ("status", "reason") if name in found}
+
+
+def take_stdout() -> BinaryIO:
+    """The standard output of this process, for what the script evaluates. Whatever else prints from now on, such as a
+    module that `imports` names or a program that it starts, prints to the standard error instead."""
+    sys.stdout.flush()
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return answers
 
 
 def main(arguments: list[str]) -> int:
+    answers = take_stdout()
     try:
         if arguments[0] == "begin":
             processes = whole("TRAINER_PROCESSES", arguments[2])
             os.environ["LOCAL_WORLD_SIZE"] = str(processes)  # what the plan's check takes for the size of a node
-            print(shell(begin(int(arguments[1]), processes, arguments[3:], dict(os.environ))))
+            answer = shell(begin(int(arguments[1]), processes, arguments[3:], dict(os.environ)))
         else:
             folder, code, told, state = arguments[1:]
-            print(end(Path(folder), os.environ["SLURM_JOB_ID"], int(code), told == "1", state, retries(os.environ)))
+            job = os.environ["SLURM_JOB_ID"]
+            answer = end(Path(folder), job, int(code), told == "1", state, retries(os.environ))
     except ConfigError as error:
         print("\n  - ".join(["configuration error:", *error.problems]), file=sys.stderr)
         return REFUSED
+    with answers:
+        answers.write(os.fsencode(f"{answer}\n"))
     return 0
 
 
