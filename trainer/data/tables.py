@@ -119,7 +119,7 @@ class JsonLines(TextFiles):
             if line.strip():
                 self.tally.rows += 1
                 try:
-                    row = parse_json(line.decode("utf-8" if place[1] else "utf-8-sig"))
+                    row = parse_json(line.decode("utf-8" if place[1] else "utf-8-sig"), exact=True)
                 except ValueError as error:
                     self.leave_out(self._error(place, f"is not JSON: {brief(error)}"))
                     continue
@@ -154,7 +154,7 @@ def as_lines(setting: str, path: str, folder: Path) -> str:
                 _decompress(path, kind, part, named)
         if not _is_array(lines):
             return lines
-        rows = parse_json(read_bytes(lines, ARRAY))
+        rows = parse_json(read_bytes(lines, ARRAY), exact=True)
         lines = str(folder / f"{key}.array.jsonl")
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(lines) as part, open(part, "w") as file:

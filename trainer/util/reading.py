@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
@@ -46,12 +47,28 @@ def read_bytes(path: str | os.PathLike, limit: int = LIMIT, start: int = 0) -> b
     return content
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises `ValueError` for whatever is wrong with it, too deep a nesting included."""
+SURROGATES = re.compile("[\ud800-\udfff]")
+"""Halves of characters, which JSON and YAML can spell out alone, and no file or terminal can hold."""
+
+
+def parse_json(text: str | bytes, exact: bool = False) -> Any:
+    """The value of a JSON text, in which U+FFFD stands for each half of a character unless it has to be `exact`. Raises
+    `ValueError` for whatever is wrong with it, too deep a nesting included."""
     try:
-        return json.loads(text)
+        value = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+        escaped = b"\\u" in text if isinstance(text, bytes) else "\\u" in text or not text.isascii()
+        return whole_characters(value) if escaped and not exact else value
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def whole_characters(value: Any) -> Any:
+    """A parsed value, in whose texts U+FFFD stands for each half of a character."""
+    if isinstance(value, str):
+        return SURROGATES.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {whole_characters(key): whole_characters(item) for key, item in value.items()}
+    return [whole_characters(item) for item in value] if isinstance(value, list) else value
 
 
 def read_yaml(path: str | os.PathLike) -> Any:
@@ -59,7 +76,7 @@ def read_yaml(path: str | os.PathLike) -> Any:
     content = read_bytes(path, BYTES)
     try:
         check_yaml(content)
-        return yaml.load(content, LOADER)
+        return whole_characters(yaml.load(content, LOADER))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise Malformed(f"{path} is not YAML: {brief(error)}; write it anew") from None
 
