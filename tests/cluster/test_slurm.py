@@ -173,6 +173,14 @@ def test_arrays_take_lines_and_numbers(tmp_path):
         job.expand(["@absent.txt"], 1)
 
 
+@pytest.mark.parametrize("line", ["root:x:0:0:root:/root:/bin/bash", "a secret='of two words'", "'no end"])
+def test_another_file_than_one_of_overrides_is_not_quoted(line, tmp_path):
+    (tmp_path / "file").write_text(f"# a comment\nrun.steps=3\n{line}\n")
+    with pytest.raises(ConfigError, match=r"file cannot be read as lines of overrides: line 3") as caught:
+        job.begin(1, 1, [f"@{tmp_path / 'file'}"], {"SLURM_JOB_ID": "7"})
+    assert not any(word in str(caught.value) for word in line.replace("=", " ").split() if len(word) > 3)
+
+
 def test_every_task_has_a_run_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     environment = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}

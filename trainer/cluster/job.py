@@ -32,7 +32,7 @@ from trainer.planning.resolve import compose
 from trainer.util.exit_codes import DONE, FAILED, LOST, REFUSED, UNFIT
 from trainer.util.files import write_atomic
 from trainer.util.memory_errors import lacks_memory
-from trainer.util.reading import Malformed, printable, read_bytes, read_json
+from trainer.util.reading import Malformed, brief, printable, read_bytes, read_json
 
 CANCELLED = 128 + signal.SIGTERM
 """Exit code of a job that Slurm ends."""
@@ -67,19 +67,31 @@ def expand(arguments: list[str], task: int | None) -> list[str]:
             expanded.append(argument)
             continue
         try:
-            lines = [
-                words
-                for line in read_bytes(argument[1:]).decode().splitlines()
-                if (words := shlex.split(line, comments=True))
-            ]
+            lines = read_lines(argument[1:])
         except (OSError, ValueError, Malformed) as error:
-            raise ConfigError(f"{argument} cannot be read as lines of overrides: {error}") from None
+            raise ConfigError(f"{argument} cannot be read as lines of overrides: {brief(error)}") from None
         if task is not None and not 1 <= task <= len(lines):
             raise ConfigError(
                 f"{argument} has {len(lines)} lines, and none for task {task}; set --array 1-{len(lines)}"
             )
         expanded += sum(lines, []) if task is None else lines[task - 1]
     return expanded if task is None else [argument.replace("{task}", str(task)) for argument in expanded]
+
+
+def read_lines(path: str) -> list[list[str]]:
+    """The overrides in each line of a file that has any. Raises `OSError`, `Malformed`, and `ValueError` that names
+    the line, and not what stands in it: the file may be another one than was meant."""
+    lines = []
+    for number, line in enumerate(read_bytes(path).decode().splitlines(), 1):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+        if any("=" not in word and not word.startswith("~") for word in words):
+            raise ValueError(f"line {number} has a word that is not SETTING=VALUE, GROUP=OPTION or +config=RECIPE")
+        if words:
+            lines.append(words)
+    return lines
 
 
 def newest_change(run_dir: Path) -> float:

@@ -22,7 +22,7 @@ from trainer.data.progress import on_terminal
 from trainer.data.tables import JsonLines, ParquetRows
 from trainer.data.text import Damaged, Document, TextFiles
 from trainer.data.tokens import DataError
-from trainer.util.reading import brief, leads_out
+from trainer.util.reading import brief, leads_out, on_one_line
 
 COUNTED = 10_000
 """Up to this many documents exactly the held-out share is held out; above, a threshold on hashes is close enough."""
@@ -241,8 +241,8 @@ def find_files(setting: str, source: CorpusConfig) -> list[str]:
             ]
             if links := [entry for entry in paths if os.path.islink(entry) and leads_out(path, entry)]:
                 raise ConfigError(
-                    f"{named}: {brief(links[0])} is a link out of the folder; put the file itself there, or name the "
-                    f"files by a glob ({os.path.join(path, '**')}), which follows links"
+                    f"{named}: {on_one_line(links[0])} is a link out of the folder; put the file itself there, or name "
+                    f"the files by a glob ({os.path.join(path, '**')}), which follows links"
                 )
             hint = f"the folder holds no file{' that ends in ' + ', '.join(suffixes) if suffixes else ''}"
         else:
@@ -292,7 +292,7 @@ def check_data_files(source: CorpusConfig, builder: Any) -> None:
             elsewhere = repository is not None and not place.startswith(f"hf://datasets/{repository}@")
         if elsewhere:
             raise ValueError(
-                f"its description names {brief(file)}, which is not in it; remove that from its data_files"
+                f"its description names {on_one_line(file)}, which is not in it; remove that from its data_files"
             )
 
 

@@ -35,7 +35,7 @@ from trainer.data.text import Document, Tally
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokens import TOKEN_DTYPES, TokenRun, TokenWriter, content_digest
 from trainer.util.files import write_atomic
-from trainer.util.reading import Malformed, Shape, brief, inside, mismatch, read_json
+from trainer.util.reading import Malformed, Shape, brief, inside, mismatch, on_one_line, read_json
 
 SPLITS = ("train", "eval")
 SHARD_BYTES = 8 << 20
@@ -207,7 +207,7 @@ def _whole(folder: Path, name: str, size: int) -> str:
         path = inside(folder, name)
         whole = path.stat().st_size == size
     except (OSError, ValueError):
-        path, whole = folder / brief(name), False
+        path, whole = folder / on_one_line(name), False
     if not whole:
         raise Malformed(f"{path} is missing or damaged")
     return str(path)

@@ -20,7 +20,7 @@ from trainer.planning.schedules import ir
 from trainer.planning.schedules.timeline import read_timeline
 from trainer.planning.schedules.validate import validate
 from trainer.util.memory_errors import lacks_memory, said
-from trainer.util.reading import brief, mismatch, parse_json, read_bytes, read_yaml
+from trainer.util.reading import brief, mismatch, on_one_line, parse_json, read_bytes, read_yaml
 from trainer.util.tables import duration
 
 SETTINGS, STARTS = "config.yaml", "starts.jsonl"
@@ -129,7 +129,7 @@ def gather(
     kind = load_hardware(hardware, (), config_dir) if hardware else _known(machine.device, config_dir)
     if kind is None:
         notes.append(
-            f"no file of configs/hardware is for {brief(machine.device)}, so nothing is compared with its peaks; "
+            f"no file of configs/hardware is for {on_one_line(machine.device)}, so nothing is compared with its peaks; "
             "name one with --hardware (hardware=NAME of report and watch)"
         )
     steps = [record for record in records if record.get("step_seconds") is not None]
@@ -197,7 +197,7 @@ def _settings(folder: Path, notes: list[str]) -> Config | None:
         return None
     wrong = [text for name, text in problems.items() if name.partition(".")[0] in PLANNED]
     if wrong or not isinstance(config, Config):
-        notes.append(f"the plan is not known: {path}: {brief(wrong[0])}")
+        notes.append(f"the plan is not known: {path}: {on_one_line(wrong[0])}")
         return None
     return config
 

@@ -21,7 +21,7 @@ from trainer.hf.config import check_sizes, config_from_spec, spec_from_config
 from trainer.hf.families import FAMILIES
 from trainer.hf.tokenizer import SUFFIXES, TEMPLATES, named_files, open_tokenizer
 from trainer.hf.weights import write_weights
-from trainer.util.reading import brief, check_links, read_json
+from trainer.util.reading import brief, check_links, on_one_line, read_json
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -67,7 +67,7 @@ def completed(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
         foreign = [key for key in raw if key not in usual_config(raw["model_type"])]
         raise ConfigError(
             f"transformers takes model_type={raw['model_type']!r} for {config['model_type']!r}, not supported, "
-            f"because of options that are not its own: {brief(', '.join(foreign))}; supported: leaving them out"
+            f"because of options that are not its own: {on_one_line(', '.join(foreign))}; supported: leaving them out"
         )
     return config
 

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.util.reading import Malformed, brief, check_links, inside, read_json
+from trainer.util.reading import Malformed, brief, check_links, inside, on_one_line, read_json
 
 LIMIT = 256 << 20
 """Bytes of a file that belongs to a tokenizer; the largest that are published have some 40 MiB."""
@@ -81,14 +81,14 @@ def named_files(folder: Path, name: str) -> dict[str, str]:
                 path = folder
             if not path.is_file():
                 raise ConfigError(
-                    f"{name} has {brief(place)}={brief(value)}, which names no file in its folder; remove that key, "
-                    "transformers finds the files of a tokenizer by their usual names"
+                    f"{name} has {on_one_line(place)}={brief(value)}, which names no file in its folder; remove that "
+                    "key, transformers finds the files of a tokenizer by their usual names"
                 )
             if place in content:
                 found[place] = str(path.absolute())
         elif isinstance(value, str) and (PurePath(value).is_absolute() or ".." in PurePath(value).parts):
             raise ConfigError(
-                f"{name} has {brief(place)}={brief(value)}, which leads out of its folder; remove that key"
+                f"{name} has {on_one_line(place)}={brief(value)}, which leads out of its folder; remove that key"
             )
     return found
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from trainer.config import ConfigError
-from trainer.config.yaml_limits import BYTES, LOADER, check_yaml
+from trainer.config.yaml_limits import BYTES, LOADER, check_yaml, yaml_fault
 
 LIMIT = 64 << 20
 """Bytes of a file that is read whole, unless its kind has a limit of its own: far above what the project writes in one
@@ -116,11 +116,37 @@ def _wrong(value: Any, wanted: str, place: str) -> str:
     return f"{place or 'it'} is {brief(value)} instead of {wanted}"
 
 
+WORD = re.compile(r"[\w.+*/@<>=-]{1,40}")
+"""What a message may quote of a file that somebody else wrote: one short word. The file may be another one than was
+meant, such as one with passwords, and messages end in logs."""
+
+QUOTE = re.compile(r"""(['"`])(.*?)\1""", re.DOTALL)
+
+
 def brief(value: object) -> str:
-    """A foreign value in a message: on one line, short, and without control characters."""
+    """A foreign value in a message: a short word or number as it is, all else by its kind and length. Of an error, its
+    message on one line, in which what it quotes is shown so."""
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"
-    text = " ".join(printable(str(value)[:1000] if isinstance(value, (str, BaseException)) else repr(value)).split())
+    if isinstance(value, str):
+        return value if WORD.fullmatch(value) else f"a text of {len(value)} characters"
+    if isinstance(value, yaml.YAMLError):
+        return yaml_fault(value)
+    if isinstance(value, BaseException):
+        text = str(value)[:2000]
+        if not isinstance(value, ConfigError):  # whose texts keep the rule
+            text = QUOTE.sub(
+                lambda quote: f"{quote[1]}{quote[2]}{quote[1]}" if WORD.fullmatch(quote[2]) else "...", text
+            )
+        return on_one_line(text)
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def on_one_line(text: str) -> str:
+    """Names that stand in a file, such as those of files and columns: on one line, short, without control
+    characters."""
+    text = " ".join(printable(text[:1000]).split())
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
