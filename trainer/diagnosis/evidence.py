@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 from trainer.config import Config, ConfigError, typed
 from trainer.config.hardware import HardwareConfig
+from trainer.config.model import DEEPEST
 from trainer.diagnosis.account import Account
 from trainer.diagnosis.ranks import Idle, idle_of
 from trainer.diagnosis.shortage import Shortage
 from trainer.diagnosis.typical import Typical, at_pace, pace, typical
 from trainer.planning.estimate.hardware import hardware_names, load_hardware
+from trainer.planning.plan import MOST_PROCESSES
 from trainer.planning.resolve import Layout, check, resolve
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.timeline import read_timeline
@@ -32,8 +34,8 @@ PLANNED = ("model", "batch", "parallel", "precision", "activation", "optimizer",
 """Sections whose settings a plan follows from. What is wrong in others (something registered that this command does not
 import) leaves it as it is."""
 
-DEEPEST, MOST_PROCESSES, MOST_SEQUENCES = 10_000, 1 << 16, 1 << 16
-"""Layers, processes and sequences of a step that a folder may speak of; nobody trains more, and it would take long."""
+MOST_SEQUENCES = 1 << 16
+"""Sequences of a step that a folder may speak of; nobody trains with more, and it would take long."""
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from operator import attrgetter
 from typing import Any
 
 from trainer.config import ConfigError, typed
-from trainer.config.model import ModelSpec, RopeSpec
+from trainer.config.model import DEEPEST, ModelSpec, RopeSpec
 from trainer.config.typed import flat
 from trainer.hf.families import ACTIVATIONS, FAMILIES, Family
 from trainer.util.reading import brief
 
-DEEPEST, LARGEST = 10_000, 1 << 31
-"""Layers, and any other number, of a model: what is made of a larger one would fill the memory."""
+LARGEST = 1 << 31
+"""Any number of a model but its layers: what is made of a larger one would fill the memory."""
 
 ROPE_TYPES = {
     "default": "none",
