@@ -234,7 +234,9 @@ def asked(server, request: bytes, drop: bool = False) -> bytes:
                 return b""
             connection.shutdown(socket.SHUT_WR)
             return b"".join(iter(lambda: connection.recv(1 << 16), b""))
-        except ConnectionError:
+        except TimeoutError:
+            raise
+        except OSError:  # the server has refused the rest of a long request, and closed the connection
             return b""
 
 
