@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import transformers
+import yaml
 from support.damage import damaged_bytes, damaged_texts, damaged_values, other_files
 from support.kinds import FOUND, KINDS
 
 from trainer.config import ConfigError
+from trainer.config.yaml_limits import yaml_fault
+from trainer.util.reading import brief
 
 SLOW = {
     "tokenizer_config": 30,
@@ -20,6 +23,7 @@ SLOW = {
     "recipe": 40,
     "conditions.yaml": 20,
     "choice.yaml": 60,
+    "overrides": 20,
     **{"diagnosed_config": 20, "diagnosed_starts": 40, "diagnosed_accounts": 100},
 }
 SLOW |= dict.fromkeys(
@@ -43,6 +47,50 @@ def small_limits(monkeypatch):
     monkeypatch.setattr("trainer.data.tables.ALWAYS", 1 << 20)
     monkeypatch.setattr("trainer.data.text.LINE", 1 << 20)
     transformers.logging.set_verbosity_error()
+
+
+SECRETS = {
+    "passwords": "root:x:0:0:root:/root:/bin/bash\ndaemon:x:1:1:daemon:/usr/sbin:/usr/sbin/nologin\n" * 20,
+    "hashes": "root: $6$rounds=5000$saltsaltsalt$h4shh4shh4shh4shh4sh\nsys: $6$another$h4shh4shh4shh4shh4sh2\n",
+    "a key": "-----BEGIN KEY-----\n"
+    + "MIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcwggSj/+AgEAAoIBAQ\n" * 30
+    + "-----END-----\n",
+    "variables": "PASSWORD='two words of a secret'\nTOKEN=eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9.eyJzdWIiOiIxMjM0NTY3\n",
+    "logins": json.dumps({"auths": {"host": {"auth": "c2VjcmV0OnNlY3JldA==c2VjcmV0OnNlY3JldA==c2VjcmV0"}}}, indent=1),
+    "a text": '"a secret sentence that nobody else may read"\n',
+    "a list": '["a secret sentence that nobody else may read", "another: secret, sentence"]\n',
+    "rows": 'user,password\nalice,her own secret\nbob,"secret of his\n',
+    "no yaml": "secret: [a secret sentence\n  of two lines\n: that: is no: yaml\n",
+}
+"""Files that somebody may name by mistake, or be led to name."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_message_quotes_nothing_of_another_file(kind, tmp_path, capsys):
+    """One word of a file may be shown, and no line of it."""
+    (tmp_path / "files").mkdir()
+    path, read = KINDS[kind](tmp_path / "files")
+    capsys.readouterr()
+    for what, content in SECRETS.items():
+        path.unlink()
+        path.write_text(content)
+        try:
+            read()
+            told = ""
+        except (ConfigError, OSError) as error:
+            told = str(error)
+        told += "".join(capsys.readouterr())
+        parts = {part.strip() for line in content.splitlines() for part in (line, *line.split(": "), *line.split("="))}
+        quoted = [part for part in parts if len(part) > 12 and part.strip("'\"") in told]
+        assert not quoted, f"{what}: {told[:1000]} quotes {quoted}"
+
+
+def test_a_fault_of_yaml_is_told_without_the_line():
+    """PyYAML's parser in Python quotes the line, the one in C does not."""
+    with pytest.raises(yaml.YAMLError) as caught:
+        yaml.load("a: 1\nsecret: sentence: of two\n", yaml.SafeLoader)
+    assert "sentence" in str(caught.value)
+    assert brief(caught.value) == yaml_fault(caught.value) == "line 2, column 17: mapping values are not allowed here"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,6 +21,7 @@ from trainer.config import Config, ConfigError, typed
 from trainer.config.compose import gather, groups_of, hydra_over
 from trainer.config.fields import nearest
 from trainer.config.json_schema import json_schema
+from trainer.config.options import escape_unprintable
 from trainer.planning.resolve import checked, compose
 from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, rank, refuse
 
@@ -121,6 +122,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line. The exit code: what `trainer.training.run.main` returns, 2 for a wrong configuration, 1
     for a crash."""
+    escape_unprintable()
     try:
         if not set(arguments) - {"--multirun", "-m"}:
             if rank() == 0:

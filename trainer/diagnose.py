@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from trainer.config import ConfigError
+from trainer.config.options import escape_unprintable
 from trainer.diagnosis import report
 from trainer.diagnosis.account import ACCOUNTS
 from trainer.diagnosis.verdict import Diagnosis, to_json
@@ -54,6 +55,7 @@ def command_line() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit code is 0, 1 where `--live` took the run for dead, or 2 after one message about what
     is wrong."""
+    escape_unprintable()
     given = command_line().parse_args(arguments)
     console = Console(highlight=False)
     try:

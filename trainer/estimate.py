@@ -11,7 +11,7 @@ from pathlib import Path
 from trainer.config import Config, ConfigError
 from trainer.config.fields import option
 from trainer.config.hardware import HardwareConfig
-from trainer.config.options import parse, usage
+from trainer.config.options import escape_unprintable, parse, usage
 from trainer.data.lengths import with_lengths
 from trainer.diagnosis.advice import Advice, advise
 from trainer.planning.estimate import report
@@ -146,6 +146,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[EstimateOptions, list[str
 
 def main(arguments: Sequence[str]) -> int:
     """The command line; the exit code is 0, or 2 after one message about what is wrong."""
+    escape_unprintable()
     if {"-h", "--help"} & set(arguments):
         page = usage(EstimateOptions, PROGRAM)
         print(page.replace(PROGRAM, f"{PROGRAM} +config=RECIPE [SETTING=VALUE ...]", 1))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config import ConfigError
+from trainer.config.options import escape_unprintable
 from trainer.planning.schedules.templates import TEMPLATES
 from trainer.sweep.plan import setting_of
 from trainer.sweep.results import Results
@@ -95,6 +96,7 @@ def draw_folders(given: argparse.Namespace) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit code is 0, or 2 after one message about what cannot be drawn."""
+    escape_unprintable()
     parser = command_line()
     given = parser.parse_args(arguments)
     if bool(given.runs) == bool(given.schedule):

@@ -17,7 +17,7 @@ from pathlib import Path
 from trainer.config import Config, ConfigError
 from trainer.config.extend import extended
 from trainer.config.fields import option
-from trainer.config.options import parse, usage
+from trainer.config.options import escape_unprintable, parse, usage
 from trainer.config.schema import ModelConfig
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.resolve import Layout, check, resolve
@@ -76,6 +76,7 @@ def run(arguments: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """The command line; the exit code is 0, or 2 after one message about what is wrong."""
+    escape_unprintable()
     if {"-h", "--help"} & set(arguments):
         page = usage(ProbeOptions, PROGRAM)
         print(page.replace(PROGRAM, f"{PROGRAM} +config=RECIPE [SETTING=VALUE ...]", 1))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from trainer.config import ConfigError
 from trainer.config.fields import option
-from trainer.config.options import parse, usage
+from trainer.config.options import escape_unprintable, parse, usage
 from trainer.planning.variants import split_words
 from trainer.tuning.engines import ENGINES
 from trainer.tuning.search import search
@@ -48,6 +48,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[TuneOptions, list[str], l
 def main(arguments: Sequence[str]) -> int:
     """The command line. The exit code: 0 where a plan was measured, 1 where no trial was, 75 after a stop, 2 after one
     message about what is wrong."""
+    escape_unprintable()
     page = usage(TuneOptions, PROGRAM).replace(PROGRAM, f"{PROGRAM} +config=RECIPE [SETTING=VALUE[,VALUE] ...]", 1)
     if {"-h", "--help"} & set(arguments):
         print(page)

@@ -175,6 +175,14 @@ def test_arrays_take_lines_and_numbers(tmp_path):
         job.expand(["@absent.txt"], 1)
 
 
+@pytest.mark.parametrize("line", ["root:x:0:0:root:/root:/bin/bash", "a secret='of two words'", "'no end"])
+def test_another_file_than_one_of_overrides_is_not_quoted(line, tmp_path):
+    (tmp_path / "file").write_text(f"# a comment\nrun.steps=3\n{line}\n")
+    with pytest.raises(ConfigError, match=r"file cannot be read as lines of overrides: line 3") as caught:
+        job.begin(1, 1, [f"@{tmp_path / 'file'}"], {"SLURM_JOB_ID": "7"})
+    assert not any(word in str(caught.value) for word in line.replace("=", " ").split() if len(word) > 3)
+
+
 def test_every_task_has_a_run_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     environment = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
@@ -197,6 +205,32 @@ def test_assignments_survive_the_shell():
         "y='",
         "*",
     ]
+
+
+def test_what_a_module_prints_is_no_assignment(tmp_path):
+    """The script evaluates what `begin` prints: a module that `imports` names may print anything, by any way."""
+    (tmp_path / "loud.py").write_text(
+        "import atexit, os, subprocess, sys, threading\n"
+        "line = 'touch evaluated; run_dir=/elsewhere'\n"
+        "print(line); os.write(1, line.encode() + b'\\n'); subprocess.run(['echo', line])\n"
+        "sys.__stdout__.write(line + '\\n')\n"
+        "atexit.register(print, line)\n"
+    )
+    overrides = ["+config=debug", "imports=[loud]", f"run.dir={tmp_path / 'run'}"]
+    text = (ROOT / SCRIPT).read_text()
+    asked = next(line.strip() for line in text.splitlines() if "trainer.cluster.job begin" in line)
+    evaluated = next(line.strip() for line in text.splitlines() if line.strip().startswith("eval "))
+    shown = subprocess.run(
+        ["bash", "-uc", f'python=$1; shift\nprocesses=1\n{asked}\n{evaluated}\necho "$run_dir"', "-", sys.executable]
+        + overrides,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert shown.returncode == 0 and shown.stdout == f"{tmp_path / 'run'}\n", shown
+    assert shown.stderr.count("touch evaluated") == 5
+    assert not (tmp_path / "evaluated").exists()
 
 
 def fake(folder: Path, **scripts: str) -> None:

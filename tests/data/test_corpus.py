@@ -1,16 +1,18 @@
 """Corpora: every kind is prepared once, split by documents without overlap, and refused with the way out."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
-from support.corpora import DyingFiles, config, stream, texts, write_jsonl, write_texts
+from support.corpora import PLAIN, DyingFiles, config, stream, texts, write_jsonl, write_texts
 
 from trainer.config import Config, ConfigError, SourceConfig
 from trainer.data import documents, shards
@@ -395,13 +397,78 @@ def test_a_cache_that_cannot_be_written(tmp_path):
         open_corpus(config(tmp_path, corpus=SourceConfig("text", str(write_texts(tmp_path / "files", texts(20))))))
 
 
-def test_a_damaged_cache_is_named(tmp_path):
-    settings = config(tmp_path, corpus=SourceConfig("text", str(write_texts(tmp_path / "files", texts(20)))))
+def flip(path: Path) -> None:
+    """Changes a bit of a file, and nothing that `stat` tells but its time."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "a bit": flip,
+    "the end": lambda path: path.write_bytes(path.read_bytes()[:-2]),
+    "all": Path.unlink,
+    "a link elsewhere": lambda path: path.rename(path.parents[3] / "tokens") and path.symlink_to("../../../tokens"),
+}
+
+
+@pytest.mark.parametrize("file", ["shard-00000.train.bin", "shard-00003.eval.bin", "manifest.json"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_cache_is_made_anew(damage, file, tmp_path, small_shards, monkeypatch, capfd):
+    if damage == "a link elsewhere" and file == "manifest.json":
+        pytest.skip("it is read as data, wherever it lies")
+    settings = config(tmp_path, corpus=SourceConfig("text", str(write_texts(tmp_path / "files", texts(60)))))
+    settings.data.eval_fraction = 0.3
+    first, tokens = open_corpus(settings), prepared_tokens(settings)
+    [path] = (tmp_path / "cache").glob(f"tokens/*/{file}")
+    DAMAGE[damage](path)
+    made = []
+    write_shard = shards.write_shard
+    monkeypatch.setattr(shards, "write_shard", lambda job, number: made.append(number) or write_shard(job, number))
+    again = open_corpus(settings)
+    assert again.fingerprint == first.fingerprint and prepared_tokens(settings) == tokens
+    assert made == ([] if file == "manifest.json" else [int(file[6:11])]), "what is whole is kept"
+    told = capfd.readouterr().err
+    assert damage == "all" and file == "manifest.json" or path.name in told and "made anew" in told
     open_corpus(settings)
-    [path] = (tmp_path / "cache").glob("tokens/*/shard-00000.train.bin")
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ConfigError, match="missing or damaged; delete the folder"):
+    assert "made anew" not in capfd.readouterr().err
+
+
+def test_the_content_of_a_cache_is_compared_once_a_start(tmp_path, small_shards, monkeypatch):
+    settings = config(tmp_path, corpus=SourceConfig("text", str(write_texts(tmp_path / "files", texts(60)))))
+    open_corpus(settings)
+    [folder] = (tmp_path / "cache").glob("tokens/*")
+    files = {str(path) for path in folder.glob("*.bin")}
+    compared: list[str] = []
+    digest = shards.content_digest
+    monkeypatch.setattr(shards, "content_digest", lambda path: compared.append(path) or digest(path))
+    open_corpus(settings)
+    assert not compared, "they were written a moment ago"
+    os.utime(folder / "verified", (time.time() - 2 * shards.AGAIN,) * 2)
+    open_corpus(settings, prepare=False)
+    assert not compared
+    for _ in range(3):  # processes of one start
         open_corpus(settings)
+    assert {*compared} == files and len(compared) == len(files)
+    monkeypatch.setattr(shards, "MOST", 1)
+    (folder / "verified").unlink()
+    open_corpus(settings)
+    assert len(compared) == len(files) + 1, "no more than the bound"
+
+
+def test_marks_of_conversations_are_compared_too(tmp_path, capfd):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 30}]
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps({"messages": messages}) + "\n") * 20)
+    (tmp_path / "chat.jinja").write_text(PLAIN)
+    settings = config(tmp_path, corpus=SourceConfig("chat", str(path)))
+    settings.data.chat_template = str(tmp_path / "chat.jinja")
+    open_corpus(settings)
+    [marks] = (tmp_path / "cache").glob("tokens/*/*.train.bin.marks")
+    whole = marks.read_bytes()
+    flip(marks)
+    open_corpus(settings)
+    assert marks.read_bytes() == whole and "made anew" in capfd.readouterr().err
 
 
 def test_no_source_has_a_weight(tmp_path):

@@ -25,6 +25,7 @@ from support.runs import DIAGNOSIS, start, write_metrics, write_search
 import trainer
 from trainer.cluster import job
 from trainer.config import ConfigError, SourceConfig, typed
+from trainer.config.compose import CONFIGS
 from trainer.config.model import ModelSpec
 from trainer.config.user_files import UserFiles
 from trainer.data.chat import ChatTemplate, read_template
@@ -50,6 +51,7 @@ from trainer.observe.watchdog import Heartbeat, RankReport, describe, heartbeat,
 from trainer.pages.page import content_of, data_of
 from trainer.pages.shown import open_folders
 from trainer.planning.cost.parameters import declarations
+from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.resolve import resolve
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.templates import build_schedule
@@ -397,6 +399,16 @@ def page_notices(folder: Path) -> File:
     return written(folder / "console.log", "2026-11-22 10:00:21  saved\n" * 3), lambda: page_of(folder)
 
 
+def hardware(folder: Path) -> File:
+    path = written(folder / "machine.yaml", (CONFIGS / "hardware" / "l40s.yaml").read_bytes())
+    return path, lambda: load_hardware(str(path))
+
+
+def overrides(folder: Path) -> File:
+    text = "run.steps=3 'lr.peak=1e-3'\n# a comment\n\n+config=debug\n"
+    return written(folder / "sweep.txt", text), lambda: job.expand([f"@{folder / 'sweep.txt'}"], None)
+
+
 def recipe(folder: Path) -> File:
     text = json.dumps({"run": {"name": "mine", "steps": 5}, "data": {"sources": {"a": {"kind": "text", "weight": 1}}}})
     source = UserFiles("user", f"user://{folder}")
@@ -462,6 +474,8 @@ KINDS: dict[str, Callable[[Path], File]] = {
         page_diagnosis,
         page_notices,
         recipe,
+        hardware,
+        overrides,
     )
 }
 KINDS |= {f"jsonl.{kind}": packed(kind) for kind in PACK}

@@ -116,7 +116,7 @@ def check_model(contents: Contents, spec: ModelSpec, prefix: str) -> None:
     asked for."""
     where = contents.path / MANIFEST
     if spec.depth > len(contents.names):
-        raise DamagedCheckpoint(f"{where}: a model of {spec.depth} layers, but {len(contents.names)} tensors")
+        raise DamagedCheckpoint(f"{where}: a model of {shown(spec.depth)} layers, but {len(contents.names)} tensors")
     try:
         wanted = {prefix + name: info.shape for name, info in declarations(spec).items()}
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:

@@ -24,6 +24,7 @@ import signal
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from trainer.checkpointing.manifest import list_checkpoints, read_digest
 from trainer.config import ConfigError
@@ -32,7 +33,7 @@ from trainer.planning.resolve import compose
 from trainer.util.exit_codes import DONE, FAILED, LOST, REFUSED, UNFIT
 from trainer.util.files import write_atomic
 from trainer.util.memory_errors import lacks_memory
-from trainer.util.reading import Malformed, read_bytes, read_json
+from trainer.util.reading import Malformed, brief, printable, read_bytes, read_json
 
 CANCELLED = 128 + signal.SIGTERM
 """Exit code of a job that Slurm ends."""
@@ -70,13 +71,9 @@ def expand(arguments: list[str], task: int | None) -> list[str]:
             expanded.append(argument)
             continue
         try:
-            lines = [
-                words
-                for line in read_bytes(argument[1:]).decode().splitlines()
-                if (words := shlex.split(line, comments=True))
-            ]
+            lines = read_lines(argument[1:])
         except (OSError, ValueError, Malformed) as error:
-            raise ConfigError(f"{argument} cannot be read as lines of overrides: {error}") from None
+            raise ConfigError(f"{argument} cannot be read as lines of overrides: {brief(error)}") from None
         if task is not None and not 1 <= task <= len(lines):
             raise ConfigError(
                 f"{argument} has {len(lines)} lines, and none for task {task}; set --array 1-{len(lines)}"
@@ -97,6 +94,22 @@ def read_change(path: Path) -> int:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
+
+
+def read_lines(path: str) -> list[list[str]]:
+    """The overrides in each line of a file that has any. Raises `OSError`, `Malformed`, and `ValueError` that names
+    the line, and not what stands in it: the file may be another one than was meant."""
+    lines = []
+    for number, line in enumerate(read_bytes(path).decode().splitlines(), 1):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+        if any("=" not in word and not word.startswith("~") for word in words):
+            raise ValueError(f"line {number} has a word that is not SETTING=VALUE, GROUP=OPTION or +config=RECIPE")
+        if words:
+            lines.append(words)
+    return lines
 
 
 def record_of(run_dir: Path, job: str) -> Path:
@@ -267,21 +280,34 @@ def read_status(path: Path, before: int) -> dict[str, str]:
         found = read_json(path, {"status": str}, "it is left out") if read_change(path) != before else {}
     except (OSError, ConfigError):
         return {}
-    return {name: str(found[name]) for name in ("status", "reason") if name in found}
+    return {name: printable(str(found[name])) for name in ("status", "reason") if name in found}
+
+
+def take_stdout() -> BinaryIO:
+    """The standard output of this process, for what the script evaluates. Whatever else prints from now on, such as a
+    module that `imports` names or a program that it starts, prints to the standard error instead."""
+    sys.stdout.flush()
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return answers
 
 
 def main(arguments: list[str]) -> int:
+    answers = take_stdout()
     try:
         if arguments[0] == "begin":
             processes = whole("TRAINER_PROCESSES", arguments[2])
             os.environ["LOCAL_WORLD_SIZE"] = str(processes)  # what the plan's check takes for the size of a node
-            print(shell(begin(int(arguments[1]), processes, arguments[3:], dict(os.environ))))
+            answer = shell(begin(int(arguments[1]), processes, arguments[3:], dict(os.environ)))
         else:
             folder, code, told, state = arguments[1:]
-            print(end(Path(folder), os.environ["SLURM_JOB_ID"], int(code), told == "1", state, retries(os.environ)))
+            job = os.environ["SLURM_JOB_ID"]
+            answer = end(Path(folder), job, int(code), told == "1", state, retries(os.environ))
     except ConfigError as error:
         print("\n  - ".join(["configuration error:", *error.problems]), file=sys.stderr)
         return REFUSED
+    with answers:
+        answers.write(os.fsencode(f"{answer}\n"))
     return 0
 
 

@@ -78,6 +78,11 @@ class RopeSpec:
         return found
 
 
+DEEPEST = 1_000
+"""Layers of a model: published ones have some hundred. Each is looked at by itself, and to split them over stages takes
+a time that grows with their square."""
+
+
 @dataclass
 class AttentionSpec:
     """Causal self-attention with grouped key-value heads."""
@@ -205,6 +210,8 @@ class ModelSpec:
             for name in ("vocab_size", "width", "depth", "max_length")
             if getattr(self, name) < 1
         ]
+        if self.depth > DEEPEST:
+            problems.append(f"model.depth={self.depth} is beyond any model; legal: up to {DEEPEST}")
         if problems:
             return problems
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 import sys
 import typing
@@ -95,6 +96,13 @@ def usage(schema: type[DataclassInstance], program: str, words: Sequence[str] = 
     return "\n".join(lines)
 
 
+def escape_unprintable() -> None:
+    """Makes the standard output write what its encoding lacks as escapes, as the standard error does, where it would
+    raise: what commands print may come from anybody's files."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def run_command(
     schema: type[Options],
     action: Callable[[Options], Any],
@@ -103,6 +111,7 @@ def run_command(
     words: Sequence[str] = (),
 ) -> int:
     """Parses and runs; the exit code is 0, or 2 after one message on stderr about what is wrong with the options."""
+    escape_unprintable()
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
         print(usage(schema, program, words))

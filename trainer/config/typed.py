@@ -191,6 +191,12 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
 
 
+def brief(value: Any) -> str:
+    """A value in a message, which may come from anybody's file: its beginning alone if it is long."""
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 class Invalid(Exception):
     """A value that its setting cannot take."""
 
@@ -217,7 +223,7 @@ def _convert(
     if origin in (dict, list):
         if not isinstance(value, origin):
             kind = "mapping, such as {name: ...}" if origin is dict else "list, such as [a, b]"
-            raise Invalid(f"{path}={value} must be a {kind}")
+            raise Invalid(f"{path}={brief(value)} must be a {kind}")
         if registry := metadata.get("registry"):
             return _registered(registry, value, path, problems, partial)
         item, partial = PARTIAL.get(path, arguments[-1]), path in PARTIAL
@@ -232,16 +238,16 @@ def _convert(
     whole = hint is int and isinstance(value, float) and value.is_integer()  # 20e9
     try:
         result = node().validate_and_convert(int(value) if whole else value)
-    except ValidationError:
+    except (ValidationError, OverflowError):  # the latter for whole numbers beyond floats
         result = None
     if result is None:
-        shown, wanted = "null" if value is None else value, f"one of {_list(choices)}" if choices else words
+        shown, wanted = "null" if value is None else brief(value), f"one of {_list(choices)}" if choices else words
         raise Invalid(f"{path}={shown} must be {wanted}")
     if choices is not None and result not in choices:
         close = difflib.get_close_matches(str(result), map(str, choices), 1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
         more = "; imports=[PACKAGE] registers more" if isinstance(choices, Registry) else ""
-        raise Invalid(f"{path}={result} is not one of {_list(choices)}{hint}{more}")
+        raise Invalid(f"{path}={brief(result)} is not one of {_list(choices)}{hint}{more}")
     return result
 
 
@@ -249,7 +255,7 @@ def _section(schema: type, values: Any, path: str, problems: Problems, partial: 
     hints, fields = types_of(schema), {field.name: field for field in dataclasses.fields(schema)}
     if not isinstance(values, dict):
         example = f"one setting is {path}.{next(iter(fields))}=VALUE" if fields else f"it has none: {path}={{}}"
-        raise Invalid(f"{path}={values} must be a mapping of its settings ({_list(fields)}); {example}")
+        raise Invalid(f"{path}={brief(values)} must be a mapping of its settings ({_list(fields)}); {example}")
     for name, value in values.items():
         if name not in fields:
             problems[join(path, name)] = unknown(path, str(name), list(fields), value)

@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 
 from trainer.config.fields import ConfigError
-from trainer.config.yaml_limits import BYTES, check_yaml
+from trainer.config.yaml_limits import BYTES, check_yaml, yaml_fault
 
 MAIN = "config"
 """The shipped file whose defaults list begins a composition."""
@@ -41,7 +41,8 @@ class UserFiles(FileConfigSource):
         except HydraException:
             raise
         except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
-            raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}; mend it") from None
+            fault = yaml_fault(error) if isinstance(error, yaml.YAMLError) else " ".join(str(error).split())
+            raise ConfigError(f"{path} cannot be read: {fault}; mend it") from None
 
 
 Plugins.instance().register(UserFiles)

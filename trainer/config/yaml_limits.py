@@ -42,3 +42,10 @@ def check_yaml(content: bytes) -> None:
         open_nodes[-1] = around, so_far + values
         if so_far + values > VALUES:
             raise ValueError(f"it stands for more than {VALUES} values")
+
+
+def yaml_fault(error: yaml.YAMLError) -> str:
+    """What is wrong with a text and where, without the lines of it that PyYAML quotes."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())[:200]
+    return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {str(error.problem)[:100]}"

@@ -23,7 +23,16 @@ from trainer.config import Config, ConfigError
 from trainer.data.chat import ChatTemplate, Conversations, read_template
 from trainer.data.documents import Source, held_out_threshold
 from trainer.data.progress import say
-from trainer.data.shards import SPLITS, TokeniseJob, read_manifest, tokenise, write_manifest
+from trainer.data.shards import (
+    SPLITS,
+    TokeniseJob,
+    is_due,
+    mark_verified,
+    read_manifest,
+    remove_damaged,
+    tokenise,
+    write_manifest,
+)
 from trainer.data.stream import StreamedSequences, hold_out
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
 from trainer.data.tokens import (
@@ -46,8 +55,8 @@ TRAINING_BYTES = 100 << 20
 """Text that a tokenizer is trained on, at most, over all sources."""
 
 
-Once = Callable[[Path, Callable[[], None]], None]
-"""Makes what is not there yet."""
+Once = Callable[..., None]
+"""Makes what is not there yet; `_once` for one configuration."""
 
 
 class Samples:
@@ -265,7 +274,7 @@ def _open(config: Config, source: Source, tokenizer: Tokenizer, fraction: float,
         job = TokeniseJob(source.documents, tokenizer, dtype, threshold, folder, chat=source.template is not None)
         tokenise(job, source.name, config.data.workers)
 
-    once(folder / "manifest.json", prepare)
+    once(folder / "manifest.json", prepare, verified=True)
     runs, content, tally = read_manifest(folder)
     if tally.damaged > config.data.max_damaged * max(tally.rows, tally.damaged):
         raise ConfigError(
@@ -300,7 +309,7 @@ def _open_stream(config: Config, source: Source, tokenizer: Tokenizer, fraction:
         finally:
             writer.discard()
 
-    once(folder / "manifest.json", prepare)
+    once(folder / "manifest.json", prepare, verified=True)
     notes = _cache(config) / "streams" / _key([*content, length])
     train = StreamedSequences(source.documents, tokenizer, threshold, length, notes)
     return Opened(train, _packed(config, source, tokenizer, read_manifest(folder)[0]["eval"]), content)
@@ -366,21 +375,31 @@ def _key(parts: list[Any]) -> str:
     return hashlib.blake2b(json.dumps([FORMAT, *parts]).encode(), digest_size=12).hexdigest()
 
 
-def _once(target: Path, make: Callable[[], None], config: Config, prepare: bool) -> None:
+def _once(target: Path, make: Callable[[], None], verified: bool = False, *, config: Config, prepare: bool) -> None:
     """Makes `target` in the first process that needs it; the others wait for that process's file lock. Raises
-    `NotPrepared` where it is not to be made."""
-    if target.exists():
+    `NotPrepared` where it is not to be made. verified: `target` is the manifest of token files, of which that process
+    compares the content, and makes anew what is damaged."""
+    if target.exists() and not (verified and prepare and is_due(target.parent)):
         return
     if not prepare:
         raise NotPrepared(f"{target} has not been made")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Others may share the folder: a link that one of them has put there is not followed, and nothing is cut off.
-        lock = os.open(target.with_suffix(".lock"), os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            lock = os.open(target.with_suffix(".lock"), os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError:
+            if not target.exists():
+                raise
+            lock = os.open(target, os.O_RDONLY)  # a cache that is somebody else's is read
         with open(lock) as held:
             fcntl.flock(held, fcntl.LOCK_EX)
+            if verified and target.exists() and is_due(target.parent):
+                remove_damaged(target.parent)
             if not target.exists():
                 make()
+            if verified:
+                mark_verified(target.parent)
     except OSError as error:
         raise ConfigError(
             f"data.cache={config.data.cache} cannot be written ({error}); name a folder with room and permission"

@@ -22,7 +22,7 @@ from trainer.data.progress import on_terminal
 from trainer.data.tables import JsonLines, ParquetRows
 from trainer.data.text import Damaged, Document, TextFiles
 from trainer.data.tokens import DataError
-from trainer.util.reading import brief
+from trainer.util.reading import brief, leads_out, on_one_line
 
 COUNTED = 10_000
 """Up to this many documents exactly the held-out share is held out; above, a threshold on hashes is close enough."""
@@ -239,6 +239,11 @@ def find_files(setting: str, source: CorpusConfig) -> list[str]:
                 and not os.path.basename(entry).startswith(".")
                 and os.path.isfile(entry)
             ]
+            if links := [entry for entry in paths if os.path.islink(entry) and leads_out(path, entry)]:
+                raise ConfigError(
+                    f"{named}: {on_one_line(links[0])} is a link out of the folder; put the file itself there, or name "
+                    f"the files by a glob ({os.path.join(path, '**')}), which follows links"
+                )
             hint = f"the folder holds no file{' that ends in ' + ', '.join(suffixes) if suffixes else ''}"
         else:
             found = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
@@ -262,14 +267,33 @@ def load_hub(setting: str, source: CorpusConfig, cache: Path, streaming: bool = 
     if not on_terminal():
         datasets.disable_progress_bars()
     try:
-        return datasets.load_dataset(
-            source.path, name=source.subset, split=source.split, streaming=streaming, cache_dir=str(cache / "datasets")
-        )
+        builder = datasets.load_dataset_builder(source.path, name=source.subset, cache_dir=str(cache / "datasets"))
+        check_data_files(source, builder)
+        if streaming:
+            return builder.as_streaming_dataset(split=source.split)
+        builder.download_and_prepare()
+        return builder.as_dataset(split=source.split)
     except Exception as error:  # datasets passes on whatever its readers and its network layer raise
         raise ConfigError(
             f"{setting}.path={source.path} cannot be opened: {brief(error.__cause__ or error)}; check path, "
             "subset and split, or the network"
         ) from error
+
+
+def check_data_files(source: CorpusConfig, builder: Any) -> None:
+    """Raises `ValueError` for a data set whose description (`data_files` in its README.md) names files elsewhere: on
+    this machine outside its folder, or in another data set, which only this user may be allowed to read."""
+    folder, repository = os.path.expanduser(source.path or ""), getattr(builder, "repo_id", None)
+    for file in (str(file) for files in (builder.config.data_files or {}).values() for file in files):
+        place = file.split("::")[-1]
+        if os.path.isdir(folder):
+            elsewhere = "://" in place or leads_out(folder, place)
+        else:
+            elsewhere = repository is not None and not place.startswith(f"hf://datasets/{repository}@")
+        if elsewhere:
+            raise ValueError(
+                f"its description names {on_one_line(file)}, which is not in it; remove that from its data_files"
+            )
 
 
 def check_column(setting: str, source: CorpusConfig, columns: list[str], features: Any) -> None:

@@ -10,12 +10,16 @@ threads of torch and `tokenizers`, and those of multiprocessing need a guard in 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
+import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import NoneType
@@ -26,12 +30,12 @@ import numpy as np
 from trainer.config import ConfigError
 from trainer.data.chat import FIRST, LEARNED
 from trainer.data.documents import Documents, digest
-from trainer.data.progress import progress
+from trainer.data.progress import progress, say
 from trainer.data.text import Document, Tally
 from trainer.data.tokenizer import Tokenizer
-from trainer.data.tokens import TOKEN_DTYPES, TokenRun, TokenWriter
+from trainer.data.tokens import TOKEN_DTYPES, TokenRun, TokenWriter, content_digest
 from trainer.util.files import write_atomic
-from trainer.util.reading import Malformed, Shape, brief, inside, mismatch, read_json
+from trainer.util.reading import Malformed, Shape, brief, inside, mismatch, on_one_line, read_json
 
 SPLITS = ("train", "eval")
 SHARD_BYTES = 8 << 20
@@ -42,6 +46,18 @@ BATCH = 1 << 20
 
 WRITTEN: Shape = {"file": str, "tokens": int, "digest": str, "marks": (str, NoneType)}
 """What is noted of each token file."""
+
+VERIFIED = "verified"
+"""An empty file in a folder of token files, as old as the last comparison of their content with its digests."""
+
+CONTENT = (".bin", ".marks", ".json")
+"""Files of a folder that such a comparison is of."""
+
+AGAIN = 3600.0
+"""Seconds for which a comparison holds: all processes of a start, and the trials of a sweep, wait for one."""
+
+MOST = 64 << 30
+"""Bytes that are compared at a start, at some 0.7 GB/s a core on up to eight cores."""
 
 TALLY: Shape = {"rows": (int, NoneType), "damaged": (int, NoneType), "first": (str, NoneType)}
 """What is noted of the rows that were read. Earlier versions did not, and left out none."""
@@ -130,6 +146,50 @@ def read_manifest(folder: Path) -> tuple[dict[str, list[TokenRun]], list[str], T
     return runs, [file["digest"] for split in SPLITS for file in files[split]], tally_of(manifest)
 
 
+def is_due(folder: Path) -> bool:
+    """Whether the content of a folder of token files is to be compared with its digests: within `AGAIN` nobody has, or
+    a file has changed since."""
+    try:
+        done = (folder / VERIFIED).stat()
+        times = [entry.stat().st_ctime_ns for entry in os.scandir(folder) if entry.name.endswith(CONTENT)]
+        newest = max(folder.stat().st_mtime_ns, *times)  # the folder's, because a file may be gone
+    except OSError:
+        return True
+    return newest > done.st_mtime_ns or not 0 <= time.time() - done.st_mtime <= AGAIN
+
+
+def mark_verified(folder: Path) -> None:
+    """Notes that the content of a folder is what its digests say. A folder of somebody else's is left as it is."""
+    with contextlib.suppress(OSError):
+        (folder / VERIFIED).touch()
+
+
+def remove_damaged(folder: Path) -> None:
+    """Compares token files with their digests, up to about `MOST` bytes of them, and of more some by chance. Removes
+    those that differ and the manifest, so that they are made anew, and says so. Raises `OSError`."""
+    try:
+        runs, digests, _ = read_manifest(folder)
+    except ConfigError as error:
+        say(f"{str(error).partition('; delete')[0]}; it is made anew")
+        return (folder / "manifest.json").unlink()
+    contents = {}
+    for run, noted in zip(itertools.chain(*runs.values()), digests):
+        contents |= dict(zip(filter(None, (run.path, run.marks)), noted.split()))
+    left, chosen = MOST, []
+    for path in random.SystemRandom().sample([*contents], len(contents)):
+        if left > 0:
+            chosen.append(path)
+            left -= os.path.getsize(path)
+    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:  # hashing releases the interpreter's lock
+        damaged = [path for path, found in zip(chosen, pool.map(content_digest, chosen)) if found != contents[path]]
+    for path in damaged:
+        os.unlink(path)
+    if damaged:
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        say(f"data.cache: {damaged[0]}{more}: not the tokens that were written there; made anew")
+        (folder / "manifest.json").unlink()
+
+
 def check_written(folder: Path, written: Any, dtype: str) -> TokenRun:
     """The token file in `folder` that is described as `WRITTEN`. Raises `Malformed` unless it is there, whole."""
     if wrong := mismatch(written, WRITTEN):
@@ -147,7 +207,7 @@ def _whole(folder: Path, name: str, size: int) -> str:
         path = inside(folder, name)
         whole = path.stat().st_size == size
     except (OSError, ValueError):
-        path, whole = folder / brief(name), False
+        path, whole = folder / on_one_line(name), False
     if not whole:
         raise Malformed(f"{path} is missing or damaged")
     return str(path)

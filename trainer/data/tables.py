@@ -23,7 +23,7 @@ from trainer.config.fields import nearest
 from trainer.data.chat import ChatTemplate
 from trainer.data.text import LINE, Damaged, Document, TextFiles, plain_text
 from trainer.util.files import replacing
-from trainer.util.reading import brief, parse_json, read_bytes
+from trainer.util.reading import brief, on_one_line, parse_json, read_bytes
 
 EXPANSION = 100
 """How many times its own size a file may become. Text shrinks to a third or a tenth, logs to a fiftieth; what is made
@@ -119,7 +119,7 @@ class JsonLines(TextFiles):
             if line.strip():
                 self.tally.rows += 1
                 try:
-                    row = parse_json(line.decode("utf-8" if place[1] else "utf-8-sig"))
+                    row = parse_json(line.decode("utf-8" if place[1] else "utf-8-sig"), exact=True)
                 except ValueError as error:
                     self.leave_out(self._error(place, f"is not JSON: {brief(error)}"))
                     continue
@@ -154,7 +154,7 @@ def as_lines(setting: str, path: str, folder: Path) -> str:
                 _decompress(path, kind, part, named)
         if not _is_array(lines):
             return lines
-        rows = parse_json(read_bytes(lines, ARRAY))
+        rows = parse_json(read_bytes(lines, ARRAY), exact=True)
         lines = str(folder / f"{key}.array.jsonl")
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(lines) as part, open(part, "w") as file:
@@ -301,8 +301,8 @@ class ParquetRows(Damaged):
             wanted, instead = (types.is_list, types.is_large_list), "a list of messages"
         if not any(fits(kind) for fits in (*wanted, types.is_null)):
             raise ConfigError(
-                f"{named} holds {brief(str(kind))} instead of {instead} in {path}; columns: "
-                f"{brief(', '.join(schema.names))}"
+                f"{named} holds {on_one_line(str(kind))} instead of {instead} in {path}; columns: "
+                f"{on_one_line(', '.join(schema.names))}"
             )
 
     def _error(self, path: str, problem: str) -> ConfigError:

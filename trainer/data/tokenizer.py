@@ -176,8 +176,8 @@ def _made(named: str, backend: Backend, end_id: int, original: Any = None) -> To
 def _from_folder(path: Path, named: str) -> Tokenizer:
     try:
         original = open_tokenizer(path)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{named} is not a transformers tokenizer folder: {brief(error)}") from error
+    except ConfigError as error:
+        raise ConfigError(f"data.tokenizer={error}") from error
     backend = getattr(original, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(

@@ -192,6 +192,12 @@ def file_digest(run: TokenRun) -> str:
     return seen.hexdigest()
 
 
+def content_digest(path: str) -> str:
+    """The digest that `TokenWriter` notes of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
 class TokenWriter:
     """Appends tokens to a file that appears under its name only when it is complete and on disk; with `marked`, a mark
     for each to a file of the same name that ends in .marks."""

@@ -10,17 +10,19 @@ from typing import Any, NamedTuple
 
 from trainer.config import Config, ConfigError, typed
 from trainer.config.hardware import HardwareConfig
+from trainer.config.model import DEEPEST
 from trainer.diagnosis.account import Account
 from trainer.diagnosis.ranks import Idle, idle_of
 from trainer.diagnosis.shortage import Shortage
 from trainer.diagnosis.typical import Typical, at_pace, pace, typical
 from trainer.planning.estimate.hardware import hardware_names, load_hardware
+from trainer.planning.plan import MOST_PROCESSES
 from trainer.planning.resolve import Layout, check, resolve
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.timeline import read_timeline
 from trainer.planning.schedules.validate import validate
 from trainer.util.memory_errors import lacks_memory, said
-from trainer.util.reading import brief, mismatch, parse_json, read_bytes, read_yaml
+from trainer.util.reading import brief, mismatch, on_one_line, parse_json, read_bytes, read_yaml
 from trainer.util.tables import duration
 
 SETTINGS, STARTS = "config.yaml", "starts.jsonl"
@@ -32,8 +34,8 @@ PLANNED = ("model", "batch", "parallel", "precision", "activation", "optimizer",
 """Sections whose settings a plan follows from. What is wrong in others (something registered that this command does not
 import) leaves it as it is."""
 
-DEEPEST, MOST_PROCESSES, MOST_SEQUENCES = 10_000, 1 << 16, 1 << 16
-"""Layers, processes and sequences of a step that a folder may speak of; nobody trains more, and it would take long."""
+MOST_SEQUENCES = 1 << 16
+"""Sequences of a step that a folder may speak of; nobody trains with more, and it would take long."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def gather(
     kind = load_hardware(hardware, (), config_dir) if hardware else _known(machine.device, config_dir)
     if kind is None:
         notes.append(
-            f"no file of configs/hardware is for {brief(machine.device)}, so nothing is compared with its peaks; "
+            f"no file of configs/hardware is for {on_one_line(machine.device)}, so nothing is compared with its peaks; "
             "name one with --hardware (hardware=NAME of report and watch)"
         )
     steps = [record for record in records if record.get("step_seconds") is not None]
@@ -197,7 +199,7 @@ def _settings(folder: Path, notes: list[str]) -> Config | None:
         return None
     wrong = [text for name, text in problems.items() if name.partition(".")[0] in PLANNED]
     if wrong or not isinstance(config, Config):
-        notes.append(f"the plan is not known: {path}: {brief(wrong[0])}")
+        notes.append(f"the plan is not known: {path}: {on_one_line(wrong[0])}")
         return None
     return config
 

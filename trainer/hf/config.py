@@ -9,13 +9,13 @@ from operator import attrgetter
 from typing import Any
 
 from trainer.config import ConfigError, typed
-from trainer.config.model import ModelSpec, RopeSpec
+from trainer.config.model import DEEPEST, ModelSpec, RopeSpec
 from trainer.config.typed import flat
 from trainer.hf.families import ACTIVATIONS, FAMILIES, Family
 from trainer.util.reading import brief
 
-DEEPEST, LARGEST = 10_000, 1 << 31
-"""Layers, and any other number, of a model: what is made of a larger one would fill the memory."""
+LARGEST = 1 << 31
+"""Any number of a model but its layers: what is made of a larger one would fill the memory."""
 
 ROPE_TYPES = {
     "default": "none",
@@ -74,10 +74,10 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     """
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
-        raise ConfigError(f"model_type={model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
+        raise ConfigError(f"model_type={shown(model_type)} is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     problems = [
-        f"{key}={config[key]!r} is not supported by model family {model_type}; supported: {value!r}"
+        f"{key}={shown(config[key])} is not supported by model family {model_type}; supported: {value!r}"
         for key, value in family.required.items()
         if config.get(key, value) != value
     ]
@@ -88,7 +88,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
             try:
                 assign(spec, path, decode(path, config.get(key)))
             except ValueError as error:
-                problems.append(f"{key}={config.get(key)!r} is not supported; supported: {error}")
+                problems.append(f"{key}={shown(config.get(key))} is not supported; supported: {error}")
     for path, value in family.fixed.items():
         assign(spec, path, value(spec) if callable(value) else value)
     spec.feed_forward.width = spec.feed_forward.width or 4 * spec.width  # GPT-2's n_inner: null
@@ -104,6 +104,11 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     if problems := problems or list(wrong.values()) or spec.check():
         raise ConfigError(problems)
     return spec
+
+
+def shown(value: Any) -> str:
+    """An option's value in a message."""
+    return repr(value) if len(repr(value)) <= 40 else brief(value)
 
 
 def check_sizes(raw: dict[str, Any]) -> None:

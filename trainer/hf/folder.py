@@ -19,9 +19,9 @@ from trainer.config.schema import ModelConfig
 from trainer.hf.agreement import check_export, check_import, usual_config
 from trainer.hf.config import check_sizes, config_from_spec, spec_from_config
 from trainer.hf.families import FAMILIES
-from trainer.hf.tokenizer import SUFFIXES, open_tokenizer
+from trainer.hf.tokenizer import SUFFIXES, TEMPLATES, named_files, open_tokenizer
 from trainer.hf.weights import write_weights
-from trainer.util.reading import brief, read_json
+from trainer.util.reading import brief, check_links, on_one_line, read_json
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -37,6 +37,8 @@ def spec_from_hf(folder: str | Path) -> ModelSpec:
             "of the hub: hf download NAME --local-dir DIR)"
         )
     try:
+        check_links(folder)
+        named_files(folder, path.name)
         raw = read_json(path, {"model_type": (str, NoneType)}, "write it anew with transformers' save_pretrained")
         check_sizes(raw)
         config = completed(folder, raw) if raw["model_type"] in FAMILIES else raw
@@ -65,7 +67,7 @@ def completed(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
         foreign = [key for key in raw if key not in usual_config(raw["model_type"])]
         raise ConfigError(
             f"transformers takes model_type={raw['model_type']!r} for {config['model_type']!r}, not supported, "
-            f"because of options that are not its own: {brief(', '.join(foreign))}; supported: leaving them out"
+            f"because of options that are not its own: {on_one_line(', '.join(foreign))}; supported: leaving them out"
         )
     return config
 
@@ -110,7 +112,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copies the files of a tokenizer, which may lie beside a model."""
     model = ("config.json", "generation_config.json", "model.safetensors.index.json")
     for path in source.iterdir():
-        if path.is_dir() and path.name == "additional_chat_templates":
+        if path.is_dir() and path.name == TEMPLATES:
             shutil.copytree(path, folder / path.name)
         elif path.suffix in SUFFIXES and path.name not in model:
             shutil.copy(path, folder)

@@ -1,10 +1,15 @@
-"""Tokenizer folders of transformers. No code that comes with a folder is run."""
+"""Tokenizer folders of transformers. No code that comes with a folder is run, and no file outside it is opened."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePath
 from typing import Any
+
+from trainer.config import ConfigError
+from trainer.util.reading import Malformed, brief, check_links, inside, on_one_line, read_json
 
 LIMIT = 256 << 20
 """Bytes of a file that belongs to a tokenizer; the largest that are published have some 40 MiB."""
@@ -12,22 +17,89 @@ LIMIT = 256 << 20
 SUFFIXES = (".json", ".txt", ".model", ".jinja")
 """Files of a folder that transformers reads to make a tokenizer."""
 
+TEMPLATES = "additional_chat_templates"
+"""The folder of chat templates beside the default one."""
+
+CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
+"""Files whose values transformers passes to the class of a tokenizer, or that name further files to read."""
+
+FILE = re.compile(r"(^|[_.])(vocab|merges|files?|paths?|dir|spm|model|codes|object|inputs)$|(files|inputs)\[\d+\]$")
+"""Keys under which classes of tokenizers take the name of a file. They open it wherever it leads, and a relative one
+from the current folder. A test compares the pattern with the installed classes."""
+
+NEVER_OPENED = re.compile(r"^(\w*tokens?|\w*_decoder|chat_template|_?name_or_path|special_tokens_map_file)\b")
+"""Keys whose texts are tokens, templates, or notes that transformers replaces by the folder that it opens."""
+
 
 def open_tokenizer(folder: Path) -> Any:
-    """The transformers tokenizer in `folder`. Raises `ValueError` for whatever keeps it from being opened."""
+    """The transformers tokenizer in `folder`. Raises `Malformed` for whatever keeps it from being opened, such as a
+    link or a value in one of its files that leads out of the folder."""
     from transformers import AutoTokenizer
 
-    for path in folder.iterdir():
-        if path.suffix in SUFFIXES and (not path.is_file() or os.path.getsize(path) > LIMIT):
-            raise ValueError(f"{path.name} is no file of at most {LIMIT} bytes")
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        check_files(folder)
+        named = {key: path for name in CONFIGS for key, path in named_files(folder, name).items()}
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **named)
     except BaseException as error:  # whatever the tokenizer's own class raises; a panic in Rust is no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
+        reason = str(error) if isinstance(error, ConfigError) else brief(error)
         if "trust_remote_code" in str(error):
-            raise ValueError(
+            reason = (
                 "it brings code of its own (auto_map), which is never run; save it as a tokenizer of transformers' "
                 "own classes"
-            ) from error
-        raise ValueError(str(error)) from error
+            )
+        raise Malformed(f"{folder} is not a transformers tokenizer folder: {reason}") from error
+
+
+def check_files(folder: Path) -> None:
+    """Raises `ConfigError` for links out of the folder, and for files of a tokenizer that are too large or no files."""
+    check_links(folder)
+    if (folder / TEMPLATES).is_dir():
+        check_links(folder / TEMPLATES)
+    for path in folder.iterdir():
+        if path.suffix in SUFFIXES and (not path.is_file() or os.path.getsize(path) > LIMIT):
+            raise ConfigError(f"{path.name} is no file of at most {LIMIT} bytes")
+
+
+def named_files(folder: Path, name: str) -> dict[str, str]:
+    """The files in `folder` that its file `name`, one of `CONFIGS`, names for the class of the tokenizer: key ->
+    absolute path. Raises `ConfigError` for a value that names a file elsewhere."""
+    if not (folder / name).is_file():
+        return {}
+    content = read_json(folder / name, dict, "write it anew with transformers' save_pretrained", LIMIT)
+    if name == "config.json":  # transformers opens nothing else that it names
+        content = {key: value for key, value in content.items() if key == "configuration_files"}
+    found = {}
+    for place, value in leaves(content):
+        if NEVER_OPENED.search(place):
+            continue
+        if FILE.search(place):
+            try:
+                path = inside(folder, value if isinstance(value, str) else "")
+            except ValueError:
+                path = folder
+            if not path.is_file():
+                raise ConfigError(
+                    f"{name} has {on_one_line(place)}={brief(value)}, which names no file in its folder; remove that "
+                    "key, transformers finds the files of a tokenizer by their usual names"
+                )
+            if place in content:
+                found[place] = str(path.absolute())
+        elif isinstance(value, str) and (PurePath(value).is_absolute() or ".." in PurePath(value).parts):
+            raise ConfigError(
+                f"{name} has {on_one_line(place)}={brief(value)}, which leads out of its folder; remove that key"
+            )
+    return found
+
+
+def leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """What a parsed file holds besides mappings, lists and nulls, each with its place: `a.b`, or `a[0]` in a list."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, f"{place}.{key}" if place else key)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{place}[{index}]")
+    elif value is not None:
+        yield place, value

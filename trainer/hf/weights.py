@@ -18,7 +18,7 @@ from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
 from trainer.hf.families import FAMILIES, Rule
 from trainer.planning.cost.parameters import ParameterInfo, declarations
-from trainer.util.reading import brief, inside, read_json
+from trainer.util.reading import brief, check_links, inside, on_one_line, read_json
 
 # Buffers that older versions of transformers saved among the weights.
 BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)$")
@@ -114,6 +114,10 @@ class HFWeights:
     def find_files(self) -> dict[str, str]:
         """Tensor name -> file name, from the index or from the single file."""
         index, single = self.folder / "model.safetensors.index.json", "model.safetensors"
+        try:
+            check_links(self.folder)
+        except (OSError, ConfigError) as error:
+            raise self.error(str(error)) from error
         if index.is_file():
             try:
                 return dict(read_json(index, {"weight_map": {str: str}}, SAVE)["weight_map"])
@@ -133,7 +137,7 @@ class HFWeights:
                     raise ValueError("it is missing")
                 self.handles[file] = safe_open(path, "pt")
             except (SafetensorError, OSError, ValueError) as error:
-                raise self.error(f"{brief(file)} cannot be read: {brief(error)}") from error
+                raise self.error(f"{on_one_line(file)} cannot be read: {brief(error)}") from error
         return self.handles[file]
 
     def stored_name(self, name: str) -> str:

@@ -81,7 +81,7 @@ class LogFile(PlainConsole):
 
     def __init__(self, folder: Path, total: int):
         super().__init__(total)
-        self.file = open(folder / LOG, "a", buffering=1, encoding="utf-8")
+        self.file = open(folder / LOG, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
 
     def event(self, text: str) -> None:
         self.file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")

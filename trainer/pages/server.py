@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from trainer.config import ConfigError
@@ -26,6 +28,11 @@ class PageServer(ThreadingHTTPServer):
         self.shown = shown
         self.version, self.seconds, self.lock = 0, seconds, threading.Lock()
         super().__init__((HOST, port), Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of a connection that its client has dropped, and of all else what Python says."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:
@@ -56,9 +63,14 @@ class Handler(BaseHTTPRequestHandler):
 
     server: PageServer
     server_version, sys_version = "trainer", ""
+    timeout = 60
+    """Seconds after which a connection on which nothing comes is closed."""
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
+        try:
+            asked = urlsplit(self.path)
+        except ValueError:
+            return self._answer(HTTPStatus.BAD_REQUEST, "text/plain", "that is no address\n")
         if self.headers.get("Host", "").rpartition(":")[0] not in NAMES and self.headers.get("Host") not in NAMES:
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", "this page is for this machine, by the name localhost\n")
         elif asked.path == "/":
@@ -73,7 +85,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
-        content = text.encode()
+        content = text.encode(errors="backslashreplace")
         self.send_response(status)
         for name, value in {
             "Content-Type": f"{kind}; charset=utf-8",

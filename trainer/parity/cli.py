@@ -14,6 +14,7 @@ import torch
 
 from trainer.config import BatchConfig, Config, ConfigError, PrecisionConfig
 from trainer.config.model import ModelSpec
+from trainer.config.options import escape_unprintable
 from trainer.data.batches import Batch, Loader
 from trainer.data.corpus import Samples, open_corpus
 from trainer.data.progress import say
@@ -208,6 +209,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str] | No
 
 def main(arguments: Sequence[str]) -> int:
     """The command line. Returns the exit code."""
+    escape_unprintable()
     if {"-h", "--help"} & set(arguments):
         print(USAGE)
         return 0

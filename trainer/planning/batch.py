@@ -19,6 +19,11 @@ PIPELINE_FILL = 4
 """Micro-batches for each pipeline rank that a micro-batch size is chosen for: 1F1B's bubble is then below a fifth."""
 
 
+MOST_MICRO_BATCHES = 1 << 16
+"""Micro-batches of a step, times the ranks of the pipeline: a schedule lists each of them, and an estimate replays
+it."""
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """A resolved batch; sizes in sequences, `sequence_length` in tokens."""
@@ -62,7 +67,7 @@ def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1, pp: int = 1, cp: int
     if size is None:
         micro = micro or max(1, MICRO_TOKENS // length)
         accumulation = accumulation or fill
-        return BatchPlan(length, micro * accumulation * dp, micro, accumulation)
+        return _within_limits(BatchPlan(length, micro * accumulation * dp, micro, accumulation), pp)
 
     named, scale = ("global_tokens", length) if batch.global_tokens else ("global_size", 1)
     given = [(name, value) for name, value in (("micro_size", micro), ("accumulation", accumulation)) if value]
@@ -86,7 +91,19 @@ def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1, pp: int = 1, cp: int
             fit for fit in divisors(size // dp) if fit == 1 or fit * length <= MICRO_TOKENS and fit * dp * fill <= size
         ]
         micro = size // (dp * accumulation) if accumulation else max(fitting)
-    return BatchPlan(length, size, micro, size // (micro * dp))
+    return _within_limits(BatchPlan(length, size, micro, size // (micro * dp)), pp)
+
+
+def _within_limits(plan: BatchPlan, pp: int) -> BatchPlan:
+    """The plan. Raises `ConfigError` where its schedule, with an entry for each micro-batch on each of the `pp` ranks,
+    is too long."""
+    if plan.accumulation * pp > MOST_MICRO_BATCHES:
+        pipeline = f" on each of parallel.pp={pp} ranks" if pp > 1 else ""
+        raise ConfigError(
+            f"batch.accumulation={plan.accumulation}: so many micro-batches of a step{pipeline} are more than a "
+            f"schedule is made for; legal: up to {MOST_MICRO_BATCHES // pp}, with a larger batch.micro_size"
+        )
+    return plan
 
 
 def _global_size(batch: BatchConfig) -> int | None:

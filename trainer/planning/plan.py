@@ -18,6 +18,10 @@ from trainer.config.typed import out_of_range
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.deepspeed import check_parallel
 
+MOST_PROCESSES = 1 << 16
+"""Processes of a run. Whoever asks for more has probably typed a digit too many, and tables of all ranks would fill the
+memory."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -91,6 +95,9 @@ def check_plan(
     spec: the model, where it is known; node: processes on this machine, all of them if None.
     """
     problems = out_of_range(parallel, "parallel")
+    if world > MOST_PROCESSES:
+        problems.append(f"{world} processes are more than any plan is made for; legal: up to {MOST_PROCESSES}")
+        return problems
     if parallel.dp != -1 and parallel.dp < 1:
         problems.append(f"parallel.dp={parallel.dp} must be positive, or -1 for the processes that are left")
     if min(parallel.tp, parallel.pp, parallel.cp, abs(parallel.dp)) < 1 or parallel.dp < -1:
@@ -217,7 +224,7 @@ def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, 
         ]
         problems += [
             f"parallel.tp={tp} leaves ranks without a part of {name}={size}; legal: up to "
-            f"{max(n for n in range(1, tp) if fills(size, n))}"
+            f"{max(n for n in range(1, min(tp, world + 1)) if fills(size, n))}"
             for name, size in sizes.items()
             if not fills(size, tp)
         ]

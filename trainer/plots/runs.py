@@ -23,7 +23,7 @@ from trainer.config import ConfigError
 from trainer.observe import metrics
 from trainer.planning.schedules.timeline import read_timeline
 from trainer.plots.files import save, trace
-from trainer.plots.schedule import draw_schedule
+from trainer.plots.schedule import draw_schedule, plain
 from trainer.util.run_folder import labels, of_sweeps
 from trainer.util.tables import count
 
@@ -123,7 +123,7 @@ def draw_metrics(runs: dict[str, Sequence[dict[str, Any]]], x: str = "step", win
         columns = max(1, min(len(runs), 100 // (max(map(len, runs)) + 6)))
         figure.legend(
             [Line2D([], [], **_look(index)) for index in range(len(runs))],
-            list(runs),
+            list(map(plain, runs)),
             loc="outside lower center",
             ncols=columns,
         )
@@ -150,7 +150,7 @@ def _draw_by_name(
                 axes.plot(*points, **look, **HELD_OUT)
     _describe(axes, BY_NAME[kind], "nats per token")
     colours = [Line2D([], [], color=COLOURS[number % len(COLOURS)]) for number in range(len(names))]
-    axes.legend(colours, names, loc="upper right")
+    axes.legend(colours, list(map(plain, names)), loc="upper right")
 
 
 def _look(index: int) -> dict[str, str]:

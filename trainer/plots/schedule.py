@@ -19,6 +19,7 @@ from trainer.planning.schedules.ir import Action
 from trainer.planning.schedules.simulate import Span
 from trainer.planning.schedules.timeline import Timeline, idle, measure
 from trainer.util.files import write_atomic
+from trainer.util.reading import printable
 from trainer.util.tables import duration, percent
 
 
@@ -59,6 +60,11 @@ BAR = 0.84  # height of a bar, of its row
 DIGIT = 0.64  # width of a digit, of the size of its font
 SMALLEST_NUMBER = 4.5  # points
 MARGINS = 1.3  # inches of the width that the time axis leaves to both sides
+
+
+def plain(text: str) -> str:
+    """A foreign text as matplotlib shows it literally: dollar signs would begin mathematics."""
+    return printable(text).replace("$", r"\$")
 
 
 def draw_schedule(
@@ -107,7 +113,7 @@ def draw_schedule(
             axes.tick_params(bottom=False)
             axes.spines["bottom"].set_visible(False)
         if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+            figure.suptitle(plain(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
         _legend(figure, shown)
     return figure
 
@@ -216,7 +222,7 @@ def _colour(kind: str, chunk: int, chunks: int) -> tuple[float, ...]:
 
 
 def _describe(axes: Axes, name: str, makespan: float, bubble: float, bubbles: Sequence[float], seconds: bool) -> None:
-    axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
+    axes.set_title(plain(name), loc="left", fontsize=10, fontweight="bold")
     length = duration(makespan) if seconds else f"{makespan:.4g}"
     axes.set_title(f"makespan {length}, bubble {percent(bubble)}", loc="right", fontsize=9, color="#444444")
     axes.set_yticks(range(len(bubbles)), [f"rank {rank}" for rank in range(len(bubbles))])

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from trainer.plots.files import save
 from trainer.plots.runs import COLOURS, DASHES, STYLE
+from trainer.plots.schedule import plain
 
 LOG = 8.0
 """How many times its smallest a setting's largest value is where its axis is logarithmic."""
@@ -55,7 +56,7 @@ def draw_setting(axes: Axes, trials: Sequence[Trial], name: str, measure: str, s
     numbers = len(places) == len(texts)
     if not numbers:
         places = {text: float(place) for place, text in enumerate(texts)}
-        axes.set_xticks(range(len(texts)), texts)
+        axes.set_xticks(range(len(texts)), list(map(plain, texts)))
     elif min(places.values()) > 0 and max(places.values()) >= LOG * min(places.values()):
         axes.set_xscale("log")
     elif len(texts) <= TICKS:
@@ -73,14 +74,14 @@ def draw_setting(axes: Axes, trials: Sequence[Trial], name: str, measure: str, s
             marker="o",
             linestyle=DASHES[number // len(COLOURS) % len(DASHES)] if numbers else "none",
             color=COLOURS[number % len(COLOURS)],
-            label=label,
+            label=plain(label),
         )
     if missing := sorted({place for points in lines.values() for place, value in points if value is None}):
         low = axes.get_xaxis_transform()
         axes.plot(missing, [0.02] * len(missing), "x", color="#888888", transform=low, label="a trial without a result")
     if measure == "tokens_per_second":
         axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # from zero, and no mark is cut
-    axes.set(xlabel=name, ylabel=MEASURES[measure])
+    axes.set(xlabel=plain(name), ylabel=MEASURES[measure])
     if 1 < len(lines) + bool(missing) <= LEGEND:
         axes.legend(fontsize=7)
 

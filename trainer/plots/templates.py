@@ -24,6 +24,8 @@ SETTINGS = {
     "batch.accumulation": "--microbatches",
 }
 """Settings of a run -> the options of this command line that stand for them."""
+MOST = 1 << 13
+"""Forwards of a schedule that is drawn: a picture shows some hundred, and drawing a bar takes about a millisecond."""
 SCHEDULE_OPTIONS = ("ranks", "microbatches", "chunks", "costs")
 
 
@@ -36,6 +38,11 @@ def schedule_of(
         if ranks is None or microbatches is None:
             raise ConfigError(
                 f"--schedule {given} needs --ranks and --microbatches, for instance --ranks 4 --microbatches 8"
+            )
+        if ranks * microbatches * (chunks or 1) > MOST:
+            raise ConfigError(
+                f"--ranks {ranks} x --microbatches {microbatches}{f' x --chunks {chunks}' if chunks else ''} are more "
+                f"than a picture can show; legal: up to {MOST} in all"
             )
         try:
             if given == "greedy":

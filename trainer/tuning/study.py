@@ -18,7 +18,7 @@ from trainer.sweep.results import Results, TrialResult
 from trainer.tuning.engines import Option, Outcome, fastest
 from trainer.tuning.space import Plan
 from trainer.util.files import write_atomic
-from trainer.util.reading import brief, read_json
+from trainer.util.reading import brief, on_one_line, read_json
 from trainer.util.run_folder import BEST, TRIALS
 
 ENDED = ("done", "out_of_memory", "failed", "timeout")
@@ -67,7 +67,7 @@ class Study:
         except RecursionError:
             raise ConfigError(f"{path} is nested too deeply; {way_out}") from None
         if changed := [
-            f"{brief(name)}={brief(after.get(name))}, then {brief(before.get(name))}"
+            f"{on_one_line(name)}={brief(after.get(name))}, then {brief(before.get(name))}"
             for name in {**after, **before}
             if before.get(name) != after.get(name)
         ]:

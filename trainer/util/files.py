@@ -69,7 +69,7 @@ def write_atomic(path: str | os.PathLike, content: str | bytes, sync: bool = Fal
     """
     with replacing(path) as part:
         with open(part, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
             if sync:
                 file.flush()
                 os.fsync(file.fileno())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
@@ -15,7 +16,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from trainer.config import ConfigError
-from trainer.config.yaml_limits import BYTES, LOADER, check_yaml
+from trainer.config.yaml_limits import BYTES, LOADER, check_yaml, yaml_fault
 
 LIMIT = 64 << 20
 """Bytes of a file that is read whole, unless its kind has a limit of its own: far above what the project writes in one
@@ -46,12 +47,28 @@ def read_bytes(path: str | os.PathLike, limit: int = LIMIT, start: int = 0) -> b
     return content
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises `ValueError` for whatever is wrong with it, too deep a nesting included."""
+SURROGATES = re.compile("[\ud800-\udfff]")
+"""Halves of characters, which JSON and YAML can spell out alone, and no file or terminal can hold."""
+
+
+def parse_json(text: str | bytes, exact: bool = False) -> Any:
+    """The value of a JSON text, in which U+FFFD stands for each half of a character unless it has to be `exact`. Raises
+    `ValueError` for whatever is wrong with it, too deep a nesting included."""
     try:
-        return json.loads(text)
+        value = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+        escaped = b"\\u" in text if isinstance(text, bytes) else "\\u" in text or not text.isascii()
+        return whole_characters(value) if escaped and not exact else value
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def whole_characters(value: Any) -> Any:
+    """A parsed value, in whose texts U+FFFD stands for each half of a character."""
+    if isinstance(value, str):
+        return SURROGATES.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {whole_characters(key): whole_characters(item) for key, item in value.items()}
+    return [whole_characters(item) for item in value] if isinstance(value, list) else value
 
 
 def read_yaml(path: str | os.PathLike) -> Any:
@@ -59,7 +76,7 @@ def read_yaml(path: str | os.PathLike) -> Any:
     content = read_bytes(path, BYTES)
     try:
         check_yaml(content)
-        return yaml.load(content, LOADER)
+        return whole_characters(yaml.load(content, LOADER))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise Malformed(f"{path} is not YAML: {brief(error)}; write it anew") from None
 
@@ -99,11 +116,37 @@ def _wrong(value: Any, wanted: str, place: str) -> str:
     return f"{place or 'it'} is {brief(value)} instead of {wanted}"
 
 
+WORD = re.compile(r"[\w.+*/@<>=-]{1,40}")
+"""What a message may quote of a file that somebody else wrote: one short word. The file may be another one than was
+meant, such as one with passwords, and messages end in logs."""
+
+QUOTE = re.compile(r"""(['"`])(.*?)\1""", re.DOTALL)
+
+
 def brief(value: object) -> str:
-    """A foreign value in a message: on one line, short, and without control characters."""
+    """A foreign value in a message: a short word or number as it is, all else by its kind and length. Of an error, its
+    message on one line, in which what it quotes is shown so."""
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"
-    text = " ".join(printable(str(value)[:1000] if isinstance(value, (str, BaseException)) else repr(value)).split())
+    if isinstance(value, str):
+        return value if WORD.fullmatch(value) else f"a text of {len(value)} characters"
+    if isinstance(value, yaml.YAMLError):
+        return yaml_fault(value)
+    if isinstance(value, BaseException):
+        text = str(value)[:2000]
+        if not isinstance(value, ConfigError):  # whose texts keep the rule
+            text = QUOTE.sub(
+                lambda quote: f"{quote[1]}{quote[2]}{quote[1]}" if WORD.fullmatch(quote[2]) else "...", text
+            )
+        return on_one_line(text)
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def on_one_line(text: str) -> str:
+    """Names that stand in a file, such as those of files and columns: on one line, short, without control
+    characters."""
+    text = " ".join(printable(text[:1000]).split())
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
@@ -113,8 +156,33 @@ def printable(text: str) -> str:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a file that a list in `folder` names. Raises `ValueError` for a name that leads elsewhere."""
+    """The path of a file that a list in `folder` names. Raises `ValueError` for a name that leads elsewhere, be it by
+    a symbolic link."""
     path = PurePath(name)
     if not name or "\0" in name or path.is_absolute() or ".." in path.parts or not path.parts:
         raise ValueError(f"{ascii(name[:200])} is no name of a file in its folder")
+    if leads_out(folder, folder / path):
+        raise ValueError(f"{ascii(name[:200])} is a link out of its folder")
     return folder / path
+
+
+def leads_out(folder: str | os.PathLike, path: str | os.PathLike) -> bool:
+    """Whether a path in a folder ends outside of it, because symbolic links are followed.
+
+    The cache of the hub is laid out with such links: what lies in `models--NAME/snapshots/REVISION` may end in `blobs`
+    of the same `models--NAME`."""
+    home, end = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    for parent in home.parents:
+        if parent.name == "snapshots" and parent.parent.name.startswith(("models--", "datasets--")):
+            return not (end.is_relative_to(home) or end.is_relative_to(parent.parent / "blobs"))
+    return not end.is_relative_to(home)
+
+
+def check_links(folder: Path) -> None:
+    """Raises `Malformed` for a symbolic link in a stranger's folder that leads out of it: what it leads to belongs to
+    the user, and would be copied into runs and exports. Raises `OSError` where the folder cannot be listed."""
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and leads_out(folder, path):
+            raise Malformed(
+                f"{printable(str(path))} is a link out of its folder; remove it, or put the file itself there"
+            )

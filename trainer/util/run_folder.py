@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.util.reading import printable
+
 METRICS_FILE, REPLACED, STATUS, LOG = "metrics.jsonl", "metrics-replaced.jsonl", "status.json", "console.log"
 STARTS, SETTINGS, EARLIER = "starts.jsonl", "config.yaml", "earlier"
 DIAGNOSIS, REPORT, SHORTAGE = "diagnosis.json", "report.html", "out_of_memory.json"
@@ -18,7 +20,8 @@ TRIALS, SEARCH, BEST = "trials.jsonl", "search.json", "config/best.yaml"
 
 def labels(folders: Sequence[Path]) -> list[str]:
     """A short name for each run: the fewest trailing parts of the paths that make all names different."""
-    parts = [(folder.parent if folder.is_file() else folder).resolve().parts for folder in folders]
+    paths = [(folder.parent if folder.is_file() else folder).resolve() for folder in folders]
+    parts = [tuple(map(printable, path.parts)) for path in paths]
     for length in range(1, max(map(len, parts))):
         names = ["/".join(path[-length:]) for path in parts]
         if len(set(names)) == len(set(parts)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from trainer.config.compose import CONFIGS
 from trainer.config.fields import nearest
 from trainer.config.hardware import HardwareConfig, build_hardware
 from trainer.util.reading import brief, read_yaml
+
+SHOWN = 20
+"""The most problems of a file that a message names."""
 
 
 def load_hardware(
@@ -37,11 +40,17 @@ def load_hardware(
         values = read_yaml(path)
         if not isinstance(values, dict):
             raise ConfigError(f"hardware={name}: {path} holds {brief(values)} instead of settings; mend it")
+        if values and not values.keys() & {field.name for field in fields(HardwareConfig)}:
+            raise ConfigError(f"hardware={name}: {path} holds no settings of hardware; name a file of it")
         merged = OmegaConf.to_container(OmegaConf.merge(values, OmegaConf.from_dotlist(list(changes))))
     except (OSError, OmegaConfBaseException) as error:
         raise ConfigError(f"hardware={name}: cannot read {path} ({brief(error)}); mend it") from None
     assert isinstance(merged, dict)
-    return build_hardware({str(key): value for key, value in merged.items()})
+    try:
+        return build_hardware({str(key): value for key, value in merged.items()})
+    except ConfigError as error:
+        named = f"hardware={name}: " if path == places[-1] else ""
+        raise ConfigError([named + problem for problem in error.problems[:SHOWN]]) from None
 
 
 def hardware_folders(config_dir: str | os.PathLike | None = None) -> list[Path]:

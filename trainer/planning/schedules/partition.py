@@ -31,6 +31,8 @@ def partition(layers: LayerCosts, stages: int, placement: Sequence[int] | None =
             f"parallel.pp x parallel.pipeline.chunks={stages} stages, but model.depth={depth} has a layer for each of "
             f"at most {depth}; lower parallel.pp or parallel.pipeline.chunks"
         )
+    if stages == 1:
+        return even(depth, stages)
     cost = StageSums(layers.total, stages)
     enough = max(cost(stage, part.start, part.stop) for stage, part in enumerate(even(depth, stages)))
     largest, _ = solve(depth, stages, cost, max, enough)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Literal
 
 from trainer.config import ConfigError
@@ -167,7 +167,7 @@ def _interleave(
     # The largest groups come first: a rank can start the backwards of a group only if its warm-up reaches the last
     # chunk.
     sizes = [microbatches // count + (n < microbatches % count) for n in range(count)]
-    groups = [range(sum(sizes[:n]), sum(sizes[: n + 1])) for n in range(count)]
+    groups = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes))]
     warmup = warmup or (1 if chunks == 1 else 2)
     lines = []
     for rank in range(ranks):
