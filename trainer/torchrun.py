@@ -51,7 +51,7 @@ def main(arguments: list[str], brief: bool = False) -> int:
     interrupts = (
         {signal.SIGINT} if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else set()
     )  # ignored in the background
-    for number in heeded(launched=False) | interrupts:
+    for number in heeded() | interrupts:
         signal.signal(number, hand_on)
     try:
         run.main(["--signals-to-handle", TORCHS.name, *arguments])

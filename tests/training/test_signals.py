@@ -290,12 +290,23 @@ def test_a_signal_at_any_moment_ends_a_run_with_a_truthful_status(place, command
     assert late <= {(75, "stopped"), (0, "done")} and late, (SEED, seen)
 
 
-def test_a_closed_terminal_stops_a_run_in_order(place):
-    """The terminal sends SIGHUP to our launcher, and whatever is written to it fails."""
+def test_ctrl_c_that_also_ends_what_reads_the_output_stops_a_run_in_order(place):
+    """As in `trainer train ... 2>&1 | tee log`."""
+    reading, writing = os.pipe()
+    launch = Launch(folder_of(place), ONE, stdout=writing, stderr=writing)
+    os.close(writing)
+    launch.steps(3)
+    os.close(reading)
+    assert outcome(launch, signal.SIGINT) == (75, "stopped", True)
+
+
+@pytest.mark.parametrize("command", [ONE, OURS], ids=["one", "ours"])
+def test_a_closed_terminal_stops_a_run_in_order(place, command):
+    """The terminal sends SIGHUP to the process that it started, and whatever is written to it fails."""
     inside, outside = pty.openpty()[::-1]
     launch = Launch(
         folder_of(place),
-        OURS,
+        command,
         "logging.console=rich",
         python=sys.executable,
         stdin=inside,

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.util.processes import LAUNCH, Process, find_launcher
+from trainer.util.processes import Process, find_launcher
 
 NOT_ENDING = {
     getattr(signal, f"SIG{name}") for name in ("CHLD", "CONT", "URG", "WINCH", "STOP", "TSTP", "TTIN", "TTOU")
@@ -48,18 +48,14 @@ def name_of(number: int) -> str:
         return f"SIGRTMIN+{number - signal.SIGRTMIN}"
 
 
-def heeded(launched: bool) -> set[int]:
+def heeded() -> set[int]:
     """The signals that this process is to handle, SIGINT aside: what it ignores stays ignored, and what a library
-    handles stays with the library.
-
-    launched: by torchrun, in a session of its own. No terminal sends it a SIGHUP, which nohup has it ignore; only
-    torchrun does, and kills 30 seconds later what ignores it."""
-    always = ALWAYS | ({signal.SIGHUP} if launched else set())
+    handles stays with the library."""
     lines = Path("/proc/self/status").read_text().splitlines()
     masks = dict(line.split(":\t") for line in lines if line.startswith("Sig"))
     taken = int(masks["SigIgn"], 16) | int(masks["SigCgt"], 16)
     free: set[int] = {number for number in STOPPING | AT_ONCE if not taken >> (number - 1) & 1}
-    return (free | always) - {signal.SIGINT}
+    return (free | ALWAYS) - {signal.SIGINT}
 
 
 def die_of(number: int) -> None:
@@ -98,7 +94,7 @@ class Signals:
         if self.own:
             os.set_blocking(self.writing, False)
             signal.set_wakeup_fd(self.writing, warn_on_full_buffer=False)
-        for number in heeded(launched=LAUNCH in os.environ):
+        for number in heeded():
             handler = (lambda *_: None) if self.own else (lambda number, _: self._take(number))
             self.before[number] = signal.signal(number, handler)
 
