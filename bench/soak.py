@@ -69,7 +69,8 @@ FAULTS = {"kill rank": 4, "kill launcher": 2, "kill all": 2, "SIGTERM": 2, "SIGH
 MOMENTS = {"start": 3, "training": 4, "save": 2}
 """How often each is drawn."""
 LIMIT = 60.0
-"""Seconds within which a run has to take a step after a fault, and its processes have to be gone after their end."""
+"""Seconds without output in which a run has to take a step after a fault, and its processes have to be gone after their
+end."""
 
 
 @dataclass
@@ -166,7 +167,8 @@ class Soak:
         self.draw, self.kills, self.wrong = random.Random(seed), list[Kill](), list[str]()
         self.runs, self.undisturbed = 0, dict[str, list[float]]()
         self.present: Path | None = None
-        self.starting, self.before, self.killed_at = 5.0, 0, 0.0  # seconds of a start; starts, time at the newest fault
+        self.starting = 5.0  # seconds
+        self.killed_at, self.before = 0.0, ""  # time of the newest fault, and the start that it met
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -189,13 +191,15 @@ class Soak:
                 start_new_session=True,
             )
 
-    def wait(
-        self, condition: Callable[[], object], launch: subprocess.Popen | None = None, limit: float = LIMIT
-    ) -> bool:
-        """Whether the condition came before the limit, and before the launcher ended."""
-        end = time.monotonic() + limit
+    def wait(self, condition: Callable[[], object], launch: subprocess.Popen | None = None) -> bool:
+        """Whether the condition came before the launcher ended, and before `LIMIT` seconds without output of the run,
+        at most five times as many: a busy machine is no failure."""
+        start = said = time.monotonic()
+        size = 0
         while not condition():
-            if time.monotonic() > end or launch is not None and launch.poll() is not None:
+            if self.present and (now := self.present.with_suffix(".log").stat().st_size) != size:
+                size, said = now, time.monotonic()
+            if time.monotonic() > min(said + LIMIT, start + 5 * LIMIT) or launch and launch.poll() is not None:
                 return bool(condition())
             time.sleep(0.005)
         return True
@@ -277,7 +281,7 @@ class Soak:
         steps = steps_of(folder)
         kill.step, self.killed_at = steps[-1]["step"] if steps else 0, time.time()
         self.kills.append(kill)
-        self.before = len(self.starts(folder))
+        self.before = self.newest_start(folder)
         if fault == "stop rank":
             for process in map(self.process_of, ranks):
                 send(process, signal.SIGSTOP)
@@ -304,22 +308,22 @@ class Soak:
 
     def follow(self, folder: Path, kill: Kill, launch: subprocess.Popen) -> None:
         """Waits for the next step of the start that follows a fault, and reports it."""
-        begun = kill.fault == "stop rank" or self.wait(lambda: len(self.starts(folder)) > self.before, launch)
+        old = "", self.before
+        begun = kill.fault == "stop rank" or self.wait(lambda: self.newest_start(folder) not in old, launch)
         since = time.time()
         if begun and self.wait(lambda: last_time(folder) > since, launch):
             kill.after = time.time() - self.killed_at
             if kill.fault != "stop rank":
-                kill.repeated = max(0, kill.step - self.starts(folder)[-1])
+                kill.repeated = max(0, kill.step - json.loads(self.newest_start(folder))["step"])
         elif status_of(folder)["status"] != "done":
             kill.wrong.append("no step after the fault")
         self.report(folder, kill)
 
-    def starts(self, folder: Path) -> list[int]:
-        """The steps after which the starts of a run began."""
-        try:
-            return [json.loads(line)["step"] for line in (folder / "starts.jsonl").read_text().splitlines()]
-        except (OSError, ValueError):
-            return []
+    def newest_start(self, folder: Path) -> str:
+        """The last whole line of starts.jsonl, which begins anew where a run has nothing to resume."""
+        with contextlib.suppress(OSError, IndexError):
+            return (folder / "starts.jsonl").read_text().split("\n")[-2]
+        return ""
 
     def report(self, folder: Path, kill: Kill) -> None:
         text = f"{len(self.kills):4d}  run {kill.run} {kill.plan:5} {kill.launcher:13} {kill.fault:13} "
@@ -353,7 +357,7 @@ class Soak:
         launch = self.start(folder, plan, kill.launcher, begin)
         if self.wait(lambda: (folder / "earlier").exists(), launch):
             time.sleep(self.draw.choice([0.0, 0.002, 0.02]))
-            self.killed_at, self.before = time.time(), 0
+            self.killed_at, self.before = time.time(), self.newest_start(folder)
             kill_all(folder)
             launch.wait()
             self.kills.append(kill)
