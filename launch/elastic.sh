@@ -22,4 +22,5 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1,SIGUSR2
 [ -n "$(trap -p HUP)" ] || signals=$signals,SIGHUP
 exec "$python" -m torch.distributed.run --nnodes "${NODES:-1}" --nproc-per-node "$processes" --max-restarts "${RESTARTS:-10}" \
-  --signals-to-handle "$signals" --rdzv-backend c10d --rdzv-endpoint "$endpoint" --rdzv-id "${RUN_ID:-trainer}" --rdzv-conf "last_call_timeout=${WAIT:-60}" -m trainer "$@"
+  --signals-to-handle "$signals" --rdzv-backend c10d \
+  --rdzv-endpoint "$endpoint" --rdzv-id "${RUN_ID:-trainer}" --rdzv-conf "last_call_timeout=${WAIT:-60}" -m trainer "$@"

@@ -157,9 +157,9 @@ class Stop:
 
         def leave(name: str) -> None:
             reason = f"{name} to rank {rank()}, which left at once; the newest checkpoint is the last that was saved"
-            os.write(2, f"\n{reason}\n".encode())
             if read_json(folder / STATUS, {"status": str}, "")["status"] == "running":
                 write_status(folder, "failed", done(), steps, reason)
+            os.write(2, f"\n{reason}\n".encode())
 
         def interrupt(*_: object) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -186,10 +186,10 @@ def stop_signals() -> Iterator[Stop]:
 
     The command line's own process has its signals handled already, and keeps the handlers to its end: they are not to
     change its exit code while it ends."""
-    if Signals.present is not None:
-        yield Stop(Signals.present)
-    elif threading.current_thread() is not threading.main_thread():  # a notebook's worker: signals are not ours
+    if threading.current_thread() is not threading.main_thread():  # a notebook's worker: signals are not ours
         yield Stop(None)
+    elif Signals.present is not None:
+        yield Stop(Signals.present)
     else:
         stop = Stop(None)
         stop.signals = Signals(stop.ask, leave=lambda _: None, own=False)
