@@ -259,6 +259,35 @@ def test_the_launcher_is_found_through_scripts_and_no_other_process_is_taken_for
         assert said[1] == "None" if elsewhere is None else f"pid={said[0]}," in said[1], (name, said)
 
 
+def test_a_run_of_a_script_takes_free_signals_only_and_gives_them_back(tmp_path):
+    """Handlers of the script stay, but for SIGTERM, and a process that is forked meanwhile dies as any."""
+    script = """
+import os, signal, threading, time
+from pathlib import Path
+from trainer.training.session import stop_signals
+mine, got = (lambda number, _: got.append(number)), []
+for number in (signal.SIGHUP, signal.SIGTERM):
+    signal.signal(number, mine)
+with stop_signals() as stop:
+    stop.defer(Path("."), lambda: 0, 5)
+    signal.raise_signal(signal.SIGHUP)
+    assert got == [signal.SIGHUP] and not stop.asked_by
+    if (child := os.fork()) == 0:
+        time.sleep(60)
+    os.kill(child, signal.SIGUSR2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGUSR2 and not stop.asked_by
+    signal.raise_signal(signal.SIGTERM)
+    assert got == [signal.SIGHUP] and stop.asked_by == "a signal"
+assert signal.getsignal(signal.SIGTERM) is mine and signal.getsignal(signal.SIGHUP) is mine
+assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+time.sleep(0.2)
+assert not [thread for thread in threading.enumerate() if thread.name == "signals"]
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([warm_python(), "-c", script], env=environment, check=True, timeout=60)
+
+
 @pytest.mark.parametrize("command", [ONE, OURS], ids=["one", "ours"])
 def test_a_signal_at_any_moment_ends_a_run_with_a_truthful_status(place, command):
     """During the start, evaluations, saves, and at the end."""
