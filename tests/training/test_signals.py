@@ -272,8 +272,11 @@ with stop_signals() as stop:
     stop.defer(Path("."), lambda: 0, 5)
     signal.raise_signal(signal.SIGHUP)
     assert got == [signal.SIGHUP] and not stop.asked_by
+    reading, writing = os.pipe()
     if (child := os.fork()) == 0:
+        os.write(writing, b"!")
         time.sleep(60)
+    os.read(reading, 1)
     os.kill(child, signal.SIGUSR2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGUSR2 and not stop.asked_by
     signal.raise_signal(signal.SIGTERM)
