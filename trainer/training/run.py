@@ -42,6 +42,7 @@ from trainer.training.session import (
     host_threads,
     memory_of,
     numeric_mode,
+    stop_signals,
     warn_of_stale_store,
     watching,
 )
@@ -106,8 +107,11 @@ def run(config: Config) -> Result:
             say_done(config, start, world)
             code = DONE
         else:
-            with explained(config, layout, world, memory, lambda: max(start.step, watchdog.done)) as states:
-                trainer = Trainer(config, layout, weights, corpus, world, watchdog, start, clock)
+            with (
+                explained(config, layout, world, memory, lambda: max(start.step, watchdog.done)) as states,
+                stop_signals() as stop,
+            ):
+                trainer = Trainer(config, layout, weights, corpus, world, watchdog, start, clock, stop)
                 states.append(lambda: trainer.state)
                 code = trainer.train()
     if not joined_before:  # not after a failure: other ranks may still wait in a collective

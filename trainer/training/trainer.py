@@ -40,7 +40,7 @@ from trainer.training.profiling import Profiling
 from trainer.training.recorded import RecordedStep
 from trainer.training.samples import draw_samples
 from trainer.training.saving import Progress, Start, contents, find_non_finite, read_identity
-from trainer.training.session import Clock, memory_of, stop_signals
+from trainer.training.session import Clock, Stop, memory_of
 from trainer.training.state import TrainState
 from trainer.training.step import Ask, evaluate, train_step
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
@@ -51,8 +51,8 @@ class Trainer:
     """A run in progress: what is trained (`state`), on what (`loader`), and the loop. All ranks call its methods
     together.
 
-    opening: what rank 0 says at the start; tokens: trained on so far; stop_wanted: this rank's wish to end the run, of
-    which the next step tells all ranks.
+    opening: what rank 0 says at the start; tokens: trained on so far; stop: whether this rank has been asked to end the
+    run, of which the next step tells all ranks.
     """
 
     def __init__(
@@ -65,9 +65,10 @@ class Trainer:
         watchdog: Watchdog,
         start: Start,
         clock: Clock,
+        stop: Stop,
     ):
         self.config, self.corpus, self.world, self.watchdog = config, corpus, world, watchdog
-        self.batch, self.folder, self.stop_wanted, self.start = layout.batch, Path(config.run.dir), False, start
+        self.batch, self.folder, self.stop, self.start = layout.batch, Path(config.run.dir), stop, start
         self.clock, self.hooks = clock, Hooks(config, world)
         if world.rank == 0:
             states, memory = kept(config, layout, node_size(world.size)), memory_of(world.device)
@@ -94,34 +95,33 @@ class Trainer:
         """The loop. Returns the exit code."""
         steps, first, status, code, reason = self.config.run.steps, self.state.step, "failed", FAILED, None
         try:
-            with stop_signals(self.wish_stop):
-                gc.collect()
-                gc.freeze()  # what exists now lives to the end: the collector need not look at it again
-                self.hooks.call("start")
-                if self.config.eval.at_start and self.state.step == 0:
-                    self.evaluate()
-                while self.state.step < steps and not self.ledger.stop:
-                    slow = self.ledger.latest.get("straggler_rank")
-                    with self.profiling.step(self.state.step + 1, self.state.runtime, slow):
-                        self.one_step()
-                        self.read_back()
-                        self.hooks.call("step")
-                    self.adapt()
-                    self.evaluate_if_due()
-                    self.sample_if_due()
-                    self.copy_to_memory_if_due()
-                    self.save_if_due()
-                    self.report_saves()
-                self.read_back(everything=True)
-                self.watchdog.enter(ENDING, self.state.step)
-                if self.save_at_end():
-                    self.hooks.call("end")
-                    code = DONE if self.state.step >= steps or self.ledger.finished else STOPPED
-                    status = "stopped" if code == STOPPED else "done"
-                    ended = f"run.hours={self.config.run.hours:g}" if self.clock.over else "a signal"
-                    self.ledger.log.event(self.ledger.summary(first, self.state.step, code, ended))
-                if self.state.plan.pp > 1:
-                    write_schedule(self.folder, self.state, self.batch)
+            gc.collect()
+            gc.freeze()  # what exists now lives to the end: the collector need not look at it again
+            self.hooks.call("start")
+            if self.config.eval.at_start and self.state.step == 0:
+                self.evaluate()
+            while self.state.step < steps and not self.ledger.stop:
+                slow = self.ledger.latest.get("straggler_rank")
+                with self.profiling.step(self.state.step + 1, self.state.runtime, slow):
+                    self.one_step()
+                    self.read_back()
+                    self.hooks.call("step")
+                self.adapt()
+                self.evaluate_if_due()
+                self.sample_if_due()
+                self.copy_to_memory_if_due()
+                self.save_if_due()
+                self.report_saves()
+            self.read_back(everything=True)
+            self.watchdog.enter(ENDING, self.state.step)
+            if self.save_at_end():
+                self.hooks.call("end")
+                code = DONE if self.state.step >= steps or self.ledger.finished else STOPPED
+                status = "stopped" if code == STOPPED else "done"
+                ended = f"run.hours={self.config.run.hours:g}" if self.clock.over else self.stop.asked_by or "a signal"
+                self.ledger.log.event(self.ledger.summary(first, self.state.step, code, ended))
+            if self.state.plan.pp > 1:
+                write_schedule(self.folder, self.state, self.batch)
             self.checkpointer.close()
             if self.memory is not None:
                 self.memory.close(remove=code != FAILED)
@@ -148,7 +148,7 @@ class Trainer:
             batches = next(self.loader)
         self.watchdog.enter(STEP, number)
         torch.manual_seed(name_seed(self.config.run.seed, f"step {state.step} rank {self.world.data.get_local_rank()}"))
-        asked = self.hooks.run.take_asked() | (Ask.STOP if self.stop_wanted or self.time_is_up() else Ask(0))
+        asked = self.hooks.run.take_asked() | (Ask.STOP if self.stop.asked_by or self.time_is_up() else Ask(0))
         scalars = self.recorded(batches, asked) if self.recorded else train_step(state, batches, asked)
         self.tokens += self.batch.tokens
         self.hooks.run.advance(state, scalars, self.tokens)
@@ -313,10 +313,6 @@ class Trainer:
         for text in [*self.checkpointer.poll(), *(self.memory.poll() if self.memory is not None else [])]:
             self.ledger.log.event(text)
 
-    def wish_stop(self) -> None:
-        """Lets the run end after the present step, with a checkpoint. Called between any two lines of the loop."""
-        self.stop_wanted = True
-
     def time_is_up(self) -> bool:
         """Whether `run.hours` end the run. The clock of the first rank alone decides, for all."""
         return self.world.rank == 0 and self.clock.up(self.checkpointer.longest)
@@ -351,6 +347,8 @@ class Trainer:
         """Makes the run folder that of this start: sets an earlier run aside, and notes what is about to be trained,
         with which settings, by whom. Returns what is to be said."""
         places = self.world.gather(history.place(self.world))
+        # Not before all ranks are here: one that is still building leaves at once, and the others would fail.
+        self.stop.defer(self.folder, lambda: self.state.step, self.config.run.steps)
         return self.world.agree(lambda: self._open_folder(places))
 
     def _open_folder(self, places: list[tuple[str, str]]) -> list[str]:
