@@ -37,7 +37,9 @@ def batches(micro_batches: int, skew: float) -> list[Batch]:
     """8,192 tokens in some micro-batches. The frequency of the token at rank r is proportional to r**-skew."""
     frequencies = torch.arange(1, VOCABULARY + 1).double() ** -skew
     rows = TOKENS // LENGTH
-    drawn = torch.multinomial(frequencies.expand(rows, -1), LENGTH + 1, True, generator=torch.Generator().manual_seed(1))
+    drawn = torch.multinomial(
+        frequencies.expand(rows, -1), LENGTH + 1, True, generator=torch.Generator().manual_seed(1)
+    )
     parts = torch.arange(rows).chunk(micro_batches)
     return [Batch(drawn[part, :-1], drawn[part, 1:], None, [str(row) for row in part.tolist()]) for part in parts]
 

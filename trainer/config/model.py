@@ -78,6 +78,26 @@ class RopeSpec:
         return found
 
 
+SCALING_FIELDS = {
+    "none": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_frequency_factor", "high_frequency_factor", "original_length"),
+    "yarn": (
+        "factor",
+        "original_length",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    ),
+    "longrope": ("factor", "original_length", "short_factor", "long_factor", "attention_factor"),
+}
+"""`RopeSpec.scaling` -> the fields that it reads, besides theta and fraction."""
+
+
 @dataclass
 class AttentionSpec:
     """Causal self-attention with grouped key-value heads."""
