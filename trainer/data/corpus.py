@@ -23,7 +23,7 @@ from trainer.config import Config, ConfigError
 from trainer.data.chat import ChatTemplate, Conversations, read_template
 from trainer.data.documents import Source, held_out_threshold
 from trainer.data.progress import say
-from trainer.data.shards import SPLITS, TokeniseJob, read_manifest, tokenise, write_manifest
+from trainer.data.shards import SPLITS, TokeniseJob, cuts_documents, read_manifest, tokenise, write_manifest
 from trainer.data.stream import StreamedSequences, hold_out
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
 from trainer.data.tokens import (
@@ -257,6 +257,8 @@ def _open(config: Config, source: Source, tokenizer: Tokenizer, fraction: float,
         return _open_stream(config, source, tokenizer, fraction, once)
     key = [source.identity, tokenizer.digest, fraction]
     key += [source.template.digest] if source.template else []
+    if source.config.kind in ("stdlib", "text") and cuts_documents(source.documents):
+        key += ["whole"]  # earlier versions put end marks into these documents
     folder = _cache(config) / "tokens" / f"{source.name}-{_key([*key, 'skip'] if source.skip else key)}"
 
     def prepare() -> None:
