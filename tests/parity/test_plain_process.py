@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from trainer.config import Config
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec
 from trainer.data.batches import Batch
+from trainer.distributed.collectives import TensorGroup
 from trainer.hf.config import assign
 from trainer.hf.families import FAMILIES
 from trainer.model import transformer
@@ -102,6 +103,35 @@ def test_rows_of_a_table_get_the_sum_of_their_gradients(dtype, rows: int, tokens
     expected = torch.zeros(rows, 3, dtype=torch.float64).index_add_(0, index, gradient.double())
     assert table.grad is not None and table.grad.dtype == dtype
     torch.testing.assert_close(table.grad.double(), expected, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+class Alone(TensorGroup):
+    """A rank of a group whose other ranks have no tokens of their own: nothing travels."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    scatter_sum = wait = gather
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES.values()))
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_parts_of_a_table_get_the_sums_of_their_rows(ranks: int, dtype: torch.dtype) -> None:
+    (batch,) = batches(1, 1.5)
+    index = batch.tokens.flatten()
+    gradient = (torch.rand(TOKENS, 3, generator=torch.Generator().manual_seed(2)) + 0.5).to(dtype)
+    expected = torch.zeros(VOCABULARY, 3, dtype=torch.float64).index_add_(0, index, gradient.double())
+    found = []
+    for rank in range(ranks):
+        table = transformer.Embedding(VOCABULARY, 3, "vocab")
+        table.group = Alone(f"alone {ranks}", rank, ranks) if ranks > 1 else None
+        start = rank * -(-VOCABULARY // ranks)
+        part = torch.randn(VOCABULARY, 3)[start : start - (-VOCABULARY // ranks)]
+        table.weight = torch.nn.Parameter(part.to(dtype))
+        table(index).backward(gradient)
+        assert table.weight.grad is not None
+        found.append(table.weight.grad)
+    torch.testing.assert_close(torch.cat(found).double(), expected, rtol=torch.finfo(dtype).eps, atol=0)
 
 
 ERRORS = st.lists(st.tuples(*[st.floats(0, 0.1)] * 3), min_size=1, max_size=6)
