@@ -34,6 +34,7 @@ from trainer.training.hooks import Hooks
 from trainer.training.ledger import Ledger
 from trainer.training.profiling import Profiling
 from trainer.training.recorded import RecordedStep
+from trainer.training.replicas import Replicas
 from trainer.training.samples import draw_samples
 from trainer.training.saving import Progress, Start, contents
 from trainer.training.session import Clock, memory_of, stop_signals
@@ -79,6 +80,7 @@ class Trainer:
         self.profiling = Profiling(config, world, self.state.step, self.pauses)
         self.ledger = Ledger(self.state, self.batch, progress.skipped, corpus, self.profiling.metrics, self.pauses)
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
+        self.replicas = Replicas(self.state, config.guard.compare_every)
         for text in messages:
             self.ledger.log.event(text)
         self.recorded = RecordedStep(self.state) if config.run.cuda_graphs else None
@@ -146,10 +148,14 @@ class Trainer:
         self.hooks.run.advance(state, scalars, self.tokens)
         if self.ledger.due(number):
             scalars |= self.hooks.measure()
+        if self.replicas.due(number):
+            scalars |= self.replicas.compare(self.counters())
         self.ledger.add(state, scalars, batches, self.tokens, self.loader)
 
     def read_back(self, everything: bool = False) -> None:
         """Logs the steps whose numbers have arrived, or all of them."""
+        for step, numbers, _ in self.ledger.deferred.peek(everything):
+            self.replicas.judge(step, numbers, self.counters())
         for step, seconds in self.ledger.read_back(everything):
             self.adaptation.timed(step, seconds)
 
@@ -162,6 +168,7 @@ class Trainer:
             self.state, self.batch = self.adaptation.change_schedule(
                 self.state, before, self.save_now, self.checkpointer
             )
+            self.replicas = Replicas(self.state, self.config.guard.compare_every)
             if self.batch != before:
                 self.loader.close()
                 self.loader = self.load_from(self.loader.position)
@@ -242,10 +249,15 @@ class Trainer:
         """Hands the state to the checkpointer, which writes while training goes on, unless it is to `wait`."""
         self.read_back(everything=True)
         self.watchdog.enter(SAVING, self.state.step)
+        self.replicas.check(self.counters())
         progress = Progress(self.loader.position, self.tokens, self.ledger.skipped, self.hooks.states())
         self.checkpointer.save(self.state.step, *contents(self.state, self.batch, progress, self.start), wait=wait)
         self.hooks.run.checkpoint = step_folder(self.checkpointer.folder, self.state.step)
         self.hooks.call("save")
+
+    def counters(self) -> dict[str, int]:
+        """The numbers of the host on which all ranks have to agree."""
+        return {"step": self.state.step, "samples": self.loader.position, "tokens": self.tokens}
 
     def save_now(self) -> bool:
         """Saves the present step, unless that has been done, and says whether its checkpoint is there."""
