@@ -92,6 +92,10 @@ class DeferredScalars:
         newest = block or self.device.type != "cuda"
         return [pending.ready for pending in [*self._pending][: None if newest else -1]]
 
+    def discard(self) -> None:
+        """Forgets all steps in the queue, which are taken again."""
+        self._pending.clear()
+
     def pop_ready(self, block: bool = False) -> list[Ready]:
         """Steps that can be read, oldest first, as (step, numbers, host): all but the newest on CUDA, all elsewhere.
 

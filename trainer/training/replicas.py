@@ -261,6 +261,8 @@ def blame(verdicts: list[Verdict], nodes: Mapping[int, str]) -> str:
     every = {seat for verdict in verdicts for seat in verdict.holders}
     if not every:
         return "what differed is equal again one step later"
+    if len({rank for rank, _ in every}) == 1:
+        return f"{seats(every, nodes)} are two copies of one tensor and hold different values"
     return f"one of {seats(every, nodes)} is wrong, and their values do not tell which"
 
 
@@ -277,5 +279,6 @@ def faulty(state: TrainState, explained: str, step: int) -> ReplicasDiffer:
         f"replicas differ after step {step}: {explained}\n"
         "Equal arithmetic gave different results: memory or a processor of that machine is faulty. Take it out of "
         "service, or look at its memory errors (dmesg; nvidia-smi -q -d ECC,ROW_REMAPPER) and its preflight. "
-        f"The difference was not saved: {last}. If your own code lets replicas differ, set guard.compare_every=0"
+        f"The difference was not saved: {last}. If code of your own or "
+        "processors of different kinds let replicas differ, set guard.compare_every=0"
     )
