@@ -61,8 +61,9 @@ class GradScaler:
                 self.backoff_factor,
                 self.growth_interval,
             )
-            for value, before in zip((self.value, self.growth_tracker), kept) if held is not None else ():
-                value.copy_(torch.where(held > 0, before, value))
+            if held is not None:
+                for value, before in zip((self.value, self.growth_tracker), kept):
+                    value.copy_(torch.where(held > 0, before, value))
 
     def state_dict(self) -> dict[str, Any]:
         if not self.enabled:
