@@ -144,4 +144,4 @@ def told(reports: Sequence[Report], first: Mapping[str, Any], second: Mapping[st
     else:
         of = f", by its samples {', '.join(samples[:5])}" if samples else ""
         cause = f"the data or the optimisation is the cause{of}"
-    return f"{result}. The arithmetic is reproducible: {cause}"
+    return f"{result}. The result is reproducible: {cause}"
