@@ -76,6 +76,12 @@ def test_what_differs_is_looked_for_every_so_many_steps_and_before_saves(results
     )
 
 
+def test_a_save_in_progress_is_completed_first(results):
+    result = results["while saving"]
+    assert result["kind"] == "ReplicasDiffer" and result["saved"] == [f"step-{STEPS // 2:08d}"]
+    assert f"{result['saved'][0]} is the last checkpoint" in result["error"]
+
+
 def test_the_command_says_so_and_fails(results):
     assert (
         results["command"]["code"] == 1

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from support.launch import fork, leave
 import trainer
 import trainer.training.run
 import trainer.training.trainer
+from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.config import ConfigError
 from trainer.distributed.tensors import local
 from trainer.distributed.world import join
@@ -255,6 +257,12 @@ def scenarios(root: Path, only: str) -> Any:
     for name, (step, settings) in more.items():
         if re.search(only, name):
             yield name, run(root / name.replace(" ", "_"), step, **PLANS["zero0"] | settings)
+    if re.search(only, "while saving"):
+        write = Checkpointer._write
+        Checkpointer._write = lambda *arguments: (time.sleep(0.5), write(*arguments))[1]
+        flip = Flipping(*FLIPS["zero0 model"][1:], after=STEPS // 2 + 1)
+        yield "while saving", run(root / "while_saving", flip, **PLANS["zero0"])
+        Checkpointer._write = write
     if re.search(only, "counter"):
         counters = trainer.training.trainer.Trainer.counters
         wrong = dist.get_rank() == 2

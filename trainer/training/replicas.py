@@ -26,8 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.manifest import list_checkpoints
 from trainer.checkpointing.parts import TensorPart
+from trainer.config import Config
 from trainer.distributed.digests import bits, digest, elements_of_rows, row_sums
 from trainer.distributed.tensors import Fragment, local
 from trainer.model.initial import name_seed
@@ -60,10 +62,10 @@ class Replicas:
     keys: by seat of this rank, the numbers of the tensors that it holds together with other seats, by name. sets: the
     seats that hold the same parts, each set once, the same on all ranks; place_of: key -> the number of its set."""
 
-    def __init__(self, state: TrainState, every: int):
-        """every: steps between two comparisons; 0 for none at all."""
-        self.state, self.world = state, state.world
-        self.every = every if state.world.size > 1 else 0
+    def __init__(self, state: TrainState, checkpointer: Checkpointer):
+        """checkpointer: of the run, which may still be saving when a difference is found."""
+        self.state, self.world, self.checkpointer = state, state.world, checkpointer
+        self.every = state.config.guard.compare_every if state.world.size > 1 else 0
         if not self.every:
             return
         parts = [{name: TensorPart.of(tensor) for name, tensor in tensors.items()} for tensors in self.held()]
@@ -114,7 +116,9 @@ class Replicas:
     def judge(self, step: int, numbers: Mapping[str, Any], counters: Mapping[str, int]) -> None:
         """Takes the numbers of a step, read back. Raises `ReplicasDiffer` on all ranks if replicas differed then."""
         if numbers.get(DIFFERENT):
-            raise faulty(self.state, self.explain(counters), step)
+            explained = self.explain(counters)
+            self.checkpointer.wait()  # what is being saved was compared before
+            raise ReplicasDiffer(message(self.state.config, explained, step, self.checkpointer.folder))
 
     @torch.no_grad()
     def compare(self, counters: Mapping[str, int]) -> dict[str, Tensor]:
@@ -266,16 +270,12 @@ def blame(verdicts: list[Verdict], nodes: Mapping[int, str]) -> str:
     return f"one of {seats(every, nodes)} is wrong, and their values do not tell which"
 
 
-def faulty(state: TrainState, explained: str, step: int) -> ReplicasDiffer:
-    """The error that ends a run whose replicas differ after `step`."""
-    config = state.config
-    newest = next(iter(list_checkpoints(Path(config.run.dir) / "checkpoints").values()), None)
-    last = (
-        f"{newest} is the last checkpoint, whose replicas were equal; {way_on(config)}"
-        if newest
-        else ("nothing had been saved")
-    )
-    return ReplicasDiffer(
+def message(config: Config, explained: str, step: int, checkpoints: Path) -> str:
+    """What is said when a run ends because replicas differ after `step`."""
+    newest = next(iter(list_checkpoints(checkpoints).values()), None)
+    saved = f"{newest} is the last checkpoint, whose replicas were equal; {way_on(config)}"
+    last = saved if newest else "nothing had been saved"
+    return (
         f"replicas differ after step {step}: {explained}\n"
         "Equal arithmetic gave different results: memory or a processor of that machine is faulty. Take it out of "
         "service, or look at its memory errors (dmesg; nvidia-smi -q -d ECC,ROW_REMAPPER) and its preflight. "

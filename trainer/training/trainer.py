@@ -82,7 +82,7 @@ class Trainer:
         self.profiling = Profiling(config, world, self.state.step, self.pauses)
         self.ledger = Ledger(self.state, self.batch, progress.skipped, corpus, self.profiling.metrics, self.pauses)
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
-        self.replicas, self.repeats = Replicas(self.state, config.guard.compare_every), Repeats(self.state)
+        self.replicas, self.repeats = Replicas(self.state, self.checkpointer), Repeats(self.state)
         for text in messages:
             self.ledger.log.event(text)
         self.recorded = RecordedStep(self.state) if config.run.cuda_graphs else None
@@ -196,7 +196,7 @@ class Trainer:
             self.state, self.batch = self.adaptation.change_schedule(
                 self.state, before, self.save_now, self.checkpointer
             )
-            self.replicas = Replicas(self.state, self.config.guard.compare_every)
+            self.replicas = Replicas(self.state, self.checkpointer)
             self.repeats.watch(self.state)
             if self.batch != before:
                 self.loader.close()
