@@ -33,6 +33,7 @@ from trainer.training.history import settle_status, way_on
 from trainer.training.ledger import NonFinite
 from trainer.training.out_of_memory import explained, message
 from trainer.training.recorded import check_recording
+from trainer.training.replicas import ReplicasDiffer
 from trainer.training.room import Undecided, free_memory
 from trainer.training.saving import Start
 from trainer.training.session import (
@@ -148,7 +149,7 @@ def main(config: Config) -> int:
             end = f"{newest} is the last that was saved; {way_on(config)}" if newest else "nothing had been saved"
             print(f"left at once: {end}", file=sys.stderr, flush=True)
         return INTERRUPTED
-    except (NonFinite, DataError, PeerError) as error:
+    except (NonFinite, ReplicasDiffer, DataError, PeerError) as error:
         print(f"training stopped: {error}", file=sys.stderr, flush=True)
         return FAILED
     except Exception as error:

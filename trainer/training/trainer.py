@@ -24,6 +24,7 @@ from trainer.diagnosis import traces
 from trainer.distributed.tensors import Fragment
 from trainer.distributed.world import World
 from trainer.model.initial import Weights, name_seed
+from trainer.observe.deferred import Ready
 from trainer.observe.pauses import Pauses
 from trainer.observe.report import start_report
 from trainer.observe.sinks import reason_of
@@ -38,6 +39,8 @@ from trainer.training.hooks import Hooks
 from trainer.training.ledger import Ledger
 from trainer.training.profiling import Profiling
 from trainer.training.recorded import RecordedStep
+from trainer.training.repeats import Repeats, Taken
+from trainer.training.replicas import Replicas
 from trainer.training.samples import draw_samples
 from trainer.training.saving import Progress, Start, contents, find_non_finite, read_identity
 from trainer.training.session import Clock, Stop, memory_of
@@ -85,6 +88,7 @@ class Trainer:
         self.profiling = Profiling(config, world, self.state.step, self.pauses)
         self.ledger = Ledger(self.state, self.batch, progress.skipped, corpus, self.profiling.metrics, self.pauses)
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
+        self.replicas, self.repeats = Replicas(self.state, self.checkpointer), Repeats(self.state)
         for text in messages:
             self.ledger.log.event(text)
         self.recorded = RecordedStep(self.state) if config.run.cuda_graphs else None
@@ -139,27 +143,57 @@ class Trainer:
         return code
 
     def one_step(self) -> None:
-        """Fetches the batch, trains on it, and queues what is to be known of the step."""
-        state, number = self.state, self.state.step + 1
+        """Fetches a batch and trains on it."""
+        number = self.state.step + 1
         self.clock.next_pass()
         self.ledger.begin_step()
         self.watchdog.enter(DATA, number)
         with record_function(traces.DATA):
             batches = next(self.loader)
-        self.watchdog.enter(STEP, number)
-        torch.manual_seed(name_seed(self.config.run.seed, f"step {state.step} rank {self.world.data.get_local_rank()}"))
         asked = self.hooks.run.take_asked() | (Ask.STOP if self.stop.asked_by or self.time_is_up() else Ask(0))
-        scalars = self.recorded(batches, asked) if self.recorded else train_step(state, batches, asked)
-        self.tokens += self.batch.tokens
+        tokens = self.tokens + self.batch.tokens
+        self.take_step(Taken(number, batches, asked, self.loader.position, tokens))
+
+    def take_step(self, taken: Taken) -> None:
+        """Trains on a batch, for the first time or again, and queues what is to be known of the step."""
+        state, batches, number = self.state, taken.batches, taken.step
+        self.watchdog.enter(STEP, number)
+        self.repeats.note(taken)
+        self.tokens, self.loader.position = taken.tokens, taken.position
+        torch.manual_seed(name_seed(self.config.run.seed, f"step {state.step} rank {self.world.data.get_local_rank()}"))
+        scalars = self.recorded(batches, taken.asked) if self.recorded else train_step(state, batches, taken.asked)
         self.hooks.run.advance(state, scalars, self.tokens)
         if self.ledger.due(number):
             scalars |= self.hooks.measure()
+        if self.replicas.due(number):
+            scalars |= self.replicas.compare(self.counters())
         self.ledger.add(state, scalars, batches, self.tokens, self.loader)
 
     def read_back(self, everything: bool = False) -> None:
         """Logs the steps whose numbers have arrived, or all of them."""
+        while suspicious := self.repeats.suspicious(self.ledger.deferred.peek(everything)):
+            self.run_again(suspicious)
+        ready = self.ledger.deferred.peek(everything)
         for step, seconds in self.ledger.read_back(everything):
             self.adaptation.timed(step, seconds)
+        for step, numbers, _ in ready:
+            self.replicas.judge(step, numbers, self.counters())
+
+    def run_again(self, first: Ready) -> None:
+        """Repeats a step that is not finite, from the state before it, and the steps behind it. All ranks do so
+        together."""
+        suspect, *behind = self.repeats.rewind(first[0])
+        self.ledger.deferred.discard()
+        self.ledger.begin_step()
+        self.take_step(suspect)
+        [second] = self.ledger.deferred.peek(block=True)
+        told, again = self.repeats.settle(first, second)
+        self.ledger.repeated += 1
+        self.ledger.log.event(told)
+        if again:
+            self.replicas.check(self.counters())
+        for taken in behind:
+            self.take_step(taken)
 
     def adapt(self) -> None:
         """Takes up another schedule or other codecs, where their measurement has come so far."""
@@ -170,6 +204,8 @@ class Trainer:
             self.state, self.batch = self.adaptation.change_schedule(
                 self.state, before, self.save_now, self.checkpointer
             )
+            self.replicas = Replicas(self.state, self.checkpointer)
+            self.repeats.watch(self.state)
             if self.batch != before:
                 self.loader.close()
                 self.loader = self.load_from(self.loader.position)
@@ -261,6 +297,7 @@ class Trainer:
             if self.ledger.first_skipped is None and self.state_is_finite():
                 with self.pauses.spent("checkpoint"):
                     self.watchdog.enter(SAVING, step)
+                    self.replicas.check(self.counters())
                     self.memory.save(step, *self.checkpoint_contents())
 
     def state_is_finite(self) -> bool:
@@ -283,12 +320,17 @@ class Trainer:
         that is not finite is not saved. One that is saved within skipped steps removes no older checkpoint."""
         self.read_back(everything=True)
         self.watchdog.enter(SAVING, self.state.step)
+        self.replicas.check(self.counters())
         if not self.state_is_finite():
             return
         skipping = self.ledger.first_skipped is not None
         self.checkpointer.save(self.state.step, *self.checkpoint_contents(), wait=wait, keep_older=skipping)
         self.hooks.run.checkpoint = step_folder(self.checkpointer.folder, self.state.step)
         self.hooks.call("save")
+
+    def counters(self) -> dict[str, int]:
+        """The numbers of the host on which all ranks have to agree."""
+        return {"step": self.state.step, "samples": self.loader.position, "tokens": self.tokens}
 
     def save_now(self) -> bool:
         """Saves the present step, unless that has been done, and says whether its checkpoint is there."""
