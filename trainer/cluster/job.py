@@ -32,6 +32,7 @@ from trainer.util.exit_codes import DONE, FAILED, LOST, REFUSED, UNFIT
 from trainer.util.files import write_atomic
 from trainer.util.memory_errors import lacks_memory
 from trainer.util.reading import Malformed, read_bytes, read_json
+from trainer.util.run_folder import refuse_links
 
 CANCELLED = 128 + signal.SIGTERM
 """Exit code of a job that Slurm ends."""
@@ -199,13 +200,14 @@ def begin(nodes: int, processes: int, arguments: list[str], environment: dict[st
                 )
     run_dir = Path(config.run.dir)
     try:
+        refuse_links(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         path = record_of(run_dir, environment["SLURM_JOB_ID"])
         path.parent.mkdir(exist_ok=True)
         end_of(run_dir, environment["SLURM_JOB_ID"]).unlink(missing_ok=True)  # somebody has requeued it
         before, when = read_record(path)
         record = start(before, newest_change(run_dir) > when)
-        path.write_text(json.dumps(asdict(record)) + "\n")
+        write_atomic(path, json.dumps(asdict(record)) + "\n")
     except OSError as error:
         raise ConfigError(f"run.dir={run_dir} cannot be written ({error.strerror}); set another run.dir") from None
     if (

@@ -164,9 +164,11 @@ def undo_set_aside(folder: Path) -> None:
 
 
 def copy(old: Path, new: Path) -> None:
-    """A file or a folder, where it exists."""
+    """Copies a file or a folder, where it exists. Raises the first `OSError`, unlike `shutil.copytree`."""
     if old.is_dir():
-        shutil.copytree(old, new)
+        new.mkdir()
+        for inner in old.iterdir():
+            copy(inner, new / inner.name)
     elif old.exists():
         shutil.copy2(old, new)
 

@@ -69,6 +69,8 @@ class LineFile:
     """A file of lines that this process alone appends to. It holds whole lines only: half a line, which a process
     leaves that is killed, is dropped when the file is opened. Raises the errors of `open_to_append`."""
 
+    descriptor = -1
+
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         self.descriptor = open_to_append(path)
@@ -82,6 +84,9 @@ class LineFile:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
         self.close()
 
     def close(self) -> None:

@@ -3,6 +3,7 @@ folders are named."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ def refuse_links(folder: Path) -> None:
 
     `folder` itself may be a link. So may `checkpoints`, which users put on another disk, where it leads to a folder of
     the user's that is not in the folder of another run. What lies in earlier runs and in checkpoints is not looked
-    at."""
+    at. Raises `OSError` where a folder cannot be listed."""
     home, checkpoints = os.path.realpath(folder), os.path.realpath(folder / CHECKPOINTS)
     inside = [home]
     if (folder / CHECKPOINTS).is_symlink() and _may_hold_checkpoints(checkpoints):
@@ -68,7 +69,10 @@ def _links(path: Path, deep: bool) -> Iterator[Path]:
     if path.is_symlink():
         yield path
     elif path.is_dir():
-        for inner in sorted(path.iterdir()):
+        found = list[Path]()
+        with contextlib.suppress(FileNotFoundError):  # another node has removed it meanwhile
+            found = sorted(path.iterdir())
+        for inner in found:
             if inner.is_symlink() or deep or inner.suffix == PART:
                 yield from _links(inner, True)
 
