@@ -43,6 +43,12 @@ def test_lines_of_another_file_are_appended_from_any_place(tmp_path, content, ot
         patch.setattr(lines, "CHUNK", chunk)
         start = data.draw(st.integers(0, source.size))
         file.append_from(source, start)
+        assert file.ends_with(source, start, source.size)
+        for begin in range(source.size + 1):
+            ours = file.size >= source.size - begin and (tmp_path / "a").read_bytes().endswith(
+                (tmp_path / "b").read_bytes()[begin:]
+            )
+            assert file.ends_with(source, begin, source.size) == ours
     kept = [text[: text.rfind(b"\n") + 1] for text in (content, other)]
     assert (tmp_path / "a").read_bytes() == kept[0] + kept[1][start:]
 

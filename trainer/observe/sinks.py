@@ -178,8 +178,8 @@ def move_later_lines(lines: LineFile, replaced: Path, step: int) -> None:
     """Moves the lines of metrics beyond `step` to the end of another file; all lines for step 0.
 
     Lines are in order of their steps, so the file is read backwards, as far as it is moved. The lines are on the disk
-    in the other file before they are cut off here. Where a process is killed in between, the next call finds the last
-    line that was moved, and moves the others."""
+    in the other file before they are cut off here. Where a process is killed in between, the next call finds the lines
+    at the end of the other file, and moves the rest."""
     begin = lines.size
     for place, text in lines.backwards():
         record = metrics.parse_line(text)
@@ -190,12 +190,12 @@ def move_later_lines(lines: LineFile, replaced: Path, step: int) -> None:
         return
     with LineFile(replaced) as there:
         _, last = next(there.backwards(), (0, None))
-        start = place = begin
+        moved = place = begin
         for text in read_lines(lines.path, begin):
             place += len(text) + 1
-            if text == last:
-                start = place
-        there.append_from(lines, start)
+            if text == last and there.ends_with(lines, begin, place):
+                moved = place
+        there.append_from(lines, moved)
     lines.cut(begin)
 
 

@@ -122,6 +122,15 @@ class LineFile:
             os.ftruncate(self.descriptor, end)
             raise
 
+    def ends_with(self, other: LineFile, start: int, end: int) -> bool:
+        """Whether this file ends with the bytes `start` to `end` of another one."""
+        place = self.size - (end - start)
+        return place >= 0 and all(
+            os.pread(self.descriptor, length, place + at - start) == os.pread(other.descriptor, length, at)
+            for at in range(start, end, CHUNK)
+            for length in [min(CHUNK, end - at)]
+        )
+
     def cut(self, end: int) -> None:
         """Drops what stands behind byte `end`."""
         if end < self.size:
