@@ -8,12 +8,10 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -153,6 +151,10 @@ def start(config: Config, resumed: int | None) -> Callable[[], None]:
     return opened
 
 
+def files(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
 def state(folder: Path) -> dict[str, object]:
     """What lies in a folder. Of the lines of starts.jsonl those of the earlier run and the last one count, without what
     differs between any two starts: a start that was killed may have its own; and of console.log that it is there."""
@@ -192,7 +194,7 @@ FAULTS = {
 
 @pytest.mark.parametrize(
     "situation, fault",
-    [*((situation, "killed") for situation in SITUATIONS), ("gone back", "no space"), ("begun anew", "no rights")],
+    [*((situation, "killed") for situation in SITUATIONS), ("resumed", "no space"), ("begun anew", "no rights")],
 )
 def test_a_start_is_whole_or_the_next_one_is_as_if_it_had_not_been(quick, settings, folder, capfd, situation, fault):
     make, resumed = SITUATIONS[situation]
@@ -203,7 +205,7 @@ def test_a_start_is_whole_or_the_next_one_is_as_if_it_had_not_been(quick, settin
         make(folder)
 
     prepare()
-    before = treasure(folder)
+    before, old = treasure(folder), files(folder)
     work()
     wanted, kept, seen = state(folder), treasure(folder), set()
     assert set(before) <= set(kept)
@@ -212,10 +214,11 @@ def test_a_start_is_whole_or_the_next_one_is_as_if_it_had_not_been(quick, settin
         seen.add(code)
         assert code in (DIED, REFUSED, SURVIVED), (number, capfd.readouterr().err)
         assert set(before) <= set(treasure(folder)), number
+        for name in ("config.yaml", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"):
+            met = (folder / name).read_text() if (folder / name).exists() else None
+            assert met in (old.get(name), wanted[name], None), (number, name)  # never half of it
         work()
-        differing = {name for name, _ in state(folder).items() ^ wanted.items()}
-        told = {"earlier/2/status.json"} if code == REFUSED and situation == "gone back" else set()
-        assert differing <= told, number  # the status of the run that is set aside tells of the start that failed
+        assert state(folder) == wanted, number
         assert treasure(folder) == kept, number  # nothing lost, nothing twice
     assert (DIED if fault == "killed" else REFUSED) in seen and number > 25
 
@@ -457,6 +460,21 @@ def test_what_a_killed_start_had_moved_is_not_taken_back_through_a_link(settings
 
 # A long run
 
+TIMED = """
+import resource, sys, time
+from pathlib import Path
+from trainer.observe import sinks
+def memory():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def seconds(step):
+    before = time.process_time()
+    sinks.JsonLines(Path(sys.argv[1]), step, print).close("done")
+    return time.process_time() - before
+before, count = memory(), int(sys.argv[2])
+print(seconds(count - 1000), seconds(count // 2), memory() - before)
+"""
+"""Seconds of CPU of two resumes, and MiB of memory that they take beside what was imported."""
+
 
 def test_a_start_of_a_long_run_takes_no_longer_and_no_more_memory(tmp_path):
     """Measured on 2 busy cores with lines of 1,474 bytes, 2.9 GB: 0.02 s of CPU where 1,000 lines are moved, 17 s where
@@ -465,13 +483,12 @@ def test_a_start_of_a_long_run_takes_no_longer_and_no_more_memory(tmp_path):
     count = 2_000_000
     with open(tmp_path / "metrics.jsonl", "w") as file:
         file.writelines(f'{{"step": {step}, "loss": 2.5}}\n' for step in range(1, count + 1))
-    before, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    sinks.JsonLines(tmp_path, count - 1000, print).close("done")
-    few = time.process_time() - before
-    sinks.JsonLines(tmp_path, count // 2, print).close("done")
-    many = time.process_time() - before - few
-    assert few < 5 and many < 240
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 << 10  # KiB
+    done = subprocess.run(
+        [sys.executable, "-c", TIMED, str(tmp_path), str(count)], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    few, many, more = map(float, done.stdout.split())
+    assert few < 5 and many < 240 and more < 20
     assert count_lines(tmp_path / "metrics.jsonl") == count_lines(tmp_path / "metrics-replaced.jsonl") == count // 2
     assert sum(1 for _ in metrics.records(tmp_path)) == count // 2
 
