@@ -282,21 +282,29 @@ def test_status_tells_why_a_start_failed(settings, tmp_path):
     assert status["status"] == "failed" and "tokenizer" in status["reason"]
 
 
-@pytest.mark.parametrize("problem", ["a setting", "the machine"])
+FAILURES = {  # exit code, and what the one message says
+    "a setting": (2, "cannot be prepared for this start (Is a directory"),
+    "the logger": (2, "metrics.jsonl is no regular file"),
+    "the machine": (1, "cannot be prepared for this start (No space left on device"),
+}
+
+
+@pytest.mark.parametrize("problem", FAILURES)
 def test_all_ranks_end_with_one_message_where_a_start_fails(overrides, tmp_path, problem):
     folder = tmp_path / "run"
     folder.mkdir()
-    before = []
+    before, (code, words) = [], FAILURES[problem]
     if problem == "a setting":
         (folder / "console.log").mkdir()
+    elif problem == "the logger":  # which rank 0 alone opens, when the model exists
+        os.mkfifo(folder / "metrics.jsonl")
     else:  # a limit of 2,000 bytes a file, which the line of starts.jsonl exceeds
         before = ["prlimit", "--fsize=2000"]
     ended = processes(2, overrides(folder), *before)
-    assert ended.returncode == (2 if problem == "a setting" else 1), ended.stderr
-    assert ended.stderr.count("cannot be prepared for this start") == 1 and "Traceback" not in ended.stderr, (
-        ended.stderr
-    )
-    assert json.loads((folder / "status.json").read_text())["status"] == "failed"
+    assert ended.returncode == code, ended.stderr
+    assert ended.stderr.count(words) == 1 and "Traceback" not in ended.stderr, ended.stderr
+    status = json.loads((folder / "status.json").read_text())
+    assert status["status"] == "failed" and words in status["reason"]
 
 
 # Links of a stranger's run folder
@@ -311,7 +319,16 @@ def trained(overrides, settings, tmp_path_factory) -> Path:
     more |= {"logging.tensorboard": bool(find_spec("tensorboard")), "logging.wandb.enabled": bool(find_spec("wandb"))}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
-        ended = processes(2, overrides(folder, **more, **{"parallel.pp": 2}))
+        launcher = [
+            "trainer.torchrun",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "--log-dir",
+            str(folder / "torchrun/0"),
+        ]
+        command = [sys.executable, "-m", *launcher, "-m", "trainer", *overrides(folder, **more, **{"parallel.pp": 2})]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert ended.returncode == 0, ended.stderr
         back = {"checkpoint.resume": folder / "checkpoints" / "step-00000006"}
         assert trainer.run(settings(folder, **more, **back)).code == 0

@@ -135,7 +135,8 @@ class World:
             result = act()
         except Exception as problem:
             error = problem
-        if found := error or next(filter(None, self.gather(error)), None):
+        everyone = self.gather(error)
+        if found := error or next(filter(None, everyone), None):
             raise found
         return result
 
