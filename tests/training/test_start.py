@@ -473,16 +473,21 @@ def test_what_a_killed_start_had_moved_is_not_taken_back_through_a_link(settings
     with pytest.raises(ConfigError, match=r"holds earlier/1\.part, a link to"), claimed(tmp_path / "run", ALONE):
         pass
     assert (outside / "home").is_dir()
+    (tmp_path / "run" / "earlier" / "1.part").unlink()
+    (tmp_path / "run" / "checkpoints").mkdir()
+    (tmp_path / "run" / "checkpoints" / "step-00000002.tmp").symlink_to(outside)  # which a start would remove
+    with pytest.raises(ConfigError, match=r"holds checkpoints/step-00000002\.tmp, a link to"):
+        refuse_links(tmp_path / "run")
 
 
 # A long run
 
 TIMED = """
-import resource, sys, time
+import re, sys, time
 from pathlib import Path
 from trainer.observe import sinks
-def memory():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def memory():  # ru_maxrss would count the process that started this one
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 def seconds(step):
     before = time.process_time()
     sinks.JsonLines(Path(sys.argv[1]), step, print).close("done")
