@@ -49,6 +49,7 @@ from trainer.training.session import (
 )
 from trainer.training.trainer import Trainer
 from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, rank
+from trainer.util.files import FolderError
 from trainer.util.memory_errors import missing_memory
 
 
@@ -149,6 +150,10 @@ def main(config: Config) -> int:
             end = f"{newest} is the last that was saved; {way_on(config)}" if newest else "nothing had been saved"
             print(f"left at once: {end}", file=sys.stderr, flush=True)
         return INTERRUPTED
+    except FolderError as error:  # the same on all ranks
+        if rank() == 0:
+            print(f"the run has not started: {error}", file=sys.stderr, flush=True)
+        return FAILED
     except (NonFinite, ReplicasDiffer, DataError, PeerError) as error:
         print(f"training stopped: {error}", file=sys.stderr, flush=True)
         return FAILED

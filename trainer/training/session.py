@@ -29,12 +29,13 @@ from trainer.planning.gradient_comm import asked
 from trainer.planning.plan import Plan, node_size
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules import ir
+from trainer.training import history
 from trainer.util.exit_codes import rank
-from trainer.util.files import lock_folder
+from trainer.util.files import explain_errors, lock_folder
 from trainer.util.machine import host_memory
 from trainer.util.processes import find_launcher
 from trainer.util.reading import read_json
-from trainer.util.run_folder import STATUS
+from trainer.util.run_folder import STATUS, refuse_links
 from trainer.util.signals import LAUNCHER_ENDED, Signals
 
 
@@ -75,9 +76,22 @@ def memory_of(device: torch.device) -> Memory:
 
 @contextlib.contextmanager
 def claimed(folder: Path, world: World) -> Iterator[None]:
-    """Makes the run folder, and keeps other runs out of it meanwhile. Raises `ConfigError` on every rank."""
+    """Makes the run folder, and keeps other runs out of it meanwhile. What a start that was killed had half done there
+    is taken back. Raises `ConfigError` and `FolderError` on every rank, the first also where links in the folder lead
+    out of it."""
 
-    descriptor = world.agree(lambda: lock_folder("run.dir", folder, "run", "run.name or run.dir"))
+    def claim() -> int:
+        descriptor = lock_folder("run.dir", folder, "run", "run.name or run.dir")
+        try:
+            with explain_errors("run.dir", folder):
+                refuse_links(folder)
+                history.recover(folder)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    descriptor = world.agree(claim)
     try:
         yield
     finally:

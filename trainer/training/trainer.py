@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -47,7 +46,9 @@ from trainer.training.session import Clock, Stop, memory_of
 from trainer.training.state import TrainState
 from trainer.training.step import Ask, evaluate, train_step
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
-from trainer.util.run_folder import LOG
+from trainer.util.files import explain_errors
+
+T = TypeVar("T")
 
 
 class Trainer:
@@ -82,11 +83,12 @@ class Trainer:
         progress, messages = self.start.resume(self.state)
         self.tokens, self.loader = progress.tokens, self.load_from(progress.samples)
         messages = [*corpus.notes, *messages, *self.open_folder()]
-        self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
+        self.checkpointer = self.opened(lambda: Checkpointer(self.folder / "checkpoints", config.checkpoint))
         self.memory = self.open_memory()
         self.pauses, self.save_waits = Pauses(), False
         self.profiling = Profiling(config, world, self.state.step, self.pauses)
-        self.ledger = Ledger(self.state, self.batch, progress.skipped, corpus, self.profiling.metrics, self.pauses)
+        known = progress.skipped, corpus, self.profiling.metrics, self.pauses
+        self.ledger = self.opened(lambda: Ledger(self.state, self.batch, *known))
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
         self.replicas, self.repeats = Replicas(self.state, self.checkpointer), Repeats(self.state)
         for text in messages:
@@ -388,19 +390,17 @@ class Trainer:
     def open_folder(self) -> list[str]:
         """Makes the run folder that of this start: sets an earlier run aside, and notes what is about to be trained,
         with which settings, by whom. Returns what is to be said."""
-        places = self.world.gather(history.place(self.world))
+        places, start = self.world.gather(history.place(self.world)), self.start
         # Not before all ranks are here: one that is still building leaves at once, and the others would fail.
         self.stop.defer(self.folder, lambda: self.state.step, self.config.run.steps)
-        return self.world.agree(lambda: self._open_folder(places))
+        known = places, self.opening, self.corpus.tokenizer, start.in_memory
+        return self.world.agree(lambda: history.begin(self.config, start.step, start.path, *known))
 
-    def _open_folder(self, places: list[tuple[str, str]]) -> list[str]:
-        folder, resumed, step, own = self.folder, self.start.path, self.start.step, self.start.in_memory
-        aside = history.set_aside(folder, resumed, step, own)
-        changed = history.note_start(self.config, step, resumed, aside, places, self.opening.sections, own)
-        self.corpus.tokenizer.save(folder / "tokenizer")
-        with open(folder / LOG, "a", encoding="utf-8") as log:
-            self.opening.print(Console(file=log))
-        return [
-            *([f"what an earlier run left in {folder} is now in {aside}"] if aside else []),
-            *([f"settings changed since: {history.shown(changed)}"] if changed else []),
-        ]
+    def opened(self, open_it: Callable[[], T]) -> T:
+        """What writes to the run folder, opened on every rank, or refused on every rank where one cannot."""
+
+        def explained() -> T:
+            with history.telling(self.config, self.start.step), explain_errors("run.dir", self.folder):
+                return open_it()
+
+        return self.world.together(explained)
