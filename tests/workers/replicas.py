@@ -279,7 +279,7 @@ def scenarios(root: Path, only: str) -> Any:
         yield "command", {"code": code, "printed": printed.getvalue()}
     for name, (plan, how) in BREAKS.items():
         if re.search(only, name):
-            settings = {"guard.max_skipped": 3} if "weight" in how else {}
+            settings = {"guard.max_skipped": 3, "guard.compare_every": 100} if "weight" in how else {}
             settings |= {"run.deterministic": True} if "elsewhere" in name else {}
             yield name, run(root / name.replace(" ", "_"), Breaking(**how), **PLANS[plan], **settings)
             DeferredScalars.peek = peek
