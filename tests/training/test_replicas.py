@@ -122,6 +122,13 @@ def test_a_fault_that_comes_again_is_of_the_data(results, name):
         assert result["scales"][BROKEN] == result["scales"][BROKEN - 1] / 2
 
 
+def test_gradients_that_are_not_finite_elsewhere_the_second_time(results):
+    result = results["elsewhere zero0"]
+    assert result["code"] == 0 and result["skipped"][-1] == 1
+    [line] = [line for line in result["log"].splitlines() if "run again" in line]
+    assert "a hardware fault in a backward pass" in line and "neither result is finite" in line
+
+
 def test_weights_that_are_not_finite_are_told(results):
     alone = results["weight zero3"]
     assert alone["kind"] == "NonFinite" and alone["repeated"][-1] == 3 and alone["skipped"][-1] == 3
@@ -182,5 +189,5 @@ def test_the_odd_ones_out_are_named(holders, data):
 def test_both_executions_differ_and_neither_is_finite():
     first, second = ({"loss": float("nan"), "grad_norm": float("nan")} for _ in range(2))
     reports = [Report("a", 0, ["text:1"], [], []), Report("b", 1, ["text:2"], ["text:2"], [])]
-    text = told(reports, first, second, again=True)
+    text = told(reports, first, second, again=True, same=True)
     assert "a hardware fault of rank 1 on b" in text and "nothing is updated" in text

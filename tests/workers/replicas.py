@@ -128,6 +128,7 @@ BREAKS: dict[str, tuple[str, dict[str, Any]]] = {
     "always zero0": ("zero0", {"times": 99, "late": True}),
     "always fp16": ("fp16", {"times": 99, "late": True}),
     "always fp16 at once": ("fp16", {"times": 99}),
+    "elsewhere zero0": ("zero0", {"times": 2, "backward": True}),
     "weight zero0": ("zero0", {"weight": True}),
     "weight zero3": ("zero3", {"weight": True, "late": True}),
 }
@@ -164,7 +165,7 @@ class Breaking:
         if state.world.rank == self.rank and state.step + 1 == self.at and self.times:
             self.times -= 1
             stage = next(iter(state.stages.values()))
-            layer = next(iter(stage.layers.values()))
+            layer = list(stage.layers.values())[self.times % 2]
             if self.weight:
                 local(state.parameters["layers.1.attention.q.weight"]).detach().view(-1)[5] = torch.nan
                 self.times = 0
@@ -278,7 +279,8 @@ def scenarios(root: Path, only: str) -> Any:
         yield "command", {"code": code, "printed": printed.getvalue()}
     for name, (plan, how) in BREAKS.items():
         if re.search(only, name):
-            settings = {"guard.max_skipped": 3} if "weight" in how else {}
+            settings = {"guard.max_skipped": 3, "guard.compare_every": 100} if "weight" in how else {}
+            settings |= {"run.deterministic": True} if "elsewhere" in name else {}
             yield name, run(root / name.replace(" ", "_"), Breaking(**how), **PLANS[plan], **settings)
             DeferredScalars.peek = peek
 

@@ -84,7 +84,11 @@ class Repeats:
         if again:  # which the gate has kept from the loss scale
             self.state.scaler.update(torch.ones_like(self.state.gate.shut))
         reports = self.world.gather(self._report(numbers, second[1], host["ids"], again))
-        return f"step {step} was run again on the same batch: {told(reports, numbers, second[1], again)}", again
+        same = not self.state.config.run.deterministic or np.array_equal(
+            numbers["squares"], second[1]["squares"], equal_nan=True
+        )
+        text = told(reports, numbers, second[1], again, same)
+        return f"step {step} was run again on the same batch: {text}", again
 
     def _report(self, first: Mapping[str, Any], second: Mapping[str, Any], ids: list[str], again: bool) -> Report:
         """What this rank has seen of both executions."""
@@ -121,14 +125,17 @@ class Report:
     broken: list[str]
 
 
-def told(reports: Sequence[Report], first: Mapping[str, Any], second: Mapping[str, Any], again: bool) -> str:
-    """What both executions of a step tell. reports: by rank."""
+def told(
+    reports: Sequence[Report], first: Mapping[str, Any], second: Mapping[str, Any], again: bool, same: bool
+) -> str:
+    """What both executions of a step tell. reports: by rank; again: whether the second is not finite either; same:
+    whether both have the same gradient norms, as far as that can be expected."""
     differing = list(dict.fromkeys(sample for report in reports for sample in report.differing))
     places = {report.data for report in reports if report.differing}
     suspects = [f"rank {rank} on {report.node}" for rank, report in enumerate(reports) if report.data in places]
     result = f"loss {first['loss']:g} and gradient norm {first['grad_norm']:g} at first, {second['loss']:g} and "
     result += f"{second['grad_norm']:g} then"
-    if not again or differing:
+    if not again or differing or not same:
         more = f" or {len(suspects) - 8} more" if len(suspects) > 8 else ""
         where = (
             f"of {' or '.join(suspects[:8])}{more}, which computed other losses for {', '.join(differing[:5])}"
