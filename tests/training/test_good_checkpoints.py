@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -79,15 +80,98 @@ def test_a_save_waits_for_the_end_of_skipped_steps(tmp_path, monkeypatch):
     assert "step 8 was skipped: its save waits" in (tmp_path / "run" / "console.log").read_text()
 
 
-def test_a_run_that_is_stopped_within_skipped_steps_loses_nothing(tmp_path, monkeypatch):
-    """The weights of before are saved. Nothing older is removed, since nobody knows whether they are good."""
-    folder = tmp_path / "run"
+def stop_after(patch, step: int) -> None:
+    patch.setattr(loop.Trainer, "time_is_up", lambda self: self.state.step >= step)
+
+
+@pytest.mark.parametrize("every, left", [(1, [5, 4]), (3, [5, 3])])
+def test_a_run_that_is_stopped_within_skipped_steps_loses_nothing(tmp_path, monkeypatch, every, left):
+    """The step before them is saved, once. Nothing older is removed, since nobody knows whether that step is good. The
+    next start trains the skipped steps again, so that a streak is counted to its end however often a run is stopped."""
+    folder, settings = tmp_path / "run", [f"checkpoint.every={every}", "checkpoint.keep_last=1"]
     with monkeypatch.context() as patch:
         spoil(patch, 5, 1e38)
-        patch.setattr(loop.Trainer, "time_is_up", lambda self: self.state.step >= 6)
-        assert run(folder, "checkpoint.keep_last=1").code == 75
-    stopped, *older = list_checkpoints(folder / "checkpoints")
-    assert stopped > 5 and older == [5, 4]
+        stop_after(patch, 6)
+        assert run(folder, *settings).code == 75
+    assert list(list_checkpoints(folder / "checkpoints")) == left
+    manifest = read_manifest(folder / "checkpoints" / "step-00000005")
+    assert manifest["samples"] == 5 * manifest["batch"]["global_size"] and manifest["skipped"] == 0
+    assert manifest["tokens"] == 5 * manifest["batch"]["global_size"] * manifest["batch"]["sequence_length"]
+    status = json.loads((folder / "status.json").read_text())
+    assert status["status"] == "stopped" and "the last 2 steps made no update" in (folder / "console.log").read_text()
+    for _ in range(2):  # the weight is saved as it is
+        stop_after(monkeypatch, 6)
+        assert run(folder, *settings).code == 75
+        assert list(list_checkpoints(folder / "checkpoints")) == left
+    monkeypatch.undo()
+    with pytest.raises(NonFinite):
+        run(folder, *settings)
+    run(folder, *settings)
+    starts = [json.loads(line)["step"] for line in (folder / "starts.jsonl").read_text().splitlines()]
+    assert starts == [0, 5, 5, 5, left[1]]
+
+
+def test_a_run_whose_first_steps_all_fail_has_nothing_to_save(tmp_path, monkeypatch):
+    spoil(monkeypatch, 0, 1)
+    stop_after(monkeypatch, 1)
+    monkeypatch.setattr(loop, "train_step", failing_step(loop.train_step, range(1, STEPS)))
+    assert run(tmp_path / "run").code == 75
+    assert not list_checkpoints(tmp_path / "run" / "checkpoints")
+    assert "there is nothing to save" in (tmp_path / "run" / "console.log").read_text()
+
+
+def failing_step(step, failing: range):
+    """`train_step` whose gradients are infinite in some steps."""
+
+    def train_step(state, batches, asked):
+        if state.step + 1 not in failing:
+            return step(state, batches, asked)
+        output = state.stages[0].layers["0"].attention.o
+        handle = output.register_full_backward_hook(lambda *_: (torch.full_like(_[1][0], math.inf),))
+        try:
+            return step(state, batches, asked)
+        finally:
+            handle.remove()
+
+    return train_step
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_an_fp16_run_saves_although_its_loss_scale_settles(tmp_path, stop, monkeypatch):
+    """Its first steps overflow until the scale is small enough. A periodic save waits for that. A run that is stopped
+    meanwhile, or has its last step then, saves the step that it has reached."""
+    folder = tmp_path / "run"
+    monkeypatch.setattr(loop, "train_step", failing_step(loop.train_step, range(3, 7)))
+    if stop:
+        stop_after(monkeypatch, 3)
+    code = run(
+        folder, "precision=fp16", "precision.loss_scale=1024", "checkpoint.every=4", "checkpoint.at_end=true"
+    ).code
+    saved = list(list_checkpoints(folder / "checkpoints"))
+    assert (code, saved) == ((75, [4]) if stop else (0, [14, 12])), (folder / "console.log").read_text()
+    scale = read_manifest(folder / "checkpoints" / f"step-{saved[0]:08d}")["scaler"]["scale"]
+    assert scale == (256 if stop else 64)
+
+
+@pytest.mark.parametrize("name", ["model.embedding.weight", "optimizer.exp_avg_sq.final_norm.weight"])
+def test_a_state_that_is_not_finite_ends_the_run_when_it_would_be_saved(tmp_path, monkeypatch, name):
+    """Even where no loss shows it: a row of the embedding that no sample has, or a moment that stops its parameter."""
+    step, folder = loop.train_step, tmp_path / "run"
+
+    def train_step(state, batches, asked):
+        result = step(state, batches, asked)
+        if state.step == 6:
+            found = {key: value for key, value in state.tensors().items() if key.startswith(name.rsplit(".", 2)[0])}
+            local(found.get(name, next(iter(found.values())))).detach().view(-1)[-1] = math.inf
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", train_step)
+        with pytest.raises(NonFinite, match="step 8 is not saved: .*the same command resumes"):
+            run(folder, "checkpoint.every=4", "guard.max_skipped=100")
+    assert list(list_checkpoints(folder / "checkpoints")) == [4]
+    assert json.loads((folder / "status.json").read_text())["status"] == "failed"
+    assert run(folder, "checkpoint.every=4").code == 0
 
 
 def test_the_data_restart_once(tmp_path):
@@ -102,6 +186,16 @@ def test_the_data_restart_once(tmp_path):
     run(folder, "run.steps=10", *other)
     newest = next(iter(list_checkpoints(folder / "checkpoints").values()))
     assert read_manifest(newest)["samples"] == batch, "asked for again after a start without it"
+
+
+def test_the_data_restart_in_a_run_that_goes_on_from_another(tmp_path):
+    """That the other run had restarted its data does not count."""
+    other, folder, restart = tmp_path / "other", tmp_path / "run", "checkpoint.data=restart"
+    run(other, "run.steps=3", restart)
+    for steps, samples in ((5, 2), (7, 4)):
+        run(folder, f"run.steps={steps}", restart, f"checkpoint.resume={other}")
+        newest = read_manifest(next(iter(list_checkpoints(folder / "checkpoints").values())))
+        assert newest["samples"] == samples * newest["batch"]["global_size"]
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path):
