@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on after any sequence of saves, skipped steps, kills, damage and jumps of the clock."""
+"""From which checkpoint a run goes on after saves, skipped steps, kills, damage and jumps of the clock in any order."""
 
 from __future__ import annotations
 

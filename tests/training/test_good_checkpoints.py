@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.launch import launch
 
 import trainer
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest
@@ -217,3 +218,23 @@ def test_values_that_are_not_finite_are_named(tmp_path, monkeypatch):
     log = (tmp_path / "run" / "console.log").read_text()
     assert "step 7 is not saved: 1 tensors of the state hold values that are not finite (model.head.weight)" in log
     assert torch.isfinite(torch.tensor(list(filter(None, losses(tmp_path / "run").values())))).all()
+
+
+def test_all_ranks_decide_alike(tmp_path):
+    """Where one rank has values that are not finite, is asked to stop, or cannot do its part with files."""
+    launch("good_checkpoints.py", 2, tmp_path)
+    answers = json.loads((tmp_path / "answers.json").read_text())
+    for name, ranks in answers.items():
+        assert ranks[0] == ranks[1], name
+    ended = {name: ranks[0] for name, ranks in answers.items()}
+    assert ended["spoiled"].startswith("NonFinite: step 6 is not saved: 1 tensors") and ended["spoiled"].endswith(
+        " 4 2"
+    )
+    assert ended["spoiled, restarted"] == "code 0 8 6"
+    assert ended["stopped"] == "code 75 3" and ended["stopped, restarted"] == "code 0 8 3"
+    assert ended["leftovers"] == "code 0 8 6", (tmp_path / "leftovers" / "console.log").read_text()
+    assert "passing over" in (tmp_path / "leftovers" / "console.log").read_text()
+    assert ended["damaged"].startswith("ConfigError: checkpoint.resume=auto: no checkpoint in")
+    assert all(f"step-0000000{step}" in ended["damaged"] for step in (8, 6))
+    assert ended["blocked"] == "code 0 8 6"
+    assert "the schedule was not written" in (tmp_path / "blocked" / "console.log").read_text()
