@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,33 @@ def test_an_fp16_run_saves_although_its_loss_scale_settles(tmp_path, stop, monke
     assert (code, saved) == ((75, [4]) if stop else (0, [14, 12])), (folder / "console.log").read_text()
     scale = read_manifest(folder / "checkpoints" / f"step-{saved[0]:08d}")["scaler"]["scale"]
     assert scale == (256 if stop else 64)
+
+
+def test_an_fp16_run_that_is_stopped_when_its_scale_helps_no_more_saves_the_step_before(tmp_path, monkeypatch):
+    """With the loss scale of that step, so that the skipped ones are trained again as they were."""
+    folder = tmp_path / "run"
+    monkeypatch.setattr(loop, "train_step", failing_step(loop.train_step, range(3, 9)))
+    stop_after(monkeypatch, 4)
+    assert run(folder, "precision=fp16", "precision.loss_scale=2", "checkpoint.every=0").code == 75
+    assert list(list_checkpoints(folder / "checkpoints")) == [2]
+    scaler = read_manifest(folder / "checkpoints" / "step-00000002")["scaler"]
+    assert scaler["scale"] == 2 and scaler["_growth_tracker"] == 0
+
+
+def test_a_save_that_still_waits_at_the_end_is_made_up_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "train_step", failing_step(loop.train_step, range(12, 15)))
+    folder, settings = tmp_path / "run", ["checkpoint.every=12", "checkpoint.at_end=false", "guard.max_skipped=9"]
+    assert run(folder, *settings).code == 0
+    assert list(list_checkpoints(folder / "checkpoints")) == [11]
+
+
+def test_going_back_leaves_no_half_of_a_checkpoint_that_was_being_replaced(tmp_path):
+    folder = tmp_path / "run"
+    checkpoints = folder / "checkpoints"
+    run(folder, "checkpoint.every=4", "checkpoint.keep_last=0", "checkpoint.at_end=true")
+    shutil.copytree(checkpoints / "step-00000012", checkpoints / "step-00000012.replaced")  # killed before its removal
+    run(folder, "checkpoint.every=0", f"checkpoint.resume={checkpoints}/step-00000004", "run.steps=6")
+    assert list(list_checkpoints(checkpoints))[-1] == 4 and max(list_checkpoints(checkpoints)) <= 6
 
 
 @pytest.mark.parametrize("name", ["model.embedding.weight", "optimizer.exp_avg_sq.final_norm.weight"])
