@@ -334,10 +334,7 @@ def test_a_leftover_that_cannot_be_removed_is_reported_and_passed_over(tmp_path,
         (message,) = checkpointer.poll()
         assert "step-00000002.tmp" in message and "Permission denied" in message
         checkpointer.save(2, {"weights": torch.ones(3)}, {}, wait=True)
-        (message,) = checkpointer.poll()
-        assert "step 2 could not be saved" in message
-    checkpointer.save(3, {"weights": torch.ones(3)}, {}, wait=True)
-    assert find_resume("auto", tmp_path, True)[0].name == "step-00000003"
+    assert find_resume("auto", tmp_path, True)[0].name == "step-00000002", "the leftover got another name"
 
 
 @given(
@@ -357,7 +354,7 @@ def test_the_newest_good_checkpoint_is_resumed_or_all_damaged_ones_are_named(ste
             with pytest.raises(ConfigError) as refusal:
                 find_resume("auto", path, True, proven)
             assert "checkpoint.resume=none" in str(refusal.value)
-            assert sum(f"step-{step:08d}" in str(refusal.value) for step in steps) == min(3, len(steps))
+            assert sum(f"step-{step:08d}" in str(refusal.value) for step in steps) == len(steps)
         else:
             found, warnings = find_resume("auto", path, True, proven)
             assert (int(found.name[5:]) if found else None) == best

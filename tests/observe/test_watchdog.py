@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.launch import WORKERS, warm_python
 
 from trainer.cluster.ports import free_ports
@@ -55,6 +60,35 @@ def test_limits_follow_the_steps_and_leave_room_for_all_else(tmp_path, monkeypat
     assert [step(50) for _ in range(5)][-1] == 500
     dog.enter(EVALUATING, 9)
     assert dog.limit == 500  # no less than a step
+
+
+@given(
+    clock=st.floats(-1e6, 1e6),
+    jumps=st.lists(st.floats(-1e5, 1e5), min_size=6, max_size=6),
+    remaining=st.floats(40, 1000),
+)
+def test_a_rank_that_is_waited_for_is_judged_by_no_clock_of_another_node(clock, jumps, remaining):
+    """A node's clock is off by `clock` seconds, and jumps. Its rank is waited for while its heartbeats change and its
+    time is not over; after that it is not."""
+    with tempfile.TemporaryDirectory() as folder:
+        dog = Watchdog(Path(folder), "start", 0, 1, GuardConfig(stall_factor=0, stall_seconds=25), 9)
+    now, wall = 1000.0, 2e9 + clock
+    with patch("trainer.observe.watchdog.time.monotonic", lambda: now):
+        for number, jump in enumerate(jumps):
+            now, wall = now + 5, wall + 5 + jump
+            left = remaining - 5 * number
+            dog._hear({1: Heartbeat(1, "node1", 0, EVALUATING, 3, wall - 9, wall + left, wall)})
+            assert dog._excused() and dog._alive(dog.beats[1])
+        for _ in range(5):  # the same heartbeat is read again
+            now += 5
+            dog._hear({1: replace(dog.beats[1])})
+        assert dog._excused() == (5 * 5 < left)
+        now += 5
+        assert not dog._excused() and not dog._alive(dog.beats[1])
+        dog._hear({1: Heartbeat(1, "node1", 0, EVALUATING, 3, wall, wall - 1, wall + 1)})
+        assert dog._alive(dog.beats[1]) and not dog._excused(), "its time is over"
+        dog._hear({1: Heartbeat(1, "node1", 1 + dog.count, EVALUATING, 3, wall, wall + 99, wall + 2)})
+        assert not dog._excused(), "it is ahead, and waits itself"
 
 
 def entry(

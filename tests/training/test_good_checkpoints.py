@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from support.launch import launch
 
 import trainer
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest
@@ -79,15 +82,125 @@ def test_a_save_waits_for_the_end_of_skipped_steps(tmp_path, monkeypatch):
     assert "step 8 was skipped: its save waits" in (tmp_path / "run" / "console.log").read_text()
 
 
-def test_a_run_that_is_stopped_within_skipped_steps_loses_nothing(tmp_path, monkeypatch):
-    """The weights of before are saved. Nothing older is removed, since nobody knows whether they are good."""
-    folder = tmp_path / "run"
+def stop_after(patch, step: int) -> None:
+    patch.setattr(loop.Trainer, "time_is_up", lambda self: self.state.step >= step)
+
+
+@pytest.mark.parametrize("every, left", [(1, [5, 4]), (3, [5, 3])])
+def test_a_run_that_is_stopped_within_skipped_steps_loses_nothing(tmp_path, monkeypatch, every, left):
+    """The step before them is saved, once. Nothing older is removed, since nobody knows whether that step is good. The
+    next start trains the skipped steps again, so that a streak is counted to its end however often a run is stopped."""
+    folder, settings = tmp_path / "run", [f"checkpoint.every={every}", "checkpoint.keep_last=1"]
     with monkeypatch.context() as patch:
         spoil(patch, 5, 1e38)
-        patch.setattr(loop.Trainer, "time_is_up", lambda self: self.state.step >= 6)
-        assert run(folder, "checkpoint.keep_last=1").code == 75
-    stopped, *older = list_checkpoints(folder / "checkpoints")
-    assert stopped > 5 and older == [5, 4]
+        stop_after(patch, 6)
+        assert run(folder, *settings).code == 75
+    assert list(list_checkpoints(folder / "checkpoints")) == left
+    manifest = read_manifest(folder / "checkpoints" / "step-00000005")
+    assert manifest["samples"] == 5 * manifest["batch"]["global_size"] and manifest["skipped"] == 0
+    assert manifest["tokens"] == 5 * manifest["batch"]["global_size"] * manifest["batch"]["sequence_length"]
+    status = json.loads((folder / "status.json").read_text())
+    assert status["status"] == "stopped" and "the last 2 steps made no update" in (folder / "console.log").read_text()
+    for _ in range(2):  # the weight is saved as it is
+        stop_after(monkeypatch, 6)
+        assert run(folder, *settings).code == 75
+        assert list(list_checkpoints(folder / "checkpoints")) == left
+    monkeypatch.undo()
+    with pytest.raises(NonFinite):
+        run(folder, *settings)
+    run(folder, *settings)
+    starts = [json.loads(line)["step"] for line in (folder / "starts.jsonl").read_text().splitlines()]
+    assert starts == [0, 5, 5, 5, left[1]]
+
+
+def test_a_run_whose_first_steps_all_fail_has_nothing_to_save(tmp_path, monkeypatch):
+    spoil(monkeypatch, 0, 1)
+    stop_after(monkeypatch, 1)
+    monkeypatch.setattr(loop, "train_step", failing_step(loop.train_step, range(1, STEPS)))
+    assert run(tmp_path / "run").code == 75
+    assert not list_checkpoints(tmp_path / "run" / "checkpoints")
+    assert "there is nothing to save" in (tmp_path / "run" / "console.log").read_text()
+
+
+def failing_step(step, failing: range):
+    """`train_step` whose gradients are infinite in some steps."""
+
+    def train_step(state, batches, asked):
+        if state.step + 1 not in failing:
+            return step(state, batches, asked)
+        output = state.stages[0].layers["0"].attention.o
+        handle = output.register_full_backward_hook(lambda *_: (torch.full_like(_[1][0], math.inf),))
+        try:
+            return step(state, batches, asked)
+        finally:
+            handle.remove()
+
+    return train_step
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_an_fp16_run_saves_although_its_loss_scale_settles(tmp_path, stop, monkeypatch):
+    """Its first steps overflow until the scale is small enough. A periodic save waits for that. A run that is stopped
+    meanwhile, or has its last step then, saves the step that it has reached."""
+    folder = tmp_path / "run"
+    monkeypatch.setattr(loop, "train_step", failing_step(loop.train_step, range(3, 7)))
+    if stop:
+        stop_after(monkeypatch, 3)
+    code = run(
+        folder, "precision=fp16", "precision.loss_scale=1024", "checkpoint.every=4", "checkpoint.at_end=true"
+    ).code
+    saved = list(list_checkpoints(folder / "checkpoints"))
+    assert (code, saved) == ((75, [4]) if stop else (0, [14, 12])), (folder / "console.log").read_text()
+    scale = read_manifest(folder / "checkpoints" / f"step-{saved[0]:08d}")["scaler"]["scale"]
+    assert scale == (256 if stop else 64)
+
+
+def test_an_fp16_run_that_is_stopped_when_its_scale_helps_no_more_saves_the_step_before(tmp_path, monkeypatch):
+    """With the loss scale of that step, so that the skipped ones are trained again as they were."""
+    folder = tmp_path / "run"
+    monkeypatch.setattr(loop, "train_step", failing_step(loop.train_step, range(3, 9)))
+    stop_after(monkeypatch, 4)
+    assert run(folder, "precision=fp16", "precision.loss_scale=2", "checkpoint.every=0").code == 75
+    assert list(list_checkpoints(folder / "checkpoints")) == [2]
+    scaler = read_manifest(folder / "checkpoints" / "step-00000002")["scaler"]
+    assert scaler["scale"] == 2 and scaler["_growth_tracker"] == 0
+
+
+def test_a_save_that_still_waits_at_the_end_is_made_up_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "train_step", failing_step(loop.train_step, range(12, 15)))
+    folder, settings = tmp_path / "run", ["checkpoint.every=12", "checkpoint.at_end=false", "guard.max_skipped=9"]
+    assert run(folder, *settings).code == 0
+    assert list(list_checkpoints(folder / "checkpoints")) == [11]
+
+
+def test_going_back_leaves_no_half_of_a_checkpoint_that_was_being_replaced(tmp_path):
+    folder = tmp_path / "run"
+    checkpoints = folder / "checkpoints"
+    run(folder, "checkpoint.every=4", "checkpoint.keep_last=0", "checkpoint.at_end=true")
+    shutil.copytree(checkpoints / "step-00000012", checkpoints / "step-00000012.replaced")  # killed before its removal
+    run(folder, "checkpoint.every=0", f"checkpoint.resume={checkpoints}/step-00000004", "run.steps=6")
+    assert list(list_checkpoints(checkpoints))[-1] == 4 and max(list_checkpoints(checkpoints)) <= 6
+
+
+@pytest.mark.parametrize("name", ["model.embedding.weight", "optimizer.exp_avg_sq.final_norm.weight"])
+def test_a_state_that_is_not_finite_ends_the_run_when_it_would_be_saved(tmp_path, monkeypatch, name):
+    """Even where no loss shows it: a row of the embedding that no sample has, or a moment that stops its parameter."""
+    step, folder = loop.train_step, tmp_path / "run"
+
+    def train_step(state, batches, asked):
+        result = step(state, batches, asked)
+        if state.step == 6:
+            found = {key: value for key, value in state.tensors().items() if key.startswith(name.rsplit(".", 2)[0])}
+            local(found.get(name, next(iter(found.values())))).detach().view(-1)[-1] = math.inf
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", train_step)
+        with pytest.raises(NonFinite, match="step 8 is not saved: .*the same command resumes"):
+            run(folder, "checkpoint.every=4", "guard.max_skipped=100")
+    assert list(list_checkpoints(folder / "checkpoints")) == [4]
+    assert json.loads((folder / "status.json").read_text())["status"] == "failed"
+    assert run(folder, "checkpoint.every=4").code == 0
 
 
 def test_the_data_restart_once(tmp_path):
@@ -102,6 +215,16 @@ def test_the_data_restart_once(tmp_path):
     run(folder, "run.steps=10", *other)
     newest = next(iter(list_checkpoints(folder / "checkpoints").values()))
     assert read_manifest(newest)["samples"] == batch, "asked for again after a start without it"
+
+
+def test_the_data_restart_in_a_run_that_goes_on_from_another(tmp_path):
+    """That the other run had restarted its data does not count."""
+    other, folder, restart = tmp_path / "other", tmp_path / "run", "checkpoint.data=restart"
+    run(other, "run.steps=3", restart)
+    for steps, samples in ((5, 2), (7, 4)):
+        run(folder, f"run.steps={steps}", restart, f"checkpoint.resume={other}")
+        newest = read_manifest(next(iter(list_checkpoints(folder / "checkpoints").values())))
+        assert newest["samples"] == samples * newest["batch"]["global_size"]
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path):
@@ -123,3 +246,23 @@ def test_values_that_are_not_finite_are_named(tmp_path, monkeypatch):
     log = (tmp_path / "run" / "console.log").read_text()
     assert "step 7 is not saved: 1 tensors of the state hold values that are not finite (model.head.weight)" in log
     assert torch.isfinite(torch.tensor(list(filter(None, losses(tmp_path / "run").values())))).all()
+
+
+def test_all_ranks_decide_alike(tmp_path):
+    """Where one rank has values that are not finite, is asked to stop, or cannot do its part with files."""
+    launch("good_checkpoints.py", 2, tmp_path)
+    answers = json.loads((tmp_path / "answers.json").read_text())
+    for name, ranks in answers.items():
+        assert ranks[0] == ranks[1], name
+    ended = {name: ranks[0] for name, ranks in answers.items()}
+    assert ended["spoiled"].startswith("NonFinite: step 6 is not saved: 1 tensors") and ended["spoiled"].endswith(
+        " 4 2"
+    )
+    assert ended["spoiled, restarted"] == "code 0 8 6"
+    assert ended["stopped"] == "code 75 3" and ended["stopped, restarted"] == "code 0 8 3"
+    assert ended["leftovers"] == "code 0 8 6", (tmp_path / "leftovers" / "console.log").read_text()
+    assert "passing over" in (tmp_path / "leftovers" / "console.log").read_text()
+    assert ended["damaged"].startswith("ConfigError: checkpoint.resume=auto: no checkpoint in")
+    assert all(f"step-0000000{step}" in ended["damaged"] for step in (8, 6))
+    assert ended["blocked"] == "code 0 8 6"
+    assert "the schedule was not written" in (tmp_path / "blocked" / "console.log").read_text()

@@ -24,7 +24,7 @@ from torch import Tensor
 from trainer.checkpointing.chunks import StoredTensor
 from trainer.checkpointing.manifest import OWN_KEYS, step_folder, verify, verify_checksums, write_manifest
 from trainer.checkpointing.parts import TensorPart, assign_writers, join_parts, write_parts
-from trainer.checkpointing.retention import prune, publish, remove_entry, remove_leftovers, sync_folder
+from trainer.checkpointing.retention import clear_name, prune, publish, remove_checkpoint, remove_leftovers, sync_folder
 from trainer.config import CheckpointConfig
 from trainer.distributed.tensors import Fragment
 
@@ -124,7 +124,10 @@ class Checkpointer:
         it."""
         self.saved_step = None
         if self._rank == 0:
-            shutil.rmtree(path, ignore_errors=True)
+            try:
+                remove_checkpoint(path)
+            except OSError as error:
+                self._messages.append(f"the checkpoint {path} cannot be removed: {error}")
 
     def close(self) -> None:
         """Waits for the last save and releases the process group and the host memory."""
@@ -203,7 +206,7 @@ class Checkpointer:
         if failure is not None:
             raise failure
         if self._leads:
-            remove_entry(written)
+            clear_name(written)
             written.mkdir(parents=True)
 
     def _finish(self, step: int, size: int, seconds: float) -> None:
@@ -211,11 +214,8 @@ class Checkpointer:
         if self._rank == 0:
             path = step_folder(self.folder, step)
             self._messages.append(f"saved {path}: {size / 1e9:.2f} GB in {seconds:.1f} s")
-            try:
-                if not self._keep_older:
-                    prune(self.folder, step, self.config)
-            except OSError as error:
-                self._messages.append(f"an old checkpoint could not be removed: {error}")
+            if not self._keep_older:
+                self._messages.extend(prune(self.folder, step, self.config))
 
     def _write(
         self, path: Path, parts: dict[str, TensorPart], manifest: dict[str, Any], failure: Exception | None

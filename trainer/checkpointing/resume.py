@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpointing.files import WAY_OUT, DamagedCheckpoint
-from trainer.checkpointing.manifest import read_manifest
-from trainer.checkpointing.retention import find_newest, find_resume
+from trainer.checkpointing.manifest import list_checkpoints, read_manifest
+from trainer.checkpointing.retention import choose_whole, describe_damages, find_resume, find_whole
 from trainer.checkpointing.states import read_launchers, read_states
 from trainer.config import CheckpointConfig, Config, ConfigError
 from trainer.config.model import ModelSpec
@@ -23,20 +25,45 @@ def find_start(
 
     `checkpoint.resume` says where a launch begins. When torchrun restarts the processes of a launch, they resume from
     the newest checkpoint that this launch has saved, whatever `checkpoint.resume` says. A path acts once: a start with
-    the same path goes on from what the run has saved since it began there."""
-    if setting.resume != "auto" and launchers:
-        for last in dict.fromkeys((proven, None)):
-            newest, warnings = find_newest(folder, setting.verify, last)
-            if newest is not None and set(launchers) & set(read_launchers(newest)):
-                return newest, warnings
-    if setting.resume not in ("auto", "none"):
-        newest, warnings = find_newest(folder, setting.verify, proven)
-        if newest is not None and read_manifest(newest).get("began_from") == setting.resume:
-            note = (
-                f"checkpoint.resume={setting.resume} took effect before: the run goes on from {newest}; to begin there "
-            )
-            return newest, [*warnings, note + "again, set another run.name"]
-    return find_resume(setting.resume, folder, setting.verify, proven)
+    the same path goes on from what the run has saved since it began there. Raises `ConfigError` where all checkpoints
+    that count are damaged."""
+    try:
+        os.listdir(folder)  # `glob` would find no checkpoint and say nothing
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}, the folder of the run's checkpoints, cannot be read ({error.strerror}); make it readable, or "
+            "set another run.dir"
+        ) from None
+    if setting.resume == "auto":
+        return find_resume(setting.resume, folder, setting.verify, proven)
+    checkpoints = list_checkpoints(folder)
+    own = {step: path for step, path in checkpoints.items() if set(launchers) & known_launchers(path)}
+    newest, warnings = choose_whole(setting.resume, own, setting.verify, proven)
+    if newest is None and setting.resume != "none":
+        good = [path for step, path in checkpoints.items() if proven is None or step <= proven]
+        since = itertools.takewhile(lambda path: read_beginning(path) in (setting.resume, None), good)
+        newest, damages = find_whole(since, setting.verify)
+        note = f"checkpoint.resume={setting.resume} took effect before: the run goes on from {newest}; to begin there "
+        warnings = [*describe_damages(damages), note + "again, set another run.name"]
+    return (newest, warnings) if newest is not None else find_resume(setting.resume, folder, setting.verify)
+
+
+def read_beginning(path: Path) -> str | None:
+    """`checkpoint.resume` of the start that wrote a checkpoint; None if its manifest is damaged."""
+    try:
+        return str(read_manifest(path).get("began_from", ""))
+    except DamagedCheckpoint:
+        return None
+
+
+def known_launchers(path: Path) -> set[str]:
+    """The launchers of the run that saved a checkpoint; empty if its manifest is damaged."""
+    try:
+        return set(read_launchers(path))
+    except DamagedCheckpoint:
+        return set()
 
 
 def data_identity(fingerprint: str, seed: int, batch: BatchPlan) -> dict[str, Any]:

@@ -1,20 +1,20 @@
 """Which checkpoints stay, and which one a run resumes from.
 
 Everything here runs on rank 0 alone. A checkpoint is renamed to `.tmp` before it is deleted, so that a crash never
-leaves half a checkpoint that looks whole."""
+leaves half a checkpoint that looks whole. What cannot be removed is reported and passed over."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from trainer.checkpointing.files import DamagedCheckpoint
 from trainer.checkpointing.manifest import list_checkpoints, verify
 from trainer.config import CheckpointConfig, ConfigError
-
-PASSED_OVER = "passing over the damaged checkpoint "
 
 
 def steps_to_keep(steps: Sequence[int], saved: int, keep_last: int, keep_every: int) -> set[int]:
@@ -29,16 +29,26 @@ def steps_to_keep(steps: Sequence[int], saved: int, keep_last: int, keep_every: 
     return {saved, *newest, *older} | milestones
 
 
-def prune(folder: Path, saved: int, config: CheckpointConfig) -> None:
-    """Deletes the checkpoints in `folder` that `config` does not keep, after that of step `saved` was written."""
+def prune(folder: Path, saved: int, config: CheckpointConfig) -> list[str]:
+    """Deletes the checkpoints in `folder` that `config` does not keep, after that of step `saved` was written. Returns
+    a message for each that cannot be deleted."""
     if not config.keep_last:
-        return
-    checkpoints = list_checkpoints(folder)
+        return []
+    checkpoints, messages = list_checkpoints(folder), []
     for step in checkpoints.keys() - steps_to_keep([*checkpoints], saved, config.keep_last, config.keep_every):
-        leaving = checkpoints[step].with_suffix(".tmp")
-        remove_entry(leaving)
-        checkpoints[step].rename(leaving)
-        shutil.rmtree(leaving)
+        try:
+            remove_checkpoint(checkpoints[step])
+        except OSError as error:
+            messages.append(f"the old checkpoint {checkpoints[step]} cannot be removed: {error}")
+    return messages
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Removes a checkpoint, which loses its name first. Raises `OSError` if it cannot be removed."""
+    leaving = path.with_suffix(".tmp")
+    clear_name(leaving)
+    path.rename(leaving)
+    remove_entry(leaving)
 
 
 def remove_entry(path: Path) -> None:
@@ -49,6 +59,16 @@ def remove_entry(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def clear_name(path: Path) -> None:
+    """Makes sure that nothing has the name `path`: removes what has it, or renames it to another name of a leftover if
+    it cannot be removed. Raises `OSError` if neither is possible."""
+    try:
+        remove_entry(path)
+    except OSError:
+        names = (path.with_name(f"{path.stem}.{number}.tmp") for number in itertools.count(1))
+        path.rename(next(name for name in names if not os.path.lexists(name)))
+
+
 def publish(written: Path, path: Path) -> None:
     """Gives the complete folder `written` its final name `path`.
 
@@ -56,22 +76,31 @@ def publish(written: Path, path: Path) -> None:
     the new one has the name. A crash between the two renames loses neither."""
     aside = path.with_suffix(".replaced")
     if path.exists():
+        clear_name(aside)
         path.rename(aside)
     written.rename(path)
     sync_folder(path.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(OSError):  # the next start tries again
+        remove_entry(aside)
 
 
 def remove_leftovers(folder: Path) -> list[str]:
     """Clears `folder` of what a crash left: what was being written, deleted or replaced. Returns a message for each
-    leftover that cannot be removed; a start passes it over."""
+    leftover that cannot be removed; a start passes it over.
+
+    To be called before later checkpoints are set aside: a `.replaced` beside its checkpoint is a leftover, but would
+    count as a checkpoint without it. It loses this name even if it cannot be removed."""
     messages = []
-    replaced = [path for path in folder.glob("step-*.replaced") if path.with_suffix("").exists()]
-    for leftover in [*folder.glob("step-*.tmp"), *replaced]:
+    for leftover in [*folder.glob("step-*.replaced"), *folder.glob("step-*.tmp")]:
         try:
-            remove_entry(leftover)
+            if leftover.suffix == ".tmp":
+                remove_entry(leftover)
+            elif os.path.lexists(leftover.with_suffix("")):
+                remove_checkpoint(leftover)
         except OSError as error:
-            messages.append(f"{leftover}, which an earlier start left, cannot be removed: {error.strerror}")
+            messages.append(
+                f"passing over {leftover}, which an earlier start left and which cannot be removed: {error}"
+            )
     return messages
 
 
@@ -84,19 +113,50 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def find_newest(folder: Path, verify_files: bool, last: int | None = None) -> tuple[Path | None, list[str]]:
+def find_newest(folder: Path, verify_files: bool) -> tuple[Path | None, list[str]]:
     """The checkpoint in `folder` with the most steps of those that are whole, and a warning for each damaged one that
-    was passed over. last: checkpoints of later steps are not looked at; None: there is no such limit."""
-    warnings = []
-    for step, path in list_checkpoints(folder).items():
-        if last is not None and step > last:
-            continue
+    was passed over."""
+    path, damages = find_whole(list_checkpoints(folder).values(), verify_files)
+    return path, describe_damages(damages)
+
+
+def find_whole(paths: Iterable[Path], verify_files: bool) -> tuple[Path | None, dict[Path, str]]:
+    """The first of some checkpoints that is whole, and what is wrong with those before it."""
+    damages: dict[Path, str] = {}
+    for path in paths:
         try:
             verify(path, verify_files)
-            return path, warnings
+            return path, damages
         except DamagedCheckpoint as damage:
-            warnings.append(f"{PASSED_OVER}{path}: {damage}")
-    return None, warnings
+            damages[path] = str(damage)
+    return None, damages
+
+
+def describe_damages(damages: dict[Path, str]) -> list[str]:
+    """A warning for each damaged checkpoint that is passed over."""
+    return [f"passing over the damaged checkpoint {path}: {damage}" for path, damage in damages.items()]
+
+
+def choose_whole(
+    setting: str, checkpoints: dict[int, Path], verify_files: bool, proven: int | None = None
+) -> tuple[Path | None, list[str]]:
+    """The first of `checkpoints` (by step, the newest first) that is whole, with a warning for each before it; None
+    where there are none. Raises `ConfigError` where there are some and all are damaged: a run that began anew would
+    hide the loss.
+
+    setting: of checkpoint.resume, for the message. proven: checkpoints of later steps are taken only if there is no
+    other; None: there is no such limit."""
+    good = [path for step, path in checkpoints.items() if proven is None or step <= proven]
+    others = [path for path in checkpoints.values() if path not in good]
+    path, damages = find_whole([*good, *others], verify_files)
+    if path is None and damages:
+        raise ConfigError(
+            f"checkpoint.resume={setting}: no checkpoint in {next(iter(damages)).parent} is whole "
+            f"({'; '.join(f'{damaged.name}: {damage}' for damaged, damage in damages.items())}); restore one, set "
+            "checkpoint.resume to the path of another, or set checkpoint.resume=none to begin anew, which sets what is "
+            "in run.dir aside"
+        )
+    return path, describe_damages(damages)
 
 
 def find_resume(
@@ -105,28 +165,15 @@ def find_resume(
     """What `checkpoint.resume` means for a run whose checkpoints lie in `folder`, with warnings to print.
 
     `auto` gives the newest whole checkpoint, or None if there is none at all; `none` gives None. Anything else is the
-    path of a checkpoint or of a run's folder. ConfigError is raised if that holds no whole checkpoint, or if `folder`
-    has checkpoints for `auto` and all of them are damaged.
-
-    proven: for `auto`, after steps that were not finite: a checkpoint of a later step is taken only if there is no
-    other."""
+    path of a checkpoint or of a run's folder. ConfigError is raised if a path holds no whole checkpoint, and for `auto`
+    if `folder` has checkpoints and all of them are damaged. proven: for `auto`, as in `choose_whole`."""
     if setting == "none":
         return None, []
     if setting == "auto":
-        newest, warnings = find_newest(folder, verify_files, proven)
-        if newest is None and proven is not None:
-            newest, warnings = find_newest(folder, verify_files)
-        if newest is None and warnings:
-            damaged = "; ".join(text.removeprefix(PASSED_OVER) for text in warnings[:3])
-            raise ConfigError(
-                f"checkpoint.resume=auto: no checkpoint in {folder} is whole ({damaged}); restore one, "
-                "set checkpoint.resume to the path of another, or set checkpoint.resume=none to begin anew, which sets "
-                "what is in run.dir aside"
-            )
-        return newest, warnings
+        return choose_whole(setting, list_checkpoints(folder), verify_files, proven)
     path = Path(setting).expanduser()
     if (path / "checkpoints").is_dir():  # a run's folder stands for its newest whole checkpoint
-        newest, warnings = find_newest(path / "checkpoints", verify_files)
+        newest, warnings = choose_whole(setting, list_checkpoints(path / "checkpoints"), verify_files)
         if newest is not None:
             return newest, warnings
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import socket
 import statistics
@@ -59,7 +60,8 @@ class Heartbeat:
     """Where a rank is, as it sends it to the others.
 
     count: phases entered so far, equal on all ranks at the same point of the run. Times are in seconds since 1970 by
-    the node's clock: `since`, when the phase began; `until`, its limit; `said`, when the heartbeat was sent."""
+    the node's clock: `since`, when the phase began; `until`, its limit; `said`, when the heartbeat was sent. Only their
+    differences mean something to other nodes, whose clocks may differ."""
 
     rank: int
     node: str
@@ -128,6 +130,7 @@ class Watchdog:
         self.steps: deque[float] = deque(maxlen=50)
         self.began: float | None = None  # when the step in progress began
         self.beats: dict[int, Heartbeat] = {}
+        self.heard: dict[int, float] = {}  # when each of them was first seen here, by this rank's monotonic clock
         self.reason = ""  # why the first rank gave up
         self.stalled, self.closed, self.hurry, self.asking, self.answered = (threading.Event() for _ in range(5))
         self.enter(STARTING, 0)
@@ -190,13 +193,24 @@ class Watchdog:
     def _excused(self) -> bool:
         """Whether this rank waits for one that is not ahead of it, alive, and in a phase whose limit is not over:
         behind it, or come to the same phase later, whose part all the others still wait for."""
-        now = time.time()
         return any(
-            beat.count <= self.count and now < beat.until and self._alive(beat) for beat in self._others().values()
+            beat.count <= self.count and self._age(beat) < beat.until - beat.said and self._alive(beat)
+            for beat in self._others().values()
         )
 
     def _alive(self, beat: Heartbeat) -> bool:
-        return time.time() - beat.said < 5 * self.period + 1
+        return self._age(beat) < 5 * self.period + 1
+
+    def _age(self, beat: Heartbeat) -> float:
+        """Seconds since this rank has first seen a heartbeat: at most its age, and no clock of another node counts."""
+        return time.monotonic() - self.heard.get(beat.rank, -math.inf)
+
+    def _hear(self, beats: dict[int, Heartbeat]) -> None:
+        """Takes up heartbeats that have been read."""
+        for rank, beat in beats.items():
+            if rank not in self.beats or self.beats[rank].said != beat.said:
+                self.heard[rank] = time.monotonic()
+        self.beats = beats
 
     def _others(self) -> dict[int, Heartbeat]:
         """The last heartbeat of all ranks, as far as the store answers."""
@@ -221,7 +235,7 @@ class Watchdog:
                 if self.asking.is_set():
                     present = keys if self.store.check(keys) else [key for key in keys if self.store.check([key])]
                     heard = zip(present, map(heartbeat, self.store.multi_get(present)))
-                    self.beats = {int(key): beat for key, beat in heard if beat}
+                    self._hear({int(key): beat for key, beat in heard if beat})
                     self.asking.clear()
                     self.answered.set()
                 self.hurry.wait(self.period)

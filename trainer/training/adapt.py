@@ -63,7 +63,10 @@ class Adaptation:
     ) -> tuple[TrainState, BatchPlan]:
         config, before, after = state.config, state.pipeline, Pipeline(choice.schedule, choice.split)
         if state.world.rank == 0:
-            save_choice(Path(config.run.dir), choice, config, state.spec, state.plan)
+            try:
+                save_choice(Path(config.run.dir), choice, config, state.spec, state.plan)
+            except OSError as error:  # on rank 0 alone, which must not leave the others
+                self.ledger.log.event(f"the choice was not written, and the next start measures anew: {error}")
         if (after.split, after.schedule.placement, choice.microbatches) == (
             before.split,
             before.schedule.placement,

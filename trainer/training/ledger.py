@@ -37,7 +37,7 @@ BYTES = ("comm/bytes_inner", "comm/bytes_outer")
 
 
 class NonFinite(RuntimeError):
-    """Training cannot go on: too many steps in a row had a non-finite loss or gradient."""
+    """Training cannot go on: too many steps in a row had a non-finite loss or gradient, or the state is not finite."""
 
 
 class Ledger:
@@ -74,6 +74,7 @@ class Ledger:
         self.losses: list[float] = []
         self.skipped, self.skipped_in_row, self.stop, self.finished = skipped, 0, False, False
         self.first_skipped: int | None = None  # of the streak of skipped steps that the last step belongs to
+        self.scale_before = 1.0  # the loss scale with which that streak began
         self.asked, self.latest, self.repeated = Ask(0), dict[str, Any](), 0
         self.predicted: tuple[Simulation, int] | None = None  # and the step from which its measurement counts
         self.log = Logger(
@@ -124,6 +125,8 @@ class Ledger:
             bad = numbers["found_inf"] > 0
             self.losses = [*self.losses[:1], numbers["loss"]]
             self.skipped += bad
+            if bad and self.first_skipped is None:
+                self.scale_before = numbers["loss_scale"]
             self.first_skipped = None if not bad else self.first_skipped or step
             # An fp16 overflow is the scaler's business until the scale has nowhere left to go.
             strike = bad and not (self.scaled and numbers["loss_scale"] > 1)

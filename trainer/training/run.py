@@ -123,11 +123,8 @@ def run(config: Config) -> Result:
 
 def say_done(config: Config, start: Start, world: World) -> None:
     """For a run that has all its steps: nothing is trained, and its folder says what it said before."""
-    if world.rank != 0:
-        return
-    folder = Path(config.run.dir)
-    settle_status(folder, start.step, config.run.steps)
-    if config.logging.console != "none":
+    world.agree(lambda: settle_status(Path(config.run.dir), start.step, config.run.steps))
+    if world.rank == 0 and config.logging.console != "none":
         asked = f"run.steps={config.run.steps}" if config.run.tokens is None else f"run.tokens={config.run.tokens}"
         done = f"{start.path} has {start.step} steps, and {asked} asks for no more"
         raised = asked.partition("=")[0]

@@ -15,7 +15,7 @@ from trainer.checkpointing.loading import load_tensors
 from trainer.checkpointing.manifest import list_checkpoints
 from trainer.checkpointing.memory import MemoryNodes, fetch_files, find_in_memory
 from trainer.checkpointing.resume import data_identity, find_start, fitting_manifest
-from trainer.config import Config
+from trainer.config import CheckpointConfig, Config, ConfigError
 from trainer.distributed.tensors import Fragment, local
 from trainer.distributed.world import World
 from trainer.optim.average import PREFIX
@@ -75,23 +75,22 @@ class Start:
         data, mine = data_identity(fingerprint, config.run.seed, layout.batch), launchers(world)
         run = Path(config.run.dir)
         folder, nodes = run / "checkpoints", MemoryNodes.find(config.checkpoint, run, world)
-        identity, proven, on_disk = world.agree(
-            lambda: (read_identity(run), read_proven(run), [*list_checkpoints(folder)])
-        )
+        identity, proven = world.agree(lambda: (read_identity(run), read_proven(run)))
         any_launch = config.checkpoint.resume == "auto"
         in_memory = find_in_memory(nodes, identity, config.checkpoint.verify, mine, any_launch, world)
-
-        def rank_step(step: int) -> tuple[bool, int]:
-            return proven is None or step <= proven, step
-
-        newer = in_memory is not None and all(rank_step(in_memory[0]) >= rank_step(step) for step in on_disk)
-        path, warnings = (
-            (in_memory[1], []) if newer else world.agree(lambda: find_start(config.checkpoint, folder, mine, proven))
-        )
+        known = None if in_memory is None else in_memory[0]
+        path, warnings = world.agree(lambda: find_newer(config.checkpoint, folder, mine, proven, known))
+        newer = in_memory is not None and path is None
+        path = in_memory[1] if newer else path
         manifest: dict[str, Any] = {}
         if path:
             manifest = world.agree(lambda: fitting_manifest(path, config, layout.spec, layout.batch, data))
         return cls(path, manifest, mine, data, warnings, nodes, newer)
+
+    def is_own(self, state: TrainState) -> bool:
+        """Whether the run itself wrote the checkpoint that it goes on from."""
+        own = Path(state.config.run.dir) / "checkpoints"
+        return self.in_memory or self.path is not None and self.path.resolve().parent == own.resolve()
 
     def resume(self, state: TrainState) -> tuple[Progress, list[str]]:
         """Fills a new `state` from the checkpoint, if there is one. Returns how far the run has come, and what is to be
@@ -108,7 +107,7 @@ class Start:
         messages = [*self.notes, *([] if kept else [DROPPED]), f"resumed from {self.path} at step {state.step}"]
         samples = manifest["samples"]
         if state.config.checkpoint.data == "restart":
-            if manifest.get("data_restarted") is True and manifest["data"] == self.data:
+            if self.is_own(state) and manifest.get("data_restarted") is True and manifest["data"] == self.data:
                 messages.append(f"checkpoint.data=restart took effect before: the data continue at sample {samples}")
             else:
                 samples = 0
@@ -122,6 +121,32 @@ class Start:
             first = state.config.precision.loss_scale
             messages.append(f"the checkpoint has no loss scale: it begins at precision.loss_scale={first:g}")
         return Progress(samples, manifest["tokens"], manifest["skipped"], manifest["callbacks"]), messages
+
+
+def find_newer(
+    setting: CheckpointConfig, folder: Path, launchers: list[str], proven: int | None, in_memory: int | None
+) -> tuple[Path | None, list[str]]:
+    """The checkpoint on disk that a run starts from, with warnings; None if it starts from the in-memory checkpoint of
+    step `in_memory` instead, or from its first step. folder, launchers, proven: as in `find_start`.
+
+    What is on disk is verified, which reads all of it, only if it may be better than what is in memory; and only what
+    is whole is better."""
+
+    def rank_step(step: int) -> tuple[bool, int]:
+        return proven is None or step <= proven, step
+
+    steps = {path: step for step, path in list_checkpoints(folder).items()}
+    if in_memory is not None and all(rank_step(in_memory) >= rank_step(step) for step in steps.values()):
+        return None, []
+    try:
+        path, warnings = find_start(setting, folder, launchers, proven)
+    except ConfigError as error:
+        if in_memory is None:
+            raise
+        return None, error.problems
+    if in_memory is not None and (path not in steps or rank_step(steps[path]) <= rank_step(in_memory)):
+        return None, warnings
+    return path, warnings
 
 
 def read_identity(run: Path) -> str | None:
@@ -150,7 +175,9 @@ def find_non_finite(tensors: dict[str, Tensor | Fragment], world: World) -> list
     """Names of the tensors of a state that hold a value that is not finite on some rank. All ranks call it together;
     it waits for the device."""
     values = {name: local(tensor).detach() for name, tensor in tensors.items() if tensor.dtype.is_floating_point}
-    finite = [torch.isfinite(value).all().to(world.device) for value in values.values()]
+    values = {name: value for name, value in values.items() if value.numel()}
+    # The smallest and the largest value tell; `isfinite` of all values would need as much memory as they do.
+    finite = [torch.stack(torch.aminmax(value)).isfinite().all().to(world.device) for value in values.values()]
     bad = torch.stack(finite).logical_not() if finite else torch.zeros(0, dtype=torch.bool, device=world.device)
     if not world.sum_all(bad.sum()).item():
         return []
@@ -190,10 +217,10 @@ def resume_error_feedback(state: TrainState, path: Path, manifest: dict[str, Any
 
 
 def contents(
-    state: TrainState, batch: BatchPlan, progress: Progress, start: Start
+    state: TrainState, batch: BatchPlan, progress: Progress, start: Start, scaler: dict[str, Any]
 ) -> tuple[dict[str, Tensor | Fragment], dict[str, Any]]:
-    """What a checkpoint of a run holds: tensors by plan-independent name, and its part of the manifest. All ranks call
-    it together."""
+    """What a checkpoint of a run holds: tensors by plan-independent name, and its part of the manifest. scaler: the
+    state of the loss scale. All ranks call it together."""
     compression = state.compression
     manifest = {
         "compression": compression.identity() if compression.decided else None,
@@ -205,7 +232,7 @@ def contents(
         "samples": progress.samples,
         "skipped": progress.skipped,
         "callbacks": progress.callbacks,
-        "scaler": state.scaler.state_dict(),
+        "scaler": scaler,
         "data": start.data,
         "data_restarted": state.config.checkpoint.data == "restart",
         "began_from": state.config.checkpoint.resume,

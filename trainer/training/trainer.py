@@ -35,7 +35,7 @@ from trainer.training import history
 from trainer.training.adapt import Adaptation
 from trainer.training.auto_schedule import write_schedule
 from trainer.training.hooks import Hooks
-from trainer.training.ledger import Ledger
+from trainer.training.ledger import Ledger, NonFinite
 from trainer.training.profiling import Profiling
 from trainer.training.recorded import RecordedStep
 from trainer.training.repeats import Repeats, Taken
@@ -82,8 +82,9 @@ class Trainer:
         self.state = TrainState.build(config, layout.spec, layout.plan, layout.pipeline, world, weights)
         progress, messages = self.start.resume(self.state)
         self.tokens, self.loader = progress.tokens, self.load_from(progress.samples)
-        messages = [*corpus.notes, *messages, *self.open_folder()]
+        # First, so that leftovers are removed before anything is set aside; see `remove_leftovers`.
         self.checkpointer = self.opened(lambda: Checkpointer(self.folder / "checkpoints", config.checkpoint))
+        messages = [*corpus.notes, *messages, *self.open_folder()]
         self.memory = self.open_memory()
         self.pauses, self.save_waits = Pauses(), False
         self.profiling = Profiling(config, world, self.state.step, self.pauses)
@@ -127,13 +128,19 @@ class Trainer:
                 ended = f"run.hours={self.config.run.hours:g}" if self.clock.over else self.stop.asked_by or "a signal"
                 self.ledger.log.event(self.ledger.summary(first, self.state.step, code, ended))
             if self.state.plan.pp > 1:
-                write_schedule(self.folder, self.state, self.batch)
+                try:
+                    write_schedule(self.folder, self.state, self.batch)
+                except OSError as error:  # on rank 0 alone, which must not leave the others
+                    self.ledger.log.event(f"the schedule was not written: {reason_of(error)}")
             self.checkpointer.close()
             if self.memory is not None:
                 self.memory.close(remove=code != FAILED)
             self.state.close()
         except BaseException as error:
             reason = reason_of(error)
+            if isinstance(error, NonFinite):  # on all ranks: a save in the background is from before it
+                self.checkpointer.wait()
+                self.report_saves()
             raise
         finally:
             gc.unfreeze()
@@ -200,8 +207,10 @@ class Trainer:
     def adapt(self) -> None:
         """Takes up another schedule or other codecs, where their measurement has come so far."""
         if self.adaptation.schedule_due() and self.state.step < self.config.run.steps and not self.ledger.stop:
-            self.watchdog.enter(SCHEDULE, self.state.step)
             self.read_back(everything=True)
+            if self.ledger.first_skipped is not None:  # the change may need a checkpoint of the present step
+                return
+            self.watchdog.enter(SCHEDULE, self.state.step)
             before = self.batch
             self.state, self.batch = self.adaptation.change_schedule(
                 self.state, before, self.save_now, self.checkpointer
@@ -287,7 +296,6 @@ class Trainer:
                         self.ledger.log.event(f"step {step} was skipped: its save waits for a step that is not skipped")
                     self.save_waits = True
                     return
-                self.save_waits = False
                 with self.pauses.spent("checkpoint"):
                     self.save()
 
@@ -296,38 +304,58 @@ class Trainer:
         step, every = self.state.step, self.config.checkpoint.peer_every
         if self.memory is not None and step % every == 0 and step < self.config.run.steps and not self.ledger.stop:
             self.read_back(everything=True)
-            if self.ledger.first_skipped is None and self.state_is_finite():
+            if self.ledger.first_skipped is None:
+                self.check_state()
                 with self.pauses.spent("checkpoint"):
                     self.watchdog.enter(SAVING, step)
                     self.replicas.check(self.counters())
                     self.memory.save(step, *self.checkpoint_contents())
 
-    def state_is_finite(self) -> bool:
-        """Whether the state holds finite values alone, and so may become a checkpoint. Says so if not."""
+    def check_state(self) -> None:
+        """Raises `NonFinite` on all ranks if the state holds values that are not finite: it must not become a
+        checkpoint, and no later step would make it finite again."""
         if bad := find_non_finite(self.state.tensors(), self.world):
-            more = ", ..." if len(bad) > 3 else ""
-            self.ledger.log.event(
-                f"step {self.state.step} is not saved: {len(bad)} tensors of the state hold values that are not finite "
-                f"({', '.join(bad[:3])}{more}); older checkpoints stay"
+            step, more = self.state.step, ", ..." if len(bad) > 3 else ""
+            self.ledger.log.note_non_finite(self.ledger.first_skipped or step + 1)
+            raise NonFinite(
+                f"step {step} is not saved: {len(bad)} tensors of the state hold values that are not finite "
+                f"({', '.join(bad[:3])}{more}). An update overflowed; lower lr.peak or set optimizer.clip_norm. Older "
+                f"checkpoints stay: {history.way_on(self.config)}"
             )
-        return not bad
+
+    @property
+    def failing(self) -> int:
+        """The number of steps, up to the present one, that made no update. 0 as long as fp16's loss scale may be the
+        reason."""
+        first = self.ledger.first_skipped
+        return self.state.step + 1 - first if first is not None and self.ledger.skipped_in_row else 0
 
     def checkpoint_contents(self) -> tuple[dict[str, Tensor | Fragment], dict[str, Any]]:
-        """What a checkpoint of this step holds: tensors, and its part of the manifest."""
-        progress = Progress(self.loader.position, self.tokens, self.ledger.skipped, self.hooks.states())
-        return contents(self.state, self.batch, progress, self.start)
+        """What a checkpoint holds: tensors, and its part of the manifest. Within failing steps it is the checkpoint of
+        the step before them, whose tensors they have left as they were."""
+        failing, scaler = self.failing, self.state.scaler.state_dict()
+        if failing and scaler:
+            scaler |= {"scale": self.ledger.scale_before, "_growth_tracker": 0}
+        progress = Progress(
+            self.loader.position - failing * self.batch.global_size,
+            self.tokens - failing * self.batch.tokens,
+            self.ledger.skipped - failing,
+            self.hooks.states(),
+        )
+        return contents(self.state, self.batch, progress, self.start, scaler)
 
     def save(self, wait: bool = False) -> None:
-        """Hands the state to the checkpointer, which writes while training goes on, unless it is to `wait`. A state
-        that is not finite is not saved. One that is saved within skipped steps removes no older checkpoint."""
+        """Hands the state to the checkpointer, which writes while training goes on, unless it is to `wait`. Within
+        failing steps, what is saved is the step before them. Within skipped steps, no older checkpoint is removed.
+        Raises `NonFinite` on all ranks if the state is not finite."""
         self.read_back(everything=True)
         self.watchdog.enter(SAVING, self.state.step)
         self.replicas.check(self.counters())
-        if not self.state_is_finite():
-            return
-        skipping = self.ledger.first_skipped is not None
-        self.checkpointer.save(self.state.step, *self.checkpoint_contents(), wait=wait, keep_older=skipping)
-        self.hooks.run.checkpoint = step_folder(self.checkpointer.folder, self.state.step)
+        self.check_state()
+        self.save_waits, skipping = False, self.ledger.first_skipped is not None
+        step = self.state.step - self.failing
+        self.checkpointer.save(step, *self.checkpoint_contents(), wait=wait, keep_older=skipping)
+        self.hooks.run.checkpoint = step_folder(self.checkpointer.folder, step)
         self.hooks.call("save")
 
     def counters(self) -> dict[str, int]:
@@ -335,20 +363,29 @@ class Trainer:
         return {"step": self.state.step, "samples": self.loader.position, "tokens": self.tokens}
 
     def save_now(self) -> bool:
-        """Saves the present step, unless that has been done, and says whether its checkpoint is there."""
+        """Saves the present step, or the one before steps that fail, unless that has been done or is where this start
+        began. Says whether its checkpoint is there."""
         self.checkpointer.wait()
-        if self.checkpointer.saved_step != self.state.step:
+        self.read_back(everything=True)
+        step = self.state.step - self.failing
+        known = self.checkpointer.saved_step == step or step == self.start.step and not self.start.in_memory
+        if self.failing:
+            self.ledger.log.event(
+                f"the last {self.failing} steps made no update: "
+                + (f"step {step} before them is what is saved" if step else "there is nothing to save")
+            )
+        if not known:
             self.save(wait=True)
         self.report_saves()
-        return self.checkpointer.saved_step == self.state.step
+        return known or self.checkpointer.saved_step == step
 
     def save_at_end(self) -> bool:
         """The last save, where one is wanted; False where it failed."""
         ledger = self.ledger
         wanted = self.config.checkpoint.at_end or ledger.stop and not ledger.finished or ledger.take(Ask.SAVE)
-        if not wanted or self.save_now():
+        if not (wanted or self.save_waits) or self.save_now():
             return True
-        text = f"{self.folder}: the last checkpoint, of step {self.state.step}, could not be written"
+        text = f"{self.folder}: the last checkpoint, of step {self.state.step - self.failing}, could not be written"
         print(text, file=sys.stderr, flush=True)
         return False
 
