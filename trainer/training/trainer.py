@@ -430,8 +430,10 @@ class Trainer:
         places, start = self.world.gather(history.place(self.world)), self.start
         # Not before all ranks are here: one that is still building leaves at once, and the others would fail.
         self.stop.defer(self.folder, lambda: self.state.step, self.config.run.steps)
-        known = places, self.opening, self.corpus.tokenizer, start.in_memory
-        return self.world.agree(lambda: history.begin(self.config, start.step, start.path, *known))
+        known = self.config, start.step, start.path, places
+        return self.world.agree(  # `opening` is known to rank 0 alone
+            lambda: history.begin(*known, self.opening, self.corpus.tokenizer, start.in_memory)
+        )
 
     def opened(self, open_it: Callable[[], T]) -> T:
         """What writes to the run folder, opened on every rank, or refused on every rank where one cannot."""
