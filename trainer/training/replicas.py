@@ -110,7 +110,7 @@ class Replicas:
     def check(self, counters: Mapping[str, int]) -> None:
         """Compares and waits for the result: before a save. Raises `ReplicasDiffer` on all ranks."""
         if self.every:
-            numbers = {name: value.item() for name, value in self.compare(counters).items()}
+            numbers = {name: value.item() for name, value in self.compare(counters, on_host=True).items()}
             self.judge(self.state.step, numbers, counters)
 
     def judge(self, step: int, numbers: Mapping[str, Any], counters: Mapping[str, int]) -> None:
@@ -121,9 +121,10 @@ class Replicas:
             raise ReplicasDiffer(message(self.state.config, explained, step, self.checkpointer.folder))
 
     @torch.no_grad()
-    def compare(self, counters: Mapping[str, int]) -> dict[str, Tensor]:
+    def compare(self, counters: Mapping[str, int], on_host: bool = False) -> dict[str, Tensor]:
         """In how many sets of ranks the holders differ: a scalar on the device, the same on all ranks, by the name that
-        `judge` knows. Nothing is waited for. counters: numbers of the host on which all ranks have to agree."""
+        `judge` knows. Nothing is waited for, unless `on_host`: then ranks reduce over gloo, which fails at once if
+        one has died. counters: numbers of the host on which all ranks have to agree."""
         device = self.world.device
         sums: dict[tuple[int, Seat], list[Tensor]] = {}
         for seat, key, values in self.shared():
@@ -136,6 +137,7 @@ class Replicas:
             value = digest(rows, device)
             both = torch.stack([value, ~value])  # of both the maximum: the largest and, inverted, the smallest
             found[:, place] = torch.maximum(found[:, place], both)
+        found = found.cpu() if on_host else found
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return {DIFFERENT: (found[0] != ~found[1]).sum()}
 

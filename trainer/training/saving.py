@@ -178,7 +178,8 @@ def find_non_finite(tensors: dict[str, Tensor | Fragment], world: World) -> list
     values = {name: value for name, value in values.items() if value.numel()}
     # The smallest and the largest value tell; `isfinite` of all values would need as much memory as they do.
     finite = [torch.stack(torch.aminmax(value)).isfinite().all().to(world.device) for value in values.values()]
-    bad = torch.stack(finite).logical_not() if finite else torch.zeros(0, dtype=torch.bool, device=world.device)
+    bad = torch.stack(finite).logical_not().cpu() if finite else torch.zeros(0, dtype=torch.bool)
+    # Over gloo: if a rank has died, this fails at once, while waiting for a collective of NCCL would not end.
     if not world.sum_all(bad.sum()).item():
         return []
     mine = [name for name, wrong in zip(values, bad.tolist()) if wrong]
