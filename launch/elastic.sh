@@ -18,5 +18,9 @@ processes=${PROCESSES:-$("$python" -c 'import torch; print(max(1, torch.cuda.dev
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # On a signal torchrun passes it on and waits so long for the save (torch 2.13; earlier, 30 s).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+# torchrun passes these on to its processes, which save and stop. Of others it would die. It does not heed nohup by itself.
+signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1,SIGUSR2
+[ -n "$(trap -p HUP)" ] || signals=$signals,SIGHUP
 exec "$python" -m torch.distributed.run --nnodes "${NODES:-1}" --nproc-per-node "$processes" --max-restarts "${RESTARTS:-10}" \
-  --rdzv-backend c10d --rdzv-endpoint "$endpoint" --rdzv-id "${RUN_ID:-trainer}" --rdzv-conf "last_call_timeout=${WAIT:-60}" -m trainer "$@"
+  --signals-to-handle "$signals" --rdzv-backend c10d \
+  --rdzv-endpoint "$endpoint" --rdzv-id "${RUN_ID:-trainer}" --rdzv-conf "last_call_timeout=${WAIT:-60}" -m trainer "$@"

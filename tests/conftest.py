@@ -109,7 +109,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     """A failure shows how the logs end that jobs and runs left in the test's folder, which is gone later."""
     report = yield
     if report.failed and (folder := getattr(item, "funcargs", {}).get("tmp_path")):
-        logs = {*folder.rglob("*.log"), *folder.rglob("log.txt")}
+        logs = {log for name in ("*.log", "log.txt") for log in folder.rglob(name) if log.is_file()}
         for log in sorted(logs, key=lambda log: log.stat().st_mtime)[-3:]:
             report.sections.append((f"end of {log.relative_to(folder)}", log.read_text(errors="replace")[-3000:]))
     return report

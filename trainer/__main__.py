@@ -12,9 +12,10 @@ def run() -> None:
     """Ends the process with the command's exit code."""
     code = DONE
     with contextlib.suppress(BrokenPipeError):  # `--help | head`
-        code = main(sys.argv[1:])
-        sys.stdout.flush()
-    sys.stderr.flush()
+        code = main(sys.argv[1:], own=True)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more, or its terminal is closed
+            stream.flush()
     # os._exit skips the interpreter's tear-down, which gloo's threads now and then abort after the work has succeeded.
     os._exit(code)
 

@@ -7,6 +7,7 @@ before the configuration is known to be right.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -23,7 +24,8 @@ from trainer.config.fields import nearest
 from trainer.config.json_schema import json_schema
 from trainer.config.options import escape_unprintable
 from trainer.planning.resolve import checked, compose
-from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, rank, refuse
+from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, STOPPED, rank, refuse
+from trainer.util.signals import TOLD, Signals
 
 USAGE = """\
 usage: trainer train [--gpus N | --processes N] +config=RECIPE [GROUP=OPTION ...] [SETTING=VALUE ...]
@@ -119,9 +121,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], own: bool = False) -> int:
     """Runs the command line. The exit code: what `trainer.training.run.main` returns, 2 for a wrong configuration, 1
-    for a crash."""
+    for a crash. own: this process ends with it, so that a run may handle its signals from here to the end."""
     escape_unprintable()
     try:
         if not set(arguments) - {"--multirun", "-m"}:
@@ -137,6 +139,10 @@ def main(arguments: Sequence[str]) -> int:
             from trainer import sweep
 
             return sweep.main(options.overrides, options.config_dir)
+        if TOLD in os.environ:  # before this rank was started again
+            return STOPPED
+        if own:
+            Signals(leave_before_start, leave=lambda _: None, own=True).handle()
         return _train(compose(options.overrides, options.config_dir))
     except ConfigError as error:
         return refuse(error)
@@ -147,6 +153,15 @@ def main(arguments: Sequence[str]) -> int:
     except Exception:
         traceback.print_exc()
         return FAILED
+
+
+def leave_before_start(what: str) -> None:
+    """Ends a run that has not begun to train, from any thread. It has nothing to save, and the folder says what an
+    earlier start left there."""
+    if rank() == 0:
+        with contextlib.suppress(OSError):
+            os.write(2, f"stopped by {what} before the first step: nothing was trained, nothing is lost\n".encode())
+    os._exit(STOPPED)
 
 
 def _page(options: argparse.Namespace) -> str:

@@ -40,18 +40,18 @@ ON_GPUS = {"train": "run.device=cuda", "sample": "device=cuda"}
 """Words whose commands start several processes, and what these are told with `--gpus`."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line. The exit code is that of what was run."""
+def main(arguments: Sequence[str] | None = None, own: bool = False) -> int:
+    """Runs the command line. The exit code is that of what was run. own: as for `cli.main`."""
     first, *rest = arguments = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
     if first == "train":
-        return train(rest)
+        return train(rest, own)
     if first == "sample":
         return sample(rest)
     if first == "sweep":
         return cli.main(["--multirun", *rest])
     if first in OTHERS:
         return importlib.import_module(OTHERS[first]).main(rest)
-    return cli.main(list(filter(None, arguments)))
+    return cli.main(list(filter(None, arguments)), own)
 
 
 def sample(arguments: Sequence[str]) -> int:
@@ -66,13 +66,13 @@ def sample(arguments: Sequence[str]) -> int:
     return module.refused(rest, processes) or start(processes, OTHERS["sample"], rest)
 
 
-def train(arguments: Sequence[str]) -> int:
+def train(arguments: Sequence[str], own: bool = False) -> int:
     """A run on one process, or on as many as `--gpus N` or `--processes N` says. The exit code: of the process that
     failed first."""
     try:
         processes, rest = _launch(arguments)
         if processes == 1:
-            return cli.main(rest)
+            return cli.main(rest, own)
         options = cli._parse(rest)
         compose(options.overrides, options.config_dir, processes)
     except ConfigError as error:

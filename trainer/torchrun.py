@@ -1,9 +1,10 @@
 """torchrun for one node, whose workers stop by themselves: `python -m trainer.torchrun --nnodes 4 ... -m trainer ...`.
 
-It takes torchrun's options. Slurm and sweeps send stop signals to the workers themselves. On SIGUSR1 torchrun would
-die. On SIGTERM it would send its workers a second SIGTERM and, in torch 2.11, SIGKILL after 30 seconds, in which many a
-save does not end. This torchrun ignores both signals, and ends when its workers have ended. Ctrl-C, which only torchrun
-gets from the terminal, it hands on to them: the first time they save, the second time they leave."""
+It takes torchrun's options. Signals that ask a run to stop, or to leave at once, go to the workers; this process ends
+when they have ended, however long their save takes. torchrun itself would die of some of them, such as SIGUSR1, and
+leave its workers running. Of the others it would kill, in torch 2.11, what has not ended 30 seconds later. Workers may
+get a signal twice, as Slurm sends it to all processes: for a run the second changes nothing, but for Ctrl-C, which only
+torchrun gets from the terminal. The first time they save, the second time they leave."""
 
 from __future__ import annotations
 
@@ -13,41 +14,55 @@ import signal
 import sys
 
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from trainer.util.exit_codes import INTERRUPTED, REFUSED, STALLED, STOPPED, UNFIT
 from trainer.util.processes import children
+from trainer.util.signals import AT_ONCE, TOLD, heeded, name_of
 
-REPORTED = (REFUSED, UNFIT, STALLED, STOPPED, INTERRUPTED)
+REPORTED = (REFUSED, UNFIT, STALLED, STOPPED, INTERRUPTED, *(-number for number in AT_ONCE))
 """Exit codes of workers that have printed the reason themselves: settings refused, unfit machine, no progress, saved
 and stopped, left at once. torchrun's own report would add nothing."""
 
 CLOSING = 20.0
 """A worker killed within so many seconds of the first failure was not killed by torchrun, which waits 30 s for that."""
 
+TORCHS = signal.SIGSTKFLT
+"""torch's own handler takes what is named to it, and has to be named something. Linux sends this to nobody."""
+
 
 def main(arguments: list[str], brief: bool = False) -> int:
     """Runs torchrun. brief: one line instead of torchrun's report where a worker failed. Returns the exit code of the
     first worker that failed, or 137 (128 + SIGKILL) if one was killed."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        # A handler that does nothing, not SIG_IGN: workers would inherit SIG_IGN, and could not be stopped.
-        signal.signal(number, lambda *_: None)
     pressed = []
 
-    def hand_on(*_: object) -> None:
-        pressed.append(signal.SIGINT if len(pressed) < 2 else signal.SIGKILL)  # a worker that hangs heeds nothing else
+    def hand_on(number: int, _: object) -> None:
+        if number == signal.SIGINT:
+            pressed.append(number)
+            if len(pressed) > 2:  # a worker that hangs heeds nothing else
+                number = signal.SIGKILL
+        os.environ[TOLD] = name_of(number)  # for workers that are not started yet, or are started again
         for worker in children(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(worker, pressed[-1])
+                os.kill(worker, number)
 
-    signal.signal(signal.SIGINT, hand_on)
+    # A handler, also for what would do nothing: workers would inherit SIG_IGN, and could not be stopped.
+    interrupts = (
+        {signal.SIGINT} if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else set()
+    )  # ignored in the background
+    for number in heeded() | interrupts:
+        signal.signal(number, hand_on)
     try:
-        run.main(["--signals-to-handle", "SIGQUIT", *arguments])  # torch's own handler of what is named; never empty
+        run.main(["--signals-to-handle", TORCHS.name, *arguments])
+    except SignalException:  # torch has passed it on, and its workers have ended
+        return STOPPED
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
         if first.exitcode not in REPORTED and len(pressed) < 3:
             one_line = f"rank {rank} failed first, with exit code {first.exitcode}; what it said is above"
-            print(one_line if brief else failure, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # its terminal is closed
+                print(one_line if brief else failure, file=sys.stderr, flush=True)
         # The peers of a killed process may fail, and be noticed, before the killed process is.
         killed = any(
             other.exitcode == -signal.SIGKILL and other.timestamp - first.timestamp < CLOSING

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.variations import FIELDS, other_options, small, variations
 from torch import Tensor
 
@@ -355,3 +357,52 @@ def names(family: str, key: str, error: str) -> bool:
     paths = FAMILIES[family].fields.get(key, ())
     words = [key, *(f"model.{path}=" for path in ([paths] if isinstance(paths, str) else paths))]
     return any(word in error for word in words) or key == "rope_parameters" and "rope" in error
+
+
+SIZES_OF_ROUNDING = [  # in which fp32 rounds the logits by more than the tolerance: narrow norms, large scores
+    ("Gemma2", 2, 1, 512, 1, {"query_pre_attn_scalar": 1, "num_hidden_layers": 3}),
+    ("Gemma2", 4, 2, 8, 2, {"query_pre_attn_scalar": 7, "rms_norm_eps": 1e-8, "attn_logit_softcapping": None}),
+    ("Gemma2", 96, 3, 32, 1, {"query_pre_attn_scalar": 1, "attn_logit_softcapping": None}),
+    ("Gemma2", 24, 4, 128, 1, {"query_pre_attn_scalar": 1, "num_hidden_layers": 3, "attn_logit_softcapping": None}),
+    ("Gemma2", 32, 16, 128, 1, {"query_pre_attn_scalar": 256}),
+    ("Gemma2", 56, 7, 256, 7, {"query_pre_attn_scalar": 8, "attn_logit_softcapping": None}),
+    ("Qwen3", 4, 2, 2, 1, {"num_hidden_layers": 3}),
+]
+
+
+def complete_config(
+    architecture: str, width: int, heads: int, head_dim: int, kv_heads: int, others: dict[str, Any]
+) -> dict:
+    """A complete config.json as transformers' class makes it."""
+    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    usual = {"vocab_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 300}
+    config = getattr(transformers, f"{architecture}Config")(hidden_size=width, **shape, **NO_TOKENS, **usual | others)
+    return {**config.to_dict(), "architectures": [f"{architecture}ForCausalLM"]}
+
+
+@pytest.mark.parametrize("case", SIZES_OF_ROUNDING, ids=str)
+def test_right_configurations_are_accepted_where_rounding_is_large(case):
+    config = complete_config(*case)
+    assert disagreement(spec_from_config(config), config) is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_right_gemma_2_configurations_of_any_size_are_accepted(data):
+    heads, head_dim = data.draw(st.sampled_from([1, 2, 3, 8, 16])), data.draw(st.sampled_from([2, 8, 64, 256]))
+    width = heads * data.draw(st.sampled_from([2, 8, 24, 144, 256]))
+    others = {
+        "query_pre_attn_scalar": data.draw(st.sampled_from([1, 7, head_dim, 144, 256, 10_000])),
+        "attn_logit_softcapping": data.draw(st.sampled_from([None, 5.0, 50.0])),
+        "final_logit_softcapping": data.draw(st.sampled_from([None, 3.0, 30.0])),
+        "rms_norm_eps": data.draw(st.sampled_from([1e-8, 1e-6, 1e-3])),
+        "sliding_window": data.draw(st.sampled_from([4, 100, 4096])),
+        "num_hidden_layers": data.draw(st.sampled_from([1, 2, 26])),
+        "intermediate_size": data.draw(st.sampled_from([16, 9216])),
+    }
+    kv_heads = data.draw(st.sampled_from([count for count in range(1, heads + 1) if heads % count == 0]))
+    config = complete_config("Gemma2", width, heads, head_dim, kv_heads, others)
+    spec = spec_from_config(config)
+    assert disagreement(spec, config) is None
+    spec.attention.scale *= 1.1  # rounding explains no other model
+    assert disagreement(spec, config) is not None

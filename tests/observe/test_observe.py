@@ -84,6 +84,7 @@ def test_lines_have_the_keys_of_the_contract(tmp_path):
         "bubble",
         "loss_scale",
         "skipped",
+        "repeated",
         "damaged",
         "straggler",
         "straggler_rank",

@@ -324,6 +324,12 @@ def test_what_is_not_balanced_takes_longer():
 REMARKS = [  # processes, of a node, settings, words; no words: nothing is said
     (1, 1, "batch.sequence_length=131072", ["model.extend={max_length: 131072, scaling: yarn, factor: 16", "=8192"]),
     (1, 1, "batch.sequence_length=8192", []),
+    (
+        1,
+        1,
+        "batch.sequence_length=131072 model.attention.rope.scaling=llama3 model.attention.rope.factor=4",
+        ["model.extend={max_length: 131072, factor: 64}"],
+    ),
     (1, 1, "batch.sequence_length=131072 model.attention.rope.scaling=dynamic", []),
     (16, 8, "parallel.cp=16 parallel.context.method=heads", ["16 ranks", "nodes of 8", "=both", "inner=8"]),
     (16, 8, "parallel.cp=8 parallel.context.method=heads", []),

@@ -16,7 +16,9 @@ import signal
 import socket
 import sys
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT)
+KEPT = "KILL STOP TSTP TTIN TTOU CHLD URG WINCH PIPE XFSZ ILL TRAP BUS FPE SEGV SYS".split()
+PASSED_ON = tuple(signal.valid_signals() - {getattr(signal, f"SIG{name}") for name in KEPT})
+"""All that a process may be sent to end it, and SIGCONT."""
 IMPORTED = (
     "trainer.cli",
     "trainer.sample",

@@ -76,7 +76,7 @@ def test_a_run_goes_on_from_before_the_steps_that_were_not_finite(tmp_path, monk
 
 
 def test_a_save_waits_for_the_end_of_skipped_steps(tmp_path, monkeypatch):
-    spoil(monkeypatch, 7, float("nan"), until=9)
+    spoil(monkeypatch, 7, float("nan"), until=10)  # the step 10 is not finite at first, and is when it is run again
     run(tmp_path / "run", "checkpoint.every=4", "checkpoint.keep_last=0")
     assert list(list_checkpoints(tmp_path / "run" / "checkpoints")) == [12, 10, 4]
     assert "step 8 was skipped: its save waits" in (tmp_path / "run" / "console.log").read_text()

@@ -20,21 +20,23 @@ from trainer.cli import main
 RANK, SLOW = int(os.environ.get("RANK", 0)), int(os.environ.get("SLOW_RANK", -1))
 BREAK, EVERY = Path(os.environ["BREAK"]), 5
 train_step = trainer.training.trainer.train_step
-broken = 0
+broken: list[int] = []
+"""After which steps those came that were broken. One that is run again is broken again."""
 
 
 def faulty_step(state: Any, batches: Any, stop: bool) -> Any:
-    global broken
     layer, handle = state.stages[0].layers["1"], None
     if RANK == SLOW and state.step >= 20:
         handle = layer.register_forward_pre_hook(lambda *_: time.sleep(0.15))
     # The first two steps after a save, in turn.
-    if RANK == state.world.size - 1 and BREAK.exists() and state.step % EVERY == broken + 1:
+    new = BREAK.exists() and state.step not in broken and state.step % EVERY == len(broken) + 1
+    if RANK == state.world.size - 1 and (new or state.step in broken):
         handle = layer.attention.o.register_full_backward_hook(
             lambda module, inputs, outputs: (torch.full_like(inputs[0], float("nan")),)
         )
-        broken += 1
-        if broken == 2:
+        if new:
+            broken.append(state.step)
+        if new and len(broken) == 2:
             BREAK.unlink()
     scalars = train_step(state, batches, stop)
     if handle:

@@ -80,7 +80,7 @@ def main(folder):
             for step in (3, 4):
                 memory.save(step, lay_out(expected(), mesh, layout), {"launchers": ["mine"]})
             memory.close()
-            dist.barrier()  # the first rank of each node removes the older one when the save is complete
+            dist.barrier()  # the first rank of each node has removed the one before
             assert memory.saved_step == 4 and all("training waited" in text for text in memory.poll())
             assert list(list_checkpoints(nodes.folder)) == [4], "the one before stays"
             if lost is not None:

@@ -34,6 +34,7 @@ from trainer.util.exit_codes import DONE, FAILED, LOST, REFUSED, UNFIT
 from trainer.util.files import write_atomic
 from trainer.util.memory_errors import lacks_memory
 from trainer.util.reading import Malformed, brief, printable, read_bytes, read_json
+from trainer.util.run_folder import refuse_links
 
 CANCELLED = 128 + signal.SIGTERM
 """Exit code of a job that Slurm ends."""
@@ -220,6 +221,7 @@ def begin(nodes: int, processes: int, arguments: list[str], environment: dict[st
                 )
     run_dir = Path(config.run.dir)
     try:
+        refuse_links(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         path = record_of(run_dir, environment["SLURM_JOB_ID"])
         path.parent.mkdir(exist_ok=True)
@@ -227,7 +229,7 @@ def begin(nodes: int, processes: int, arguments: list[str], environment: dict[st
         before, known = read_record(path), list_digests(run_dir)
         progress = before is not None and not set(known) <= set(before.known)
         record = replace(start(before, progress), known=known, status=read_change(run_dir / "status.json"))
-        path.write_text(json.dumps(asdict(record)) + "\n")
+        write_atomic(path, json.dumps(asdict(record)) + "\n")
     except OSError as error:
         raise ConfigError(f"run.dir={run_dir} cannot be written ({error.strerror}); set another run.dir") from None
     if (

@@ -13,6 +13,7 @@ from typing import Any
 from trainer.cluster.options import NODE, PreflightOptions
 from trainer.config import ConfigError
 from trainer.observe.nvml import SLOWED
+from trainer.util.run_folder import refuse_links
 
 # Names of `nvidia-smi --query-gpu`; drivers before 535 know the last as clocks_throttle_reasons.active.
 FIELDS = (
@@ -108,7 +109,7 @@ def disk_problems(name: str, folder: Path, wanted: float) -> list[str]:
     probe = folder / f".preflight-{NODE}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(probe, "wb") as file:  # a full quota shows here only
+        with open(probe, "xb") as file:  # a full quota shows here only
             file.write(bytes(2**20))
             file.flush()
             os.fsync(file.fileno())
@@ -155,6 +156,12 @@ def check_node(options: PreflightOptions) -> list[str]:
             problems.append(f"data.cache={options.cache}: {str(error).rstrip('.')}; set another data.cache")
     if options.run_dir:
         folder = Path(options.run_dir)
+        try:
+            refuse_links(folder)
+        except ConfigError as error:  # this check writes, and removes what earlier checks have left
+            return problems + error.problems
+        except OSError as error:
+            return [*problems, f"run.dir={folder} cannot be read: {error.strerror}; mend that, or set another run.dir"]
         unwritable = disk_problems("run.dir", folder, options.free_gib)
         problems += unwritable
         if nodes and not (unwritable and "cannot be written" in unwritable[0]):

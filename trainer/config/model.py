@@ -81,6 +81,24 @@ class RopeSpec:
 DEEPEST = 1_000
 """Layers of a model: published ones have some hundred. Each is looked at by itself, and to split them over stages takes
 a time that grows with their square."""
+SCALING_FIELDS = {
+    "none": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_frequency_factor", "high_frequency_factor", "original_length"),
+    "yarn": (
+        "factor",
+        "original_length",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    ),
+    "longrope": ("factor", "original_length", "short_factor", "long_factor", "attention_factor"),
+}
+"""`RopeSpec.scaling` -> the fields that it reads, besides theta and fraction."""
 
 
 @dataclass

@@ -617,6 +617,13 @@ class GuardConfig:
     slow_lines: int = option(
         20, "so many logged steps are compared with as many before them", unit="logged steps", range="[3, inf)"
     )
+    compare_every: int = option(
+        100,
+        "compare what several ranks hold of the same tensors after every n-th step and before each save; a difference "
+        "is a hardware fault and ends the run; 0 means never",
+        unit="steps",
+        range="[0, inf)",
+    )
 
 
 @dataclass

@@ -26,6 +26,7 @@ from trainer.data.progress import say
 from trainer.data.shards import (
     SPLITS,
     TokeniseJob,
+    cuts_documents,
     is_due,
     mark_verified,
     read_manifest,
@@ -265,7 +266,10 @@ def _open(config: Config, source: Source, tokenizer: Tokenizer, fraction: float,
     if source.streams:
         return _open_stream(config, source, tokenizer, fraction, once)
     key = [source.identity, tokenizer.digest, fraction]
-    key += [source.template.digest] if source.template else []
+    # "blanks": earlier versions left blanks out of what is learned where a tokenizer trims offsets.
+    key += [source.template.digest, "blanks"] if source.template else []
+    if source.config.kind in ("stdlib", "text") and cuts_documents(source.documents):
+        key += ["whole"]  # earlier versions put end marks into these documents
     folder = _cache(config) / "tokens" / f"{source.name}-{_key([*key, 'skip'] if source.skip else key)}"
 
     def prepare() -> None:

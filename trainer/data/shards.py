@@ -44,8 +44,8 @@ SHARD_BYTES = 8 << 20
 BATCH = 1 << 20
 """Characters tokenised together."""
 
-WRITTEN: Shape = {"file": str, "tokens": int, "digest": str, "marks": (str, NoneType)}
-"""What is noted of each token file."""
+WRITTEN: Shape = {"file": str, "tokens": int, "digest": str, "marks": (str, NoneType), "open": (bool, NoneType)}
+"""What is noted of each token file. open: see `TokenRun`."""
 
 VERIFIED = "verified"
 """An empty file in a folder of token files, as old as the last comparison of their content with its digests."""
@@ -80,9 +80,7 @@ class TokeniseJob:
     shards: list[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        count, size = len(self.documents), max(1, self.documents.bytes)
-        step = max(1, count * max(SHARD_BYTES, size // 512) // size)
-        self.shards = [(first, min(first + step, count)) for first in range(0, count, step)]
+        self.shards = shards_of(self.documents)
 
     def description(self, number: int) -> Path:
         return self.folder / f"shard-{number:05d}.json"
@@ -98,6 +96,18 @@ class TokeniseJob:
         except (OSError, Malformed):
             return None
         return found if found["documents"] == list(self.shards[number]) else None
+
+
+def shards_of(documents: Documents) -> list[tuple[int, int]]:
+    """First and last document (not included) of each shard."""
+    count, size = len(documents), max(1, documents.bytes)
+    step = max(1, count * max(SHARD_BYTES, size // 512) // size)
+    return [(first, min(first + step, count)) for first in range(0, count, step)]
+
+
+def cuts_documents(documents: Documents) -> bool:
+    """Whether a shard begins inside of a document."""
+    return any(documents.begins_inside(first) for first, _ in shards_of(documents))
 
 
 def tokenise(job: TokeniseJob, name: str, workers: int) -> None:
@@ -198,7 +208,7 @@ def check_written(folder: Path, written: Any, dtype: str) -> TokenRun:
         raise Malformed(f"the tokens in {folder} are of type {brief(dtype)}; legal: {', '.join(TOKEN_DTYPES)}")
     count, marks = written["tokens"], written.get("marks")
     path = _whole(folder, written["file"], count * np.dtype(dtype).itemsize)
-    return TokenRun(path, dtype, 0, count, marks and _whole(folder, marks, count))
+    return TokenRun(path, dtype, 0, count, marks and _whole(folder, marks, count), bool(written.get("open")))
 
 
 def _whole(folder: Path, name: str, size: int) -> str:
@@ -218,16 +228,32 @@ def write_shard(job: TokeniseJob, number: int) -> None:
     stem = str(job.description(number).with_suffix(""))
     writers = {held: TokenWriter(f"{stem}.{split}.bin", job.dtype, job.chat) for held, split in enumerate(SPLITS)}
     job.documents.take_tally()  # of what was read before
+    piece = None
     try:
         for pieces in _batches(_marked(job.documents.read(*job.shards[number]), job.threshold)):
             for piece, (ids, marks) in zip(pieces, _encoded(job, pieces)):
                 writers[piece.held].append(ids, marks)
+        tally = job.documents.take_tally()
+        goes_on = piece is not None and not piece.mark and _goes_on(job, number, piece.held)
+        if piece is not None and not piece.mark and not goes_on:
+            writers[piece.held].append([job.tokenizer.end_id])
         written = {split: writers[held].finish() for held, split in enumerate(SPLITS) if writers[held].count}
-        described = {"documents": job.shards[number], **written, **asdict(job.documents.take_tally())}
+        if piece is not None and goes_on:
+            written[SPLITS[piece.held]]["open"] = True
+        described = {"documents": job.shards[number], **written, **asdict(tally)}
         write_atomic(job.description(number), json.dumps(described))
     finally:
         for writer in writers.values():
             writer.discard()
+
+
+def _goes_on(job: TokeniseJob, number: int, held: bool) -> bool:
+    """Whether the document with which a shard ends goes on in a later shard, on the same side of the split. What is
+    read for this is counted where it is tokenised."""
+    for text, _, _ in job.documents.read(job.shards[number][1], len(job.documents)):
+        job.documents.take_tally()
+        return bool(text) and (digest(text) < job.threshold) == held
+    return False
 
 
 @dataclass(frozen=True)
@@ -259,7 +285,7 @@ def _encoded(job: TokeniseJob, pieces: list[Piece]) -> Iterator[tuple[list[int],
 
 def _marked(documents: Iterable[Document], threshold: int) -> Iterator[Piece]:
     """The documents as pieces. Between two chunks of one document there is no end mark, unless the split puts them on
-    different sides."""
+    different sides; nor is there one behind the last chunk, if the document goes on behind it."""
     waiting: Piece | None = None
     for text, final, spans in documents:
         if not text:  # the end of a file, whose lines were left out
@@ -270,7 +296,7 @@ def _marked(documents: Iterable[Document], threshold: int) -> Iterator[Piece]:
             yield replace(waiting, mark=waiting.mark or held != waiting.held)
         waiting = Piece(text, held, final, spans)
     if waiting:
-        yield replace(waiting, mark=True)
+        yield waiting
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -90,6 +90,9 @@ class JsonLines(TextFiles):
             self.keep_lines(source.limit)
         list(self.read(0, min(1, len(self))))  # a wrong column is found before anything is prepared
 
+    def begins_inside(self, number: int) -> bool:
+        return False
+
     def read(self, first: int, last: int) -> Iterator[Document]:
         """The documents of the lines that start in these chunks. Raises `ConfigError` naming file and line, unless such
         lines are skipped."""

@@ -74,6 +74,10 @@ class Damaged:
         taken, self.tally = self.tally, Tally()
         return taken
 
+    def begins_inside(self, number: int) -> bool:
+        """Whether what `read` counts as document `number` begins inside of a document."""
+        return False
+
     def leave_out(self, problem: ConfigError, rows: int = 1) -> None:
         """Raises `problem`, unless damaged rows are skipped."""
         if not self.skip:
@@ -102,6 +106,9 @@ class TextFiles(Damaged):
         """The file of a chunk, and the chunk's number within it."""
         file = int(np.searchsorted(self._ends, chunk, "right"))
         return file, chunk - (int(self._ends[file - 1]) if file else 0)
+
+    def begins_inside(self, number: int) -> bool:
+        return self.locate(number)[1] > 0
 
     def read(self, first: int, last: int) -> Iterator[Document]:
         """The texts of some chunks. Raises `ConfigError` naming the file, unless what is not UTF-8 is skipped."""

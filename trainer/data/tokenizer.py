@@ -69,7 +69,11 @@ class Tokenizer:
 
     @cached_property
     def _special_backend(self) -> Backend:
-        backend = Backend.from_str(self.backend.to_str())
+        state = json.loads(self.backend.to_str())
+        # Of what is encoded without special tokens it changes the offsets alone: with trim_offsets those of a token
+        # leave out its blanks, so that a token of blanks lies nowhere.
+        state["post_processor"] = None
+        backend = Backend.from_str(json.dumps(state))
         backend.encode_special_tokens = False
         return backend
 

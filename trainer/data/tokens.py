@@ -47,14 +47,16 @@ class Sequences(Protocol):
 
 @dataclass(frozen=True)
 class TokenRun:
-    """`length` consecutive tokens of a file, from byte `offset` on; a document starts at the first. marks: of
-    conversations, a file with a byte for each token (`chat.LEARNED`, `chat.FIRST`)."""
+    """`length` consecutive tokens of a file, from byte `offset` on. marks: of conversations, a file with a byte for
+    each token (`chat.LEARNED`, `chat.FIRST`). open: whether the last document goes on in the next run; if not, the next
+    run starts with a document."""
 
     path: str
     dtype: str
     offset: int
     length: int
     marks: str | None = None
+    open: bool = False
 
     def cut(self, at: int) -> tuple[TokenRun, TokenRun]:
         """The first `at` tokens, and the rest."""
@@ -103,7 +105,7 @@ class Packed:
         while filled <= self.size:
             first = index * self.size + filled - int(self._ends[number]) + self.runs[number].length
             part = self._map(number)[first : first + self.size + 1 - filled]
-            starts[filled] = True
+            starts[filled] = number == 0 or not self.runs[number - 1].open
             tokens[filled : filled + len(part)] = part
             filled, number = filled + len(part), number + 1
         check_vocabulary(tokens, self.vocab_size, f"{self.name}:{index} in {self.runs[number - 1].path}")

@@ -12,10 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.diagnosis.account import ACCOUNTS, metrics
+from trainer.diagnosis.account import metrics
 from trainer.diagnosis.accounts import accounts
 from trainer.diagnosis.sample import trace_of
 from trainer.diagnosis.traces import read
+from trainer.util.lines import LineFile
+from trainer.util.run_folder import ACCOUNTS
 
 PATIENCE = 120.0
 """Seconds that traces are waited for."""
@@ -27,8 +29,8 @@ def main(run: Path, step: int, ranks: list[int]) -> None:
     while not all(path.exists() for path in paths) and time.monotonic() < end:
         time.sleep(0.05)
     found = accounts([read(path) for path in paths if path.exists()])
-    with open(run / ACCOUNTS, "a", encoding="utf-8") as file:
-        file.write("".join(f"{account.dumps()}\n" for account in found))
+    with LineFile(run / ACCOUNTS) as file:
+        file.append("".join(f"{account.dumps()}\n" for account in found))
     print(json.dumps(metrics(found)))
 
 

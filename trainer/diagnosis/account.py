@@ -13,10 +13,9 @@ from statistics import median
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.util.reading import Malformed, brief, mismatch, parse_json, read_bytes
-
-ACCOUNTS = "accounts.jsonl"
-"""In the folder of a run: a line for each profiled step and rank."""
+from trainer.util.lines import read_lines
+from trainer.util.reading import Malformed, brief, mismatch, parse_json
+from trainer.util.run_folder import ACCOUNTS
 
 TERMS = {
     "products": "matrix products",
@@ -58,9 +57,6 @@ LONGEST_STEP = 1e9
 
 LARGEST = 1e30
 """Numbers of an account are below: no step has as many operations or bytes."""
-
-LONGEST = 1 << 28
-"""Bytes of a file of accounts."""
 
 
 @dataclass(frozen=True)
@@ -199,19 +195,17 @@ def read(run: str | Path) -> list[Account]:
     """All accounts of a run, oldest first; none where no step has been profiled yet. Raises `Malformed` for a damaged
     file, and `ConfigError` where it cannot be read. A last line without a line end is skipped: a run in progress leaves
     one."""
-    path = Path(run) / ACCOUNTS
+    path, accounts = Path(run) / ACCOUNTS, list[Account]()
     try:
-        lines = read_bytes(path, LONGEST).split(b"\n")[:-1]
+        for number, text in enumerate(read_lines(path), 1):
+            try:
+                accounts.append(Account.loads(text))
+            except ValueError as error:
+                raise Malformed(f"{path}, line {number}: {brief(error)}; the file is damaged, take it away") from None
     except FileNotFoundError:
         return []
     except OSError as error:
         raise ConfigError(f"{run}: cannot read {path} ({error.strerror}); give a run folder like runs/NAME") from None
-    accounts = []
-    for number, text in enumerate(lines, 1):
-        try:
-            accounts.append(Account.loads(text))
-        except ValueError as error:
-            raise Malformed(f"{path}, line {number}: {brief(error)}; the file is damaged, take it away") from None
     return accounts
 
 

@@ -21,8 +21,9 @@ from trainer.planning.resolve import Layout, check, resolve
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.timeline import read_timeline
 from trainer.planning.schedules.validate import validate
+from trainer.util.lines import read_lines
 from trainer.util.memory_errors import lacks_memory, said
-from trainer.util.reading import brief, mismatch, on_one_line, parse_json, read_bytes, read_yaml
+from trainer.util.reading import brief, mismatch, on_one_line, parse_json, read_yaml
 from trainer.util.tables import duration
 
 SETTINGS, STARTS = "config.yaml", "starts.jsonl"
@@ -173,10 +174,11 @@ def _pace(records: Sequence[Mapping[str, Any]], profile: Typical | None) -> floa
 def machine_of(folder: Path, accounts: Sequence[Account]) -> Machine:
     """Of the last start, as far as starts.jsonl tells; else of the ranks that have accounts."""
     start: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError, ConfigError):
-        for text in read_bytes(folder / STARTS).splitlines():
-            line = parse_json(text)
-            start = start if mismatch(line, START) else line
+    with contextlib.suppress(OSError, ConfigError):
+        for text in read_lines(folder / STARTS):
+            with contextlib.suppress(ValueError):
+                line = parse_json(text)
+                start = start if mismatch(line, START) else line
     if start and 1 <= start["processes"] <= MOST_PROCESSES and start["devices"]:
         hosts = {name: count for name, count in start["hosts"].items() if 1 <= count <= start["processes"]}
         node = max(hosts.values(), default=start["processes"])

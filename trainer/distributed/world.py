@@ -127,6 +127,19 @@ class World:
             raise answer[0]
         return answer[0]
 
+    def together(self, act: Callable[[], T]) -> T:
+        """What `act` returns on this rank; an error of any rank is raised on every rank. All ranks call it together,
+        and `act` has no collectives behind what may fail."""
+        error: Exception | None = None
+        try:
+            result = act()
+        except Exception as problem:
+            error = problem
+        everyone = self.gather(error)
+        if found := error or next(filter(None, everyone), None):
+            raise found
+        return result
+
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The (picklable) `value` of every rank of a group (all ranks if None), in order of rank, on every rank."""

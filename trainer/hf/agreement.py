@@ -19,6 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from math import isqrt
 from operator import attrgetter
 from pathlib import Path
@@ -43,8 +44,11 @@ LENGTH = 256
 VOCABULARY = 64
 FEED_FORWARD = 48
 TOLERANCE = 3e-5
-"""Of the largest logit, for the largest difference. Rounding in fp32 stays below 5e-6; one approximation of GELU for
-another, which shows least of all that could be mistaken, is above 1e-4."""
+"""Of the largest logit, for the largest difference. Rounding in fp32 commonly stays below 5e-6; one approximation of
+GELU for another, which shows least of all that could be mistaken, is above 1e-4."""
+ROUNDING = 10
+"""How many times our own rounding error at a token theirs may be besides. Rounding has no common bound: a norm of few
+elements that are nearly zero, or scores of one head that are large, enlarge it a thousandfold at single tokens."""
 MOST = 1 << 28
 """Parameters of the small model. Of published ones it has fewer than 2e7; a folder can claim anything."""
 ROPE_GROUPS = ("rope_parameters", "rope_scaling")
@@ -138,14 +142,14 @@ def other_shapes(spec: ModelSpec, opened: Any) -> str | None:
 
 @torch.no_grad()
 def difference(spec: ModelSpec, config: dict[str, Any], folder: Path) -> float:
-    """The largest difference between transformers' logits and ours, relative to the largest logit before a soft cap,
-    because that is what rounding errors grow with."""
+    """The largest difference between transformers' logits and ours, beyond what rounding explains at its token. It is
+    relative to the largest logit before a soft cap, because that is what rounding errors grow with."""
     from transformers import AutoModelForCausalLM
 
     if (parameters := sum(info.size for info in declarations(spec).values())) > MOST:
         raise ValueError(f"{parameters} parameters are left when it is made small: its heads are beyond any model's")
     ours = Transformer(spec).eval()
-    fill(ours, sample_weight)
+    fill(ours, partial(sample_weight, spec))
     write_weights(written(folder, config), spec, dict(ours.named_parameters()).__getitem__)
     theirs, report = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -161,22 +165,34 @@ def difference(spec: ModelSpec, config: dict[str, Any], folder: Path) -> float:
     tokens = torch.randint(0, spec.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     ropes = [spec.layer(index).attention.rope for index in range(spec.depth)]
     found = []
+    exact = copy.deepcopy(ours).double()
+
+    def logits_of(model: Transformer, size: int, soft_cap: float = spec.logit_soft_cap) -> Tensor:
+        model.head.loss = replace(model.head.loss, soft_cap=soft_cap)
+        return model(tokens[:, :size])
+
     for size in {length, *(rope.original_length for rope in ropes if extends(rope))}:
-        ours.head.loss = replace(ours.head.loss, soft_cap=spec.logit_soft_cap)
+        expected = logits_of(exact, size)
         logits = theirs.eval()(tokens[:, :size], use_cache=False, return_dict=True).logits
-        error = (ours(tokens[:, :size]) - logits).abs().max()
-        ours.head.loss = replace(ours.head.loss, soft_cap=0.0)
-        found.append((error / ours(tokens[:, :size]).abs().max()).item())
+        error, rounding = ((some - expected).abs().amax(-1) for some in (logits, logits_of(ours, size)))
+        beyond = (error - ROUNDING * rounding).clamp(min=0).max()
+        found.append((beyond / logits_of(exact, size, 0.0).abs().max()).item())
     return max(found)
 
 
-def sample_weight(name: str, info: ParameterInfo) -> Tensor:
+def sample_weight(spec: ModelSpec, name: str, info: ParameterInfo) -> Tensor:
     """A weight with which every part of the model shows in the logits. Projections are large enough for attention to
-    be selective, and logits for a soft cap to count; rows of embeddings begin where the norm's eps counts."""
+    be selective, and logits for a soft cap to count; rows of embeddings begin where the norm's eps counts.
+
+    Queries are divided by what the model's factor on scores has beyond the usual one. Attention is then equally
+    selective in every model: larger scores would enlarge the rounding of fp32 beyond `TOLERANCE`."""
     value = torch.randn(info.shape, generator=torch.Generator().manual_seed(name_seed(0, name)))
     if info.role in ("norm", "bias"):
         return value * 0.3 + (1 if info.role == "norm" and name.endswith("weight") else 0)
     rows = torch.logspace(-3, 0, info.shape[0])[:, None] if info.role != "matrix" else 1
+    if name.endswith("attention.q.weight"):
+        attention = spec.layer(int(name.split(".")[1])).attention
+        rows = attention.head_dim**-0.5 / attention.scale
     return value * rows * 2 / info.shape[1] ** 0.5
 
 

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from trainer.config import ConfigError, typed
-from trainer.config.model import DEEPEST, ModelSpec, RopeSpec
+from trainer.config.model import DEEPEST, SCALING_FIELDS, ModelSpec, RopeSpec
 from trainer.config.typed import flat
 from trainer.hf.families import ACTIVATIONS, FAMILIES, Family
 from trainer.util.reading import brief
@@ -42,23 +42,6 @@ ROPE_NAMES = {
     "long_factor": "long_factor",
 }
 """Field of `RopeSpec` -> its name in rope_parameters."""
-SCALING_FIELDS = {
-    "none": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_frequency_factor", "high_frequency_factor", "original_length"),
-    "yarn": (
-        "factor",
-        "original_length",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-    ),
-    "longrope": ("factor", "original_length", "short_factor", "long_factor", "attention_factor"),
-}
 OPTIONAL = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
 """Fields of `RopeSpec` that rope_parameters may lack; null and 0 stand there for what is the default here."""
 UNSUPPORTED = {

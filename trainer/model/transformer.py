@@ -23,6 +23,33 @@ from trainer.model.rotary import Rotary
 from trainer.model.stage import Report, Reported, apart, together
 
 
+class Lookup(torch.autograd.Function):
+    """`F.embedding` for a table of 16 bits on a CPU. index: [tokens]; table: [rows, width]; result: [tokens, width].
+
+    torch's CPU kernel adds up the table's gradient in the type of the table. A row that many tokens use then stops
+    growing: the next term is below half of its last bit. Here terms are added up in fp32, and the sum is rounded once.
+    CUDA's kernels add up in fp32 already."""
+
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = len(table)
+        return F.embedding(index, table)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        (index,) = ctx.saved_tensors
+        to_table = torch.ops.aten.embedding_dense_backward(gradient.float(), index, ctx.rows, -1, False)
+        return None, to_table.to(gradient.dtype)
+
+
+def look_up(index: Tensor, table: Tensor) -> Tensor:
+    """The rows of `table` [rows, width] at `index` [tokens], whose gradient is added up in fp32 or wider."""
+    if table.is_cuda or table.dtype.itemsize > 2:
+        return F.embedding(index, table)
+    return Lookup.apply(index, table)
+
+
 class Embedding(Declared):
     """Rows of a table. weight: [rows, width]."""
 
@@ -34,11 +61,11 @@ class Embedding(Declared):
         """index: [tokens]. Returns [tokens, width]; where ranks share the table, this rank's tokens of it."""
         weight = self.local("weight")
         if self.group is None:
-            return F.embedding(index, weight)
+            return look_up(index, weight)
         index = index - part_start(self.declared["weight"].shape[0], self.group)
         mine = (index >= 0) & (index < weight.shape[0])
         rows = (
-            F.embedding(torch.where(mine, index, 0), weight)
+            look_up(torch.where(mine, index, 0), weight)
             if weight.shape[0]
             else weight.new_zeros(*index.shape, weight.shape[1])
         )

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from trainer.observe import metrics
+from trainer.util.lines import LineFile
 from trainer.util.run_folder import LOG
 from trainer.util.tables import count, duration, percent, size
 
@@ -81,10 +82,10 @@ class LogFile(PlainConsole):
 
     def __init__(self, folder: Path, total: int):
         super().__init__(total)
-        self.file = open(folder / LOG, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
+        self.file = LineFile(folder / LOG)
 
     def event(self, text: str) -> None:
-        self.file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+        self.file.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
 
     def close(self, status: str, reason: str | None = None) -> None:
         self.event(f"{status}: {reason}" if reason else status)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy
@@ -24,7 +25,9 @@ class _Pending:
     ended: Moment
     host: dict[str, Any]
 
-    def unpack(self) -> Ready:
+    @cached_property
+    def ready(self) -> Ready:
+        """The step's numbers, which are waited for."""
         self.ended.wait()
         parts = self.values.numpy().copy()  # the pinned buffer goes back to its pool
         parts = numpy.split(parts, numpy.cumsum([shape.numel() for shape in self.shapes.values()])[:-1])
@@ -84,13 +87,22 @@ class DeferredScalars:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self._pending.append(_Pending(step, shapes, values, began or self._last, self._last, dict(host or {})))
 
+    def peek(self, block: bool = False) -> list[Ready]:
+        """What `pop_ready` would hand out; it stays in the queue."""
+        newest = block or self.device.type != "cuda"
+        return [pending.ready for pending in [*self._pending][: None if newest else -1]]
+
+    def discard(self) -> None:
+        """Forgets all steps in the queue, which are taken again."""
+        self._pending.clear()
+
     def pop_ready(self, block: bool = False) -> list[Ready]:
         """Steps that can be read, oldest first, as (step, numbers, host): all but the newest on CUDA, all elsewhere.
 
         With `block` the newest is waited for and handed out too: before a checkpoint, an evaluation, or the end. 0-d
         tensors become floats, 1-D tensors float64 arrays.
         """
-        ready = []
-        while self._pending and (block or len(self._pending) > 1 or self.device.type != "cuda"):
-            ready.append(self._pending.popleft().unpack())
+        ready = self.peek(block)
+        for _ in ready:
+            self._pending.popleft()
         return ready

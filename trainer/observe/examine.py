@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median_low
@@ -21,6 +22,9 @@ from trainer.util.run_folder import LOG, METRICS_FILE, STARTS, STATUS
 NOW = 20
 """Logged steps, the newest, that tell why clocks are held down now."""
 
+LATEST = 100_000
+"""Lines of metrics, the newest, that are looked at: some 300 MiB of memory."""
+
 WRITTEN = (METRICS_FILE, LOG, STATUS, STARTS, account.ACCOUNTS, "checkpoints", "traces", "flight")
 """What a run that goes on changes, each now and then."""
 
@@ -37,7 +41,7 @@ def examine(folder: Path, hardware: str = "", config_dir: str | None = None) -> 
 
         stalled = last_stall(folder, machine_of(folder, accounts).processes)
     started = accounts or stalled or status
-    records = [] if started and not _logged(folder) else metrics.read(folder)
+    records = [] if started and not _logged(folder) else [*deque(metrics.records(folder), LATEST)]
     newest = [record for record in records if record.get("step_seconds") is not None][-NOW:]
     throttle, lacked, silent = words(held_down(newest)), shortage.read(folder), silence(folder, status)
     known = folder, records, accounts, status, stalled, throttle

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 
 from trainer.config import ConfigError
-from trainer.util.reading import parse_json, read_bytes
+from trainer.util.lines import read_lines
+from trainer.util.reading import parse_json
+from trainer.util.run_folder import METRICS_FILE
 
 # One line of metrics.jsonl is one object with these keys: a step line has those of STEP, an evaluation line those of
 # EVALUATION. What is unknown, does not apply or is not finite is null. A key that ends in /NAME stands for any number
@@ -74,6 +78,7 @@ METRICS: dict[str, str] = {
     "comm/bytes_outer": "the same between replicas and between nodes",
     "loss_scale": "fp16 loss scale of this step",
     "skipped": "steps so far whose update was skipped for a non-finite loss or gradient",
+    "repeated": "steps since this start that were not finite and were run again, to tell a hardware fault from data",
     "damaged": "rows of the training data that were left out as damaged; null without data.on_error=skip",
     "term/NAME": "mean per valid token of a registered term of the loss (loss.terms), which `loss` does not contain",
     "user/NAME": "a registered metric (logging.metrics)",
@@ -83,9 +88,6 @@ METRICS: dict[str, str] = {
 EVALUATION = ("step", "time", "tokens", "eval_loss", "eval_loss/NAME")
 STEP = tuple(name for name in METRICS if not name.startswith("eval_loss"))
 
-
-LONGEST = 1 << 30
-"""Bytes of a metrics.jsonl: a million and a half logged steps."""
 
 LARGEST = 1e300
 """Numbers of a metric are below, so that they can be drawn and added."""
@@ -203,18 +205,22 @@ def is_number(value: Any) -> bool:
 
 
 def read(run: str | Path) -> list[dict[str, Any]]:
-    """All lines of a run, oldest first; `run` is a run folder or a metrics.jsonl.
+    """All lines of a run, oldest first; `run` is a run folder or a metrics.jsonl. Raises the errors of `records`."""
+    return [*records(run)]
+
+
+def records(run: str | Path) -> Iterator[dict[str, Any]]:
+    """The lines of a run, oldest first, of which one is held at a time; `run` is a run folder or a metrics.jsonl.
 
     A last line without a line end is skipped: a crash, or a run in progress, leaves one. Raises `ConfigError` when
     there is no file, no line, or a damaged line elsewhere."""
-    path = Path(run) / "metrics.jsonl" if Path(run).is_dir() else Path(run)
+    path, number = Path(run) / METRICS_FILE if Path(run).is_dir() else Path(run), 0
     try:
-        lines = read_bytes(path, LONGEST).split(b"\n")[:-1]
+        for number, text in enumerate(read_lines(path), 1):
+            if (record := parse_line(text)) is None:
+                raise ConfigError(f"{path}, line {number}: not a line of metrics; the file is damaged")
+            yield {sys.intern(name): value for name, value in record.items()}  # lines that are kept share their names
     except OSError as error:
         raise ConfigError(f"{run}: cannot read {path} ({error.strerror}); give a run folder like runs/NAME") from None
-    records = [parse_line(text) for text in lines]
-    if None in records:
-        raise ConfigError(f"{path}, line {records.index(None) + 1}: not a line of metrics; the file is damaged")
-    if not records:
+    if not number:
         raise ConfigError(f"{path}: no step has been logged yet")
-    return records

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-SAMPLES = "samples.jsonl"
+from trainer.util.lines import LineFile
+from trainer.util.run_folder import SAMPLES
+
 Sample = tuple[str, str]
 """A prompt and its continuation."""
 
@@ -25,8 +27,8 @@ class SamplesFile:
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         now = time.time()
         lines = [{"step": step, "time": now, "prompt": prompt, "text": text} for prompt, text in samples]
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
+        with LineFile(self.path) as file:
+            file.append("".join(json.dumps(line) + "\n" for line in lines))
 
     def close(self, status: str) -> None:
         pass

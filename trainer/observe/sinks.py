@@ -5,7 +5,6 @@ a sink fails, a notice names it, the sink is dropped, and training goes on."""
 
 from __future__ import annotations
 
-import errno
 import json
 import netrc
 import os
@@ -28,7 +27,8 @@ from trainer.observe.consoles import LogFile, MetricsLine, PlainConsole, RichCon
 from trainer.observe.samples import Sample, SamplesFile, shown
 from trainer.util.exit_codes import DONE, STOPPED
 from trainer.util.extras import needs
-from trainer.util.files import write_atomic
+from trainer.util.files import explain_errors, write_atomic
+from trainer.util.lines import LineFile, read_lines
 from trainer.util.reading import Malformed, read_bytes, read_json
 from trainer.util.run_folder import METRICS_FILE, REPLACED, STATUS
 
@@ -51,7 +51,7 @@ class Logger:
 
     folder: the run folder. resume_step: the step that training continues after, 0 for a new run. config: the resolved
     configuration, for Weights & Biases. enabled: True on the one rank that logs; on the others every method returns at
-    once. Raises `ConfigError` when the run folder cannot be written.
+    once. Raises `ConfigError` and `FolderError` when the run folder cannot be written.
     """
 
     def __init__(
@@ -69,8 +69,9 @@ class Logger:
         if not enabled:
             return
         folder = Path(folder)
-        self._sinks += [JsonLines(folder, resume_step, self.event), SamplesFile(folder)]
-        self._listeners.append(LogFile(folder, run.steps))
+        with explain_errors("run.dir", folder):
+            self._sinks += [JsonLines(folder, resume_step, self.event), SamplesFile(folder)]
+            self._listeners.append(LogFile(folder, run.steps))
         if logging.console != "none":
             rich = logging.console == "rich" or logging.console == "auto" and sys.stdout.isatty()
             self._listeners.append(RichConsole(run.name, run.steps, resume_step) if rich else PlainConsole(run.steps))
@@ -162,47 +163,46 @@ class JsonLines:
     full disk a line is lost, the run goes on, and the next line is tried again."""
 
     def __init__(self, folder: Path, resume_step: int, notify: Notify):
-        self.path, self.notify, self.failing = folder / METRICS_FILE, notify, False
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if self.path.exists():
-                self._keep(resume_step)
-            self.file = open(self.path, "ab", buffering=0)
-        except OSError as error:
-            reason = f"cannot write metrics.jsonl ({error.strerror}); take another folder"
-            raise ConfigError(f"run.dir={folder}: {reason}") from None
-
-    def _keep(self, resume_step: int) -> None:
-        before, kept, replaced = read_bytes(self.path, metrics.LONGEST), b"", b""
-        for text in before.split(b"\n")[:-1]:
-            record = metrics.parse_line(text)
-            if resume_step and record is not None and record["step"] <= resume_step:
-                kept += text + b"\n"
-            else:
-                replaced += text + b"\n"
-        if replaced:
-            with open(self.path.with_name(REPLACED), "ab") as file:
-                file.write(replaced)
-                os.fsync(file.fileno())
-        if kept != before:
-            write_atomic(self.path, kept, sync=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lines, self.notify, self.failing = LineFile(folder / METRICS_FILE), notify, False
+        move_later_lines(self.lines, folder / REPLACED, resume_step)
 
     def write(self, record: MetricsLine) -> None:
-        data = json.dumps(record, allow_nan=False).encode() + b"\n"
-        end = self.file.tell()
         try:
-            if self.file.write(data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.lines.append(json.dumps(record, allow_nan=False) + "\n")
             self.failing = False
         except OSError as error:
-            self.file.truncate(end)  # half a line would damage the next one
-            self.file.seek(end)
             if not self.failing:
-                self.notify(f"{self.path}: step {record['step']} not written ({error.strerror}); going on")
+                self.notify(f"{self.lines.path}: step {record['step']} not written ({error.strerror}); going on")
             self.failing = True
 
     def close(self, status: str) -> None:
-        self.file.close()
+        self.lines.close()
+
+
+def move_later_lines(lines: LineFile, replaced: Path, step: int) -> None:
+    """Moves the lines of metrics beyond `step` to the end of another file; all lines for step 0.
+
+    Lines are in order of their steps, so the file is read backwards, as far as it is moved. The lines are on the disk
+    in the other file before they are cut off here. Where a process is killed in between, the next call finds the lines
+    at the end of the other file, and moves the rest."""
+    begin = lines.size
+    for place, text in lines.backwards():
+        record = metrics.parse_line(text)
+        if step and record is not None and record["step"] <= step:
+            break
+        begin = place
+    if begin == lines.size:
+        return
+    with LineFile(replaced) as there:
+        _, last = next(there.backwards(), (0, None))
+        moved = place = begin
+        for text in read_lines(lines.path, begin):
+            place += len(text) + 1
+            if text == last and there.ends_with(lines, begin, place):
+                moved = place
+        there.append_from(lines, moved)
+    lines.cut(begin)
 
 
 class Status:

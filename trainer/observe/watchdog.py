@@ -137,7 +137,8 @@ class Watchdog:
         if not settings.stall_factor:
             return
         if dist.is_nccl_available() and size > 1:
-            self.reports.parent.mkdir(exist_ok=True)  # for NCCL's own dump
+            with contextlib.suppress(OSError):  # for NCCL's own dump, without which a run can do
+                self.reports.parent.mkdir(exist_ok=True)
         if size > 1:
             # It has its own connection: on a shared one, a thread that waits for a key blocks the others.
             self.store = dist.PrefixStore(f"watchdog/{start}", default_store().clone())
@@ -308,7 +309,7 @@ class Watchdog:
             for stacks in (False, True):
                 for name, dump in flight.dumps(stacks).items():
                     found.update(flight.recorded(name, dump))
-                    (self.reports / f"{name}_rank_{self.rank}").write_bytes(dump)
+                    write_atomic(self.reports / f"{name}_rank_{self.rank}", dump)
 
         works = {"flight recorder": read, "flags": lambda: missing.extend(late())}
         readers = [threading.Thread(target=work, name=name, daemon=True) for name, work in works.items()]

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy
 
-from trainer.observe.metrics import LONGEST, parse_line
-from trainer.util.reading import read_bytes
+from trainer.observe.metrics import parse_line
+from trainer.util.lines import read_lines
 from trainer.util.run_folder import METRICS_FILE
 
 PLACES = ("step", "tokens", "time")
@@ -52,7 +52,7 @@ class Curves:
         self._begin()
 
     def _begin(self) -> None:
-        self.position, self.damaged = 0, 0
+        self.position, self.line, self.damaged = 0, b"", 0
         self.places = {name: array("d") for name in PLACES}
         self.points: dict[str, Points] = {}
 
@@ -61,24 +61,28 @@ class Curves:
 
     def read(self) -> bool:
         """Takes in the lines that were added since the last call, and says whether there were any; a last line without
-        its end waits for the next call. A file in the place of another one, as a resumed run writes it, is read anew.
-        Raises `OSError` and `Malformed`."""
+        its end waits for the next call. A file that no longer has the last line that was read, as a resumed run cuts
+        and continues it, is read anew. Raises `OSError` and `Malformed`."""
         status = self.path.stat()
         identity = (status.st_dev, status.st_ino)
-        if identity != self.identity or status.st_size < self.position:
+        if identity != self.identity or status.st_size < self.position or not self._goes_on():
             self._begin()
             self.identity = identity
-        if status.st_size == self.position:
-            return False
-        text, end, _ = read_bytes(self.path, LONGEST, self.position).rpartition(b"\n")
-        self.position += len(text) + len(end)
-        for line in text.split(b"\n") if end else ():
-            record = parse_line(line)
+        before = self.position
+        for text in read_lines(self.path, self.position):
+            self.position, self.line = self.position + len(text) + 1, text
+            record = parse_line(text)
             if record is None:
                 self.damaged += 1
             else:
                 self._add(record)
-        return bool(end)
+        return self.position > before
+
+    def _goes_on(self) -> bool:
+        """Whether the last line that was read still stands where it stood."""
+        if not self.position:
+            return True
+        return next(read_lines(self.path, self.position - len(self.line) - 1), None) == self.line
 
     def _add(self, record: dict[str, Any]) -> None:
         line = len(self)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config import ConfigError
-from trainer.util.reading import Shape, brief, mismatch, parse_json, read_bytes
+from trainer.util.lines import read_lines
+from trainer.util.reading import Shape, brief, mismatch, parse_json
 
 
 class Found(NamedTuple):
@@ -51,12 +53,12 @@ class Files:
 
 def json_lines(path: Path, shape: Shape, most: int) -> list[dict[str, Any]]:
     """The last `most` lines of a file that are JSON of a shape; others are passed over."""
-    found = []
-    for text in read_bytes(path).splitlines():
+    found = deque[dict[str, Any]](maxlen=most)
+    for text in read_lines(path, rest=True):
         try:
             line = parse_json(text)
         except ValueError:
             continue
         if not mismatch(line, shape):
             found.append(line)
-    return found[-most:]
+    return [*found]

@@ -13,12 +13,12 @@ from trainer.diagnosis import account
 from trainer.diagnosis.typical import Typical, at_pace, pace, typical
 from trainer.diagnosis.verdict import to_json
 from trainer.observe.examine import examine
-from trainer.observe.metrics import LONGEST
 from trainer.pages import verdict
 from trainer.pages.curves import Curves
 from trainer.pages.files import Files, Found, json_lines
 from trainer.planning.schedules.ir import Action
 from trainer.planning.schedules.timeline import measure, read_timeline
+from trainer.util.lines import count_lines
 from trainer.util.memory_errors import lacks_memory
 from trainer.util.reading import Shape, mismatch, printable, read_bytes, read_json
 from trainer.util.run_folder import DIAGNOSIS, EARLIER, LOG, METRICS_FILE, REPLACED, RUN_FILES, STARTS, STATUS
@@ -49,7 +49,7 @@ class Run(Files):
             STATUS: lambda path: read_json(path, STATUS_SHAPE, "it is left out"),
             STARTS: read_starts,
             LOG: read_notices,
-            REPLACED: lambda path: read_bytes(path, LONGEST).count(b"\n"),
+            REPLACED: count_lines,
             EARLIER: lambda path: sorted((found.name for found in path.iterdir() if found.name.isdecimal()), key=int),
             DIAGNOSIS: lambda path: read_json(path, verdict.SHAPE, "python -m trainer.diagnose writes it anew"),
             account.ACCOUNTS: lambda path: typical(account.read(path.parent)),

@@ -41,6 +41,7 @@ PANELS = (
     Panel("", "gradient traffic", "bytes a rank and step", ("comm/bytes_inner", "comm/bytes_outer")),
     Panel("", "loss scale", "", ("loss_scale",), False),
     Panel("", "steps without an update", "so far", ("skipped",)),
+    Panel("", "steps run again", "so far", ("repeated",)),
     Panel("", "damaged rows", "left out so far", ("damaged",)),
     Panel("hardware", "utilisation", "share", ("hardware/sm", "hardware/tensor", "hardware/dram")),
     Panel("hardware", "links", "GB/s a GPU", ("hardware/nvlink_gb_s", "hardware/pcie_gb_s")),
@@ -61,7 +62,7 @@ PANELS = (
 """Other metrics, such as registered ones, have a panel each, behind these."""
 
 OF_ONE_VALUE = (
-    *("loss_scale", "skipped", "damaged", "hardware/alloc_retries"),
+    *("loss_scale", "skipped", "repeated", "damaged", "hardware/alloc_retries"),
     *("hardware/throttle", "hardware/throttle_of_rank", "hardware/throttle_ranks"),
 )
 """Metrics that say nothing as long as they stay what they were."""

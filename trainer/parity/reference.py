@@ -30,7 +30,7 @@ IGNORE = -100
 """The target of a token that has no target."""
 
 LOSS_SCALE = 4096.0
-"""The constant loss scale of an fp16 reference."""
+"""The first loss scale of an fp16 reference. It halves while a gradient overflows, as a run's does."""
 
 
 @dataclass
@@ -70,13 +70,18 @@ def reference(
     seen, scale = Trajectory(initial=snapshot(model)), LOSS_SCALE if compute is torch.float16 else 1.0
     for number, batches in enumerate(steps):
         valid = max(1, sum(int((batch.targets != IGNORE).sum()) for batch in batches))
-        loss = 0.0
-        for batch in batches:
-            copies = {name: parameter.to(compute) for name, parameter in model.named_parameters()}
-            output = torch.func.functional_call(model, copies, (batch.tokens,), {"documents": batch.documents})
-            objective, entropy = losses_of(output, batch.targets.flatten(), config)
-            (objective * (scale / valid)).backward()
-            loss += entropy.item() / valid
+        while True:
+            loss = 0.0
+            for batch in batches:
+                copies = {name: parameter.to(compute) for name, parameter in model.named_parameters()}
+                output = torch.func.functional_call(model, copies, (batch.tokens,), {"documents": batch.documents})
+                objective, entropy = losses_of(output, batch.targets.flatten(), config)
+                (objective * (scale / valid)).backward()
+                loss += entropy.item() / valid
+            if scale <= 1 or all(parameter.grad.isfinite().all() for parameter in model.parameters()):
+                break
+            scale /= 2
+            model.zero_grad()
         for parameter in model.parameters():
             parameter.grad /= scale
         seen.losses.append(loss)

@@ -26,10 +26,10 @@ def _positions(spec: ModelSpec, length: int) -> Iterator[str]:
     """Rotary positions beyond those that a model is built for; `dynamic` scaling follows the sequence by itself."""
     rotary = [layer.attention for layer in layer_specs(spec) if layer.attention.positions == "rope"]
     if length > spec.max_length and any(attention.rope.scaling != "dynamic" for attention in rotary):
-        extend = (
-            f"{{max_length: {length}, scaling: yarn, factor: {length / spec.max_length:g}, original_length: "
-            f"{spec.max_length}}}"
-        )
+        rope, factor = spec.attention.rope, length / spec.max_length
+        extend = f"{{max_length: {length}, scaling: yarn, factor: {factor:g}, original_length: {spec.max_length}}}"
+        if rope.scaling != "none":  # the frequencies that the model knows are scaled already, and go on from there
+            extend = f"{{max_length: {length}, factor: {rope.factor * factor:g}}}"
         yield (
             f"batch.sequence_length={length} exceeds model.max_length={spec.max_length}, beyond which rotary positions "
             f"are new to the model; for one that is read set model.extend={extend}, and for one that is trained from "

@@ -198,7 +198,9 @@ def read_runs(folders: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
             lines = metrics.read(folder)
             times = [line.get("time") for line in lines]  # absent in runs of 0.1.0
             begin = next(filter(None, times), None)
-            runs[name] = [line | {"hours": time and (time - begin) / 3600} for line, time in zip(lines, times)]
+            for line, time in zip(lines, times):
+                line["hours"] = time and (time - begin) / 3600
+            runs[name] = lines
         except ConfigError as error:
             problems += error.problems
     if problems:

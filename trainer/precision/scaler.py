@@ -21,8 +21,9 @@ class LossScale(Protocol):
 
     def scale(self, loss: Tensor) -> Tensor: ...
 
-    def update(self, found_inf: Tensor) -> None:
-        """After a step. found_inf: scalar, 1 where its update was skipped on all ranks."""
+    def update(self, found_inf: Tensor, held: Tensor | None = None) -> None:
+        """After a step. found_inf: scalar, 1 where its update was skipped on all ranks. held: scalar, 1 where the step
+        is going to be run again, so that the scale stays as it is; None: it is not."""
 
     def state_dict(self) -> dict[str, Any]:
         """The keys of torch.amp.GradScaler, which has none where it does not scale."""
@@ -48,9 +49,10 @@ class GradScaler:
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self.value if self.enabled else loss
 
-    def update(self, found_inf: Tensor) -> None:
+    def update(self, found_inf: Tensor, held: Tensor | None = None) -> None:
         """found_inf: fp32 scalar, 1 where the step overflowed on any rank."""
         if self.enabled:
+            kept = self.value.clone(), self.growth_tracker.clone()
             torch._amp_update_scale_(
                 self.value,
                 self.growth_tracker,
@@ -59,6 +61,9 @@ class GradScaler:
                 self.backoff_factor,
                 self.growth_interval,
             )
+            if held is not None:
+                for value, before in zip((self.value, self.growth_tracker), kept):
+                    value.copy_(torch.where(held > 0, before, value))
 
     def state_dict(self) -> dict[str, Any]:
         if not self.enabled:

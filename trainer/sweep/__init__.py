@@ -18,6 +18,7 @@ from trainer.sweep.plan import SweepConfig, Trial, expand, make_trials
 from trainer.sweep.results import FINISHED, Results, changes, read_start, show
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
 from trainer.util.files import lock_folder
+from trainer.util.run_folder import refuse_links
 from trainer.util.tables import count
 
 
@@ -99,6 +100,10 @@ def to_run(trials: list[Trial], results: Results, as_jobs: bool) -> list[Trial]:
             if started:  # it resumes what it has saved, whatever the recipe says, but not under other settings
                 trial.overrides.append(f"checkpoint.resume={'none' if changed else 'auto'}")
             waiting.append(trial)
+        try:
+            refuse_links(trial.folder)
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
     for trial in trials:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from trainer.sweep import results
 from trainer.sweep.plan import SweepConfig, Trial
+from trainer.util.lines import open_to_append
 from trainer.util.processes import children
 
 OnEnd = Callable[[Trial, str, str | None], None]
@@ -115,7 +116,7 @@ def _start(trial: Trial, gpus: list[str], sweep: SweepConfig, config_dir: str | 
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
     torchrun = [sys.executable, "-m", "trainer.torchrun", "--standalone", "--nproc-per-node", str(trial.processes)]
     errors = ["--log-dir", str(trial.folder.absolute() / "torchrun" / "0")]
-    with open(trial.folder / "log.txt", "ab") as log:
+    with open(open_to_append(trial.folder / "log.txt"), "ab") as log:
         agent = subprocess.Popen(
             [*torchrun, *errors, "-m", "trainer", *trial.words(config_dir)],
             stdin=subprocess.DEVNULL,

@@ -22,9 +22,10 @@ from trainer.planning.fit import TOO_BIG
 from trainer.sweep.plan import Trial
 from trainer.util.exit_codes import REFUSED, STOPPED
 from trainer.util.files import write_atomic
+from trainer.util.lines import read_lines
 from trainer.util.memory_errors import lacks_memory, said
-from trainer.util.reading import brief, mismatch, parse_json, printable, read_bytes, read_json
-from trainer.util.run_folder import RESULTS, TRIAL
+from trainer.util.reading import brief, mismatch, parse_json, printable, read_json
+from trainer.util.run_folder import RESULTS, TRIAL, refuse_links
 from trainer.util.tables import console_for, count, duration, percent, print_table, size
 
 TrialResult = dict[str, Any]
@@ -47,7 +48,9 @@ RESULT: dict[str, Any] = {
 
 
 def clear(folder: Path) -> None:
-    """Prepares a trial's folder for a start: removes the status and errors that an earlier start has left."""
+    """Prepares a trial's folder for a start: removes the status and errors that an earlier start has left. Raises
+    `ConfigError` where a link leads out of the folder."""
+    refuse_links(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "status.json").unlink(missing_ok=True)
     shutil.rmtree(folder / "torchrun", ignore_errors=True)
@@ -195,7 +198,7 @@ class Results:
         self.path, self.lines = folder / name, {}
         shape = RESULT | dict.fromkeys(more, RESULT["loss"])
         try:
-            for number, text in enumerate(read_bytes(self.path).decode().splitlines(), 1):
+            for number, text in enumerate(read_lines(self.path, rest=True), 1):
                 line = parse_json(text)
                 if wrong := mismatch(line, shape):
                     raise ValueError(f"line {number}: {wrong}")

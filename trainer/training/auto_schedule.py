@@ -36,6 +36,7 @@ from trainer.planning.schedules.timeline import write_timeline
 from trainer.planning.schedules.validate import validate
 from trainer.precision.dtypes import DTYPES
 from trainer.training.state import TrainState
+from trainer.util.files import write_atomic
 from trainer.util.reading import Shape, mismatch, read_yaml
 
 CHOSEN = "auto"
@@ -241,7 +242,7 @@ def write_schedule(run: Path, state: TrainState, batch: BatchPlan) -> None:
     measured = [everyone[rank] for rank in state.world.pipeline]
     folder, schedule, split = run / "schedule", state.pipeline.schedule, state.pipeline.split
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "schedule.csv").write_text(ir.dumps(schedule))
+    write_atomic(folder / "schedule.csv", ir.dumps(schedule))
     costs = estimated_costs(state.config, state.spec, state.plan, batch)
     work = sum(simulate(schedule, costs.stage(split)).busy)
     busy = sum(span.end - span.start for spans in measured for span in spans)
@@ -254,9 +255,10 @@ def save_choice(run: Path, choice: Choice, config: Config, spec: ModelSpec, plan
     """Writes what was chosen, beside the conditions under which a resumed run takes it again."""
     folder = run / "schedule"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "chosen.csv").write_text(ir.dumps(choice.schedule))
-    (folder / "choice.yaml").write_text(choice.to_yaml(str(folder / "chosen.csv")))
-    (folder / "conditions.yaml").write_text(yaml.safe_dump(conditions(config, spec, plan), sort_keys=False))
+    (folder / "conditions.yaml").unlink(missing_ok=True)  # it says that the other two belong together, so it comes last
+    write_atomic(folder / "chosen.csv", ir.dumps(choice.schedule))
+    write_atomic(folder / "choice.yaml", choice.to_yaml(str(folder / "chosen.csv")))
+    write_atomic(folder / "conditions.yaml", yaml.safe_dump(conditions(config, spec, plan), sort_keys=False))
 
 
 def saved_choice(run: Path, config: Config, layout: Layout) -> Layout | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import platform
@@ -13,82 +14,180 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from trainer.checkpointing.manifest import list_checkpoints
-from trainer.config import Config, typed
-from trainer.diagnosis.account import ACCOUNTS
+from trainer.config import Config, ConfigError, typed
+from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.world import World
-from trainer.observe.report import device_name
-from trainer.observe.samples import SAMPLES
+from trainer.observe.report import StartReport, device_name
 from trainer.observe.sinks import reason_of, write_status
 from trainer.pages.page import write_page
 from trainer.util.extras import DISTRIBUTION
-from trainer.util.reading import Malformed, mismatch, parse_json, read_bytes, read_json, read_yaml
+from trainer.util.files import FolderError, explain_errors, temporary_name, write_atomic
+from trainer.util.lines import LineFile, read_lines
+from trainer.util.reading import Malformed, mismatch, parse_json, read_json, read_yaml
 from trainer.util.run_folder import (
-    DIAGNOSIS,
+    CHECKPOINTS,
     EARLIER,
     LOG,
     METRICS_FILE,
-    REPLACED,
+    PART,
+    RECORD,
     REPORT,
     SETTINGS,
-    SHORTAGE,
     STARTS,
     STATUS,
+    TRACES,
 )
 from trainer.util.tables import Rows
 
-RECORD = (METRICS_FILE, REPLACED, SAMPLES, STATUS, SETTINGS, STARTS, LOG, ACCOUNTS, "tokenizer", "schedule")
-"""What a run leaves beside its checkpoints, without which nobody knows what they are."""
-TRACES = ("checkpoints", *RECORD, DIAGNOSIS, REPORT, SHORTAGE, "traces", "tensorboard", "wandb", "wandb-id")
-"""All that a run writes itself. What a launcher writes (slurm, torchrun, flight) tells of every start, and stays."""
 START = {"step": int, "processes": int, "settings": dict}
 """What a line of starts.jsonl has to have to be compared with."""
 PACKAGES = (DISTRIBUTION, "numpy", "triton", "transformers", "tokenizers", "datasets", "deepspeed")
+
+
+def recover(folder: Path) -> None:
+    """Brings a run's folder back to where it was before a start that was killed while it set an earlier run aside, and
+    removes files that the start had not completed. The caller holds the folder's lock.
+
+    A set-aside is not completed here: the present start may want to go on from what the killed one set aside."""
+    undo_set_aside(folder)
+    for name in (*RECORD, "wandb-id"):
+        for part in [*folder.glob(f"{name}.????????{PART}"), *(folder / name).glob(f"*.????????{PART}")]:
+            shutil.rmtree(part) if part.is_dir() and not part.is_symlink() else part.unlink()
+
+
+def begin(
+    config: Config,
+    step: int,
+    resumed: Path | None,
+    places: list[tuple[str, str]],
+    opening: StartReport,
+    tokenizer: Tokenizer,
+    own: bool = False,
+) -> list[str]:
+    """Makes the run folder that of this start: sets an earlier run aside, and notes what is about to be trained, with
+    which settings, by whom. Returns what is to be said.
+
+    A start that is killed here at any point is followed by one that ends in the same state. The arguments are those of
+    `set_aside` and `note_start`; opening: what the start prints. Raises `ConfigError` and `FolderError`; status.json
+    then says so, unless it is that of an earlier run which stays in its place."""
+    folder = Path(config.run.dir)
+    own = own or is_own(resumed, folder)
+    with telling(config, step) if own else contextlib.nullcontext(), explain_errors("run.dir", folder):
+        aside = set_aside(folder, resumed, step, own)
+    with telling(config, step), explain_errors("run.dir", folder):
+        changed = note_start(config, step, resumed, aside, places, opening.sections, own)
+        save_tokenizer(tokenizer, folder / "tokenizer")
+        text = io.StringIO()
+        opening.print(Console(file=text))
+        with LineFile(folder / LOG) as log:
+            log.append(text.getvalue())
+    return [
+        *([f"what an earlier run left in {folder} is now in {aside}"] if aside else []),
+        *([f"settings changed since: {shown(changed)}"] if changed else []),
+    ]
+
+
+@contextlib.contextmanager
+def telling(config: Config, step: int) -> Iterator[None]:
+    """Around what a start does with its folder: status.json names the error that ends it, where it can be written."""
+    try:
+        yield
+    except (ConfigError, FolderError) as error:
+        with contextlib.suppress(OSError):
+            write_status(Path(config.run.dir), "failed", step, config.run.steps, reason_of(error))
+        raise
+
+
+def is_own(resumed: Path | None, folder: Path) -> bool:
+    """Whether a start goes on from a checkpoint of the run folder itself."""
+    return resumed is not None and resumed.resolve().parent == (folder / CHECKPOINTS).resolve()
 
 
 def set_aside(folder: Path, resumed: Path | None, step: int, own: bool = False) -> Path | None:
     """Moves what a start would overwrite into a numbered folder of `earlier/`, a run's folder like any other, and
     returns that; None where there is nothing to move.
 
-    resumed: the checkpoint that the start goes on from, and its step. If it is one of the folder's own (`own`: known to
-    be, though it lies elsewhere), only checkpoints of later steps move, with a copy of the record; if not, the start
-    begins another run here, and all of the old one moves.
-    """
-    checkpoints = folder / "checkpoints"
-    found = list_checkpoints(checkpoints)
-    if own or resumed is not None and resumed.resolve().parent == checkpoints.resolve():
-        leaving, copied = [path for saved, path in found.items() if saved > step], RECORD
+    resumed: the checkpoint that the start goes on from, and its step. If it is one of the folder's own
+    (`own`: known to be, though it lies elsewhere), only checkpoints of later steps move, with a copy of the record; if
+    not, the start begins another run here, and all of the old one moves, but for a copy of `schedule`: the new run may
+    have taken the old one's choice.
+
+    Everything is gathered in a folder that ends in `PART`; its last rename completes the move. Before that, `recover`
+    takes the move back. Raises `OSError`; the folder is then as before."""
+    found = list_checkpoints(folder / CHECKPOINTS)
+    moved, copied = list[Path](), RECORD
+    if own or is_own(resumed, folder):
+        moved = [path for saved, path in found.items() if saved > step]
     else:
-        metrics = folder / METRICS_FILE
-        used = found or metrics.exists() and metrics.stat().st_size
-        leaving = [folder / name for name in TRACES if (folder / name).exists()] if used else []
-        copied = ("schedule",)  # of schedule=auto: the new run may have taken the old one's choice
-    if not leaving:
+        copied, metrics = ("schedule",), folder / METRICS_FILE
+        if found or metrics.exists() and metrics.stat().st_size:
+            moved = [folder / name for name in TRACES if name not in copied and (folder / name).exists()]
+    if not moved:
         return None
     before = [int(path.name) for path in (folder / EARLIER).glob("*") if path.name.isdecimal()]
     aside = folder / EARLIER / str(max(before, default=0) + 1)
-    aside.mkdir(parents=True)
-    for path in leaving:
-        there = aside / path.relative_to(folder)
-        there.parent.mkdir(exist_ok=True)
-        path.rename(there)
-    for name in copied:
-        copy(*((aside / name, folder / name) if (aside / name).exists() else (folder / name, aside / name)))
+    part = aside.with_name(aside.name + PART)
+    try:
+        part.mkdir(parents=True)
+        for name in copied:
+            copy(folder / name, part / name)
+        for path in moved:
+            there = part / path.relative_to(folder)
+            there.parent.mkdir(exist_ok=True)
+            path.rename(there)
+        part.rename(aside)
+    except OSError:
+        with contextlib.suppress(OSError):
+            undo_set_aside(folder)
+        raise
     return aside
 
 
+def undo_set_aside(folder: Path) -> None:
+    """Takes back moves of `set_aside` that were not completed. What lies both in the run folder and in the unfinished
+    one was copied, since a rename leaves one of the two only."""
+    for part in (folder / EARLIER).glob(f"*{PART}"):
+        for path in [*(part / CHECKPOINTS).glob("*"), *part.glob("*")]:
+            there = folder / path.relative_to(part)
+            if not there.exists() and (there.parent.exists() or there.parent == folder):
+                path.rename(there)
+        shutil.rmtree(part)
+        with contextlib.suppress(OSError):  # others lie there
+            part.parent.rmdir()
+
+
 def copy(old: Path, new: Path) -> None:
-    """A file or a folder, where it exists."""
+    """Copies a file or a folder, where it exists. Raises the first `OSError`, unlike `shutil.copytree`."""
     if old.is_dir():
-        shutil.copytree(old, new)
+        new.mkdir()
+        for inner in old.iterdir():
+            copy(inner, new / inner.name)
     elif old.exists():
         shutil.copy2(old, new)
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes the tokenizer's files, each whole or not at all."""
+    part = Path(temporary_name(folder))
+    part.mkdir()
+    try:
+        tokenizer.save(part)
+        for path in part.rglob("*"):
+            if path.is_file():
+                there = folder / path.relative_to(part)
+                there.parent.mkdir(parents=True, exist_ok=True)
+                path.replace(there)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def note_start(
@@ -124,9 +223,9 @@ def note_start(
         "table": {title: [(label, str(value)) for label, value in rows] for title, rows in table.items()},
         **now,
     }
-    with open(folder / STARTS, "a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-    (folder / SETTINGS).write_text(typed.to_yaml(config))
+    with LineFile(folder / STARTS) as starts:
+        starts.append(json.dumps(line) + "\n")
+    write_atomic(folder / SETTINGS, typed.to_yaml(config))
     return changed
 
 
@@ -137,9 +236,14 @@ def place(world: World) -> tuple[str, str]:
 
 def start_of(run: Path, step: int) -> dict[str, Any]:
     """`processes` and `settings` of the start that wrote the checkpoint of `step`, as far as the folder `run` tells."""
-    with contextlib.suppress(OSError, ValueError, Malformed, IndexError):
-        starts = [parse_json(text) for text in read_bytes(run / STARTS).splitlines()]
-        return [start for start in starts if not mismatch(start, START) and start["step"] < step][-1]
+    found = None
+    with contextlib.suppress(OSError, Malformed):
+        for text in read_lines(run / STARTS):
+            with contextlib.suppress(ValueError):
+                start = parse_json(text)
+                found = found if mismatch(start, START) or start["step"] >= step else start
+    if found:
+        return found
     with contextlib.suppress(OSError, Malformed):  # of a version without starts.jsonl
         start = {"settings": read_yaml(run / SETTINGS)}
         return start if isinstance(start["settings"], dict) else {"settings": {}}

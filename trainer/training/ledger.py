@@ -45,8 +45,9 @@ class Ledger:
 
     corpus: what is trained on; the losses of its sources are told apart where they are several. profiled: metrics of
     the newest step that was profiled. pauses: of training between steps. losses: the first and the latest; skipped:
-    steps of the run without an update; stop: whether a rank asks to end the run, and finished: as done; latest: the
-    newest known number of each name; log: where the steps go, and notices.
+    steps of the run without an update; repeated: steps of this start that were run again; stop: whether a rank asks to
+    end the run, and finished: as done; latest: the newest known number of each name; log: where the steps go, and
+    notices.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Ledger:
         self.skipped, self.skipped_in_row, self.stop, self.finished = skipped, 0, False, False
         self.first_skipped: int | None = None  # of the streak of skipped steps that the last step belongs to
         self.scale_before = 1.0  # the loss scale with which that streak began
-        self.asked, self.latest = Ask(0), dict[str, Any]()
+        self.asked, self.latest, self.repeated = Ask(0), dict[str, Any](), 0
         self.predicted: tuple[Simulation, int] | None = None  # and the step from which its measurement counts
         self.log = Logger(
             Path(config.run.dir), config.logging, config.run, state.step, dataclasses.asdict(config), world.rank == 0
@@ -155,6 +156,7 @@ class Ledger:
             "tokens": host["tokens"],
             "epoch": host["epoch"],
             "skipped": self.skipped,
+            "repeated": self.repeated,
             "damaged": self.damaged,
             **{name: int(numbers[name]) for name in BYTES if name in numbers},
             **{name: numbers[name] for name in ("loss", "grad_norm", "lr", "loss_scale", "memory_gib")},

@@ -33,6 +33,7 @@ from trainer.training.history import settle_status, way_on
 from trainer.training.ledger import NonFinite
 from trainer.training.out_of_memory import explained, message
 from trainer.training.recorded import check_recording
+from trainer.training.replicas import ReplicasDiffer
 from trainer.training.room import Undecided, free_memory
 from trainer.training.saving import Start
 from trainer.training.session import (
@@ -42,11 +43,13 @@ from trainer.training.session import (
     host_threads,
     memory_of,
     numeric_mode,
+    stop_signals,
     warn_of_stale_store,
     watching,
 )
 from trainer.training.trainer import Trainer
 from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, rank
+from trainer.util.files import FolderError
 from trainer.util.memory_errors import missing_memory
 
 
@@ -106,8 +109,11 @@ def run(config: Config) -> Result:
             say_done(config, start, world)
             code = DONE
         else:
-            with explained(config, layout, world, memory, lambda: max(start.step, watchdog.done)) as states:
-                trainer = Trainer(config, layout, weights, corpus, world, watchdog, start, clock)
+            with (
+                explained(config, layout, world, memory, lambda: max(start.step, watchdog.done)) as states,
+                stop_signals() as stop,
+            ):
+                trainer = Trainer(config, layout, weights, corpus, world, watchdog, start, clock, stop)
                 states.append(lambda: trainer.state)
                 code = trainer.train()
     if not joined_before:  # not after a failure: other ranks may still wait in a collective
@@ -141,7 +147,11 @@ def main(config: Config) -> int:
             end = f"{newest} is the last that was saved; {way_on(config)}" if newest else "nothing had been saved"
             print(f"left at once: {end}", file=sys.stderr, flush=True)
         return INTERRUPTED
-    except (NonFinite, DataError, PeerError) as error:
+    except FolderError as error:  # the same on all ranks
+        if rank() == 0:
+            print(f"the run has not started: {error}", file=sys.stderr, flush=True)
+        return FAILED
+    except (NonFinite, ReplicasDiffer, DataError, PeerError) as error:
         print(f"training stopped: {error}", file=sys.stderr, flush=True)
         return FAILED
     except Exception as error:

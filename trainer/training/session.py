@@ -22,15 +22,21 @@ from trainer.data.corpus import Corpus
 from trainer.distributed.world import World
 from trainer.model.attention import kernel_priority
 from trainer.model.initial import name_seed
+from trainer.observe.sinks import write_status
 from trainer.observe.watchdog import Watchdog
 from trainer.planning.fit import Memory
 from trainer.planning.gradient_comm import asked
 from trainer.planning.plan import Plan, node_size
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules import ir
+from trainer.training import history
 from trainer.util.exit_codes import rank
-from trainer.util.files import lock_folder
+from trainer.util.files import explain_errors, lock_folder
 from trainer.util.machine import host_memory
+from trainer.util.processes import find_launcher
+from trainer.util.reading import read_json
+from trainer.util.run_folder import STATUS, refuse_links
+from trainer.util.signals import LAUNCHER_ENDED, Signals
 
 
 @contextlib.contextmanager
@@ -70,9 +76,22 @@ def memory_of(device: torch.device) -> Memory:
 
 @contextlib.contextmanager
 def claimed(folder: Path, world: World) -> Iterator[None]:
-    """Makes the run folder, and keeps other runs out of it meanwhile. Raises `ConfigError` on every rank."""
+    """Makes the run folder, and keeps other runs out of it meanwhile. What a start that was killed had half done there
+    is taken back. Raises `ConfigError` and `FolderError` on every rank, the first also where links in the folder lead
+    out of it."""
 
-    descriptor = world.agree(lambda: lock_folder("run.dir", folder, "run", "run.name or run.dir"))
+    def claim() -> int:
+        descriptor = lock_folder("run.dir", folder, "run", "run.name or run.dir")
+        try:
+            with explain_errors("run.dir", folder):
+                refuse_links(folder)
+                history.recover(folder)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    descriptor = world.agree(claim)
     try:
         yield
     finally:
@@ -136,28 +155,69 @@ def watching(config: Config, world: World) -> Iterator[Watchdog]:
         watchdog.close()
 
 
+class Stop:
+    """Whether this process has been asked to end the run: by a signal, or because the launcher that started it has
+    ended. See `stop_signals`.
+
+    asked_by: what is said of that; empty as long as nothing has come."""
+
+    def __init__(self, signals: Signals | None):
+        self.signals, self.asked_by = signals, ""
+
+    def ask(self, what: str) -> None:
+        """Lets the run end after the present step, with a checkpoint."""
+        self.asked_by = what if what == LAUNCHER_ENDED else "a signal"
+
+    def defer(self, folder: Path, done: Callable[[], int], steps: int) -> None:
+        """From now on what asks the run to end is noted, for the next step to tell all ranks. Called once status.json
+        is about to say `running`, which a signal that ends the process at once replaces by `failed`.
+
+        done: says how many of the `steps` were."""
+        if self.signals is None:
+            return
+
+        def leave(name: str) -> None:
+            reason = f"{name} to rank {rank()}, which left at once; the newest checkpoint is the last that was saved"
+            if read_json(folder / STATUS, {"status": str}, "")["status"] == "running":
+                write_status(folder, "failed", done(), steps, reason)
+            os.write(2, f"\n{reason}\n".encode())
+
+        def interrupt(*_: object) -> None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if rank() == 0:
+                # By the descriptor: print may be what was interrupted. Ctrl-C may also have ended `tee` behind it.
+                with contextlib.suppress(OSError):
+                    os.write(2, INTERRUPTING)
+            self.ask("SIGINT")
+
+        self.signals.stop, self.signals.leave = self.ask, leave
+        if not self.signals.own:
+            self.signals.handle()
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as for what a script starts in the background
+            self.signals.before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
+
+
+INTERRUPTING = b"\nstopping: this step ends, then the run saves. Ctrl-C again leaves at once, unsaved\n"
+
+
 @contextlib.contextmanager
-def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM, SIGUSR1 (a scheduler's warning) and Ctrl-C call `stop` meanwhile; Ctrl-C again raises
-    `KeyboardInterrupt`."""
+def stop_signals() -> Iterator[Stop]:
+    """Signals that would end this process end the run in order: see `util/signals.py`, and `Stop.defer`. Ctrl-C again
+    raises `KeyboardInterrupt`.
+
+    The command line's own process has its signals handled already, and keeps the handlers to its end: they are not to
+    change its exit code while it ends."""
     if threading.current_thread() is not threading.main_thread():  # a notebook's worker: signals are not ours
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if rank() == 0:  # by the descriptor: print may be what was interrupted
-            os.write(2, b"\nstopping: this step ends, then the run saves. Ctrl-C again leaves at once, unsaved\n")
-        stop()
-
-    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as for what a script starts in the background
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        yield Stop(None)
+    elif Signals.present is not None:
+        yield Stop(Signals.present)
+    else:
+        stop = Stop(None)
+        stop.signals = Signals(stop.ask, leave=lambda _: None, own=False)
+        try:
+            yield stop
+        finally:
+            stop.signals.restore()
 
 
 class Clock:
@@ -199,11 +259,8 @@ def launchers(world: World) -> list[str]:
     """
     mine = ""
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
-        parent = os.getppid()
-        started = (
-            Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-        )  # in ticks since the machine's start
-        mine = f"{socket.gethostname()} {parent} {started}"
+        launcher = find_launcher()
+        mine = f"{socket.gethostname()} {launcher.pid} {launcher.started}" if launcher else ""
     return sorted(set(world.gather(mine)) - {""})
 
 

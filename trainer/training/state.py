@@ -33,6 +33,7 @@ from trainer.planning.plan import Plan
 from trainer.planning.schedules.ir import Schedule
 from trainer.precision.dtypes import DTYPES
 from trainer.precision.scaler import LossScale
+from trainer.training.gate import Gate
 
 COPY = " (copy)"
 """Ends the name of the last stage's copy of a tied embedding where its rank also holds the first stage's."""
@@ -45,6 +46,7 @@ class TrainState:
     stages: number of a pipeline stage -> this rank's part of the model. names: every parameter of the whole model, in
     the order in which their gradient norms are kept. reports: by name, how many values the whole model's layers report
     of a step. step: optimizer steps taken, skipped ones included. average: of the weights, where one is kept.
+    gate: shut behind a step that is to be run again.
     """
 
     config: Config
@@ -64,8 +66,10 @@ class TrainState:
     step: int = 0
     runtime: Runtime = field(init=False)
     average: WeightAverage | None = field(init=False)
+    gate: Gate = field(init=False)
 
     def __post_init__(self) -> None:
+        self.gate = Gate(self.scaler, self.world.device)
         decay = self.config.optimizer.ema.decay
         self.average = WeightAverage(self.parameters, decay) if decay else None
         self.use_schedule(self.pipeline.schedule)

@@ -31,8 +31,8 @@ def train_step(state: TrainState, batches: list[Batch], asked: int) -> dict[str,
     """Runs one optimizer step on this rank's micro-batches. Nothing is read back from the device.
 
     The loss of the step is the sum over all valid tokens of all ranks divided by their number, whatever the
-    micro-batches and ranks. A step whose loss or gradient is not finite changes nothing. `asked` is what this rank asks
-    for, as an `Ask`.
+    micro-batches and ranks. A step whose loss or gradient is not finite changes nothing, and may be run again
+    (`state.gate`). `asked` is what this rank asks for, as an `Ask`.
 
     Returns device scalars, equal on all ranks: loss, valid (tokens that it is the mean of), grad_norm, lr, loss_scale,
     found_inf; and five vectors: asked (how many ranks ask for each `Ask`), squares (squared gradient norm of each
@@ -58,7 +58,7 @@ def train_step(state: TrainState, batches: list[Batch], asked: int) -> dict[str,
 
     scale = scaler.value.double()
     loss, norm = total / valid, squares.sum().sqrt() / scale
-    found_inf = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
+    found_inf = state.gate.found_inf(loss, norm)
     clip = state.config.optimizer.clip_norm
     coefficient = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
     rate = learning_rate(state.config.lr, state.config.run.steps, optimizer.updates)
@@ -83,7 +83,7 @@ def train_step(state: TrainState, batches: list[Batch], asked: int) -> dict[str,
         "targets": targets,
         "statistics": statistics,
     }
-    scaler.update(found_inf)
+    scaler.update(found_inf, state.gate.shut)
     state.step += 1
     return result
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -24,6 +23,7 @@ from trainer.diagnosis import traces
 from trainer.distributed.tensors import Fragment
 from trainer.distributed.world import World
 from trainer.model.initial import Weights, name_seed
+from trainer.observe.deferred import Ready
 from trainer.observe.pauses import Pauses
 from trainer.observe.report import start_report
 from trainer.observe.sinks import reason_of
@@ -38,21 +38,25 @@ from trainer.training.hooks import Hooks
 from trainer.training.ledger import Ledger, NonFinite
 from trainer.training.profiling import Profiling
 from trainer.training.recorded import RecordedStep
+from trainer.training.repeats import Repeats, Taken
+from trainer.training.replicas import Replicas
 from trainer.training.samples import draw_samples
 from trainer.training.saving import Progress, Start, contents, find_non_finite, read_identity
-from trainer.training.session import Clock, memory_of, stop_signals
+from trainer.training.session import Clock, Stop, memory_of
 from trainer.training.state import TrainState
 from trainer.training.step import Ask, evaluate, train_step
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
-from trainer.util.run_folder import LOG
+from trainer.util.files import explain_errors
+
+T = TypeVar("T")
 
 
 class Trainer:
     """A run in progress: what is trained (`state`), on what (`loader`), and the loop. All ranks call its methods
     together.
 
-    opening: what rank 0 says at the start; tokens: trained on so far; stop_wanted: this rank's wish to end the run, of
-    which the next step tells all ranks.
+    opening: what rank 0 says at the start; tokens: trained on so far; stop: whether this rank has been asked to end the
+    run, of which the next step tells all ranks.
     """
 
     def __init__(
@@ -65,9 +69,10 @@ class Trainer:
         watchdog: Watchdog,
         start: Start,
         clock: Clock,
+        stop: Stop,
     ):
         self.config, self.corpus, self.world, self.watchdog = config, corpus, world, watchdog
-        self.batch, self.folder, self.stop_wanted, self.start = layout.batch, Path(config.run.dir), False, start
+        self.batch, self.folder, self.stop, self.start = layout.batch, Path(config.run.dir), stop, start
         self.clock, self.hooks = clock, Hooks(config, world)
         if world.rank == 0:
             states, memory = kept(config, layout, node_size(world.size)), memory_of(world.device)
@@ -78,13 +83,15 @@ class Trainer:
         progress, messages = self.start.resume(self.state)
         self.tokens, self.loader = progress.tokens, self.load_from(progress.samples)
         # First, so that leftovers are removed before anything is set aside; see `remove_leftovers`.
-        self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint)
+        self.checkpointer = self.opened(lambda: Checkpointer(self.folder / "checkpoints", config.checkpoint))
         messages = [*corpus.notes, *messages, *self.open_folder()]
         self.memory = self.open_memory()
         self.pauses, self.save_waits = Pauses(), False
         self.profiling = Profiling(config, world, self.state.step, self.pauses)
-        self.ledger = Ledger(self.state, self.batch, progress.skipped, corpus, self.profiling.metrics, self.pauses)
+        known = progress.skipped, corpus, self.profiling.metrics, self.pauses
+        self.ledger = self.opened(lambda: Ledger(self.state, self.batch, *known))
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
+        self.replicas, self.repeats = Replicas(self.state, self.checkpointer), Repeats(self.state)
         for text in messages:
             self.ledger.log.event(text)
         self.recorded = RecordedStep(self.state) if config.run.cuda_graphs else None
@@ -95,37 +102,36 @@ class Trainer:
         """The loop. Returns the exit code."""
         steps, first, status, code, reason = self.config.run.steps, self.state.step, "failed", FAILED, None
         try:
-            with stop_signals(self.wish_stop):
-                gc.collect()
-                gc.freeze()  # what exists now lives to the end: the collector need not look at it again
-                self.hooks.call("start")
-                if self.config.eval.at_start and self.state.step == 0:
-                    self.evaluate()
-                while self.state.step < steps and not self.ledger.stop:
-                    slow = self.ledger.latest.get("straggler_rank")
-                    with self.profiling.step(self.state.step + 1, self.state.runtime, slow):
-                        self.one_step()
-                        self.read_back()
-                        self.hooks.call("step")
-                    self.adapt()
-                    self.evaluate_if_due()
-                    self.sample_if_due()
-                    self.copy_to_memory_if_due()
-                    self.save_if_due()
-                    self.report_saves()
-                self.read_back(everything=True)
-                self.watchdog.enter(ENDING, self.state.step)
-                if self.save_at_end():
-                    self.hooks.call("end")
-                    code = DONE if self.state.step >= steps or self.ledger.finished else STOPPED
-                    status = "stopped" if code == STOPPED else "done"
-                    ended = f"run.hours={self.config.run.hours:g}" if self.clock.over else "a signal"
-                    self.ledger.log.event(self.ledger.summary(first, self.state.step, code, ended))
-                if self.state.plan.pp > 1:
-                    try:
-                        write_schedule(self.folder, self.state, self.batch)
-                    except OSError as error:  # on rank 0 alone, which must not leave the others
-                        self.ledger.log.event(f"the schedule was not written: {reason_of(error)}")
+            gc.collect()
+            gc.freeze()  # what exists now lives to the end: the collector need not look at it again
+            self.hooks.call("start")
+            if self.config.eval.at_start and self.state.step == 0:
+                self.evaluate()
+            while self.state.step < steps and not self.ledger.stop:
+                slow = self.ledger.latest.get("straggler_rank")
+                with self.profiling.step(self.state.step + 1, self.state.runtime, slow):
+                    self.one_step()
+                    self.read_back()
+                    self.hooks.call("step")
+                self.adapt()
+                self.evaluate_if_due()
+                self.sample_if_due()
+                self.copy_to_memory_if_due()
+                self.save_if_due()
+                self.report_saves()
+            self.read_back(everything=True)
+            self.watchdog.enter(ENDING, self.state.step)
+            if self.save_at_end():
+                self.hooks.call("end")
+                code = DONE if self.state.step >= steps or self.ledger.finished else STOPPED
+                status = "stopped" if code == STOPPED else "done"
+                ended = f"run.hours={self.config.run.hours:g}" if self.clock.over else self.stop.asked_by or "a signal"
+                self.ledger.log.event(self.ledger.summary(first, self.state.step, code, ended))
+            if self.state.plan.pp > 1:
+                try:
+                    write_schedule(self.folder, self.state, self.batch)
+                except OSError as error:  # on rank 0 alone, which must not leave the others
+                    self.ledger.log.event(f"the schedule was not written: {reason_of(error)}")
             self.checkpointer.close()
             if self.memory is not None:
                 self.memory.close(remove=code != FAILED)
@@ -146,27 +152,57 @@ class Trainer:
         return code
 
     def one_step(self) -> None:
-        """Fetches the batch, trains on it, and queues what is to be known of the step."""
-        state, number = self.state, self.state.step + 1
+        """Fetches a batch and trains on it."""
+        number = self.state.step + 1
         self.clock.next_pass()
         self.ledger.begin_step()
         self.watchdog.enter(DATA, number)
         with record_function(traces.DATA):
             batches = next(self.loader)
+        asked = self.hooks.run.take_asked() | (Ask.STOP if self.stop.asked_by or self.time_is_up() else Ask(0))
+        tokens = self.tokens + self.batch.tokens
+        self.take_step(Taken(number, batches, asked, self.loader.position, tokens))
+
+    def take_step(self, taken: Taken) -> None:
+        """Trains on a batch, for the first time or again, and queues what is to be known of the step."""
+        state, batches, number = self.state, taken.batches, taken.step
         self.watchdog.enter(STEP, number)
+        self.repeats.note(taken)
+        self.tokens, self.loader.position = taken.tokens, taken.position
         torch.manual_seed(name_seed(self.config.run.seed, f"step {state.step} rank {self.world.data.get_local_rank()}"))
-        asked = self.hooks.run.take_asked() | (Ask.STOP if self.stop_wanted or self.time_is_up() else Ask(0))
-        scalars = self.recorded(batches, asked) if self.recorded else train_step(state, batches, asked)
-        self.tokens += self.batch.tokens
+        scalars = self.recorded(batches, taken.asked) if self.recorded else train_step(state, batches, taken.asked)
         self.hooks.run.advance(state, scalars, self.tokens)
         if self.ledger.due(number):
             scalars |= self.hooks.measure()
+        if self.replicas.due(number):
+            scalars |= self.replicas.compare(self.counters())
         self.ledger.add(state, scalars, batches, self.tokens, self.loader)
 
     def read_back(self, everything: bool = False) -> None:
         """Logs the steps whose numbers have arrived, or all of them."""
+        while suspicious := self.repeats.suspicious(self.ledger.deferred.peek(everything)):
+            self.run_again(suspicious)
+        ready = self.ledger.deferred.peek(everything)
         for step, seconds in self.ledger.read_back(everything):
             self.adaptation.timed(step, seconds)
+        for step, numbers, _ in ready:
+            self.replicas.judge(step, numbers, self.counters())
+
+    def run_again(self, first: Ready) -> None:
+        """Repeats a step that is not finite, from the state before it, and the steps behind it. All ranks do so
+        together."""
+        suspect, *behind = self.repeats.rewind(first[0])
+        self.ledger.deferred.discard()
+        self.ledger.begin_step()
+        self.take_step(suspect)
+        [second] = self.ledger.deferred.peek(block=True)
+        told, again = self.repeats.settle(first, second)
+        self.ledger.repeated += 1
+        self.ledger.log.event(told)
+        if again:
+            self.replicas.check(self.counters())
+        for taken in behind:
+            self.take_step(taken)
 
     def adapt(self) -> None:
         """Takes up another schedule or other codecs, where their measurement has come so far."""
@@ -179,6 +215,8 @@ class Trainer:
             self.state, self.batch = self.adaptation.change_schedule(
                 self.state, before, self.save_now, self.checkpointer
             )
+            self.replicas = Replicas(self.state, self.checkpointer)
+            self.repeats.watch(self.state)
             if self.batch != before:
                 self.loader.close()
                 self.loader = self.load_from(self.loader.position)
@@ -270,6 +308,7 @@ class Trainer:
                 self.check_state()
                 with self.pauses.spent("checkpoint"):
                     self.watchdog.enter(SAVING, step)
+                    self.replicas.check(self.counters())
                     self.memory.save(step, *self.checkpoint_contents())
 
     def check_state(self) -> None:
@@ -311,12 +350,17 @@ class Trainer:
         Raises `NonFinite` on all ranks if the state is not finite."""
         self.read_back(everything=True)
         self.watchdog.enter(SAVING, self.state.step)
+        self.replicas.check(self.counters())
         self.check_state()
         self.save_waits, skipping = False, self.ledger.first_skipped is not None
         step = self.state.step - self.failing
         self.checkpointer.save(step, *self.checkpoint_contents(), wait=wait, keep_older=skipping)
         self.hooks.run.checkpoint = step_folder(self.checkpointer.folder, step)
         self.hooks.call("save")
+
+    def counters(self) -> dict[str, int]:
+        """The numbers of the host on which all ranks have to agree."""
+        return {"step": self.state.step, "samples": self.loader.position, "tokens": self.tokens}
 
     def save_now(self) -> bool:
         """Saves the present step, or the one before steps that fail, unless that has been done or is where this start
@@ -349,10 +393,6 @@ class Trainer:
         """Prints what became of saves in the background."""
         for text in [*self.checkpointer.poll(), *(self.memory.poll() if self.memory is not None else [])]:
             self.ledger.log.event(text)
-
-    def wish_stop(self) -> None:
-        """Lets the run end after the present step, with a checkpoint. Called between any two lines of the loop."""
-        self.stop_wanted = True
 
     def time_is_up(self) -> bool:
         """Whether `run.hours` end the run. The clock of the first rank alone decides, for all."""
@@ -387,17 +427,19 @@ class Trainer:
     def open_folder(self) -> list[str]:
         """Makes the run folder that of this start: sets an earlier run aside, and notes what is about to be trained,
         with which settings, by whom. Returns what is to be said."""
-        places = self.world.gather(history.place(self.world))
-        return self.world.agree(lambda: self._open_folder(places))
+        places, start = self.world.gather(history.place(self.world)), self.start
+        # Not before all ranks are here: one that is still building leaves at once, and the others would fail.
+        self.stop.defer(self.folder, lambda: self.state.step, self.config.run.steps)
+        known = self.config, start.step, start.path, places
+        return self.world.agree(  # `opening` is known to rank 0 alone
+            lambda: history.begin(*known, self.opening, self.corpus.tokenizer, start.in_memory)
+        )
 
-    def _open_folder(self, places: list[tuple[str, str]]) -> list[str]:
-        folder, resumed, step, own = self.folder, self.start.path, self.start.step, self.start.in_memory
-        aside = history.set_aside(folder, resumed, step, own)
-        changed = history.note_start(self.config, step, resumed, aside, places, self.opening.sections, own)
-        self.corpus.tokenizer.save(folder / "tokenizer")
-        with open(folder / LOG, "a", encoding="utf-8") as log:
-            self.opening.print(Console(file=log))
-        return [
-            *([f"what an earlier run left in {folder} is now in {aside}"] if aside else []),
-            *([f"settings changed since: {history.shown(changed)}"] if changed else []),
-        ]
+    def opened(self, open_it: Callable[[], T]) -> T:
+        """What writes to the run folder, opened on every rank, or refused on every rank where one cannot."""
+
+        def explained() -> T:
+            with history.telling(self.config, self.start.step), explain_errors("run.dir", self.folder):
+                return open_it()
+
+        return self.world.together(explained)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -10,6 +11,36 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.config import ConfigError
+
+SETTING = tuple(
+    getattr(errno, name)
+    for name in "EACCES EPERM EROFS ENOTDIR EISDIR ELOOP ENAMETOOLONG EEXIST ENOTEMPTY ENOENT EXDEV".split()
+)
+"""Errors of files that another folder or other rights mend. The rest (no space, a lost mount, a broken disk) are faults
+of the machine, which the same command may survive later."""
+
+
+class FolderError(RuntimeError):
+    """A fault of the machine, such as a full disk, keeps a start from preparing its folder."""
+
+
+@contextlib.contextmanager
+def explain_errors(setting: str, folder: Path) -> Iterator[None]:
+    """Around what a start does with the folder that `setting` names. An `OSError` becomes a `ConfigError` where the
+    folder or its rights are the cause, and else a `FolderError`."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename2 or error.filename
+        what = f"{error.strerror or error}" + (f": {where}" if where else "")
+        if error.errno in SETTING:
+            raise ConfigError(
+                f"{setting}={folder} cannot be prepared for this start ({what}); mend that, or set another {setting}"
+            ) from None
+        raise FolderError(
+            f"{setting}={folder} cannot be prepared for this start ({what}); nothing is lost: once that is mended, the "
+            "same command goes on"
+        ) from error
 
 
 def lock_folder(setting: str, folder: Path, kind: str, ways: str) -> int:
@@ -68,7 +99,7 @@ def write_atomic(path: str | os.PathLike, content: str | bytes, sync: bool = Fal
     sync: the content is on the disk before it takes the name, so that it also survives a power cut.
     """
     with replacing(path) as part:
-        with open(part, "wb") as file:
+        with open(part, "xb") as file:
             file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
             if sync:
                 file.flush()

@@ -94,7 +94,7 @@ class Scaler:
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self.theirs.cur_scale
 
-    def update(self, found_inf: Tensor) -> None:
+    def update(self, found_inf: Tensor, held: Tensor | None = None) -> None:
         """DeepSpeed's step has moved the scale; it counts one good step more than we do before the scale may grow."""
         if self.enabled and self.theirs.last_overflow_iter == self.theirs.cur_iter - 1:
             self._set_tracker(0)
