@@ -40,6 +40,7 @@ class Saves(loop.Trainer):
         self.state, self.weight = SimpleNamespace(step=step), float(step)
         self.memory, self.save_waits = None, False
         self.watchdog = SimpleNamespace(enter=lambda *_: None)
+        self.replicas = SimpleNamespace(check=lambda _: None)
         self.pauses = SimpleNamespace(spent=lambda _: nullcontext())
         self.hooks = SimpleNamespace(run=SimpleNamespace(), call=lambda _: None)
         self.events: list[str] = []
@@ -57,6 +58,9 @@ class Saves(loop.Trainer):
 
     def check_state(self) -> None:
         pass
+
+    def counters(self) -> dict[str, int]:
+        return {}
 
     def checkpoint_contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"weight": torch.full((4,), self.weight)}, {"launchers": ["mine"]}
