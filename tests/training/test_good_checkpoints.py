@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from support.launch import launch
 
 import trainer
+from trainer.checkpointing import checkpointer
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest
 from trainer.config import ConfigError
 from trainer.distributed.tensors import local
@@ -164,6 +166,15 @@ def test_an_fp16_run_that_is_stopped_when_its_scale_helps_no_more_saves_the_step
     assert list(list_checkpoints(folder / "checkpoints")) == [2]
     scaler = read_manifest(folder / "checkpoints" / "step-00000002")["scaler"]
     assert scaler["scale"] == 2 and scaler["_growth_tracker"] == 0
+
+
+def test_a_save_in_the_background_is_completed_before_failing_steps_end_the_run(tmp_path, monkeypatch):
+    write = checkpointer.write_parts
+    monkeypatch.setattr(checkpointer, "write_parts", lambda *given: time.sleep(1.5) or write(*given))
+    monkeypatch.setattr(loop, "train_step", failing_step(loop.train_step, range(5, 15)))
+    with pytest.raises(NonFinite):
+        run(tmp_path / "run", "checkpoint.every=4", "guard.max_skipped=1")
+    assert list(list_checkpoints(tmp_path / "run" / "checkpoints")) == [4]
 
 
 def test_a_save_that_still_waits_at_the_end_is_made_up_for(tmp_path, monkeypatch):
