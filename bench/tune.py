@@ -8,9 +8,10 @@ starting processes takes longer than measuring a plan. Plans that are predicted 
 since one that fails in a shared process group would take the others with it; that trials fail alone is for the tests.
 The first plan is measured once more at the end: what differs is the noise.
 
-Then each engine searches the measured grid: it is told a plan's time only when it asks for that plan, and knows nothing
-of the others but the predictions. The published constants of the hardware file are used as they are. A JSON line a plan
-and one for the search go to OUT.jsonl.
+Then each engine searches the measured grid: `model` is what `trainer.tune` does, `random` and `tpe` are baselines. An
+engine is told a plan's time only when it asks for that plan, and knows nothing of the others but the predictions. The
+published constants of the hardware file are used as they are. A JSON line a plan and one for the search go to
+OUT.jsonl.
 
 Trials by themselves, each in processes of its own, find the same plan or not:
 
@@ -26,6 +27,8 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
+from math import ceil, log2
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +43,7 @@ from trainer.model.attention import kernel_priority
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
-from trainer.tuning.engines import ENGINES, Outcome, fastest
+from trainer.tuning.engines import Option, Outcome, choose_next, fastest, untried
 from trainer.tuning.space import Plan, plans
 
 GRID = {
@@ -58,6 +61,12 @@ WARM = 2
 """Steps that do not count."""
 
 SEEDS = 20
+
+GOOD = 0.25
+"""Share of the measured plans that the Parzen estimator takes for good ones."""
+
+DRAWN = 2
+"""Plans that the Parzen estimator draws at random before it has a model."""
 
 
 def main(out: Path, options: dict[str, str]) -> None:
@@ -151,6 +160,58 @@ def searched(problem: list[Plan], measured: dict[str, float], band: float) -> di
         mean = [round(statistics.mean(column), 4) for column in zip(*regrets)]
         found[engine] = {"trials": statistics.mean(trials), "slower": mean}
     return found
+
+
+def at_random(options: Sequence[Option], outcomes: Sequence[Outcome], band: float, seed: int) -> Option | None:
+    """Any plan that has not been tried: a baseline."""
+    left = untried(options, outcomes)
+    return random.Random(f"{seed} {len(outcomes)}").choice(left) if left else None
+
+
+def by_parzen(options: Sequence[Option], outcomes: Sequence[Outcome], band: float, seed: int) -> Option | None:
+    """The plan whose values are frequent among the fastest measured ones and rare among the others, axis by axis: the
+    tree-structured Parzen estimator (Bergstra et al., NeurIPS 2011) on a finite set. A baseline: it predicts nothing.
+    """
+    left = untried(options, outcomes)
+    if len(outcomes) < DRAWN or not left:
+        return at_random(options, outcomes, band, seed)
+    ordered = sorted(outcomes, key=lambda one: (one.seconds is None, one.seconds or 0.0))
+    count = ceil(GOOD * len(ordered))
+    score = dict.fromkeys((one.name for one in left), 0.0)
+    for axis in {name: None for one in options for name in one.axes}:
+        values = list({one.axes[axis]: None for one in options if axis in one.axes})
+        good, bad = (
+            _density(values, [one.option.axes[axis] for one in some if axis in one.option.axes])
+            for some in (ordered[:count], ordered[count:])
+        )
+        for one in left:
+            if axis in one.axes:
+                score[one.name] += log2(good[one.axes[axis]] / bad[one.axes[axis]])
+    most = max(score.values())
+    return random.Random(f"{seed} {len(outcomes)}").choice([one for one in left if score[one.name] == most])
+
+
+def _density(values: Sequence[float | str], seen: Sequence[float | str]) -> dict[float | str, float]:
+    """How probable each value of an axis is, where `seen` were seen: neighbours of those too, and each a little."""
+    weights = {value: 1 / len(values) + sum(_near(value, other) for other in seen) for value in values}
+    return {value: weight / sum(weights.values()) for value, weight in weights.items()}
+
+
+def _near(one: float | str, other: float | str) -> float:
+    if isinstance(one, str) or isinstance(other, str):
+        return float(one == other)
+    return 4.0 ** -abs(log2(one) - log2(other))
+
+
+Engine = Callable[[Sequence[Option], Sequence[Outcome], float, int], Option | None]
+"""Of all plans, outcomes so far, the band of the predictions (their relative error) and a seed."""
+
+ENGINES: dict[str, Engine] = {
+    "model": lambda options, outcomes, band, seed: choose_next(options, outcomes, band),
+    "random": at_random,
+    "tpe": by_parzen,
+}
+"""The choice of `trainer.tune` and the baselines that it is compared with."""
 
 
 def write(out: Path, line: dict[str, Any]) -> None:

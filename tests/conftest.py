@@ -61,7 +61,21 @@ LONG = (
     "test_pipeline_defects.py",
 )
 """Files that take longest, in the order in which pytest-xdist's workers take them: those that compute and those that
-mostly wait in turn, short ones last."""
+mostly wait in turn, short ones last. All but those of `FAST` are marked slow."""
+
+LAUNCHERS = ("launch", "warm_python", "Cluster")
+"""Helpers of tests/support that start processes. Files that import one are marked slow."""
+
+FAST = (
+    "test_checkpoint_files.py",
+    "test_foreign.py",
+    "test_gloo.py",
+    "test_hooks.py",
+    "test_pipeline_runtime.py",
+    "test_tensor_parallel.py",
+    "test_zero.py",
+)
+"""Files that start processes and are not marked slow: in a minute of one core they run ranks under each axis."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -70,10 +84,19 @@ def pytest_xdist_setupnodes() -> None:
     os.environ[launch.SHARED] = str(launch.start_warm())
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in filter(is_slow, items):
+        item.add_marker("slow")
     quiet = {item.path for item in items if item.originalname in QUIET}
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: (item.path in quiet, places.get(item.path.name, len(LONG))))
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Whether the fast lane leaves a test out, by its file."""
+    name = item.path.name
+    return name not in FAST and (name in LONG or any(helper in vars(item.module) for helper in LAUNCHERS))
 
 
 def pytest_collection_finish() -> None:

@@ -42,7 +42,7 @@ def test_one_plan_needs_no_torch(tmp_path):
         assert moved["exposed"] == one["terms"][term] and moved["hidden"] > 0
 
 
-def test_the_best_plan_as_a_recipe_and_pictures(tmp_path, capsys):
+def test_the_best_plan_as_a_recipe_and_a_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     (tmp_path / "config").mkdir()
     out, plot, numbers = tmp_path / "config" / "best.yaml", tmp_path / "best.png", tmp_path / "numbers.json"

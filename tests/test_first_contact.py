@@ -1,5 +1,5 @@
 """What somebody does who meets the project for the first time, as far as no other test does it: names of a hub,
-several runs in one Python, pictures of a sweep and over hours."""
+several runs in one Python, the runs of a sweep, hours, pictures of schedules."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import trainer
 from trainer import plot
 from trainer.config import ConfigError
 from trainer.observe import metrics
+from trainer.pages.curves import Curves
 from trainer.planning.schedules.simulate import simulate
-from trainer.plots import runs, templates
+from trainer.plots import templates
+from trainer.util import run_folder
 
 TINY = ["+config=debug", "run.steps=2", "logging=quiet", "checkpoint.at_end=false"]
 
@@ -56,16 +58,27 @@ def sweep(tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_sweep_is_drawn_by_its_folder(sweep, capsys):
-    assert runs.of_sweeps([sweep, sweep / "peak-0.1"]) == [sweep / "peak-0.1", sweep / "peak-0.2", sweep / "peak-0.1"]
-    assert plot.main([str(sweep), "--x", "hours"]) == 0
-    assert capsys.readouterr().out.strip() == str(sweep / "metrics.png") and (sweep / "metrics.png").stat().st_size
+def test_a_sweep_stands_for_its_trials(sweep):
+    assert run_folder.of_sweeps([sweep, sweep / "peak-0.1"]) == [
+        sweep / "peak-0.1",
+        sweep / "peak-0.2",
+        sweep / "peak-0.1",
+    ]
+
+
+def test_runs_are_told_apart(tmp_path):
+    paths = [tmp_path / "x/demo", tmp_path / "y/demo", tmp_path / "y/other"]
+    assert run_folder.labels(paths) == ["x/demo", "y/demo", "y/other"]
+    assert run_folder.labels(paths[1:]) == ["demo", "other"]
 
 
 def test_hours_are_those_since_the_first_line(sweep):
-    for lines in runs.read_runs(runs.of_sweeps([sweep])).values():
-        hours, losses = runs.curve(lines, "hours", "loss")
-        assert list(hours) == [0, 0.5, 1] and list(losses) == [4, 3, 2]
+    for folder in run_folder.of_sweeps([sweep]):
+        curves = Curves(folder)
+        assert curves.read()
+        drawn = curves.drawn(100, set())
+        [loss] = [one for one in drawn["series"] if one["name"] == "loss"]
+        assert [drawn["x"]["hours"][at] for at in loss["i"]] == [0, 0.5, 1] and loss["v"] == [4, 3, 2]
 
 
 def test_the_greedy_schedule_can_be_drawn_beside_the_others(tmp_path):

@@ -64,8 +64,6 @@ USES = [
     ),
     Use("read_pickle", "trainer/checkpointing/format_1.py", "the project's own, which reads a pickle as data"),
     Use("all_gather_object", "bench/step.py", BETWEEN_RANKS),
-    Use("all_gather_object", "bench/engines.py", BETWEEN_RANKS),
-    Use("all_gather_object", "bench/auto.py", BETWEEN_RANKS),
 ]
 LISTED = {(use.file, name) for use in USES for name in use.names.split()}
 

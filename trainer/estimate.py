@@ -39,7 +39,7 @@ class EstimateOptions:
     tokens: float = option(0.0, "a budget of tokens: days and device hours that it takes")
     out: str = option("", "writes the settings of the fastest plan that fits for sure there, as a recipe")
     json: str = option("", "writes all numbers there")
-    plot: str = option("", "writes pictures there: memory and time, and NAME-schedule of a pipeline")
+    plot: str = option("", "draws the schedule there, with the memory of the fullest rank over the step")
 
 
 def run(options: EstimateOptions, changes: list[str], overrides: list[str], config_dir: str | None) -> None:
@@ -97,7 +97,8 @@ def show(found: list[Estimate], title: str, options: EstimateOptions, base: Conf
     if options.plot:
         from trainer.plots.estimate import draw
 
-        print(*draw(found, chosen, Path(options.plot)), sep="\n")
+        draw(chosen, Path(options.plot))
+        print(options.plot)
 
 
 def shapes_of(one: Estimate) -> list[Advice]:

@@ -10,7 +10,6 @@ from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.config.options import escape_unprintable, parse, usage
 from trainer.planning.variants import split_words
-from trainer.tuning.engines import ENGINES
 from trainer.tuning.search import search
 from trainer.util.exit_codes import DONE, REFUSED, refuse
 
@@ -23,9 +22,7 @@ class TuneOptions:
     hardware: str = option("", "as for estimate; '': the file whose device this machine has")
     steps: int = option(10, "optimizer steps of a trial; the median of all but the first counts")
     allow: list[str] = option([], "settings that may change the numbers of training: those that have several values")
-    engine: str = option("model", "who chooses the next trial", tuple(ENGINES))
     pool: int = option(200, "how many of the plans that are predicted to be fastest are looked at")
-    seed: int = option(0, "of what engines draw at random")
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[TuneOptions, list[str], list[str], str | None]:

@@ -10,8 +10,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainer.config import synonyms
+from trainer.model.context import ContextGroup
+from trainer.planning.context import Context
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,3 +103,17 @@ def test_names_of_deepspeed():
         part for section, row in OTHERS if section == "DeepSpeed" for name in spans(row[0]) for part in name.split(".")
     }
     assert len(named) > 40 and not named - words
+
+
+# Long sequences
+
+
+def test_the_page_shows_which_rank_holds_which_token():
+    page = (ROOT / "docs/long_sequences.md").read_text()
+    shown = dict(re.findall(r"^(contiguous|zigzag|blocks) +([0-3]{32})  ", page, re.MULTILINE))
+    assert len(shown) == 3
+    for order, text in shown.items():
+        group = ContextGroup(Context(1, 4, order, 1, False, 1), 0, None, None)
+        holders = torch.empty(len(text), dtype=torch.int64)
+        holders[group.order(len(text), torch.device("cpu"))] = torch.arange(4).repeat_interleave(len(text) // 4)
+        assert "".join(map(str, holders.tolist())) == text, order

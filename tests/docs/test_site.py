@@ -84,7 +84,7 @@ def test_every_page_is_in_the_site(site: Path):
 
 def test_notebook_draws(site: Path):
     page = (site / "examples" / "first_hour.html").read_text()
-    assert page.count("<img ") >= 2 and "starting 2 processes" in page
+    assert page.count("<img ") >= 1 and page.count("<iframe") == 1 and "starting 2 processes" in page
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -154,6 +154,23 @@ def test_lines_can_be_read_while_the_run_writes(tmp_path):
     log.close("done")
 
 
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (None, ["cannot read", "runs/NAME"]),
+        ("", ["no step has been logged"]),
+        ('{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n{"step": 3, "loss": 1.0}\n', ["metrics.jsonl, line 2"]),
+        ('{"step": 1, "loss": "low"}\n', ["metrics.jsonl, line 1"]),
+    ],
+)
+def test_metrics_that_cannot_be_read_are_refused(text, words, tmp_path):
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(ConfigError) as refusal:
+        metrics.read(tmp_path)
+    assert all(word in str(refusal.value) for word in [str(tmp_path), *words])
+
+
 # Bookkeeping
 
 

@@ -120,14 +120,3 @@ def test_ranks_that_share_a_cache_compute_the_logits_of_one(results):
     }
     for one in found:
         assert one["error"] < 1e-13 and one["slots"] == [-(-67 // one["size"])] * 3, one
-
-
-def test_the_benchmark_of_shared_keys_compares_equal_results(results):
-    """On CPUs a gather beside one rank with all keys; both attend to the same."""
-    assert [(one["tokens"], one["ranks"]) for one in results["benched"]] == [(5, 4), (40, 4)]
-    for one in results["benched"]:
-        took, ratios = one["microseconds"], one["ratios"]
-        assert one["errors"]["gather"] < 1e-5 and took.keys() == {"alone", "gather", "whole"}
-        assert ratios == pytest.approx({name: took["gather"] / took[name] for name in ("alone", "whole")})
-        read = 2 * 4 * 2 * 2 * one["tokens"] * 16
-        assert one["bound"] == pytest.approx(read / one["bandwidth"] / 1e3)

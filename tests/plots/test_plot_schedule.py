@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import matplotlib.colors
 import numpy
@@ -325,13 +326,11 @@ def folder_of_run(folder, *names):
     return folder
 
 
-def test_a_run_with_a_pipeline_has_two_pictures(tmp_path, capsys):
+def test_a_run_with_a_pipeline_has_a_picture_and_a_trace(tmp_path, capsys):
     run = folder_of_run(tmp_path / "deep", "planned", "measured")
     assert plot.main([str(run), "--trace", str(run / "trace.json")]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        str(run / name) for name in ("metrics.png", "schedule.png", "trace.json")
-    ]
-    assert all((run / name).read_bytes().startswith(PNG) for name in ("metrics.png", "schedule.png"))
+    assert capsys.readouterr().out.splitlines() == [str(run / name) for name in ("schedule.png", "trace.json")]
+    assert (run / "schedule.png").read_bytes().startswith(PNG)
     assert len(json.loads((run / "trace.json").read_text())["traceEvents"]) == 2 * (2 + 2 * 2 + 2 * 8)
 
 
@@ -339,8 +338,8 @@ def test_the_panels_of_a_run(drawn, tmp_path, capsys):
     run = folder_of_run(tmp_path / "deep", "planned", "measured")
     write_timeline(run / "schedule" / "measured.json", planned("1f1b", 2, 4, 0.015), 0.25)
     assert plot.main([str(run), "--out", str(tmp_path / "pictures" / "x.svg")]) == 0
-    figure = drawn["x-schedule.svg"]
-    assert set(drawn) == {"x.svg", "x-schedule.svg"} and figure.get_suptitle() == "deep"
+    figure = drawn["x.svg"]
+    assert set(drawn) == {"x.svg"} and figure.get_suptitle() == "deep"
     assert [titles(axes) for axes in figure.axes] == [
         ("planned", "makespan 150 ms, bubble 20.0%"),
         ("measured", "makespan 250 ms, bubble 28.0%"),
@@ -353,14 +352,38 @@ def test_runs_that_have_only_a_plan_or_no_pipeline(drawn, tmp_path, capsys):
         folder_of_run(tmp_path / "plain"),
         tmp_path / "x.json",
     )
-    assert plot.main([str(plain)]) == 0 and set(drawn) == {"metrics.png"}
+    assert plot.main([str(plain)]) == 2 and not drawn
     assert plot.main([str(young)]) == 0 and [titles(axes)[0] for axes in drawn["schedule.png"].axes] == ["planned"]
-    assert (
-        plot.main([str(plain), "--trace", str(trace)]) == 2
-        and plot.main([str(young), str(plain), "--trace", str(trace)]) == 2
-    )
-    shown = capsys.readouterr().err
-    assert "has no timeline" in shown and "give one run, not 2" in shown and not trace.exists()
+    assert plot.main([str(plain), "--trace", str(trace)]) == 2 and not trace.exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plain"],
+        ["plain/metrics.jsonl"],
+        ["young", "plain"],
+        ["young", "plain", "--out", "both.png"],
+        ["plain", "--x", "hours"],
+        ["young", "--smooth=5"],
+        ["sweep"],
+    ],
+    ids=" ".join,
+)
+def test_curves_are_answered_with_the_command_that_draws_them(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder_of_run(tmp_path / "young", "planned")
+    for name in ("plain", "sweep"):
+        folder_of_run(tmp_path / name)
+    before = set(tmp_path.rglob("*"))
+    try:
+        code = plot.main(words)
+    except SystemExit as stop:  # argparse's own
+        code = stop.code
+    runs = [word.removesuffix("/metrics.jsonl") for word in words if Path(word).exists()]
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "trainer report" in line]
+    assert code == 2 and line.endswith(f"for curves use: trainer report {' '.join(runs)}")
+    assert set(tmp_path.rglob("*")) == before
 
 
 def test_a_damaged_timeline_of_a_run_is_said(tmp_path, capsys):
@@ -389,7 +412,10 @@ SIZE = ["--ranks", "4", "--microbatches", "8"]
         (["--schedule", "zb_v", *SIZE, "--chunks", "3"], ["--chunks"]),
         (["--schedule", "1f1b", *SIZE, "--costs", "1,2"], ["--costs 1,2", "F,I,W"]),
         (["--schedule", "1f1b", *SIZE, "--costs", "1,0,nan"], ["--costs", "positive"]),
-        (["--schedule", "1f1b", *SIZE, "--smooth", "3"], ["--smooth goes with a RUN"]),
+        (["--schedule", "1f1b", *SIZE, "--smooth", "3"], ["--smooth", "trainer report"]),
+        (["run", "--what"], ["unknown option --what"]),
+        ([], ["give a RUN, or --schedule"]),
+        (["absent"], ["absent", "no such folder", "runs/NAME"]),
         (["--schedule", "1f1b", *SIZE, "--out", "x.doc"], [".svg"]),
         (["--schedule", "1f1b", *SIZE, "--out", "x.png", "--trace", "/dev/null/x.json"], ["--trace", "cannot write"]),
         (["run", "--schedule", "1f1b", *SIZE], ["not both"]),

@@ -215,7 +215,7 @@ def test_auto_measures_chooses_and_goes_on(root, alone, two, name):
 
 def test_the_schedule_of_a_run_is_drawn(root, two, capsys):
     assert plot.main([str(root / "auto")]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(root / "auto/metrics.png"), str(root / "auto/schedule.png")]
+    assert capsys.readouterr().out.splitlines() == [str(root / "auto/schedule.png")]
     assert (root / "auto/schedule.png").read_bytes().startswith(b"\x89PNG")
 
 

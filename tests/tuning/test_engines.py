@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import runpy
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from math import exp, log
+from pathlib import Path
 from statistics import mean
 
 import pytest
@@ -14,7 +17,14 @@ from hypothesis import strategies as st
 from support.estimates import FITTED, vtrain, vtrain_seconds
 
 from trainer.tuning.correction import Correction
-from trainer.tuning.engines import ENGINES, Option, Outcome, corrected, fastest, memory_factor, untried
+from trainer.tuning.engines import Option, Outcome, corrected, fastest, memory_factor, untried
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+try:
+    ENGINES = runpy.run_path(str(BENCH / "tune.py"))["ENGINES"]  # what trainer.tune does, and its baselines
+finally:
+    sys.path.remove(str(BENCH))
 
 PROBLEM = ("gpus", "size", "width", "heads", "depth", "length")
 CHOSEN = ("tp", "dp", "pp", "micro")

@@ -94,7 +94,7 @@ def test_whatever_becomes_of_trials_is_a_result(slurm, tmp_path, capsys):
     # The machine is many times slower than predicted, which the second trial shows.
     assert found[1]["expected_seconds"] == pytest.approx(found[1]["predicted_seconds"])
     best = folder / "config" / "best.yaml"
-    assert found[3]["trial"] in best.read_text() and (folder / "tune.png").stat().st_size > 10_000
+    assert found[3]["trial"] in best.read_text()
     again = compose(["+config=[debug,best]"], folder, 2)
     micro, stage = again.batch.micro_size, again.parallel.zero.stage
     assert f"zero{stage}" in best.read_text() and f"micro{micro}" in best.read_text()
@@ -117,7 +117,7 @@ def test_whatever_becomes_of_trials_is_a_result(slurm, tmp_path, capsys):
     assert f"{found[3]['trial']}</p>" in page and page.index("out of memory</td>") < page.index("failed</td>")
 
     (folder / "trials.jsonl").write_text((folder / "trials.jsonl").read_text().replace('"failed"', '"timeout"'))
-    assert main(slurm("budget=5", "engine=random")) == 0
+    assert main(slurm("budget=5")) == 0
     assert [line["trial"] for line in lines(folder)][:4] == [line["trial"] for line in found]
     assert len((folder / "calls").read_text().splitlines()) == len(lines(folder)) == 5
     capsys.readouterr()
@@ -132,7 +132,7 @@ def test_values_of_other_settings_are_tried_where_they_are_allowed(slurm, tmp_pa
     kept = ["parallel.tp=1", "parallel.zero.stage=1", "batch.micro_size=2", "activation.offload=true"]
     values = ["activation.mode=none,full", "precision.compute=fp32,bf16", "allow=[precision.compute]"]
     words = [word for word in slurm() if not word.startswith("activation")]
-    assert main([*words, *kept, *values, "budget=3", "engine=random"]) == 0
+    assert main([*words, *kept, *values, "budget=3"]) == 0
     found = {line["trial"]: line for line in lines(tmp_path / "tune")}
     assert {name: line["status"] for name, line in found.items()} == {
         f"dp2_zero1_micro2_{mode}_eager_inputs-of-recomputed-layers-in-host-memory_compute{kind}": status
@@ -149,7 +149,7 @@ def test_values_of_other_settings_are_tried_where_they_are_allowed(slurm, tmp_pa
     [
         (["budget=0"], "budget=0 must be at least 1"),
         (["steps=2"], "steps=2 must be at least 3"),
-        (["engine=grid"], "engine=grid is not legal"),
+        (["engine=random"], "unknown setting 'engine'"),
         (["hardware=cpu", "sweep.parallel=2"], "trials that run beside others are slowed down"),
         (["hardware=cpu", "parallel.tp=3"], "no plan that is tried has the given parallel.tp"),
         (["sweep.launcher=slurm", "sweep.wait=false"], "hardware=... is needed under sweep.launcher=slurm"),

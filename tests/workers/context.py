@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from support.launch import ROOT, fork, leave
+from support.launch import fork, leave
 from support.reference import tiny_spec
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -357,15 +357,6 @@ def generated(worlds: dict[int, World]) -> list[dict[str, Any]]:
     return results
 
 
-def benched(world: World) -> list[dict[str, Any]]:
-    """What bench/decode_shared.py says of small cases."""
-    sys.path.append(str(ROOT / "bench"))
-    import decode_shared
-
-    sizes = {"tokens": "5,40", "batch": "2", "heads": "6", "kv_heads": "2", "dim": "16", "dtype": "fp32", "repeat": "2"}
-    return list(decode_shared.measure(world, decode_shared.OWN | sizes))
-
-
 def main(out: str) -> None:
     mesh = resolve_plan(Config().parallel, RANKS).mesh
     worlds = {size: join(mesh, CPU, cp=size) for size in (2, 4)}
@@ -374,7 +365,6 @@ def main(out: str) -> None:
         "recompute": recomputed(worlds[4]),
         "compiled": compiled(worlds[2]),
         "generated": generated(worlds),
-        "benched": benched(worlds[4]),
     }
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from trainer.config import Config, ParallelConfig
 from trainer.config.fields import divisors
 from trainer.planning.cost.updates import Updates
 from trainer.planning.float8_settings import float8_setting
-
-if TYPE_CHECKING:
-    pass
 
 FLAG, COUNT, SIZE, NAMES = "true or false", "a whole number from 0 on", "a whole number from 1 on", "a list of names"
 

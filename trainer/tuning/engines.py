@@ -1,14 +1,13 @@
 """Which plan is measured next. Pure: what has been measured goes in, a plan comes out, or that none can win any more.
 
-An engine is a function of all plans, of what has been measured, and of a seed. It keeps nothing from one call to the
-next, so that a search that was interrupted goes on as if it had not been."""
+The choice is a function of all plans and of what has been measured. It keeps nothing from one call to the next, so that
+a search that was interrupted goes on as if it had not been."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, exp, log, log2
+from math import exp, log
 from statistics import NormalDist
 
 from trainer.tuning.correction import Correction
@@ -19,12 +18,6 @@ plans are the ones that nearly fill it."""
 
 DEVIATIONS = 2.0
 """Below a plan's expected time, how many standard deviations it is given the benefit of the doubt."""
-
-GOOD = 0.25
-"""Share of the measured plans that the Parzen estimator takes for good ones."""
-
-DRAWN = 2
-"""Plans that it draws at random before it has a model."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +40,6 @@ class Outcome:
     out_of_memory: bool = False
 
 
-Engine = Callable[[Sequence[Option], Sequence[Outcome], float, int], Option | None]
-"""Of all plans, outcomes so far, the band of the predictions (their relative error) and a seed."""
-
-
 def untried(options: Sequence[Option], outcomes: Sequence[Outcome]) -> list[Option]:
     """The plans that have no outcome and may fit into memory."""
     tried, factor = {outcome.option.name for outcome in outcomes}, memory_factor(outcomes)
@@ -69,10 +58,10 @@ def fastest(outcomes: Sequence[Outcome]) -> Outcome | None:
     return min((one for one in outcomes if one.seconds is not None), key=lambda one: one.seconds or 0.0, default=None)
 
 
-def by_model(options: Sequence[Option], outcomes: Sequence[Outcome], band: float, seed: int) -> Option | None:
+def choose_next(options: Sequence[Option], outcomes: Sequence[Outcome], band: float) -> Option | None:
     """First the plan that is predicted to be the fastest; then the one whose expected improvement on the fastest
     measured one is the largest (Jones et al., Efficient Global Optimization, 1998), by the predictions as corrected by
-    what has been measured; None where none is likely to be faster."""
+    what has been measured; None where none is likely to be faster. band: the relative error of the predictions."""
     left, best = untried(options, outcomes), fastest(outcomes)
     if best is None or best.seconds is None or not left:
         return min(left, key=lambda one: one.seconds, default=None)
@@ -103,47 +92,3 @@ def corrected(options: Sequence[Option], outcomes: Sequence[Outcome], band: floa
 def expected(options: Sequence[Option], outcomes: Sequence[Outcome], band: float, option: Option) -> float:
     """Seconds that a plan is expected to take, by all that has been measured."""
     return option.seconds * exp(corrected(options, outcomes, band)(option.axes)[0])
-
-
-def at_random(options: Sequence[Option], outcomes: Sequence[Outcome], band: float, seed: int) -> Option | None:
-    """Any plan that has not been tried: a baseline."""
-    left = untried(options, outcomes)
-    return random.Random(f"{seed} {len(outcomes)}").choice(left) if left else None
-
-
-def by_parzen(options: Sequence[Option], outcomes: Sequence[Outcome], band: float, seed: int) -> Option | None:
-    """The plan whose values are frequent among the fastest measured ones and rare among the others, axis by axis: the
-    tree-structured Parzen estimator (Bergstra et al., NeurIPS 2011) on a finite set. A baseline: it predicts nothing.
-    """
-    left = untried(options, outcomes)
-    if len(outcomes) < DRAWN or not left:
-        return at_random(options, outcomes, band, seed)
-    ordered = sorted(outcomes, key=lambda one: (one.seconds is None, one.seconds or 0.0))
-    count = ceil(GOOD * len(ordered))
-    score = dict.fromkeys((one.name for one in left), 0.0)
-    for axis in {name: None for one in options for name in one.axes}:
-        values = list({one.axes[axis]: None for one in options if axis in one.axes})
-        good, bad = (
-            _density(values, [one.option.axes[axis] for one in some if axis in one.option.axes])
-            for some in (ordered[:count], ordered[count:])
-        )
-        for one in left:
-            if axis in one.axes:
-                score[one.name] += log2(good[one.axes[axis]] / bad[one.axes[axis]])
-    most = max(score.values())
-    return random.Random(f"{seed} {len(outcomes)}").choice([one for one in left if score[one.name] == most])
-
-
-def _density(values: Sequence[float | str], seen: Sequence[float | str]) -> dict[float | str, float]:
-    """How probable each value of an axis is, where `seen` were seen: neighbours of those too, and each a little."""
-    weights = {value: 1 / len(values) + sum(_near(value, other) for other in seen) for value in values}
-    return {value: weight / sum(weights.values()) for value, weight in weights.items()}
-
-
-def _near(one: float | str, other: float | str) -> float:
-    if isinstance(one, str) or isinstance(other, str):
-        return float(one == other)
-    return 4.0 ** -abs(log2(one) - log2(other))
-
-
-ENGINES: dict[str, Engine] = {"model": by_model, "random": at_random, "tpe": by_parzen}

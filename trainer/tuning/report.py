@@ -1,4 +1,4 @@
-"""A search for people: a table of its trials, a page, and a picture."""
+"""A search for people: a table of its trials, and a page."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import json
 from math import exp
 from typing import Any
 
-from trainer.config import ConfigError
 from trainer.pages import page
 from trainer.planning.estimate.step import GIB
 from trainer.tuning.engines import DEVIATIONS, corrected
-from trainer.tuning.study import ENDED, Study, seconds_of
+from trainer.tuning.study import Study, seconds_of
 from trainer.util import tables
 from trainer.util.files import write_atomic
 from trainer.util.reading import brief, printable
@@ -71,22 +70,3 @@ def foretold(study: Study, band: float) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def draw(study: Study, band: float) -> str:
-    """Draws predicted against measured, and memory against speed; says where, or why not. band: of the predictions."""
-    try:
-        from trainer.plots.tune import Point, draw_search
-    except ConfigError as error:
-        return str(error)
-    tried, untried = [], []
-    for one in foretold(study, band):
-        line = study.results.lines.get(one["plan"])
-        if line is None:
-            untried.append(Point(one["predicted"], one["expected"], None, one["memory_gib"], one["tokens"]))
-        elif line["status"] in ENDED:
-            measured = line["step_seconds_p50"] if line["status"] == "done" else None
-            tried.append(Point(one["predicted"], one["expected"], measured, line["memory_gib"], one["tokens"]))
-    path = study.folder / "tune.png"
-    draw_search(tried, untried, path)
-    return f"picture: {path}"

@@ -19,8 +19,8 @@ from trainer.planning.variants import compose, key
 from trainer.sweep import say
 from trainer.sweep.local import stop_signals, visible_gpus
 from trainer.sweep.plan import SweepConfig, expand
-from trainer.tuning.engines import ENGINES, Engine, expected
-from trainer.tuning.report import draw, show, write_page
+from trainer.tuning.engines import choose_next, expected
+from trainer.tuning.report import show, write_page
 from trainer.tuning.space import Plan, frozen, plans
 from trainer.tuning.study import Study, overrides
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
@@ -37,9 +37,7 @@ def search(
     hardware: str,
     steps: int,
     allow: Sequence[str],
-    engine: str,
     pool: int,
-    seed: int,
     changes: Sequence[str],
     words: Sequence[str],
     config_dir: str | None,
@@ -72,7 +70,7 @@ def search(
     descriptor = lock_folder("sweep.dir", Path(sweep.dir), "search", "sweep.name")
     try:
         study = Study(Path(sweep.dir), found, settings)
-        return Search(study, sweep, machine, common, base, steps, config_dir, gpus, budget).run(ENGINES[engine], seed)
+        return Search(study, sweep, machine, common, base, steps, config_dir, gpus, budget).run()
     finally:
         os.close(descriptor)
 
@@ -94,7 +92,7 @@ class Search:
     gpus: list[str]
     budget: int
 
-    def run(self, engine: Engine, seed: int) -> int:
+    def run(self) -> int:
         """Returns the exit code."""
         study, band = self.study, self.machine.band
         say(
@@ -105,7 +103,7 @@ class Search:
         with stop_signals() as signals:
             while not interrupted and (why := ended(study, self.budget)) is None:
                 self.note(None)
-                chosen = engine(study.options, study.outcomes, band, seed)
+                chosen = choose_next(study.options, study.outcomes, band)
                 if chosen is None:
                     why = "no other plan is likely to be faster"
                     break
@@ -121,8 +119,6 @@ class Search:
         if study.best is not None:
             say(f"best: {study.best.option.name}, {study.folder / BEST}")
         say(written)
-        if not interrupted:
-            say(draw(study, band))
         return STOPPED if interrupted else DONE if study.best is not None else FAILED
 
     def note(self, told: str | None) -> str:
