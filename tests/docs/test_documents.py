@@ -8,6 +8,7 @@ with the reason.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import io
@@ -16,6 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -186,8 +188,7 @@ def check(command: Command, capsys: pytest.CaptureFixture) -> None:
         elif program == "sbatch":
             slurm(words[1:], patch)
         elif program == "pytest":
-            missing = [word for word in words[1:] if not word.startswith("-") and not (ROOT / word).exists()]
-            assert not missing, f"there is no {missing}"
+            pytest_options(words[1:])
         else:
             assert program in NOT_RUN, (
                 f"{program} is a program that nobody tests: add it here, or to NOT_RUN with the reason"
@@ -203,6 +204,21 @@ def subcommand(word: str, words: list[str]) -> None:
         train(["--multirun", *words], 1)
     else:
         module(door.OTHERS[word].removesuffix(".cli"), words, 1)
+
+
+def pytest_options(words: list[str]) -> None:
+    """Tests that exist, selected by a marker that is registered."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("-q", action="store_true")
+    for option in ("-n", "--dist", "-m"):
+        parser.add_argument(option, default="")
+    parser.add_argument("paths", nargs="*")
+    given = parser.parse_args(words)
+    missing = [path for path in given.paths if not (ROOT / path).exists()]
+    assert not missing, f"there is no {missing}"
+    registered = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
+    unknown = set(re.findall(r"\w+", given.m)) - {"not", "and", "or"} - {line.split(":")[0] for line in registered}
+    assert not unknown, f"pyproject.toml registers no marker {unknown}"
 
 
 def torchrun(words: list[str], patch: pytest.MonkeyPatch) -> None:
