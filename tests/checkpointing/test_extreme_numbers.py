@@ -15,7 +15,7 @@ from support.damage import places
 from test_malformed import use
 
 from trainer.checkpointing.loading import Contents
-from trainer.checkpointing.manifest import list_checkpoints, saved_at
+from trainer.checkpointing.manifest import list_checkpoints, read_digest
 from trainer.checkpointing.retention import find_newest
 from trainer.config import ConfigError
 
@@ -49,7 +49,7 @@ def check(good: Path, folder: Path, place: tuple, number: Any) -> None:
     malformed.at(place, number)(path)
     for read in (
         lambda: find_newest(path.parent, True),
-        lambda: (saved_at(path), list_checkpoints(path.parent)),
+        lambda: (read_digest(path), list_checkpoints(path.parent)),
         lambda: use(path),
         lambda: [Contents(path).find(name) for name in Contents(path).names],
     ):

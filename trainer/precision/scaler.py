@@ -11,10 +11,11 @@ from trainer.config import PrecisionConfig
 
 
 class LossScale(Protocol):
-    """What the training step and checkpoints ask of a loss scale. enabled: whether it scales at all; value: scalar on
-    the run's device."""
+    """What the training step and checkpoints ask of a loss scale. enabled: whether it scales at all; can_hold: whether
+    `update` can leave the scale as it is; value: scalar on the run's device."""
 
     enabled: bool
+    can_hold: bool
 
     @property
     def value(self) -> Tensor: ...
@@ -38,6 +39,8 @@ class GradScaler:
     Differs from torch.amp.GradScaler in what counts as an overflow: the caller passes one `found_inf` that is equal on
     every rank (torch's own looks at local gradients, so pipeline stages and tensor shards can disagree and diverge).
     With enabled=False the scale is one and stays one."""
+
+    can_hold = True
 
     def __init__(self, precision: PrecisionConfig, device: torch.device):
         self.enabled = precision.compute == "fp16"

@@ -53,7 +53,7 @@ class Repeats:
     def watch(self, state: TrainState) -> None:
         """Takes over a new state, between two steps."""
         self.state, self.world = state, state.world
-        state.gate.active = not (state.plan.engine == "deepspeed" and state.scaler.enabled)
+        state.gate.active = state.scaler.can_hold
 
     def note(self, taken: Taken) -> None:
         """A step is about to be taken, for the first time or again."""

@@ -82,6 +82,7 @@ class Scaler:
     def __init__(self, theirs: Any, config: Config, world: World):
         self.theirs, self.precision, self.device = theirs, config.precision, world.device
         self.enabled = config.precision.compute == "fp16"
+        self.can_hold = not self.enabled  # DeepSpeed's step moves the scale by itself
         if self.enabled:  # theirs would stop the run at the lowest scale, and knows powers of two only
             theirs.raise_error_at_min_scale, theirs.min_scale = False, 0.0
             theirs.cur_scale, theirs.scale_factor = config.precision.loss_scale, config.precision.scale_growth
