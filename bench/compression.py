@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from elapsed import elapsed
 
-from trainer.distributed.elapsed import elapsed
 from trainer.parallel.compress.codec import Blocks, Codec, pack, unpack
 from trainer.parallel.compress.links import Link
 

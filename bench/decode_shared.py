@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from elapsed import elapsed
 from torch import Tensor
 
 from trainer.config import RunConfig
-from trainer.distributed.elapsed import elapsed
 from trainer.distributed.slots import OUT_OF_REACH, SlotGroup, SlotsInReach, merged
 from trainer.distributed.world import World, join, local_device
 from trainer.model import cache

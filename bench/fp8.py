@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 from compare import ROOT, launch, ours
+from elapsed import elapsed
 from torch import Tensor
 
-from trainer.distributed.elapsed import elapsed
 from trainer.model.compiled import compiled
 from trainer.observe import metrics
 from trainer.precision.float8 import E4M3, Float8, quantise, scaled_product

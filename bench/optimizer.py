@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from elapsed import elapsed
 from specs import read_spec
 from torch import Tensor, nn
 
 from trainer.config import OptimizerConfig
-from trainer.distributed.elapsed import elapsed
 from trainer.kernels import multi_tensor
 from trainer.optim.groups import Policy
 from trainer.optim.optimizer import Optimizer

@@ -29,10 +29,10 @@ from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
+from elapsed import elapsed
 from fusion import LAYERS
 from torch import Tensor
 
-from trainer.distributed.elapsed import elapsed
 from trainer.kernels.exchange import Region
 from trainer.kernels.tensor_parallel import gather_matmul, matmul_scatter
 from trainer.kernels.tiles import Shape, cut

@@ -30,7 +30,6 @@ class Measured(NamedTuple):
     product: float
     collective: float
     off: float
-    chunks: float
     copy_engine: float
     triton: float
 
@@ -40,10 +39,9 @@ def read(page: str) -> dict[str, Measured]:
     found = {}
     for line in page.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if cells[0] in NAMES and len(cells) == 10 and all(re.fullmatch(r"[\d.]+", cell) for cell in cells[1:]):
-            product, collective, off, _, chunks, _, copy_engine, triton, _ = map(float, cells[1:])
-            faster = (chunks, copy_engine, triton)
-            found[NAMES[cells[0]]] = Measured(product, collective, off, *(off / one for one in faster))
+        if cells[0] in NAMES and len(cells) == 8 and all(re.fullmatch(r"[\d.]+", cell) for cell in cells[1:]):
+            product, collective, off, _, copy_engine, triton, _ = map(float, cells[1:])
+            found[NAMES[cells[0]]] = Measured(product, collective, off, off / copy_engine, off / triton)
     return {name: found[name] for name in NAMES.values()}
 
 
@@ -53,21 +51,6 @@ def off(name: str, one: Measured) -> list[Bar]:
     return [
         Bar("transfer", 1, 0, one.collective),
         Bar("product", 0, one.collective, one.collective + one.product, name),
-    ]
-
-
-def chunks(name: str, one: Measured) -> list[Bar]:
-    """In two pieces."""
-    half, piece = one.product / 2, one.collective / 2
-    if name in REDUCED:
-        second = max(2 * half, half + piece)
-        products = [Bar("product", 0, 0, half, name), Bar("product", 0, half, 2 * half)]
-        return [*products, Bar("transfer", 1, half, half + piece), Bar("transfer", 1, second, second + piece)]
-    first = max(half, piece)
-    second = max(first + half / 2, 2 * piece)
-    return [
-        *(Bar("transfer", 1, 0, piece), Bar("transfer", 1, piece, 2 * piece), Bar("product", 0, 0, half, name)),
-        *(Bar("product", 0, first, first + half / 2), Bar("product", 0, second, second + half / 2)),
     ]
 
 
@@ -107,11 +90,11 @@ def layer(way: Callable[[str, Measured], list[Bar]], measured: dict[str, Measure
 def main(page: str, out: str) -> None:
     measured, variants = read(Path(page).read_text()), {}
     before = sum(one.off for one in measured.values())
-    for way, told in ((off, ""), (chunks, ", 2 pieces"), (copy_engine, ""), (triton, "")):
+    for way in (off, copy_engine, triton):
         bars = layer(way, measured)
         end = max(bar.end for bar in bars)
         ratio = f": {before / end:.2f} x as fast" * (way is not off)
-        variants[f"{way.__name__}{told}: {end:.2f} ms{ratio}"] = bars
+        variants[f"{way.__name__}: {end:.2f} ms{ratio}"] = bars
     save(draw_lanes(variants, ("products", "transfers"), "milliseconds"), Path(out))
 
 

@@ -28,7 +28,7 @@ def script() -> dict:
 def test_a_layer_is_as_long_as_was_measured_and_no_stream_does_two_things_at_once(script):
     measured = script["read"]((ROOT / "docs/kernels.md").read_text())
     assert list(measured) == ["q, k, v", "o", "gate, up", "down"]
-    for way in ("off", "chunks", "copy_engine", "triton"):
+    for way in ("off", "copy_engine", "triton"):
         bars = script["layer"](script[way], measured)
         for stream in (0, 1):
             own = sorted((bar for bar in bars if bar.stream == stream), key=lambda bar: bar.start)
@@ -37,13 +37,12 @@ def test_a_layer_is_as_long_as_was_measured_and_no_stream_does_two_things_at_onc
 
 
 def test_what_is_sent_was_multiplied_and_what_is_multiplied_has_come(script):
-    one = script["Measured"](0.4, 1.0, 1.4, 1.4, 1.4, 1.4)  # transfers that nothing hides
-    for way in (script["chunks"], script["copy_engine"]):
-        gathered, reduced = way("q, k, v", one), way("o", one)
-        last_transfer = max(bar.end for bar in gathered if bar.kind == "transfer")
-        assert max(bar.start for bar in gathered if bar.kind == "product") >= last_transfer
-        first_product = min(bar.end for bar in reduced if bar.kind == "product")
-        assert min(bar.start for bar in reduced if bar.kind == "transfer") >= first_product
+    one = script["Measured"](0.4, 1.0, 1.4, 1.4, 1.4)  # transfers that nothing hides
+    gathered, reduced = (script["copy_engine"](name, one) for name in ("q, k, v", "o"))
+    last_transfer = max(bar.end for bar in gathered if bar.kind == "transfer")
+    assert max(bar.start for bar in gathered if bar.kind == "product") >= last_transfer
+    first_product = min(bar.end for bar in reduced if bar.kind == "product")
+    assert min(bar.start for bar in reduced if bar.kind == "transfer") >= first_product
 
 
 def test_a_panel_a_variant_on_one_axis():

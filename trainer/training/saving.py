@@ -115,12 +115,10 @@ def restore(state: TrainState, path: Path, step: int, scaler: dict[str, Any], av
 
 
 def resume_error_feedback(state: TrainState, path: Path, manifest: dict[str, Any]) -> bool:
-    """Goes on with what quantisation had left out of earlier gradients, and with what codec=auto had chosen, where
-    settings and plan are those of the checkpoint; under others it is measured again. Returns whether nothing was
-    lost."""
+    """Goes on with what quantisation had left out of earlier gradients, where settings and plan are those of the
+    checkpoint. Returns whether nothing was lost."""
     if not state.compression.resume(manifest.get("compression")):
         return not any(name.startswith("compression.") for name in manifest["tensors"])
-    state.use_schedule(state.pipeline.schedule)
     load_tensors(path, state.compression.tensors())
     return True
 
@@ -132,7 +130,7 @@ def contents(
     it together."""
     compression = state.compression
     manifest = {
-        "compression": compression.identity() if compression.decided else None,
+        "compression": compression.identity(),
         "spec": state.spec.to_dict(),
         "plan": state.plan.to_dict(),
         "batch": dataclasses.asdict(batch),
@@ -144,4 +142,4 @@ def contents(
         "scaler": state.scaler.state_dict(),
         "data": start.data,
     }
-    return state.tensors() | (compression.tensors() if compression.decided else {}), manifest
+    return state.tensors() | compression.tensors(), manifest

@@ -99,14 +99,14 @@ class Trainer:
                     slow = self.ledger.latest.get("straggler_rank")
                     with self.profiling.step(self.state.step + 1, self.state.runtime, slow):
                         self.one_step()
-                        self.read_back()
+                        self.ledger.read_back()
                         self.hooks.call("step")
                     self.adapt()
                     self.evaluate_if_due()
                     self.sample_if_due()
                     self.save_if_due()
                     self.report_saves()
-                self.read_back(everything=True)
+                self.ledger.read_back(everything=True)
                 self.watchdog.enter(ENDING, self.state.step)
                 if self.save_at_end():
                     self.hooks.call("end")
@@ -148,16 +148,11 @@ class Trainer:
             scalars |= self.hooks.measure()
         self.ledger.add(state, scalars, batches, self.tokens, self.loader)
 
-    def read_back(self, everything: bool = False) -> None:
-        """Logs the steps whose numbers have arrived, or all of them."""
-        for step, seconds in self.ledger.read_back(everything):
-            self.adaptation.timed(step, seconds)
-
     def adapt(self) -> None:
-        """Takes up another schedule or other codecs, where their measurement has come so far."""
+        """Takes up another schedule, where its measurement has come so far."""
         if self.adaptation.schedule_due() and self.state.step < self.config.run.steps and not self.ledger.stop:
             self.watchdog.enter(SCHEDULE, self.state.step)
-            self.read_back(everything=True)
+            self.ledger.read_back(everything=True)
             before = self.batch
             self.state, self.batch = self.adaptation.change_schedule(
                 self.state, before, self.save_now, self.checkpointer
@@ -165,11 +160,6 @@ class Trainer:
             if self.batch != before:
                 self.loader.close()
                 self.loader = self.load_from(self.loader.position)
-        elif self.adaptation.codecs_due(self.state.step):
-            self.read_back(everything=True)
-            self.adaptation.change_codecs(self.state)
-        for text in self.adaptation.decided(self.state):
-            self.ledger.log.event(text)
 
     def evaluate_if_due(self) -> None:
         """Evaluates every `eval.every` steps and after the last."""
@@ -180,14 +170,14 @@ class Trainer:
         if not len(self.corpus.eval) and not self.corpus.sets:
             self.ledger.log.event("an evaluation was asked for, and nothing is held out: set data.eval_fraction")
             return
-        self.read_back(everything=True)  # or the pause would begin with the end of a step
+        self.ledger.read_back(everything=True)  # or the pause would begin with the end of a step
         with self.pauses.spent("evaluation"):
             self.evaluate()
 
     def evaluate(self) -> None:
         """Mean loss on the held-out sequences, the same ones every time and under every plan, by source where there are
         several; and on every set."""
-        self.read_back(everything=True)
+        self.ledger.read_back(everything=True)
         self.watchdog.enter(EVALUATING, self.state.step)
         record: dict[str, float | None] = {"step": self.state.step, "tokens": self.tokens, "eval_loss": None}
         held, sources = self.corpus.eval, self.ledger.sources
@@ -205,7 +195,7 @@ class Trainer:
         due = settings.every and (step % settings.every == 0 or step >= self.config.run.steps)
         if not due or self.ledger.stop:
             return
-        self.read_back(everything=True)
+        self.ledger.read_back(everything=True)
         self.watchdog.enter(EVALUATING, step)
         with self.pauses.spent("evaluation"), self.weights_to_evaluate():
             samples = draw_samples(self.state, settings, self.corpus.tokenizer)
@@ -234,13 +224,13 @@ class Trainer:
         step, every = self.state.step, self.config.checkpoint.every
         if step < self.config.run.steps and not self.ledger.stop:
             if self.ledger.take(Ask.SAVE) or every and step % every == 0:
-                self.read_back(everything=True)
+                self.ledger.read_back(everything=True)
                 with self.pauses.spent("checkpoint"):
                     self.save()
 
     def save(self, wait: bool = False) -> None:
         """Hands the state to the checkpointer, which writes while training goes on, unless it is to `wait`."""
-        self.read_back(everything=True)
+        self.ledger.read_back(everything=True)
         self.watchdog.enter(SAVING, self.state.step)
         progress = Progress(self.loader.position, self.tokens, self.ledger.skipped, self.hooks.states())
         self.checkpointer.save(self.state.step, *contents(self.state, self.batch, progress, self.start), wait=wait)
