@@ -28,19 +28,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory  # torch's own operators
+from elapsed import elapsed
 from torch import Tensor
 
 from trainer.config import ConfigError, RunConfig
-from trainer.distributed.chunks import Chunks
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.copied import Copied, Sent, copies
-from trainer.distributed.elapsed import elapsed
 from trainer.distributed.fused import Fused
 from trainer.distributed.world import World, join, local_device
 from trainer.precision.products import Role, matmul, matmul_into
 
 OUTPUT = Role.OUTPUT
-METHODS = ("off", "chunks1", "chunks2", "chunks4", "chunks8", "copy_engine", "triton", "torch")
+METHODS = ("off", "copy_engine", "triton", "torch")
 LAYERS = {"8B": (4096, 6144, 28672, 14336), "70B": (8192, 10240, 57344, 28672)}
 """Width, outputs of queries, keys and values together, of gate and up, and inputs of down, over all ranks."""
 
@@ -136,7 +135,6 @@ def backends(world: World, wanted: list[str]) -> dict[str, Callable[[Case], Tens
     mesh = world.dimensions["tp"]
     place = mesh.get_group().group_name, mesh.get_local_rank(), mesh.size()
     made: dict[str, TensorGroup] = {"off": TensorGroup(*place), "copy_engine": Copied(*place), "triton": Fused(*place)}
-    made |= {f"chunks{count}": Chunks(*place, chunks=count) for count in (1, 2, 4, 8)}
     found: dict[str, Callable[[Case], Tensor]] = {
         name: lambda case, group=group: both(group, case) for name, group in made.items()
     }

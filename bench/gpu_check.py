@@ -136,16 +136,12 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         ),
         *(
             run(f"fusion_{name}", "parallel.tp=2", f"parallel.fusion={name}", "precision=bf16", "compile=true", *more)
-            for name, more in {"chunks": ("activation=selective",), "copy_engine": (), "triton": ()}.items()
+            for name, more in {"copy_engine": ("activation=selective",), "triton": ()}.items()
             if pair == 2
         ),
         *(
             run(f"fusion_fp8_{name}", "parallel.tp=2", f"parallel.fusion={name}", "precision=fp8", *more)
-            for name, more in {
-                "copy_engine": ("compile=true", "precision.float8.ends=0"),
-                # Eager, of many small kernels, which the host starts one by one.
-                "chunks": ("precision.float8.recipe=rowwise", "precision.float8.ends=0", "run.steps=8", "lr.warmup=2"),
-            }.items()
+            for name, more in {"copy_engine": ("compile=true", "precision.float8.ends=0")}.items()
             if pair == 2
         ),
         *(

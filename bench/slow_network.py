@@ -10,7 +10,7 @@ where rates are those of a measured transfer. (No overlap: on CPUs gradients are
 expectation is printed before anything is measured at a limited rate. Prints a table and writes a JSON line for each
 case and rate.
 
-Cases: gradients of replicas over the outer hop (`none` to `auto`; the plan is data parallelism with one process a host,
+Cases: gradients of replicas over the outer hop (`none` to `int4`; the plan is data parallelism with one process a host,
 HSDP with ZeRO-3 within the hosts with several), and ZeRO-1 over both hosts, whose parameters cross the link as well, in
 full. (And gloo's reduce-scatter of what is not quantised is an all-reduce.) The model has 11.5 million parameters in a
 few large layers, and a step few tokens: the network is most of it."""
@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 
 import trainer
-from trainer.parallel.compress import trial
 
 INTERFACE = os.environ["GLOO_SOCKET_IFNAME"]
 BURST = 1e-4
@@ -43,7 +42,7 @@ QUEUE = 16 << 20
 """Bytes that may wait: more than the sockets hold, so that nothing is dropped."""
 WARM_UP = 2
 """Steps that are not counted: the first ones allocate."""
-CODECS = ("bf16", "int8", "fp8", "int4", "auto")
+CODECS = ("bf16", "int8", "fp8", "int4")
 
 
 def cases(processes: int) -> dict[str, tuple[str, list[str]]]:
@@ -113,7 +112,6 @@ def sent() -> int:
 
 def measure(folder: Path, name: str, gbit: float | None, steps: int, overrides: list[str]) -> dict[str, Any]:
     """Trains a case, and says how long a step takes and what it sends."""
-    skip = WARM_UP + (2 * (trial.STEPS + 1) if name == "auto" else 0)
     config = trainer.compose(
         [
             "+config=debug",
@@ -128,7 +126,7 @@ def measure(folder: Path, name: str, gbit: float | None, steps: int, overrides: 
             f"data.cache={folder}/cache",
             f"run.dir={folder}/{name}-{gbit}",
             "run.device=cpu",
-            f"run.steps={skip + steps}",
+            f"run.steps={WARM_UP + steps}",
             "logging=quiet",
             "logging.every=1",
             "checkpoint=never",
@@ -141,22 +139,16 @@ def measure(folder: Path, name: str, gbit: float | None, steps: int, overrides: 
     wire = torch.tensor((sent() - before) / config.run.steps)
     dist.all_reduce(wire, dist.ReduceOp.MAX)
     lines = result.metrics
-    answer = {
-        "seconds": statistics.median(line["step_seconds"] for line in lines[skip:]),
+    return {
+        "seconds": statistics.median(line["step_seconds"] for line in lines[WARM_UP:]),
         "wire_bytes": int(wire),
         **{name: lines[-1].get(f"comm/{name}") for name in ("bytes_inner", "bytes_outer")},
         "loss": lines[-1]["loss"],
     }
-    if name == "auto":
-        answer["chosen"] = "int8" if lines[-1]["comm/bytes_outer"] < lines[0]["comm/bytes_outer"] else "none"
-    return answer
 
 
 def expect(free: dict[str, dict[str, Any]], name: str, rate: float, unlimited: float) -> float:
     """Seconds that a step should take at a measured rate [Gbit/s], from those without a limit."""
-    if name == "auto":
-        none, coded = expect(free, "none", rate, unlimited), expect(free, "int8", rate, unlimited)
-        return coded if coded <= trial.MARGIN * none else none
     return free[name]["seconds"] + 8e-9 * free[name]["wire_bytes"] * max(1 / rate - 1 / unlimited, 0)
 
 
@@ -173,7 +165,7 @@ def main() -> None:
     wanted = set(arguments.cases or table)
     if unknown := wanted - set(table):
         parser.error(f"--cases {' '.join(sorted(unknown))}: there are {' '.join(table)}")
-    wanted |= {table[name][0] for name in wanted} | ({"none", "int8"} if "auto" in wanted else set())
+    wanted |= {table[name][0] for name in wanted}
     table = {name: case for name, case in table.items() if name in wanted}
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
     first = dist.get_rank() == 0
@@ -229,7 +221,6 @@ def main() -> None:
             tell(
                 f"{gbit:<9g}{name:<16}{row['seconds']:>7.3f} s{expected[gbit, name]:>8.3f} "
                 f"s{row['ratio']:>7.2f}{expected_ratio[gbit, name]:>10.2f}{row['bytes_outer'] or '':>13}"
-                + (f"  chose {row['chosen']}" if name == "auto" else "")
             )
     if first:
         with arguments.out.open("a") as file:

@@ -137,12 +137,6 @@ PRIVATE = [
         "causal attention from the lower right in what is compiled",
     ),
     Private(
-        "_sleep",
-        ("distributed/elapsed.py",),
-        "torch.cuda",
-        "a GPU that waits until the host has launched what is timed",
-    ),
-    Private(
         "_foreach_copy_", ("parallel/gradients.py", "distributed/shards.py"), "torch", "one kernel for many tensors"
     ),
     Private(

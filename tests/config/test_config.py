@@ -352,16 +352,15 @@ def test_kernels_of_fused_products_are_not_in_fp8():
     plan = ["parallel.tp=2", "precision=bf16"]
     (found,) = problems(*plan, "parallel.fusion=triton", "precision.float8.recipe=tensorwise", world_size=2)
     assert "parallel.fusion=triton multiplies in the compute type" in found and "set parallel.fusion=copy_eng" in found
-    for fusion in ("chunks", "copy_engine", "auto"):
-        narrow = ["precision.float8.recipe=tensorwise", "precision.float8.ends=0"]
-        assert compose([*plan, f"parallel.fusion={fusion}", *narrow], world_size=2).parallel.fusion == fusion
+    narrow = ["precision.float8.recipe=tensorwise", "precision.float8.ends=0"]
+    assert compose([*plan, "parallel.fusion=copy_engine", *narrow], world_size=2).parallel.fusion == "copy_engine"
 
 
 def test_off_is_a_word_also_in_yaml():
     for text in ("parallel: {fusion: off}", "parallel: {fusion: 'off'}"):
         found: dict = {}
         assert typed.build(yaml.safe_load(text), found).parallel.fusion == "off" and not found
-    assert "parallel.fusion=on is not one of off, chunks" in problems("parallel.fusion=on")[0]
+    assert "parallel.fusion=on is not one of off, copy_engine" in problems("parallel.fusion=on")[0]
     assert compose(["parallel.fusion=off"]).parallel.fusion == "off"
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+from typing import Any
 
-from trainer.config import ConfigError, synonyms, typed
+import pytest
+import yaml
+
+from trainer.config import Config, ConfigError, synonyms, typed
 from trainer.config.compose import CONFIGS
 from trainer.planning.resolve import compose
 
@@ -43,6 +47,35 @@ def test_names_from_elsewhere_get_the_setting_or_the_truth():
         assert words in text, words
     assert "(one setting: lr.peak=VALUE)" in problems("lr=1e-3")[0]
     assert "did you mean 'lr.warmup'?" in problems("lr.warmpu=1")[0], "a slip of the pen is no other name"
+
+
+@pytest.mark.parametrize("removed", synonyms.REMOVED)
+def test_what_earlier_versions_had_is_refused_with_what_to_set(removed, tmp_path):
+    """On the command line, and in a recipe such as the config.yaml of an old run. No setting has it now."""
+    path, _, value = removed.partition("=")
+    setting = next((one for one in typed.settings() if one.path == path), None)
+    assert setting is None if not value else value not in setting.choices
+    nested = unflat(f"{path}={value or 4}")
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "old.yaml").write_text(f"# @package _global_\n{yaml.safe_dump(nested)}")
+    for words, folder in (([f"{path}={value or 4}"], None), (["+config=old"], str(tmp_path))):
+        with pytest.raises(ConfigError) as refusal:
+            compose(words, folder, 2)
+        [problem] = refusal.value.problems
+        assert removed in problem and "was removed" in problem and "\n" not in problem
+        ways = re.findall(rf"({re.escape(path.rpartition('.')[2])}=\w+)", problem.replace(removed, ""))
+        assert ways if value else "leave it out" in problem
+        for way in ways:
+            typed.build(typed.complete(Config(), unflat(f"{path.rpartition('.')[0]}.{way}")), found := {})
+            assert not found
+
+
+def unflat(assignment: str) -> dict:
+    path, _, value = assignment.partition("=")
+    nested: Any = value
+    for name in reversed(path.split(".")):
+        nested = {name: nested}
+    return nested
 
 
 @pytest.mark.parametrize(

@@ -90,11 +90,6 @@ def test_what_helps_is_found():
     "overrides, axis, offered",
     [
         (["parallel.tp=2"], "tensor", "parallel.fusion=copy_engine"),
-        (
-            ["parallel.tp=2", "parallel.fusion=chunks", "parallel.fusion_chunks=2"],
-            "tensor",
-            "parallel.fusion=copy_engine",
-        ),
         (["parallel=tp2_zero3", "parallel.fusion=copy_engine", "activation=none"], "tensor", "parallel.tp=1"),
         (["parallel=tp2_zero3", "precision.float8.recipe=tensorwise"], "tensor", "parallel.tp=1"),
         (["parallel=zero3", "batch.accumulation=1"], "data", "parallel.zero.transport=copy_engine"),

@@ -118,26 +118,6 @@ def test_weight_gradients_that_wait_are_gathered_for_one_product_ahead(ranks):
         assert overlap["both: W"] == ["gather", "gather", "wait", "product", "wait", "product", "product"], name
 
 
-def test_pieces_are_multiplied_while_others_travel(ranks):
-    """Of four pieces on two ranks: a gathered product begins with the rank's own tokens, a reduced one reduces each
-    piece before the next is multiplied."""
-    gathered = ["gather"] * 4 + ["product"] + ["wait", "product"] * 4
-    reduced, arrived = ["product", "scatter"] * 4, ["wait"] * 4
-    for rank, seen in enumerate(ranks):
-        overlap = seen["2"]["overlap in pieces"]
-        assert overlap["column: F"] == gathered + arrived, rank
-        assert overlap["row: F"] == reduced + arrived, rank
-        assert overlap["column: B"] == ["gather", *reduced, "wait", "product", *arrived], rank
-        assert overlap["column: I"] == reduced + arrived, rank
-        assert overlap["row: B"] == gathered + arrived + ["product"], rank
-        assert overlap["column: W"] == overlap["row: W"] == ["gather", "wait", "product"], rank
-        # Gate and up share the gather, and in backward the reduction of each piece.
-        both = ["gather"] * 4 + ["product"] + ["wait", "product"] * 4 + ["product"] + ["wait", "product"] * 4
-        assert overlap["both: F"] == both + arrived + reduced + arrived, rank
-        back = ["gather"] + ["product", "product", "scatter"] * 4 + ["wait", "product", "product"] + arrived
-        assert overlap["both: B"] == overlap["row: B"] + back, rank
-
-
 def test_another_backend_multiplies_and_its_reductions_are_kept(ranks):
     """Backward reduces the two inputs' gradients; where recompute does not know a backend's operators, it reduces the
     outputs of both blocks again."""

@@ -57,7 +57,6 @@ MEASURED = {
     # Of plans whose shards are whole, others were measured before gradients of these had no pool of their own.
     "tp2, whole shards": (2, TP2, 8150, 60.9, 65.0),
     "tp2, triton": (2, TP2 | {"parallel__fusion": "triton"}, 8207, None, None),
-    "tp2, auto": (2, TP2 | {"parallel__fusion": "auto"}, 8536, None, None),
     "cp2": (2, ZERO3 | CP2, 6633, 79.8, 99.2),
     "cp2, all products kept, copied": (2, ZERO3 | CP2 | KEPT | COPIED, 7181, 98.8, 114.1),
     "ZeRO-2, two micro-batches": (2, ZERO3 | {"parallel__zero__stage": 2, "batch__accumulation": 2}, None, 92.2, None),

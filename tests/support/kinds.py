@@ -41,7 +41,6 @@ from trainer.diagnosis.shortage import Override, Shortage
 from trainer.diagnosis.shortage import read as read_shortage
 from trainer.diagnosis.traces import read as read_trace
 from trainer.diagnosis.verdict import to_json
-from trainer.distributed import fastest
 from trainer.evaluate import known_results
 from trainer.hf import HFWeights, spec_from_hf
 from trainer.hf.config import config_from_spec
@@ -246,11 +245,6 @@ def choice(folder: Path, name: str) -> File:
     return place / name, read
 
 
-def fusion(folder: Path) -> File:
-    text = json.dumps({"H200": {"gathered product": {"off": 1.5, "triton": 1.0}}})
-    return written(folder / "fusion.json", text), lambda: fastest.measured(str(folder / "fusion.json"))
-
-
 def metrics_lines(folder: Path) -> File:
     record = metrics.line({"step": 1, "loss": 2.5, "skipped": 0}, metrics.STEP)
     text = "".join(json.dumps({**record, "step": step}) + "\n" for step in (1, 2))
@@ -451,7 +445,6 @@ KINDS: dict[str, Callable[[Path], File]] = {
         hf_weights,
         schedule,
         timeline,
-        fusion,
         metrics_lines,
         shortage,
         accounts,

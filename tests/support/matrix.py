@@ -254,7 +254,7 @@ COMPILED = [
         {"compile": "graphs", "cp": 2, "way": "gather zigzag", "stage": 3, "recompute": "tiles", "loss": "tile"},
         {"compile": "graphs", "tp": 2, "recompute": "selective", "attention": "documents", "float8": "rowwise"},
         {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "budget", "offload": True, "float8": "tensorwise"},
-        {"compile": "graphs", "tp": 2, "recompute": "selective", "fusion": "auto"},
+        {"compile": "graphs", "tp": 2, "recompute": "selective", "fusion": "copy_engine"},
         {"compile": "kernels", "pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
     )
 ]
@@ -265,17 +265,14 @@ of a compiled run."""
 FUSED = [
     PLAIN | more
     for more in (
-        {"tp": 2, "fusion": 3, "recompute": "selective", "precision": "bf16", "family": "gpt2"},
-        {"tp": 2, "fusion": 3, "pp": 2, "schedule": "zb_v", "recompute": "full", "tied": True, "micro_batches": 3},
-        {"tp": 4, "fusion": 3, "precision": "fp16", "kv_heads": 1, "qk_norm": "full", "micro_batches": 1},
         {"tp": 2, "fusion": "copy_engine", "recompute": "selective", "family": "gpt2", "loss": "z_loss"},
         {"tp": 2, "fusion": "copy_engine", "dp": 2, "stage": 3, "precision": "bf16", "tied": True, "micro_batches": 2},
         {"tp": 2, "fusion": "copy_engine", "pp": 2, "schedule": "zb_v", "recompute": "full", "micro_batches": 3},
         {"tp": 4, "fusion": "copy_engine", "precision": "fp16", "kv_heads": 1, "qk_norm": "full", "micro_batches": 1},
-        {"tp": 2, "fusion": "auto", "pp": 2, "schedule": "zb_h1", "recompute": "selective", "tied": True},
+        {"tp": 2, "fusion": "copy_engine", "pp": 2, "schedule": "zb_h1", "recompute": "selective", "tied": True},
     )
 ]
-"""Products and collectives in so many pieces, which do not divide a rank's tokens, by copies, or as is fastest."""
+"""Products of tensor-parallel ranks beside their collectives, by copies."""
 
 
 IN_KERNELS = [
@@ -346,7 +343,7 @@ FLOAT8 = [
         {"float8": "rowwise", "tp": 2, "dp": 2, "stage": 3},
         {"float8": "mixed rows", "tp": 2, "pp": 2, "schedule": "zb_v", "micro_batches": 3, "recompute": "selective"},
         {"float8": "rowwise", "tp": 2, "fusion": "copy_engine", "recompute": "selective", "compile": "graphs"},
-        {"float8": "rowwise_with_gw_hp", "tp": 2, "fusion": 3, "bias": True, "tied": True},
+        {"float8": "rowwise_with_gw_hp", "tp": 2, "fusion": "copy_engine", "bias": True, "tied": True},
     )
 ]
 """Products in fp8, beside those of one process with the same micro-batches."""

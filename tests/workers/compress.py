@@ -29,14 +29,13 @@ import trainer
 import trainer.training.run
 import trainer.training.trainer
 from trainer.checkpointing.loading import read_tensors
+from trainer.checkpointing.manifest import list_checkpoints, read_manifest, write_manifest
 from trainer.config import Config, GenerateConfig
 from trainer.config.model import ModelSpec
 from trainer.data.batches import Batch
 from trainer.distributed.tensors import local
 from trainer.distributed.world import World
 from trainer.observe.sinks import Logger
-from trainer.parallel.compress.trial import STEPS as TIMED
-from trainer.parallel.compress.trial import CodecTrial
 from trainer.parity.compare import coarsest, compare, judge
 from trainer.parity.reference import reference
 from trainer.parity.watch import Watch
@@ -300,14 +299,20 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 
 def whole_runs(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Undisturbed, and stopped after three of six steps and resumed; resumed under another plan; codec=auto."""
+    """Undisturbed, and stopped after three of six steps and resumed; resumed under another plan; resumed from what
+    a run with codec=auto had left."""
     for name, changes in RESUMED.items():
         whole = run(root / f"{name}_whole", 6, **changes)
         stopped = run(root / name, 6, stop_after=2, **changes)
         if name == "hsdp_classic":
             if dist.get_rank() == 0:
                 shutil.copytree(root / name, root / "other_plan")
+                shutil.copytree(root / name, root / "auto")
+                as_chosen(root / "auto", "inner")
             dist.barrier()
+            resumed = run(root / "auto", 6, **changes)
+            bits = dist.get_rank() == 0 and same(root / f"{name}_whole", root / "auto")
+            yield "auto", {"resumed": resumed, "same": bits}
         resumed = run(root / name, 6, **changes)
         bits = dist.get_rank() == 0 and same(root / f"{name}_whole", root / name)
         yield name, {"whole": whole, "stopped": stopped, "resumed": resumed, "same": bits}
@@ -315,24 +320,6 @@ def whole_runs(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "other_plan", run(root / "other_plan", 6, **other)
     yield "no_codec", run(root / "other_plan", 7)
     yield "codec_again", run(root / "other_plan", 8, **other)
-    measured: list[int] = []
-    advance, CodecTrial.advance = (
-        CodecTrial.advance,
-        lambda trial, step: (measured.append(step), advance(trial, step))[1],
-    )
-    yield "auto", run(root / "auto", 9, **hops(outer__codec="auto"))
-    first, measured[:] = list(measured), []
-    yield (
-        "auto_resumed",
-        run(root / "auto", 11, **hops(outer__codec="auto")) | {"first": first, "again": list(measured)},
-    )
-    measured[:] = []
-    yield (
-        "auto_other_plan",
-        run(root / "auto", 20, **{"parallel.zero.stage": 1}, **hops(inner__codec="auto"))
-        | {"measured": list(measured)},
-    )
-    CodecTrial.advance = advance
     yield (
         "plain",
         run(root / "plain", 1)
@@ -347,6 +334,16 @@ def whole_runs(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     )
 
 
+def as_chosen(folder: Path, hop: str) -> None:
+    """Rewrites a run's checkpoints as if codec=auto of earlier versions had chosen the codec of a hop."""
+    for path in list_checkpoints(folder / "checkpoints").values():
+        manifest = read_manifest(path)
+        assert manifest["compression"]["settings"][hop]["codec"] == "int8"
+        manifest["compression"]["settings"][hop]["codec"] = "auto"
+        manifest["compression"]["chosen"] = [hop]
+        write_manifest(path, manifest)
+
+
 def same(one: Path, other: Path) -> bool:
     """Whether two runs have left the same bits, errors included."""
     mine, theirs = (read_tensors(folder / "checkpoints/step-00000006") for folder in (one, other))
@@ -355,33 +352,6 @@ def same(one: Path, other: Path) -> bool:
         and any(name.startswith("compression.") for name in mine)
         and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
     )
-
-
-class Fixed:
-    """Stands for the hops that are left open."""
-
-    auto_hops, decided = {"inner", "outer"}, False
-
-    def __init__(self) -> None:
-        self.chosen: list[set[str]] = []
-
-    def choose(self, quantised: set[str]) -> None:
-        self.chosen.append(quantised)
-
-
-def decide(seconds: dict[str, float]) -> dict[str, Any]:
-    """What a trial decides where steps of a candidate take so long on the last rank, and next to nothing on others."""
-    hops, step, said = Fixed(), 10, None
-    trial = CodecTrial(hops, step)
-    while said is None:
-        step += 1
-        time = seconds[" ".join(sorted(hops.chosen[-1]))] if dist.get_rank() == RANKS - 1 else 1e-6
-        trial.measured(
-            step, time + 50 * (step - 11 in range(0, 99, TIMED + 1))
-        )  # each first step of a candidate is slow
-        if trial.due(step):
-            said = trial.advance(step)
-    return {"chosen": [sorted(some) for some in hops.chosen], "decided": hops.decided, "said": said, "steps": step - 10}
 
 
 def main(root: Path) -> None:
@@ -397,13 +367,6 @@ def main(root: Path) -> None:
             raise
     for name, chosen in BROKEN.items():
         results["broken"][name] = break_steps(chosen, worlds)
-    results["trials"] = [
-        decide(seconds)
-        for seconds in (
-            {"": 1.0, "inner": 1.2, "outer": 0.5, "inner outer": 0.6},
-            {"": 1.0, "inner": 0.99, "outer": 0.98, "inner outer": 0.99},
-        )
-    ]
     results["runs"] = dict(whole_runs(root))
     if dist.get_rank() == 0:
         (root / "results.json").write_text(json.dumps(results))

@@ -1,4 +1,4 @@
-"""Products by copies over shared memory, and in pieces, beside the usual ones: ranks late in turn, memory full of NaN
+"""Products by copies over shared memory beside the usual ones: ranks late in turn, memory full of NaN
 at first; and with a part of the protocol left out, when numbers have to be others, or an error has to say which part.
 
     copied.py OUT.json
@@ -11,7 +11,6 @@ import os
 import random
 import sys
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -23,17 +22,14 @@ from tensor_parallel import LLAMA, model_of, spec_of
 from torch import Tensor
 
 from trainer.config import Float8Config, PrecisionConfig, RunConfig
-from trainer.distributed import boxes
+from trainer.distributed import boxes, flags
 from trainer.distributed.boxes import Boxes
-from trainer.distributed.chunks import Chunks
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.copied import Copied, Copies
-from trainer.distributed.fastest import Fastest
 from trainer.distributed.tensors import local
 from trainer.distributed.world import World, join, local_device
 from trainer.model.linear import DeferredGrads
 from trainer.parallel.parallelize import multiply_in_float8
-from trainer.parallel.tensor import Backend
 from trainer.precision.float8 import Float8
 from trainer.precision.products import Multiply, Role, matmul
 
@@ -97,7 +93,7 @@ class Calls:
         return largest.item()
 
 
-def gradients(world: World, backend: Backend, recipe: str) -> dict[str, Tensor]:
+def gradients(world: World, backend: type[TensorGroup], recipe: str) -> dict[str, Tensor]:
     """Of all parameters of a model in bf16 with products in fp8, over a pass whose weight gradients are put off and one
     whose are not."""
     spec = spec_of(**LLAMA, depth=1)
@@ -116,15 +112,13 @@ def gradients(world: World, backend: Backend, recipe: str) -> dict[str, Tensor]:
 
 
 def others_than_off(world: World) -> dict[str, list[str]]:
-    """Of ways beside `off`, in fp8: the parameters whose gradients have other bits on a rank."""
+    """Of each fp8 recipe: the parameters whose gradients have other bits on a rank than under `off`."""
     found = {}
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
-        expected = gradients(world, TensorGroup, recipe)
-        for name, backend in {"chunks": partial(Chunks, chunks=3), "copied": Copied, "auto": Fastest}.items():
-            seen = gradients(world, backend, recipe)
-            names: list = [None] * world.size
-            dist.all_gather_object(names, [one for one in seen if not torch.equal(seen[one], expected[one])])
-            found[f"{name} {recipe}"] = sum(names, [])
+        expected, seen = (gradients(world, backend, recipe) for backend in (TensorGroup, Copied))
+        names: list = [None] * world.size
+        dist.all_gather_object(names, [one for one in seen if not torch.equal(seen[one], expected[one])])
+        found[recipe] = sum(names, [])
     return found
 
 
@@ -134,8 +128,7 @@ def main(out: str) -> None:
     rank = world.place("tp")
     place = world.dimensions["tp"].get_group().group_name, rank, size
     calls, copied, seeds = Calls(*place), Copied(*place), range(EPOCHS)
-    found: dict = {"chunks": {name: calls.worst(Chunks(*place, chunks=3), name, range(20)) for name in NUMBERS}}
-    found["gradients"] = others_than_off(world) if size == 2 else {}
+    found: dict = {"gradients": others_than_off(world) if size == 2 else {}}
     with patch.object(boxes, "share", poisoned):
         wait, signal = Without(Boxes.wait), Without(Boxes.signal)
         with patch.object(Multiply, "into", late(Multiply.into, rank)):
@@ -152,9 +145,8 @@ def main(out: str) -> None:
         found["errors"] = {}
         for left_out, (numbers, kind) in signal.seen.items():
             boxes.BOXES.clear()
-            with patch.object(Boxes, "signal", Without(Boxes.signal, left_out)):
-                looking = Copied(*place, looks=LOOKS)
-                found["errors"][left_out] = error_of(lambda: call(looking, kind, numbers))  # noqa: B023
+            with patch.object(Boxes, "signal", Without(Boxes.signal, left_out)), patch.object(flags, "LOOKS", LOOKS):
+                found["errors"][left_out] = error_of(lambda: call(copied, kind, numbers))  # noqa: B023
             dist.barrier()
     if rank == 0:
         Path(out).write_text(json.dumps(found))

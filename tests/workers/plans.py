@@ -104,13 +104,6 @@ def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def fusion_of(way: int | str) -> dict[str, Any]:
-    """way: of parallel.fusion, or into how many chunks."""
-    if isinstance(way, str):
-        return {"parallel__fusion": way}
-    return {"parallel__fusion": "chunks", "parallel__fusion_chunks": way}
-
-
 def context_of(case: Case) -> dict[str, Any]:
     method, _, order = case["way"].partition(" ")
     return {
@@ -136,7 +129,7 @@ def config_of(case: Case, folder: Path) -> Config:
         batch__sequence_length=LENGTH,
         data__mask_documents=case["attention"] != "causal",
         parallel__tp=case["tp"],
-        **fusion_of(case.get("fusion", "off")),
+        parallel__fusion=case.get("fusion", "off"),
         data__cache=str(folder),
         parallel__cp=case["cp"],
         **(context_of(case) if case["cp"] > 1 else {}),

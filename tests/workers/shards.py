@@ -22,7 +22,7 @@ from support.shared import Without, error_of, late, late_first, one_half, poison
 from torch import Tensor
 
 from trainer.config import RunConfig
-from trainer.distributed import boxes, shards
+from trainer.distributed import boxes, flags, shards
 from trainer.distributed.boxes import Boxes
 from trainer.distributed.shards import Shards
 from trainer.distributed.world import join, local_device
@@ -88,7 +88,7 @@ def main(out: str) -> None:
     size = int(os.environ["WORLD_SIZE"])
     world = join({"pp": 1, "replicate": 1, "shard": size, "tp": 1}, local_device(RunConfig(device="cpu")))
     group = world.dimensions["shard"].get_group()
-    mine, looking, wait, signal = Shards(group), Shards(group, LOOKS), Without(Boxes.wait), Without(Boxes.signal)
+    mine, wait, signal = Shards(group), Without(Boxes.wait), Without(Boxes.signal)
     if "TRITON_INTERPRET" in os.environ:
         by_kernels(mine)
         return
@@ -108,8 +108,8 @@ def main(out: str) -> None:
                 found["without"][left_out] = worst(mine, torch.float32, CALLS // 4)
         for left_out in signal.seen:
             boxes.BOXES.clear()
-            with patch.object(Boxes, "signal", Without(Boxes.signal, left_out)):
-                found["errors"][left_out] = error_of(lambda: list(results(looking, torch.float32)))
+            with patch.object(Boxes, "signal", Without(Boxes.signal, left_out)), patch.object(flags, "LOOKS", LOOKS):
+                found["errors"][left_out] = error_of(lambda: list(results(mine, torch.float32)))
             dist.barrier()
     if mine.rank == 0:
         Path(out).write_text(json.dumps(found))

@@ -28,7 +28,6 @@ from trainer.config import ActivationConfig, Config
 from trainer.config.model import ModelSpec, assign
 from trainer.distributed.boxes import boxes_of
 from trainer.distributed.c10d_internals import groups
-from trainer.distributed.chunks import Chunks
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.copied import Copied
 from trainer.distributed.tensors import local
@@ -213,13 +212,13 @@ def measure_head(world: World) -> dict:
     }
 
 
-def measure_overlap(world: World, backend: type[TensorGroup] = TensorGroup) -> dict:
+def measure_overlap(world: World) -> dict:
     """The order of operations in backward passes of products, and of weight gradients that were put off."""
     spec = spec_of(**LLAMA)
     seen, x = {}, random_part(world, TOKENS, spec.width)
     hidden = torch.randn(TOKENS, spec.feed_forward.width // world.mesh["tp"].size(), requires_grad=True)
     for name in ("column", "row", "both"):
-        block = model_of(spec, world, backend=backend).layers["0"].feed_forward
+        block = model_of(spec, world).layers["0"].feed_forward
         module, inputs = {"column": (block.gate, x), "row": (block.down, hidden), "both": (block, x)}[name]
         for kind in ("B", "B beside I and W", "I"):
             deferred = DeferredGrads()
@@ -317,7 +316,7 @@ def other_backend(world: World) -> dict:
     generator = torch.Generator().manual_seed(3)
     tokens, targets = (torch.randint(0, spec.vocab_size, (BATCH, LENGTH), generator=generator) for _ in range(2))
     seen, repeated, boxes = [], {}, []
-    for backend in (TensorGroup, Pieces, Chunks, Copied):
+    for backend in (TensorGroup, Pieces, Copied):
         model, deferred = model_of(spec, world, torch.float64, backend), DeferredGrads()
         model.defer(deferred)
         apply_recompute(model, selective, backend)
@@ -448,7 +447,6 @@ def main(out: str) -> None:
             "compiled": compiled_operators(world) if tp == 2 else [],
             "compiled keeps": compiled_keeps(world) if tp == 2 and CAN_COMPILE else [],
             "recomputed keeps": recomputed_keeps(world) if tp > 1 else 1.0,
-            "overlap in pieces": measure_overlap(world, Chunks) if tp == 2 else {},
             "other backend": other_backend(world) if tp > 1 else {},
             "deferred": defer(world),
             "layout": layout(world),

@@ -23,14 +23,14 @@ from trainer.model.axes import parameter_infos
 from trainer.model.stage import Stage
 from trainer.planning.cost.saved import ALL, MATMULS, Entry, problems, saved_in
 
-SHARED = ("trainer.copied_gather_matmul", "trainer.fused_gather_matmul", "trainer.fastest_gather_matmul")
+SHARED = ("trainer.copied_gather_matmul", "trainer.fused_gather_matmul")
 """Operators (x, weights, ...) that give the products of one gathered input with several matrices."""
 
 ALIASES = {
     "matmul": (
         *("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm"),
-        *("trainer.multiply_gathered", *SHARED),
-        *("trainer.copied_matmul_scatter", "trainer.fused_matmul_scatter", "trainer.fastest_matmul_scatter"),
+        *SHARED,
+        *("trainer.copied_matmul_scatter", "trainer.fused_matmul_scatter"),
     ),
     "attention": (
         "aten._scaled_dot_product_cudnn_attention",

@@ -221,9 +221,8 @@ class HopConfig:
 
     codec: str = option(
         "none",
-        "form of the gradients: none (as precision.reduce has them), bf16, int8, int4, fp8, or auto (int8 if the "
-        "first steps are measurably faster with it)",
-        ("none", "bf16", "int8", "int4", "fp8", "auto"),
+        "form of the gradients: none (as precision.reduce has them), bf16, int8, int4 or fp8",
+        ("none", "bf16", "int8", "int4", "fp8"),
     )
     block: int | None = option(
         None,
@@ -300,22 +299,10 @@ class ParallelConfig:
     tp_across_nodes: bool = option(False, "allow tensor-parallel groups that span nodes, whose links are much slower")
     fusion: str = option(
         "off",
-        "products of tensor-parallel ranks and their collectives: off (one after the other), chunks (in pieces: one "
-        "travels while another is multiplied), copy_engine (copy engines move tokens and sums between the GPUs of a "
-        "node meanwhile), triton (in one kernel, over memory that these share), auto (the fastest of them for each "
-        "shape, measured at the first step)",
-        ("off", "chunks", "copy_engine", "triton", "auto"),
-    )
-    fusion_chunks: int = option(
-        4, "fusion=chunks: pieces into which each rank's tokens are cut", unit="pieces", range="[1, inf)"
-    )
-    fusion_looks: int = option(
-        0,
-        "looks at a flag after which a run ends with an error that names what is missing, rank and epoch, with "
-        "fusion=triton, copy_engine or auto or zero.transport=copy_engine (0.1 ms each, less in kernels); 0: no end, "
-        "and the host waits for nothing",
-        unit="looks",
-        range="[0, inf)",
+        "products of tensor-parallel ranks and their collectives: off (one after the other), copy_engine (copy "
+        "engines move tokens and sums between the GPUs of a node meanwhile), triton (in one kernel, over memory that "
+        "these share)",
+        ("off", "copy_engine", "triton"),
     )
     cp: int = option(1, "context-parallel ranks, which share each sequence", unit="ranks", range="[1, inf)")
     context: ContextConfig = option(ContextConfig(), "how context-parallel ranks share a sequence")

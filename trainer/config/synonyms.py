@@ -1,4 +1,5 @@
-"""What settings are called elsewhere: in transformers, Megatron-LM, torchtitan, DeepSpeed, Lightning and nanoGPT."""
+"""What settings are called elsewhere: in transformers, Megatron-LM, torchtitan, DeepSpeed, Lightning and nanoGPT;
+and what to set in the place of settings and values of earlier versions."""
 
 from __future__ import annotations
 
@@ -88,9 +89,23 @@ ABSENT = {
 }
 """Name elsewhere -> what is true here, where there is no such setting."""
 
+_COPIES = "set parallel.fusion=copy_engine, the fastest for ranks on one node, or parallel.fusion=off"
+_CODEC = "set codec=int8 for a slow network, or codec=none"
+REMOVED = {
+    "parallel.fusion=auto": f"was removed; {_COPIES}",
+    "parallel.fusion=chunks": f"was removed; {_COPIES}",
+    "parallel.fusion_chunks": "it was removed with parallel.fusion=chunks; leave it out",
+    "parallel.fusion_looks": "it was removed, and the watchdog says what a rank waits for; leave it out",
+    "parallel.grad_comm.inner.codec=auto": f"was removed; {_CODEC}",
+    "parallel.grad_comm.outer.codec=auto": f"was removed; {_CODEC}",
+}
+"""Settings of earlier versions, and values as SETTING=VALUE -> what became of them, and what to set instead."""
+
 
 def elsewhere(path: str) -> str | None:
     """What a setting of this path is called here, or that there is none; None for a name that nobody uses."""
+    if path in REMOVED:
+        return REMOVED[path]
     name = path.lower().replace("-", "_").rpartition(".")[2]
     if name in ABSENT:
         return ABSENT[name]

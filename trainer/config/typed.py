@@ -244,6 +244,8 @@ def _convert(
         shown, wanted = "null" if value is None else brief(value), f"one of {_list(choices)}" if choices else words
         raise Invalid(f"{path}={shown} must be {wanted}")
     if choices is not None and result not in choices:
+        if removed := synonyms.REMOVED.get(f"{path}={result}"):
+            raise Invalid(f"{path}={result} {removed}")
         close = difflib.get_close_matches(str(result), map(str, choices), 1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
         more = "; imports=[PACKAGE] registers more" if isinstance(choices, Registry) else ""

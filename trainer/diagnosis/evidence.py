@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from trainer.config import Config, ConfigError, typed
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import DEEPEST
+from trainer.config.synonyms import REMOVED
 from trainer.diagnosis.account import Account
 from trainer.diagnosis.ranks import Idle, idle_of
 from trainer.diagnosis.shortage import Shortage
@@ -199,7 +200,8 @@ def _settings(folder: Path, notes: list[str]) -> Config | None:
     except (OSError, ConfigError, ValueError, TypeError, ArithmeticError, typed.Invalid) as error:
         notes.append(f"settings are not known: {path}: {brief(error)}")
         return None
-    wrong = [text for name, text in problems.items() if name.partition(".")[0] in PLANNED]
+    # A run of an earlier version has settings that are gone, most with their defaults.
+    wrong = [text for name, text in problems.items() if name.partition(".")[0] in PLANNED and name not in REMOVED]
     if wrong or not isinstance(config, Config):
         notes.append(f"the plan is not known: {path}: {on_one_line(wrong[0])}")
         return None

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from trainer.config import ActivationConfig, Config, ConfigError, ParallelConfig, typed
+from trainer.config import ActivationConfig, Config, ConfigError, typed
 from trainer.diagnosis.evidence import Evidence
 from trainer.diagnosis.shortage import Override
 from trainer.planning.estimate.memory import replays
@@ -232,9 +232,8 @@ def _communication(config: Config, layout: Layout, axis: str) -> Iterator[Change
     plan, zero, hops = layout.plan, config.parallel.zero, config.parallel.grad_comm
     if axis == "tensor":
         if config.parallel.fusion != "copy_engine":
-            yield {"parallel.fusion": "copy_engine"} | _unset(config, "fusion_chunks", "fusion_looks")
-        alone = {"parallel.fusion": "off"} | _unset(config, "fusion_chunks", "fusion_looks")
-        yield from ({"parallel.tp": tp} | (alone if tp == 1 else {}) for tp in _below(plan.tp))
+            yield {"parallel.fusion": "copy_engine"}
+        yield from ({"parallel.tp": tp} | ({"parallel.fusion": "off"} if tp == 1 else {}) for tp in _below(plan.tp))
     if axis == "context":
         yield from ({"parallel.cp": cp} for cp in _below(plan.cp))
     if axis == "pipeline":
@@ -255,12 +254,6 @@ def _communication(config: Config, layout: Layout, axis: str) -> Iterator[Change
             yield {"parallel.grad_comm.outer.codec": "int8"}
         elif plan.shard > 1 and hops.inner.codec == "none":
             yield {"parallel.grad_comm.inner.codec": "int8"}
-
-
-def _unset(config: Config, *names: str) -> Changes:
-    """Settings of `parallel` that have a value, without it: another way of fusion does not read them."""
-    given = {name: getattr(ParallelConfig, name) for name in names}
-    return {f"parallel.{name}": value for name, value in given.items() if getattr(config.parallel, name) != value}
 
 
 def _bubble(config: Config, layout: Layout, part: str) -> Iterator[Changes]:

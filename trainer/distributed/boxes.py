@@ -16,11 +16,8 @@ from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from trainer.diagnosis.traces import AWAITS, SENDS
-from trainer.distributed.flags import await_flag, fill, raise_flag, read
+from trainer.distributed.flags import await_flag, raise_flag, read
 from trainer.distributed.symmetric_memory import Shared, agree, share
-
-END = 2**31 - 1
-"""The epoch of which a rank that has given up says that all of it has arrived."""
 
 
 class Boxes:
@@ -73,14 +70,14 @@ class Boxes:
         """Says to a rank that all that the current stream has written so far is there. Flags stand by source."""
         raise_flag(self.flag(to, self.rank), self.epoch)
 
-    def wait(self, source: int, looks: int = 0) -> None:
-        """Has the current stream go on when what a rank sends in this epoch is there. looks: see `await_flag`; after
-        them, `RuntimeError`."""
+    def wait(self, source: int) -> None:
+        """Has the current stream go on when what a rank sends in this epoch is there. Raises `RuntimeError` where
+        that does not come within `flags.LOOKS`."""
         try:
             with self.labelled(AWAITS):
-                await_flag(self.flag(self.rank, source), self.epoch, looks)
+                await_flag(self.flag(self.rank, source), self.epoch)
         except TimeoutError as error:
-            raise RuntimeError(f"{self.missing(source)} after parallel.fusion_looks={looks}") from error
+            raise RuntimeError(f"{self.missing(source)} {error}") from error
 
     def sends(self) -> AbstractContextManager:
         """Says in a profile that what is copied within goes from a rank to another."""
@@ -104,13 +101,6 @@ class Boxes:
         said = read(self.flags_of(self.rank)).tolist()
         return [self.missing(source) for source in others(self.rank, self.size) if said[source] < self.epoch]
 
-    def give_up(self) -> None:
-        """No rank waits for this one any more, in any epoch. What comes of it means nothing, until the memory is
-        another."""
-        if self.shared is not None:
-            for to in others(self.rank, self.size):
-                fill(self.flags_of(to), END)
-
 
 BOXES: dict[tuple[Any, ...], Boxes] = {}
 """All that this process has made."""
@@ -123,15 +113,6 @@ def boxes_of(kind: str, group: dist.ProcessGroup, dtype: torch.dtype, make: type
     if key not in BOXES:
         BOXES[key] = make(kind, group, dtype)
     return BOXES[key]
-
-
-def held(make: type[Boxes], group: dist.ProcessGroup) -> list[Boxes]:
-    """The boxes of a group that are of this class and have memory."""
-    return [
-        boxes
-        for (of, _, whose, _), boxes in BOXES.items()
-        if of is make and whose is group and boxes.shared is not None
-    ]
 
 
 def late() -> list[str]:

@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainer.distributed.boxes import Boxes
 from trainer.precision.products import Multiply, Role, matmul, matmul_all, matmul_sum, weight_gradients
 
 c10d = torch.ops._c10d_functional
@@ -39,8 +38,6 @@ class TensorGroup:
 
     fuses: ClassVar[bool] = False
     """Whether products and collectives are other than one after the other."""
-    boxes: ClassVar[type[Boxes] | None] = None
-    """Of the memory that the ranks share."""
 
     name: str
     rank: int

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from trainer.distributed.boxes import Boxes, boxes_of, others
 from trainer.distributed.c10d_internals import groups
-from trainer.distributed.chunks import outputs
 from trainer.distributed.collectives import GROUPS, Started, TensorGroup
-from trainer.precision.products import MULTIPLIERS, Multiply, Operand, Role, matmul, weight_gradients
+from trainer.precision.products import MULTIPLIERS, Multiply, Operand, Role, matmul, outputs, weight_gradients
 
 ALIGNED = 16
 """Bytes at a multiple of which a tensor begins in a box."""
@@ -80,7 +79,7 @@ class Sent:
             if source == self.group.rank:
                 yield source, list(self.mine)
             else:
-                self.boxes.wait(source, self.group.looks)
+                self.boxes.wait(source)
                 yield source, [one[source] for one in everyone]
 
 
@@ -123,7 +122,7 @@ class Sums:
         """This rank's tokens of the sum over ranks."""
         rank, arrived = self.group.rank, self.of(self.group.rank)
         for source in self.group.sources()[1:]:
-            self.boxes.wait(source, self.group.looks)
+            self.boxes.wait(source)
         if self.group.size == 2:
             return arrived[1 - rank] + self.sums[rank]
         arrived[rank].copy_(self.sums[rank])
@@ -189,14 +188,10 @@ def _(operands: Sequence[Tensor], weights: Sequence[Tensor], role: str, multiply
 
 @dataclass(frozen=True)
 class Copied(TensorGroup):
-    """`TensorGroup` by copies over memory that the ranks of a node share. looks: at a flag, before an error; 0: no
-    end."""
+    """`TensorGroup` by copies over memory that the ranks of a node share."""
 
     reductions: ClassVar[tuple[Any, ...]] = (*TensorGroup.reductions, torch.ops.trainer.copied_matmul_scatter.default)
     fuses: ClassVar[bool] = True
-    boxes: ClassVar[type[Boxes]] = Boxes
-
-    looks: int = 0
 
     def sources(self) -> list[int]:
         """The ranks in the order in which what they send arrives, this one first."""

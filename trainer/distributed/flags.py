@@ -16,6 +16,9 @@ from torch import Tensor
 
 LOOK = 20e-6
 """Seconds between a CPU's looks at a flag."""
+LOOKS = 0
+"""Looks at a flag after which a wait ends with an error, in kernels too; 0: never. Tests of the protocol set it: the
+host then looks on GPUs too, and waits for every kernel."""
 AT_LEAST = WITH_BARRIER = 0
 """The driver's flags: wait for the value or a later one; write when all before is visible to all GPUs."""
 
@@ -28,17 +31,16 @@ def raise_flag(flag: Tensor, epoch: int) -> None:
         flag.fill_(epoch)
 
 
-def await_flag(flag: Tensor, epoch: int, looks: int = 0) -> None:
-    """Has the current stream go on when this rank's flag has come to the epoch. looks: after so many the host, which
-    then looks itself on GPUs too, raises `TimeoutError`; 0: never."""
-    if flag.is_cuda and not looks:
+def await_flag(flag: Tensor, epoch: int) -> None:
+    """Has the current stream go on when this rank's flag has come to the epoch. Raises `TimeoutError` after `LOOKS`."""
+    if flag.is_cuda and not LOOKS:
         command("cuStreamWaitValue32_v2", flag, epoch, AT_LEAST)
         return
     for number in itertools.count(1):
         if read(flag).item() >= epoch:
             return
-        if number == looks:
-            raise TimeoutError
+        if number == LOOKS:
+            raise TimeoutError(f"after {LOOKS} looks")
         time.sleep(LOOK)
 
 
@@ -46,12 +48,6 @@ def read(flags: Tensor) -> Tensor:
     """What flags say now, on the host, whatever the current stream waits for."""
     with beside(flags):
         return flags.to("cpu", copy=True)
-
-
-def fill(flags: Tensor, epoch: int) -> None:
-    """Sets flags now, whatever the current stream waits for."""
-    with beside(flags):
-        flags.fill_(epoch)
 
 
 def beside(flags: Tensor) -> contextlib.AbstractContextManager:

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.distributed import flags
 from trainer.distributed.boxes import Boxes, boxes_of
 from trainer.distributed.c10d_internals import groups
-from trainer.distributed.chunks import outputs
 from trainer.distributed.collectives import GROUPS, Started, TensorGroup
-from trainer.precision.products import Multiply, Role, matmul
+from trainer.precision.products import Multiply, Role, matmul, outputs
 
 RESERVED = 16
 """Streaming multiprocessors that a waiting kernel leaves to others, such as NCCL's; copiers borrow them, and never
@@ -28,14 +28,14 @@ PULLED = 64
 
 
 def shape_of(
-    device: torch.device, dtype: torch.dtype, tokens: int, widths: Sequence[int], size: int, waits: bool, looks: int
+    device: torch.device, dtype: torch.dtype, tokens: int, widths: Sequence[int], size: int, waits: bool
 ) -> Any:
     """How products `widths` wide are cut, of `tokens` of each of `size` ranks. waits: whether what multiplies waits for
     others. Tiles of 16-bit and of 32-bit numbers take the same memory."""
     from trainer.kernels.tiles import Shape, cut
 
     programs, step = torch.cuda.get_device_properties(device).multi_processor_count - RESERVED, 128 // dtype.itemsize
-    base = Shape(step=step, programs=programs, copiers=RESERVED, limit=looks)
+    base = Shape(step=step, programs=programs, copiers=RESERVED, limit=flags.LOOKS)
     return cut(base, tokens, widths, size, waits)
 
 
@@ -64,10 +64,7 @@ class Calls(Boxes):
     def late(self) -> list[str]:
         if self.shared is None:
             return []
-        return [
-            f"rank {dist.get_rank()} is in epoch {self.epoch} of the kernels' {self.kind}; parallel.fusion_looks would "
-            "say which tile they wait for"
-        ]
+        return [f"rank {dist.get_rank()} is in epoch {self.epoch} of the kernels' {self.kind}"]
 
 
 def calls(kind: str, group: str, dtype: torch.dtype) -> Calls:
@@ -83,9 +80,9 @@ def fused_gather_matmul(
     from trainer.kernels.tensor_parallel import gather_matmul
 
     x, weights, (tokens, inputs) = x.contiguous(), [weight.contiguous() for weight in weights], x.shape
-    size, looks = GROUPS[group].size, GROUPS[group].looks
+    size = GROUPS[group].size
     widths = [outputs(weight, Role[role]) for weight in weights]
-    shape = shape_of(x.device, x.dtype, tokens, widths, size, True, looks)
+    shape = shape_of(x.device, x.dtype, tokens, widths, size, True)
     made = calls("gather", group, x.dtype)
     epoch = made.begin(size * tokens * inputs, size * -(-tokens // shape.rows), x.device)
     region, pull = made.region, tokens <= PULLED and not keep
@@ -97,7 +94,7 @@ def fused_gather_matmul(
         whole = made.box(region.rank, (size * tokens, inputs)).clone()
         whole.view(size, tokens, inputs)[region.rank] = x
         results.append(whole)
-    if looks:
+    if flags.LOOKS:
         check_error(region)
     return results
 
@@ -117,9 +114,9 @@ def fused_matmul_scatter(operands: list[Tensor], weights: list[Tensor], role: st
     from trainer.kernels.tensor_parallel import matmul_scatter
 
     operands, weights = [one.contiguous() for one in operands], [one.contiguous() for one in weights]
-    kind, first, size, looks = Role[role], operands[0], GROUPS[group].size, GROUPS[group].looks
+    kind, first, size = Role[role], operands[0], GROUPS[group].size
     tokens, width = len(first) // size, outputs(weights[0], kind)
-    shape = shape_of(first.device, first.dtype, tokens, [width], size, False, looks)
+    shape = shape_of(first.device, first.dtype, tokens, [width], size, False)
     made = calls("scatter", group, first.dtype)
     epoch = made.begin(size * tokens * width, shape.flags(tokens, width, size), first.device)
     matmul_scatter(made.region, shape, epoch, operands, weights, kind is Role.OUTPUT)
@@ -137,11 +134,11 @@ def fused_sum(sent: Tensor, group: str) -> Tensor:
     from trainer.kernels.exchange import check_error
     from trainer.kernels.tensor_parallel import sum_received
 
-    made, looks = calls("scatter", group, sent.dtype), GROUPS[group].looks
+    made = calls("scatter", group, sent.dtype)
     out = sent.new_empty(sent.shape)
-    shape = shape_of(sent.device, sent.dtype, len(sent), [sent.shape[1]], made.size, False, looks)
+    shape = shape_of(sent.device, sent.dtype, len(sent), [sent.shape[1]], made.size, False)
     sum_received(made.region, shape, made.epoch, out)
-    if looks:
+    if flags.LOOKS:
         check_error(made.region)
     return out
 
@@ -153,7 +150,7 @@ def _(sent: Tensor, group: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Fused(TensorGroup):
-    """`TensorGroup` by kernels that multiply while they communicate. looks: at a flag, before an error; 0: no end."""
+    """`TensorGroup` by kernels that multiply while they communicate."""
 
     reductions: ClassVar[tuple[Any, ...]] = (
         *TensorGroup.reductions,
@@ -161,9 +158,6 @@ class Fused(TensorGroup):
         torch.ops.trainer.fused_sum.default,
     )
     fuses: ClassVar[bool] = True
-    boxes: ClassVar[type[Boxes]] = Calls
-
-    looks: int = 0
 
     def gather_matmul(
         self,

@@ -45,13 +45,13 @@ def pieces(lengths: Sequence[int], most: int) -> Iterator[list[Part]]:
 
 
 class Shards:
-    """The ranks that share parameters. All of them make the same calls in the same order. looks: see `Boxes.wait`.
+    """The ranks that share parameters. All of them make the same calls in the same order.
 
     Each call runs beside the current stream, behind what that has done so far, and returns an event behind it; on CPUs
     it has ended then, and the event is None."""
 
-    def __init__(self, group: dist.ProcessGroup, looks: int = 0):
-        self.group, self.rank, self.size, self.looks = group, group.rank(), group.size(), looks
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.rank, self.size = group, group.rank(), group.size()
 
     def gather(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> torch.Event | None:
         """Fills `wholes`, [ranks, n] each, with all ranks' `shards`, [n] each, which are cast to their type."""
@@ -76,7 +76,7 @@ class Shards:
             for to in away:
                 boxes.signal(to)
             for source in reversed(away):
-                boxes.wait(source, self.looks)
+                boxes.wait(source)
                 into = [wholes[number][source, start:stop] for number, start, stop in piece]
                 with boxes.sends():
                     copy(into, placed(boxes.box(source, (1, length)), piece))
@@ -99,7 +99,7 @@ class Shards:
                     copy(shortened(place.split(lengths), sent := rows_of(to)), sent)
                 boxes.signal(to)
             for source in reversed(away):
-                boxes.wait(source, self.looks)
+                boxes.wait(source)
             mine = rows_of(self.rank)
             arrived = [
                 part[:, : len(own)] for part, own in zip(boxes.box(self.rank, shape).split(lengths, dim=1), mine)

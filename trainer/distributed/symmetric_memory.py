@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.config import ConfigError
 
-WITHOUT = "parallel.fusion=off or chunks and parallel.zero.transport=collectives, which need no shared memory"
+WITHOUT = "parallel.fusion=off and parallel.zero.transport=collectives, which need no shared memory"
 
 Made = TypeVar("Made")
 

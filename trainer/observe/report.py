@@ -103,7 +103,7 @@ def start_report(
     spec, plan, pipeline, batch = layout.spec, layout.plan, layout.pipeline, layout.batch
     counts, (labels, values) = cost.parameter_counts(spec), zip(*states.rows())
     node = node_size(world.size)
-    gradients = describe(config.parallel.grad_comm, plan, node)
+    gradients = describe(config.parallel.grad_comm)
     found, moment = predicted(config, layout, corpus, world, node), None
     if replays(plan):
         moment = found.fullest if found else fullest(peaks(config, layout, lowered=False, node=node))

@@ -91,7 +91,7 @@ class FSDP:
         if shards.size() == 1 and not plan.offload:
             cast_shards(units)
         elif self.config.parallel.zero.transport == "copy_engine":
-            copy_shards(units, shards, self.config.parallel.fusion_looks)
+            copy_shards(units, shards)
         if self.config.precision.float8.gather and plan.shard > 1:
             gather_in_float8(model, self.config.compile)
         for module in model.modules():

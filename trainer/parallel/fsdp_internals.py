@@ -158,8 +158,8 @@ class CopiedShards:
     FSDP calls `allocate` for a message and then for its result, and this object with both. It has its own gradients in
     place of a message."""
 
-    def __init__(self, group: dist.ProcessGroup, looks: int):
-        self.shards = Shards(group, looks)
+    def __init__(self, group: dist.ProcessGroup):
+        self.shards = Shards(group)
         self.message: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -192,11 +192,10 @@ class WholeShards:
         raise AssertionError("a collective of whole shards")
 
 
-def copy_shards(units: list[FSDPModule], group: dist.ProcessGroup, looks: int) -> None:
-    """Has FSDP gather and reduce units by copies between GPUs, each while the one before it computes. looks: see
-    `Boxes.wait`."""
+def copy_shards(units: list[FSDPModule], group: dist.ProcessGroup) -> None:
+    """Has FSDP gather and reduce units by copies between GPUs, each while the one before it computes."""
     take_over()
-    comm = CopiedShards(group, looks)
+    comm = CopiedShards(group)
     for unit, following in zip(units, [*units[1:], None]):
         unit.set_custom_all_gather(comm)
         unit.set_custom_reduce_scatter(comm)

@@ -49,7 +49,7 @@ def check_fusion(config: Config, device: torch.device) -> None:
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         missing = "Triton, which is not installed" if device.type == "cuda" else "GPUs, and this run is on CPUs"
         raise ConfigError(
-            f"parallel.fusion=triton needs {missing}; set parallel.fusion=chunks, which runs everywhere, or "
+            f"parallel.fusion=triton needs {missing}; set parallel.fusion=copy_engine, which needs neither, or "
             "parallel.fusion=off"
         )
 
@@ -115,7 +115,8 @@ def parallelize(
         model = make(spec, layers)
     loss = config.loss
     model.set_loss(loss.z_loss, loss.chunk, config.compile, loss.tile or 0, loss_terms(loss))
-    apply_recompute(model, config.activation, tensor.BACKENDS[config.parallel.fusion])
+    backend = tensor.BACKENDS[config.parallel.fusion]
+    apply_recompute(model, config.activation, backend)
     if deferred is not None:
         model.defer(deferred)
     # Where weight gradients may be put off, backward is an operator in which the compiler does not look, and fused
@@ -125,7 +126,7 @@ def parallelize(
     multiply_in_float8(model, spec, config.precision, casts)
     if config.compile:
         compile_layers(model, deferred is not None)
-    tensor.split(model, world.dimensions["tp"], tensor.backend_of(config))
+    tensor.split(model, world.dimensions["tp"], backend)
     share_sequences(model, config, spec, plan, world)
     engine.shard(model)
     engine.materialize(model)

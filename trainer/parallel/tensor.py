@@ -7,58 +7,23 @@ so its gradients are partial sums, which `gradients.py` adds up once a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trainer.config import Config
-from trainer.distributed.chunks import Chunks
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.copied import Copied
-from trainer.distributed.fastest import Fastest
 from trainer.distributed.fused import Fused
 from trainer.model.axes import Declared
 from trainer.model.layers import Linear
 from trainer.model.stage import Stage
 
-Backend = Callable[[str, int, int], TensorGroup]
-"""What makes a backend for the process group of a name, for this rank of so many."""
-
-MEASURED = "fusion.json"
-"""In `data.cache`: what fusion=auto has measured."""
-
-BACKENDS: dict[str, type[TensorGroup]] = {
-    "off": TensorGroup,
-    "chunks": Chunks,
-    "copy_engine": Copied,
-    "triton": Fused,
-    "auto": Fastest,
-}
+BACKENDS: dict[str, type[TensorGroup]] = {"off": TensorGroup, "copy_engine": Copied, "triton": Fused}
+"""What tensor-parallel ranks communicate by, by the value of `parallel.fusion`."""
 
 
-def backend_of(config: Config) -> Backend:
-    """What tensor-parallel ranks communicate by."""
-    parallel = config.parallel
-    settings: dict[str, dict[str, Any]] = {
-        "chunks": {"chunks": parallel.fusion_chunks},
-        "copy_engine": {"looks": parallel.fusion_looks},
-        "triton": {"looks": parallel.fusion_looks},
-        "auto": {
-            "near": not parallel.tp_across_nodes,
-            "file": str(Path(config.data.cache).expanduser() / MEASURED),
-            "looks": parallel.fusion_looks,
-        },
-    }
-    return partial(BACKENDS[parallel.fusion], **settings.get(parallel.fusion, {}))
-
-
-def split(model: Stage, mesh: DeviceMesh, backend: Backend = TensorGroup) -> None:
+def split(model: Stage, mesh: DeviceMesh, backend: type[TensorGroup] = TensorGroup) -> None:
     """Cuts a model on the meta device over the ranks of `mesh` (one dimension), which communicate by `backend`."""
     if mesh.size() == 1:
         return

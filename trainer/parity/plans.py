@@ -13,7 +13,7 @@ from trainer.config.model import ModelSpec
 from trainer.parallel.engine import check_engine
 from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.planning.float8 import numeric_types
-from trainer.planning.gradient_comm import asked, describe
+from trainer.planning.gradient_comm import describe
 from trainer.planning.plan import check_plan, node_size, resolve_plan
 from trainer.planning.resolve import Layout, check, resolve
 from trainer.planning.variants import fit_batch, variant
@@ -36,7 +36,7 @@ class Case:
         precision, activation = self.config.precision, self.config.activation
         plan, batch = self.layout.plan, self.layout.batch
         extras = [f"{activation.mode} recompute"] * (activation.mode != "none") + ["compiled"] * self.config.compile
-        gradients = describe(self.config.parallel.grad_comm, plan, node_size(plan.world))
+        gradients = describe(self.config.parallel.grad_comm)
         extras += [f"gradients {gradients}"] * bool(gradients)
         pipe = self.layout.pipeline.describe() if plan.pp > 1 else f"{batch.accumulation} micro-batches"
         return [
@@ -63,8 +63,6 @@ def make_case(
                 "parallel.pipeline.schedule=auto is chosen while a run trains; name the CSV file that the run saved, "
                 "or interleaved"
             )
-        if any(hop.codec == "auto" for hop in asked(config.parallel.grad_comm).values()):
-            raise ConfigError("parallel.grad_comm: codec=auto is chosen while a run trains; name a codec, such as int8")
         if config.activation.mode == "auto":
             raise ConfigError(
                 "activation.mode=auto is chosen by a run's free memory; set activation.mode and activation.save as "

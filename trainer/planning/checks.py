@@ -145,7 +145,7 @@ def _narrow(config: Config) -> Iterator[str]:
     if narrow and config.parallel.fusion == "triton":
         yield (
             f"parallel.fusion=triton multiplies in the compute type, and {narrow} in fp8; set "
-            f"parallel.fusion=copy_engine, chunks, auto or off, or {plain}"
+            f"parallel.fusion=copy_engine or off, or {plain}"
         )
     if config.parallel.zero.transport != "collectives" and (codecs := asked(config.parallel.grad_comm)):
         yield (

@@ -13,11 +13,6 @@ BLOCK = {"int8": 256, "int4": 128, "fp8": 256, "bf16": 256}
 thousands)."""
 
 
-AUTO, MARGIN = "int8", 0.97
-"""What codec=auto tries on a hop, and keeps if a step then takes at most this share of the time without: it costs
-accuracy."""
-
-
 @dataclass(frozen=True)
 class Route:
     """How a reduction over one kind of group goes. Ranks [nodes, ranks on each node] of every group of that kind in the
@@ -64,34 +59,20 @@ def asked(settings: GradCommConfig) -> dict[str, HopConfig]:
 
 
 def reduces_once(settings: GradCommConfig, plan: Plan, node: int) -> bool:
-    """Whether gradients are reduced once a step whatever the ZeRO stage, since their reduce-scatter is quantised.
-    codec=auto begins without."""
-    scattered = routes(plan, node)[0] if asked(settings) else None
-    return scattered is not None and any(
-        getattr(settings, kind).codec not in ("none", "auto") for kind, _ in scattered.hops
-    )
+    """Whether gradients are reduced once a step whatever the ZeRO stage, since their reduce-scatter is quantised."""
+    coded = asked(settings)
+    scattered = routes(plan, node)[0] if coded else None
+    return scattered is not None and any(kind in coded for kind, _ in scattered.hops)
 
 
-def auto_hops(settings: GradCommConfig, plan: Plan, node: int) -> list[str]:
-    """The kinds of hops under a plan whose codec is left open."""
-    open_ones = [name for name, hop in asked(settings).items() if hop.codec == "auto"]
-    return [name for name in open_ones if name in _kinds(plan, node)] if open_ones else []
-
-
-def describe(settings: GradCommConfig, plan: Plan, node: int) -> str:
-    """The form of the gradients on their way under a plan, for people; empty where nothing is quantised."""
+def describe(settings: GradCommConfig) -> str:
+    """The form of the gradients on their way, for people; empty where nothing is quantised."""
     words = []
     for name, hop in asked(settings).items():
-        if name not in _kinds(plan, node):  # codec=auto may be asked for hops that are not there
-            continue
         extra = [f"{hop.error_feedback} error feedback"] if hop.error_feedback != "none" else []
         extra += [f"rotated by {hop.hadamard}"] * bool(hop.hadamard) + ["stochastic rounding"] * hop.stochastic
         words.append(f"{hop.codec} {name}" + f" ({', '.join(extra)})" * bool(extra))
     return ", ".join(words)
-
-
-def _kinds(plan: Plan, node: int) -> set[str]:
-    return {kind for route in routes(plan, node) if route for kind, _ in route.hops}
 
 
 def check_grad_comm(settings: GradCommConfig, types: ParameterTypes, plan: Plan, node: int) -> list[str]:
@@ -105,7 +86,7 @@ def check_grad_comm(settings: GradCommConfig, types: ParameterTypes, plan: Plan,
     if not asked(settings):
         return problems
     try:
-        there = _kinds(plan, node)
+        there = {kind for route in routes(plan, node) if route for kind, _ in route.hops}
     except ValueError as error:
         return [
             *problems,
@@ -113,7 +94,7 @@ def check_grad_comm(settings: GradCommConfig, types: ParameterTypes, plan: Plan,
             "parallel.shard, or the processes on each node, such that a group has as many on every node, or codec=none",
         ]
     for name, hop in asked(settings).items():
-        if name not in there and hop.codec != "auto":
+        if name not in there:
             other = "outer" if name == "inner" else "inner"
             way = (
                 f"set parallel.grad_comm.{other}.codec={hop.codec} instead"
@@ -148,7 +129,7 @@ def _check_hop(path: str, hop: HopConfig) -> list[str]:
         problems.append(f"{path}.block={hop.block} must be a power of two from 32 to 4096")
     elif hop.hadamard and not (2 <= hop.hadamard <= block // 2 and hop.hadamard.bit_count() == 1):
         problems.append(f"{path}.hadamard={hop.hadamard} must be 0 or a power of two up to half a block, {block // 2}")
-    if hop.stochastic and hop.codec not in ("int8", "int4", "auto"):
+    if hop.stochastic and hop.codec not in ("int8", "int4"):
         problems.append(
             f"{path}.stochastic=true rounds whole-numbered codes, and {path}.codec={hop.codec} has none; set "
             "codec=int8 or int4"

@@ -243,23 +243,12 @@ def _check_fusion(parallel: ParallelConfig) -> list[str]:
             f"parallel.fusion={parallel.fusion} is for the collectives of tensor-parallel ranks, and parallel.tp=1 has "
             "none; set parallel.fusion=off, or parallel.tp=2 or more"
         ]
-    if parallel.fusion in ("copy_engine", "triton") and parallel.tp_across_nodes:
+    if parallel.fusion != "off" and parallel.tp_across_nodes:
         return [
             f"parallel.fusion={parallel.fusion} needs ranks that share memory, and parallel.tp_across_nodes=true "
-            "allows groups over several nodes; leave that out, or set parallel.fusion=chunks"
+            "allows groups over several nodes; leave that out, or set parallel.fusion=off"
         ]
-    problems, without = [], f"has no meaning with parallel.fusion={parallel.fusion}"
-    if parallel.fusion_chunks != ParallelConfig.fusion_chunks and parallel.fusion != "chunks":
-        problems.append(
-            f"parallel.fusion_chunks={parallel.fusion_chunks} {without}; leave it out, or set parallel.fusion=chunks"
-        )
-    flags = parallel.fusion in ("copy_engine", "triton", "auto") or parallel.zero.transport == "copy_engine"
-    if parallel.fusion_looks and not flags:
-        problems.append(
-            f"parallel.fusion_looks={parallel.fusion_looks} {without}, in which nothing waits for flags; leave it out, "
-            "or set parallel.fusion=triton, copy_engine or auto, or parallel.zero.transport=copy_engine"
-        )
-    return problems
+    return []
 
 
 def registered_blocks(spec: ModelSpec) -> list[tuple[Registry, Registered]]:

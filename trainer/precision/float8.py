@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -146,15 +145,6 @@ class Float8(Multiply):
             torch.add(self.product(left, right, role, out.dtype), add, out=out)
         else:
             scaled_product(left.values, right.values, (left.back, right.back), out.dtype, role is Role.OUTPUT, out)
-
-    def runs(self, left: Operand, right: Operand, role: Role, dtype: torch.dtype, add: Tensor | None = None) -> Tensor:
-        rows = left.per_row(lambda part: part.flatten(0, 1).contiguous())
-        product = self.product(rows, right, role, dtype).unflatten(0, (len(left.values), -1))
-        return product if add is None else product + add
-
-    def runs_into(self, out: Tensor, left: Operand, right: Operand, role: Role, add: Tensor | None = None) -> None:
-        for run in range(len(out)):
-            self.into(out[run], left.per_row(itemgetter(run)), right, role, add)
 
 
 def check_device(precision: PrecisionConfig, device: torch.device) -> None:

@@ -89,14 +89,6 @@ class Multiply:
         """`product`, but of a weight's gradient, into `out`, which may be what is added. Not differentiable."""
         matmul_into(out, left.values, right.values, role, add)
 
-    def runs(self, left: Operand, right: Operand, role: Role, dtype: torch.dtype, add: Tensor | None = None) -> Tensor:
-        """`product`, but of a weight's gradient, of runs of rows that lie apart: left and result [runs, rows, ...]."""
-        return matmul_runs(left.values, right.values, role, add)
-
-    def runs_into(self, out: Tensor, left: Operand, right: Operand, role: Role, add: Tensor | None = None) -> None:
-        """The same, into `out`, whose runs may lie apart. Not differentiable."""
-        matmul_runs(left.values, right.values, role, add, out)
-
 
 matmul = Multiply()
 
@@ -104,10 +96,9 @@ MULTIPLIERS: dict[str, Multiply] = {matmul.key: matmul}
 """The implementations that there are, for operators, which take no objects."""
 
 
-def matmul_runs(a: Tensor, b: Tensor, role: Role, add: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """For `Multiply.runs`: a [runs, tokens, n] and the result have any strides."""
-    b = (b.t() if role is Role.OUTPUT else b).expand(len(a), -1, -1)
-    return torch.bmm(a, b, out=out) if add is None else torch.baddbmm(add, a, b, out=out)
+def outputs(weight: Tensor, role: Role) -> int:
+    """The width of a product with a weight [outputs, inputs]."""
+    return weight.shape[0 if role is Role.OUTPUT else 1]
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> None:

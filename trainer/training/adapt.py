@@ -1,4 +1,4 @@
-"""Changes under way: what a run with schedule=auto or codec=auto measures of its own steps, and goes over to."""
+"""A change under way: a run with schedule=auto goes over to the schedule that it has found best."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torch.distributed as dist
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.manifest import step_folder
 from trainer.config import ConfigError
-from trainer.distributed.fastest import Fastest
-from trainer.parallel.compress.trial import CodecTrial
 from trainer.planning.batch import BatchPlan
 from trainer.planning.pipeline import Pipeline
 from trainer.planning.schedules.search import Choice
@@ -24,20 +22,14 @@ from trainer.training.state import TrainState
 
 
 class Adaptation:
-    """The measurements of a run, one after the other, since what one changes would disturb the other: `auto` for the
-    schedule, then `trial` for the codecs of gradients. All ranks call its methods together."""
+    """The measurement of a run with schedule=auto, and the change to what it chooses. All ranks call its methods
+    together."""
 
     def __init__(self, state: TrainState, batch: BatchPlan, ledger: Ledger):
         self.ledger = ledger
         wanted = state.config.parallel.pipeline.schedule == "auto" and state.plan.pp > 1
         # A schedule that was chosen earlier in this run has a name of its own; see `saved_choice`.
         self.auto = Auto(state, batch) if wanted and state.pipeline.schedule.name != CHOSEN else None
-        self.trial = codec_trial(state) if self.auto is None else None
-
-    def timed(self, step: int, seconds: float) -> None:
-        """A step has taken so long on this rank."""
-        if self.trial is not None:
-            self.trial.measured(step, seconds)
 
     def schedule_due(self) -> bool:
         """After each step: whether enough of them have been measured to choose a schedule."""
@@ -55,7 +47,6 @@ class Adaptation:
             self.ledger.log.event(f"schedule auto keeps {state.pipeline.describe()}: {error}")
         else:
             state, batch = self._adopt(choice, state, batch, save, checkpointer)
-        self.trial = codec_trial(state)
         return state, batch
 
     def _adopt(
@@ -87,29 +78,6 @@ class Adaptation:
         self.ledger.slowdown.restart()
         self.ledger.log.event(f"schedule auto chose {after.describe()} of {len(choice.table)} candidates")
         return state, batch
-
-    def decided(self, state: TrainState) -> list[str]:
-        """What fusion=auto has chosen since this was last asked, for the products of this rank's stages."""
-        groups = {stage.group for stage in state.stages.values()}
-        return [text for group in groups if isinstance(group, Fastest) for text in group.decided()]
-
-    def codecs_due(self, step: int) -> bool:
-        """Whether `step` was the last that the present candidate for codec=auto is measured in."""
-        return self.trial is not None and self.trial.due(step)
-
-    def change_codecs(self, state: TrainState) -> None:
-        """Goes on to the next candidate for codec=auto, or to the best."""
-        decided = self.trial.advance(state.step)
-        state.use_schedule(state.pipeline.schedule)
-        self.ledger.slowdown.restart()
-        if decided is not None:
-            self.trial = None
-            self.ledger.log.event(decided)
-
-
-def codec_trial(state: TrainState) -> CodecTrial | None:
-    """The measurement for codec=auto, unless there is nothing to choose or the run has chosen before."""
-    return None if state.compression.decided else CodecTrial(state.compression, state.step)
 
 
 def rebuild(old: TrainState, pipeline: Pipeline, checkpointer: Checkpointer) -> TrainState:

@@ -115,12 +115,10 @@ class Ledger:
             },
         )
 
-    def read_back(self, everything: bool = False) -> list[tuple[int, float]]:
-        """Logs the steps whose numbers have arrived (`everything`: waits for all), and acts on them. Returns each with
-        the seconds that it took on this rank. Raises `NonFinite` on all ranks."""
-        finished = []
+    def read_back(self, everything: bool = False) -> None:
+        """Logs the steps whose numbers have arrived (`everything`: waits for all), and acts on them. Raises `NonFinite`
+        on all ranks."""
         for step, numbers, host in self.deferred.pop_ready(block=everything):
-            finished.append((step, numbers["seconds"]))
             self.meter.finished(step, numbers["seconds"], host["data_seconds"], self.tokens_a_step)
             bad = numbers["found_inf"] > 0
             self.losses = [*self.losses[:1], numbers["loss"]]
@@ -140,7 +138,6 @@ class Ledger:
                 self.log.event(f"step {step}: no update, {self.describe_non_finite(numbers)}")
             if self.skipped_in_row >= self.config.guard.max_skipped:
                 self.give_up(step, numbers, host["ids"])
-        return finished
 
     def log_step(self, step: int, numbers: dict[str, Any], host: dict[str, Any]) -> None:
         """Writes a step's line of metrics, and says what it shows of predictions and of slow ranks."""

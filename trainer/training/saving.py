@@ -207,12 +207,10 @@ def restore(state: TrainState, path: Path, step: int, scaler: dict[str, Any], av
 
 
 def resume_error_feedback(state: TrainState, path: Path, manifest: dict[str, Any]) -> bool:
-    """Goes on with what quantisation had left out of earlier gradients, and with what codec=auto had chosen, where
-    settings and plan are those of the checkpoint; under others it is measured again. Returns whether nothing was
-    lost."""
+    """Goes on with what quantisation had left out of earlier gradients, where settings and plan are those of the
+    checkpoint. Returns whether nothing was lost."""
     if not state.compression.resume(manifest.get("compression")):
         return not any(name.startswith("compression.") for name in manifest["tensors"])
-    state.use_schedule(state.pipeline.schedule)
     load_tensors(path, state.compression.tensors())
     return True
 
@@ -224,7 +222,7 @@ def contents(
     state of the loss scale. All ranks call it together."""
     compression = state.compression
     manifest = {
-        "compression": compression.identity() if compression.decided else None,
+        "compression": compression.identity(),
         "spec": state.spec.to_dict(),
         "plan": state.plan.to_dict(),
         "batch": dataclasses.asdict(batch),
@@ -238,4 +236,4 @@ def contents(
         "data_restarted": state.config.checkpoint.data == "restart",
         "began_from": state.config.checkpoint.resume,
     }
-    return state.tensors() | (compression.tensors() if compression.decided else {}), manifest
+    return state.tensors() | compression.tensors(), manifest

@@ -127,8 +127,7 @@ class TrainState:
         )
 
     def use_schedule(self, schedule: Schedule) -> None:
-        """Trains by `schedule` from the next step on; stages and their ranks stay as they are. To be called again with
-        the same one when the codecs of gradients have changed, on which the number of reductions depends."""
+        """Trains by `schedule` from the next step on; stages and their ranks stay as they are."""
         self.pipeline = Pipeline(schedule, self.pipeline.split)
         tokens, width = self.plan.token_ranks, self.spec.width
         compute = DTYPES[self.config.precision.compute]

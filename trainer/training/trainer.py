@@ -183,8 +183,7 @@ class Trainer:
         while suspicious := self.repeats.suspicious(self.ledger.deferred.peek(everything)):
             self.run_again(suspicious)
         ready = self.ledger.deferred.peek(everything)
-        for step, seconds in self.ledger.read_back(everything):
-            self.adaptation.timed(step, seconds)
+        self.ledger.read_back(everything)
         for step, numbers, _ in ready:
             self.replicas.judge(step, numbers, self.counters())
 
@@ -205,7 +204,7 @@ class Trainer:
             self.take_step(taken)
 
     def adapt(self) -> None:
-        """Takes up another schedule or other codecs, where their measurement has come so far."""
+        """Takes up another schedule, where its measurement has come so far."""
         if self.adaptation.schedule_due() and self.state.step < self.config.run.steps and not self.ledger.stop:
             self.read_back(everything=True)
             if self.ledger.first_skipped is not None:  # the change may need a checkpoint of the present step
@@ -220,11 +219,6 @@ class Trainer:
             if self.batch != before:
                 self.loader.close()
                 self.loader = self.load_from(self.loader.position)
-        elif self.adaptation.codecs_due(self.state.step):
-            self.read_back(everything=True)
-            self.adaptation.change_codecs(self.state)
-        for text in self.adaptation.decided(self.state):
-            self.ledger.log.event(text)
 
     def evaluate_if_due(self) -> None:
         """Evaluates every `eval.every` steps and after the last."""

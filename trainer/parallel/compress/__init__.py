@@ -1,1 +1,1 @@
-"""Quantised gradients: codecs, the links they travel over, reductions, and the trial of codec=auto."""
+"""Quantised gradients: codecs, the links they travel over, and reductions."""

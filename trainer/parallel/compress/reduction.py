@@ -25,7 +25,7 @@ from trainer.optim.groups import Policy
 from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, pack, unpack
 from trainer.parallel.compress.links import Link
 from trainer.parallel.fsdp_internals import fsdp_units, sharded_sizes
-from trainer.planning.gradient_comm import AUTO, BLOCK, Route, asked, routes
+from trainer.planning.gradient_comm import BLOCK, Route, asked, routes
 from trainer.planning.plan import Plan, node_size
 from trainer.precision.scaler import LossScale
 
@@ -142,11 +142,7 @@ class UnitMessage:
             self.chunk += length
         self.partial: Tensor | None = None
         self.scatter_path = self.reduce_path = None
-
-    def route(self) -> None:
-        """Makes the paths for the codecs that the links have now."""
-        owner, ranks = self.owner, self.owner.shards
-        self.scatter_path = self.reduce_path = None
+        ranks = owner.shards
         if owner.coded(owner.scatter_links) and self._large(self.chunk * ranks):
             local = owner.scatter_links[0].size
             order = [place * local + first for first in range(local) for place in range(ranks // local)]
@@ -242,7 +238,6 @@ class Uncompressed:
     """Stands for `Compression` where no hop has a codec: gradients travel as the engine sends them."""
 
     adds_replicas = once = False
-    decided, auto_hops = True, frozenset[str]()
     feedback_bytes, last, partial_sums, errors = 0, True, (), ()
 
     @property
@@ -280,30 +275,12 @@ class Compression:
         self.messages: list[UnitMessage] = []
         self.unit, self.last, self.step = torch.ones((), device=world.device), True, 0
         scattered, reduced = routes(plan, node_size(world.size))
-        self.scatter_links = _links(scattered, world, "shard")
-        self.reduce_links = _links(reduced, world, "replicate")
+        self.scatter_links = _links(scattered, world, "shard", settings)
+        self.reduce_links = _links(reduced, world, "replicate", settings)
         self.whole_scatter, self.whole_reduce = (
             Link(route.hops[-1][0], world.dimensions[name].get_group(), None) if route else None
             for route, name in ((scattered, "shard"), (reduced, "replicate"))
         )
-        links = [*self.scatter_links, *self.reduce_links]
-        self.auto_hops = {link.kind for link in links if getattr(settings, link.kind).codec == "auto"}
-        """Kinds of hops with codec=auto, whose quantisation is decided by measurement."""
-        self.decided = not self.auto_hops
-        self.choose(set())
-
-    def choose(self, quantised: set[str]) -> None:
-        """Of the hops with codec=auto, quantises only these from the next step on. Drops the errors kept by
-        feedback."""
-        self.chosen = quantised
-        for link in [*self.scatter_links, *self.reduce_links]:
-            link.codec = (
-                resolve(getattr(self.settings, link.kind))
-                if link.kind in quantised or link.kind not in self.auto_hops
-                else None
-            )
-        for message in self.messages:
-            message.route()
 
     @staticmethod
     def coded(links: list[Link]) -> bool:
@@ -324,7 +301,6 @@ class Compression:
                 for parameter, size in sharded_sizes(unit)
             }
             message = UnitMessage(self, len(self.messages), parameters)
-            message.route()
             self.messages.append(message)
             if self.scatter_links:
                 unit.set_custom_reduce_scatter(message)
@@ -361,7 +337,7 @@ class Compression:
         return json.loads(
             json.dumps(
                 {
-                    "chosen": sorted(self.chosen),
+                    "chosen": [],  # part of the format: what codec=auto had chosen, which there was once
                     "settings": dataclasses.asdict(self.settings),
                     "plan": self.plan.to_dict(),
                     "hops": [[link.kind, link.size] for link in [*self.scatter_links, *self.reduce_links]],
@@ -371,17 +347,9 @@ class Compression:
         )
 
     def resume(self, saved: dict[str, Any] | None) -> bool:
-        """Takes over what codec=auto had chosen in a checkpoint (its `identity`; None where it has none), if settings
-        and plan are the same. Returns whether they are, and `tensors` can be filled from the checkpoint; if not,
-        choices are open again. All ranks call it together."""
-        if saved is None:
-            return False
-        self.choose(set(saved["chosen"]) & self.auto_hops)
-        if self.identity() != saved:
-            self.choose(set())
-            return False
-        self.decided = True
-        return True
+        """Whether settings and plan are those of a checkpoint, so that `tensors` can be filled from it. saved: its
+        `identity`, None where it has none. All ranks call it together."""
+        return saved is not None and self.identity() == with_chosen_codecs(saved)
 
     @property
     def partial_sums(self) -> list[Tensor]:
@@ -412,23 +380,40 @@ class Compression:
         return [*self.scatter_links, *self.reduce_links, *filter(None, (self.whole_scatter, self.whole_reduce))]
 
 
+def with_chosen_codecs(saved: dict[str, Any]) -> dict[str, Any]:
+    """The identity in a checkpoint, with codecs set by hand. Earlier versions had codec=auto, which measured whether
+    int8 paid on a hop, and noted in `chosen` the hops on which it did."""
+    settings = saved.get("settings")
+    if not isinstance(settings, dict):
+        return saved
+    chosen, none = saved["chosen"], dataclasses.asdict(HopConfig())
+    hops = {
+        kind: hop | {"codec": "int8"} if kind in chosen else none
+        for kind, hop in settings.items()
+        if isinstance(hop, dict) and hop.get("codec") == "auto"
+    }
+    return saved | {"chosen": [], "settings": settings | hops}
+
+
 def resolve(hop: HopConfig) -> Codec | None:
-    """The codec of a hop; for codec=auto the one that is tried."""
+    """The codec of a hop."""
     if hop.codec == "none":
         return None
-    kind = AUTO if hop.codec == "auto" else hop.codec
-    return Codec(kind, hop.block or BLOCK[kind], hop.hadamard, hop.stochastic)
+    return Codec(hop.codec, hop.block or BLOCK[hop.codec], hop.hadamard, hop.stochastic)
 
 
-def _links(route: Route | None, world: World, name: str) -> list[Link]:
-    """The links of a route, first to last; without codecs."""
+def _links(route: Route | None, world: World, name: str, settings: GradCommConfig) -> list[Link]:
+    """The links of a route, first to last, with their codecs."""
     if route is None:
         return []
-    if len(route.hops) == 1:
-        return [Link(route.hops[0][0], world.dimensions[name].get_group(), None)]
-    within = [part for group in route.groups for part in group]
-    between = [ranks for group in route.groups for ranks in zip(*group)]
-    return [Link(kind, _group(members, world), None) for (kind, _), members in zip(route.hops, (within, between))]
+    groups = [world.dimensions[name].get_group()]
+    if len(route.hops) > 1:
+        within = [part for group in route.groups for part in group]
+        between = [ranks for group in route.groups for ranks in zip(*group)]
+        groups = [_group(members, world) for members in (within, between)]
+    return [
+        Link(kind, group, resolve(getattr(settings, kind))) for (kind, _), group in zip(route.hops, groups, strict=True)
+    ]
 
 
 def _group(members: list[tuple[int, ...]], world: World) -> dist.ProcessGroup:

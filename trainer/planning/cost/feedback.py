@@ -37,7 +37,7 @@ class Hop(NamedTuple):
 
 
 def feedback_bytes(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, node: int) -> list[int]:
-    """Of each pipeline rank, on nodes of `node` processes. What codec=auto may take under way is not counted."""
+    """Of each pipeline rank, on nodes of `node` processes."""
     settings, kept = config.parallel.grad_comm, [0] * plan.pp
     if all(hop.error_feedback == "none" for hop in asked(settings).values()):
         return kept
@@ -67,7 +67,7 @@ def _hops(route: Route | None, settings: GradCommConfig) -> list[Hop]:
     found = []
     for kind, ranks in route.hops if route else ():
         hop = getattr(settings, kind)
-        block = None if hop.codec in ("none", "auto") else hop.block or BLOCK[hop.codec]
+        block = None if hop.codec == "none" else hop.block or BLOCK[hop.codec]
         found.append(Hop(ranks, block, hop.error_feedback))
     return found
 

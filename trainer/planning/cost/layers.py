@@ -15,7 +15,7 @@ from trainer.config import registry
 from trainer.config.model import LayerSpec, ModelSpec
 from trainer.planning.cost.flops import attention_flops, product_flops, seen_keys
 from trainer.planning.cost.parameters import by_value, head, head_rows, layer_specs, layer_table
-from trainer.planning.cost.saved import ALL, MATMULS, WHOLE, Entry, by_layer, saved_in
+from trainer.planning.cost.saved import ALL, MATMULS, Entry, by_layer, saved_in
 from trainer.planning.cost.stages import LayerCosts
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def layer_work(
         gathers=tuple(tuple(names) for _, names in by_columns),
         reduces=by_rows,
         summed=needed.intersection(by_rows if tp > 1 else ()),
-        together=fusion in WHOLE,
+        together=fusion != "off",
         partial=float(element_bytes * width) if tp > 1 and fusion == "off" else 0.0,
         spread=outputs["attention.q"] + outputs["attention.k"] if tp > 1 and a.qk_norm == "full" else 0.0,
         weights=sum(map(prod, shapes.values())),

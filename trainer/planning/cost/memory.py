@@ -22,14 +22,10 @@ BOX = 2**26
 """Elements of shards or gradients that are on their way at once under `parallel.zero.transport=copy_engine`."""
 
 
-SHARED = {"copy_engine": 1, "triton": 1, "auto": 2}
-"""Ways of `parallel.fusion` for which ranks share memory -> of how many ways it is: `auto` measures both."""
-
-
 def tensor_boxes(fusion: str, stream: float) -> float:
     """Bytes that a rank shares with its tensor group (`distributed/boxes.py`): for what is gathered and for what is
     summed, each in two halves. stream: bytes of the hidden states of a micro-batch, all ranks' tokens."""
-    return SHARED.get(fusion, 0) * 2 * 2 * stream
+    return 2 * 2 * stream if fusion != "off" else 0.0
 
 
 @dataclass(frozen=True)

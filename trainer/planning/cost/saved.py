@@ -18,9 +18,6 @@ ALL = "all"
 MATMULS = ("matmul", "aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm")
 """Names that mean every product of a layer."""
 
-WHOLE = ("copy_engine", "triton", "auto")
-"""Ways of `parallel.fusion` in which the products that share a gathered input are one operator, kept as a whole."""
-
 FORM = re.compile(r"(?P<name>[^/@\s]+)(/(?P<every>[1-9]\d*))?(@(?P<first>\d+)(-(?P<last>\d+)(/(?P<step>[1-9]\d*))?)?)?")
 
 

@@ -1,18 +1,11 @@
-"""Quantised gradients in predictions: bytes on their way, what encoding takes, and what codec=auto comes to.
-
-A run with codec=auto times whole steps with and without int8 on each such hop (`parallel/compress/trial.py`). Here the
-same rule is applied to predicted steps. Memory is that of the fullest step, since each way is tried."""
+"""Quantised gradients in predictions: bytes on their way, and what encoding takes."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
-from typing import Any
+from dataclasses import dataclass
 
 from trainer.config import Config
-from trainer.planning.gradient_comm import AUTO, MARGIN, asked, auto_hops, routes
+from trainer.planning.gradient_comm import asked, routes
 from trainer.planning.plan import Plan
 
 CODE_BYTES = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
@@ -59,28 +52,3 @@ def wires(config: Config, plan: Plan, node: int, plain: float) -> tuple[Wire, Wi
         known = codec in CODE_BYTES
         found.append(Wire(ranks, CODE_BYTES[codec] if known else plain, codec if known else ""))
     return found[0], found[1]
-
-
-def candidates(config: Config, plan: Plan, node: int) -> list[Config]:
-    """The ways that codec=auto tries, the first without a codec; the configuration itself where nothing is open."""
-    hops = auto_hops(config.parallel.grad_comm, plan, node)
-    if not hops:
-        return [config]
-    return [
-        with_codecs(config, {name: AUTO if name in chosen else "none" for name in hops})
-        for count in range(len(hops) + 1)
-        for chosen in combinations(hops, count)
-    ]
-
-
-def with_codecs(config: Config, codecs: dict[str, str]) -> Config:
-    changed, settings = copy.copy(config), config.parallel.grad_comm
-    hops: dict[str, Any] = {name: replace(getattr(settings, name), codec=one) for name, one in codecs.items()}
-    changed.parallel = replace(config.parallel, grad_comm=replace(settings, **hops))
-    return changed
-
-
-def chosen(times: Sequence[float]) -> int:
-    """Which of the candidates `auto` takes, by seconds of a step: the fastest, if it is worth its lower accuracy."""
-    best = min(range(len(times)), key=times.__getitem__)
-    return best if times[best] <= MARGIN * times[0] else 0

@@ -43,7 +43,7 @@ def course(found: Estimate) -> list[Stretch]:
     that is held meanwhile. The fullest stretch is the rank's peak."""
     rank, layout = found.fullest.rank, found.layout
     program = programs_of(layout.pipeline.schedule)[rank]
-    replay = _Recorded(ModelBytes(found.held, layout, min(layout.plan.world, found.hardware.devices)), rank, program)
+    replay = _Recorded(ModelBytes(found.config, layout, min(layout.plan.world, found.hardware.devices)), rank, program)
     replay.peak()
     spans, now, stretches = iter(found.simulation.spans[rank]), 0.0, []
     for action, before, fullest in zip(program, replay.before, replay.fullest, strict=True):

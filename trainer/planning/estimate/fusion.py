@@ -6,22 +6,15 @@ open at the ends follows from the order of the parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from trainer.planning.cost.layers import LayerWork
 
-CHUNKED = 0.03
-"""Chunks: of a product that is made in pieces beside collectives, what it takes longer. Fitted to a step and, less
-well, to eight products on two H200 (docs/kernels.md)."""
-
 GATHERED, SENT = (1.135, 20e-6), (1.07, 130e-6)
 """Triton: times of its products over cuBLAS's, and seconds that each takes besides, where input is gathered and where
-results are sent. Fitted to the same eight products, four of each: right within 6%."""
-
-GAIN = 0.02
-"""Of the time of `off`, which another way must save for `auto` to take it."""
+results are sent. Fitted to eight products on two H200 (docs/kernels.md), four of each: right within 6%."""
 
 
 class Took(NamedTuple):
@@ -30,17 +23,12 @@ class Took(NamedTuple):
     products: float
     exposed: float = 0.0
 
-    @property
-    def all(self) -> float:
-        return self.products + self.exposed
-
 
 @dataclass(frozen=True)
 class Link:
     """What a tensor group communicates by. ranks: of the group; collective, copied: seconds of a gather, or of a
     reduction, of a micro-batch's hidden states, by collectives and by copies; call: what copies take in a call beside
-    their bytes; adding: to add up what all have sent; hidden: share of hidden communication that is free; near: whether
-    the ranks share memory."""
+    their bytes; adding: to add up what all have sent; hidden: share of hidden communication that is free."""
 
     ranks: int
     collective: float
@@ -48,7 +36,6 @@ class Link:
     call: float
     adding: float
     hidden: float
-    near: bool
 
     def arriving(self, product: float) -> float:
         """Until a product has ended that begins with the rank's own tokens and goes on with parts as they arrive."""
@@ -99,26 +86,6 @@ class Off:
         return self.link.collective - self.link.hidden * min(self.link.collective, product)
 
 
-class Chunks(Off):
-    """Collectives take from products in pieces all that they hide, and more."""
-
-    def gathered(self, product: float) -> Took:
-        return slower(super().gathered(product), product)
-
-    def reduced(self, product: float) -> Took:
-        return slower(super().reduced(product), product)
-
-    def columns(self, to_input: float, to_weights: float) -> Took:
-        return slower(super().columns(to_input, to_weights), to_input)
-
-    def rows(self, to_input: float, to_weight: float) -> Took:
-        return slower(super().rows(to_input, to_weight), to_input)
-
-
-def slower(took: Took, product: float) -> Took:
-    return took._replace(products=took.products + CHUNKED * product)
-
-
 class CopyEngine(Off):
     """Copies beside cuBLAS's products."""
 
@@ -164,32 +131,7 @@ class Triton(CopyEngine):
         return Took(sent.products + to_weights, sent.exposed + self.behind(sent.products))
 
 
-class Best(Off):
-    """The fastest of all for each call."""
-
-    def __init__(self, link: Link):
-        super().__init__(link)
-        self.others = [Chunks(link), *([CopyEngine(link), Triton(link)] if link.near else [])]
-        self.moving = min(way.moving for way in (self, *self.others))
-
-    def gathered(self, product: float) -> Took:
-        return self.of(super().gathered(product), lambda way: way.gathered(product))
-
-    def reduced(self, product: float) -> Took:
-        return self.of(super().reduced(product), lambda way: way.reduced(product))
-
-    def columns(self, to_input: float, to_weights: float) -> Took:
-        return self.of(super().columns(to_input, to_weights), lambda way: way.columns(to_input, to_weights))
-
-    def rows(self, to_input: float, to_weight: float) -> Took:
-        return self.of(super().rows(to_input, to_weight), lambda way: way.rows(to_input, to_weight))
-
-    def of(self, off: Took, call: Callable[[Off], Took]) -> Took:
-        best = min(map(call, self.others), key=lambda took: took.all)
-        return best if best.all < (1 - GAIN) * off.all else off
-
-
-WAYS: dict[str, type[Off]] = {"off": Off, "chunks": Chunks, "copy_engine": CopyEngine, "triton": Triton, "auto": Best}
+WAYS: dict[str, type[Off]] = {"off": Off, "copy_engine": CopyEngine, "triton": Triton}
 """By the value of `parallel.fusion`."""
 
 

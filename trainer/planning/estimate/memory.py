@@ -173,8 +173,7 @@ class ModelBytes:
         self.shard = plan.shard if plan.stage else 1
         self.every = plan.stage >= 2 and not once  # whether each micro-batch's gradients are reduced
         self.copied = config.parallel.zero.transport == "copy_engine"
-        near = not config.parallel.tp_across_nodes
-        self.boxes = near * tensor_boxes(config.parallel.fusion, self.stream * plan.tp)
+        self.boxes = tensor_boxes(config.parallel.fusion, self.stream * plan.tp)
         # Bytes of a layer in fp8 on their way.
         self.narrow = max(gathered_in_float8(config, spec, plan), default=0.0)
 

@@ -24,7 +24,6 @@ from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
 from trainer.planning.cost.updates import Updates
 from trainer.planning.deepspeed import check_settings
-from trainer.planning.estimate.coding import candidates
 from trainer.planning.estimate.pace import Pace
 from trainer.planning.estimate.recompute import uniform
 from trainer.planning.estimate.seconds import update_bytes
@@ -70,9 +69,6 @@ DEGREES = (
 )
 PIPELINE = ("parallel.pipeline.schedule", "parallel.pipeline.chunks")
 """Settings of which several values are tried: of every plan, and of plans with a pipeline."""
-
-READ = {"chunks": "fusion_chunks", "triton": "fusion_looks"}
-"""Ways of `parallel.fusion` -> settings that these alone read."""
 
 SHARED = 8192
 """Tokens of a sequence that a rank holds at least, in plans that are tried."""
@@ -205,7 +201,6 @@ class _Search:
 
     def ways(self, parallel: ParallelConfig) -> Iterator[ParallelConfig]:
         """A plan by collectives, by copies between the GPUs of a node, and as the settings say, where that is legal."""
-        given = {name: getattr(self.base.parallel, name) for name in READ.values()}
         base, copies = self.base, ["copy_engine"] * (self.hardware.device != "CPU")  # where copies take no core's time
         fusions, transports = [base.parallel.fusion, *copies], [base.parallel.zero.transport, *copies]
         if parallel.tp == 1 or float8_settings(base.precision):  # in fp8 none has run on GPUs
@@ -214,7 +209,7 @@ class _Search:
             transports = []
         pairs = itertools.product(dict.fromkeys(["off", *fusions]), dict.fromkeys(["collectives", *transports]))
         for fusion, transport in pairs:
-            way = by(replace(parallel, **given), fusion, transport)
+            way = by(parallel, fusion, transport)
             if (fusion, transport) == ("off", "collectives") or not check_plan(way, self.world, self.spec, self.node):
                 yield way
 
@@ -225,8 +220,8 @@ class _Search:
         schedules = [one for one in schedules if self.keeps(one, PIPELINE)] if plan.pp > 1 else schedules[:1]
         self.legal += len(schedules)
         batch = BatchPlan(config.batch.sequence_length, self.global_size, micro, accumulation)
-        timing, *others = (self.timing(way, plan, batch) for way in candidates(config, plan, self.node))
-        work = min(sum(one.terms.values()) for one in (timing, *others))
+        timing = self.timing(config, plan, batch)
+        work = sum(timing.terms.values())
         sharded = parameter_counts(self.spec)["total"] / (plan.tp * plan.pp * plan.shard)
         bound = accumulation * work / plan.pp
         bound += update_bytes(config) * sharded / self.pace.optimizer
@@ -326,6 +321,5 @@ class _Search:
 
 
 def by(parallel: ParallelConfig, fusion: str, transport: str) -> ParallelConfig:
-    """The plan whose ranks communicate so, without what only another way reads."""
-    unread = {name: getattr(ParallelConfig, name) for way, name in READ.items() if way != fusion}
-    return replace(parallel, fusion=fusion, zero=replace(parallel.zero, transport=transport), **unread)
+    """The plan whose ranks communicate so."""
+    return replace(parallel, fusion=fusion, zero=replace(parallel.zero, transport=transport))

@@ -11,15 +11,17 @@ from typing import NamedTuple
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.planning.cost.flops import flops_per_token
-from trainer.planning.estimate.coding import candidates, chosen
+from trainer.planning.documents import USUAL, Documents, are_unknown, with_documents
 from trainer.planning.estimate.memory import Peak, peaks
 from trainer.planning.estimate.pace import Pace
 from trainer.planning.estimate.seconds import step_seconds, step_terms
 from trainer.planning.estimate.sequence import GIB, Room, settle
 from trainer.planning.estimate.timing import AXES, time_units
-from trainer.planning.estimate.unknown import assumptions, ends
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.simulate import Simulation
+
+SHORTEST = 128.0
+"""Tokens of a document at the lower end, where the lengths of documents are not known."""
 
 
 class Band(NamedTuple):
@@ -42,12 +44,10 @@ class Estimate:
     """What a step will take. All times in seconds.
 
     terms: of a step, as the mean over pipeline ranks; they add up to `seconds`. hidden: communication by axis that
-    computation hides. ranks: the fullest moment of each pipeline rank. held: the configuration of which these are, of
-    the ways that codec=auto tries.
+    computation hides. ranks: the fullest moment of each pipeline rank.
     """
 
     config: Config
-    held: Config
     layout: Layout
     hardware: HardwareConfig
     terms: dict[str, float]
@@ -74,14 +74,12 @@ class Estimate:
 
     @cached_property
     def _ends(self) -> list[dict[str, float]]:
-        """The terms at both ends of what is not known."""
-        node, found = min(self.layout.plan.world, self.hardware.devices), list[dict[str, float]]()
-        for ways in ends(self.config, self.layout.plan, node):
-            terms = [terms_of(way, self.layout, self.hardware) for way in ways]
-            times = [sum(one.values()) for one in terms]
-            near = (1 + 2 * self.hardware.band) * times[chosen(times)]
-            found += [one for one, time in zip(terms, times) if time <= near]
-        return found
+        """The terms with the shortest and the longest documents, where their lengths are not known."""
+        if not are_unknown(self.config.data):
+            return []
+        length = float(self.config.batch.sequence_length)
+        ends = [with_documents(self.config, Documents(one, one)) for one in (min(SHORTEST, length), length)]
+        return [terms_of(one, self.layout, self.hardware) for one in ends]
 
     @cached_property
     def band(self) -> Band:
@@ -101,7 +99,12 @@ class Estimate:
     @property
     def assumptions(self) -> list[str]:
         """What is taken where something is not known, in sentences."""
-        return assumptions(self.config, self.layout.plan, min(self.layout.plan.world, self.hardware.devices))
+        if not are_unknown(self.config.data):
+            return []
+        return [
+            f"how long documents are, which are masked: {USUAL.mean:,.0f} tokens are taken in the mean, and the band "
+            f"goes from {SHORTEST:.0f} to one document a sequence; set data.documents.mean"
+        ]
 
     @property
     def tokens_per_second(self) -> float:
@@ -149,21 +152,17 @@ def estimate_within(
 ) -> Estimate | None:
     """The same of a step that takes no longer than `seconds`, or None. lowered: see `memory.peaks`."""
     node, pace = min(layout.plan.world, hardware.devices), Pace.of(hardware, config.precision)
-    ways = candidates(config, layout.plan, node)
-    timings = [time_units(way, layout, hardware) for way in ways]
-    steps = [step_seconds(way, layout, timing, pace) for way, timing in zip(ways, timings)]
-    taken = chosen([taken for _, taken in steps])
-    simulation, least = steps[taken]
+    timing = time_units(config, layout, hardware)
+    simulation, least = step_seconds(config, layout, timing, pace)
     if least > seconds:
         return None
-    terms, hidden = step_terms(ways[taken], layout, timings[taken], pace, simulation)
-    tried = [(way, tuple(peaks(way, layout, lowered, node))) for way in ways]
-    held, ranks = max(tried, key=lambda one: fullest(one[1]).reserved)
-    return Estimate(config, held, layout, hardware, terms, hidden, simulation, ranks, pace.peak)
+    terms, hidden = step_terms(config, layout, timing, pace, simulation)
+    ranks = tuple(peaks(config, layout, lowered, node))
+    return Estimate(config, layout, hardware, terms, hidden, simulation, ranks, pace.peak)
 
 
 def terms_of(config: Config, layout: Layout, hardware: HardwareConfig) -> dict[str, float]:
-    """Seconds of a step by term, of a configuration that leaves nothing open."""
+    """Seconds of a step by term."""
     timing, pace = time_units(config, layout, hardware), Pace.of(hardware, config.precision)
     simulation, _ = step_seconds(config, layout, timing, pace)
     return step_terms(config, layout, timing, pace, simulation)[0]

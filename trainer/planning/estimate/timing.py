@@ -164,7 +164,6 @@ class _Timer:
             call=hardware.signal * 1e-6,
             adding=(1 + 1 / ring.ranks) * stream / self.pace.memory,
             hidden=self.pace.hidden,
-            near=not self.config.parallel.tp_across_nodes,
         )
         return WAYS[self.config.parallel.fusion](link), Off(link)
 
