@@ -57,8 +57,8 @@ SETTINGS = [
     "logging.every=1",
     "logging.report=false",
     "data.sources.stdlib.limit=20",
-    "guard.stall_seconds=20",
-    "guard.stall_allowance=60",
+    "guard.stall_seconds=60",
+    "guard.stall_allowance=180",
 ]
 LAUNCHERS = {
     "trainer train": ["-m", "trainer", "train", "--processes", str(PROCESSES)],
@@ -68,7 +68,7 @@ LAUNCHERS = {
 FAULTS = {"kill rank": 4, "kill launcher": 2, "kill all": 2, "SIGTERM": 2, "SIGHUP": 1, "stop rank": 1}
 MOMENTS = {"start": 3, "training": 4, "save": 2}
 """How often each is drawn."""
-LIMIT = 60.0
+LIMIT = 180.0
 """Seconds without output in which a run has to take a step after a fault, and its processes have to be gone after their
 end."""
 

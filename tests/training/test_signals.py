@@ -90,7 +90,7 @@ class Launch:
     def end(self) -> int:
         """The exit code, once the workers have ended too."""
         try:
-            code = self.process.wait(120)
+            code = self.process.wait(600)
             self.wait_until_gone()
             return code
         finally:
@@ -230,7 +230,7 @@ def test_nohup_keeps_a_run_and_its_launcher_from_a_hangup(place):
 
 def test_a_run_goes_on_when_the_shell_that_started_it_has_ended(place):
     shell = Launch(folder_of(place), ["-c", '"$@" & echo $!', "-", sys.executable, *ONE], python="bash")
-    shell.process.wait(60)
+    shell.process.wait(600)
     run = int(shell.text.split()[0])
     try:
         end = time.monotonic() + 60
@@ -288,7 +288,7 @@ time.sleep(0.2)
 assert not [thread for thread in threading.enumerate() if thread.name == "signals"]
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([warm_python(), "-c", script], env=environment, check=True, timeout=60)
+    subprocess.run([warm_python(), "-c", script], env=environment, check=True, timeout=600)
 
 
 @pytest.mark.parametrize("command", [ONE, OURS], ids=["one", "ours"])

@@ -35,7 +35,7 @@ def soaked(soak, tmp_path_factory) -> Any:
         lambda text: said.append(text),
     )
     try:
-        one.run(120, kills=6)
+        one.run(1200, kills=6)  # a guard against hangs, not slow machines
     finally:
         one.close()
     return one, said
