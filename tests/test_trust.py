@@ -53,7 +53,6 @@ USES = [
     Use("import_module", "trainer/parallel/deepspeed/__init__.py", "one name, in the file"),
     Use("register_new_resolver", "trainer/config/compose.py", "an interpolation that compares two numbers"),
     Use("all_gather_object broadcast_object_list", "trainer/distributed/world.py", BETWEEN_RANKS),
-    Use("broadcast_object_list", "trainer/distributed/fastest.py", BETWEEN_RANKS),
     Use("all_gather_object broadcast_object_list", "trainer/distributed/symmetric_memory.py", BETWEEN_RANKS),
     Use("gather_object", "trainer/parity/watch.py", BETWEEN_RANKS),
     Use(
