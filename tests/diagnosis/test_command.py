@@ -11,12 +11,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import yaml
 from support.accounts import QUIET, Case, accounts
 
 from trainer import diagnose
 from trainer.config import typed
 from trainer.config.compose import CONFIGS
+from trainer.config.synonyms import REMOVED
 from trainer.diagnosis.account import ACCOUNTS
+from trainer.diagnosis.evidence import gather
 from trainer.observe.hardware import over_ranks
 from trainer.observe.watchdog import Heartbeat, RankReport
 from trainer.pages.folder import Run
@@ -168,6 +171,23 @@ def test_hardware_tells_rooflines_and_throttled_clocks(tmp_path):
         assert diagnose.main([str(run), "--config-dir", str(tmp_path), "--json", str(out), *words]) == 0
         found = json.loads(out.read_text())["roofline"]["ceilings"]
         assert found and found["bandwidth"] == 4321e9
+
+
+@pytest.mark.parametrize("removed", REMOVED)
+def test_the_plan_of_a_run_of_an_earlier_version_is_known_or_said_why_not(tmp_path, removed):
+    """Settings that are gone stand in every config.yaml of such a run, and change nothing; values that are gone do."""
+    settings = typed.plain(compose(["+config=debug"], world_size=1))
+    path, _, value = removed.partition("=")
+    *sections, name = path.split(".")
+    section = settings
+    for one in sections:
+        section = section[one]
+    section[name] = value or 4
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    found = gather(tmp_path, [], [], {})
+    assert (found.layout is None) == bool(value)
+    said = [note for note in found.notes if "the plan is not known" in note]
+    assert len(said) == bool(value) and all(f"{removed} was removed; set" in note for note in said)
 
 
 @pytest.mark.parametrize("seconds, micro, part", [((0.3, 0.1), 16, "imbalance"), ((0.2, 0.2), 2, "schedule")])

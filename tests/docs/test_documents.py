@@ -34,6 +34,7 @@ from trainer.config import Config, ConfigError, options, typed
 from trainer.config.compose import CONFIGS
 from trainer.config.hardware import HardwareConfig
 from trainer.config.json_schema import json_schema
+from trainer.config.synonyms import REMOVED
 from trainer.observe import metrics
 from trainer.parity import cli as parity
 from trainer.planning import variants
@@ -561,7 +562,8 @@ def test_named_files_and_settings(path: Path, known: tuple[set[str], set[str], d
             problems.append(f"`{span}`: there is no such file or folder")
         section, dot, _ = span.partition(".")
         if re.fullmatch(r"[a-z_.\d]+", span) and dot and typed.is_setting(section) and span not in files:
-            if not (typed.is_setting(span) or typed.is_entry(span) or span in settings):
+            gone = path.stem == "CHANGELOG" and span in REMOVED  # entries of earlier versions name it
+            if not (typed.is_setting(span) or typed.is_entry(span) or span in settings or gone):
                 problems.append(f"`{span}`: there is no such setting")
         for word in span.split():
             key, equals, value = word.strip("'").lstrip("+~").partition("=")

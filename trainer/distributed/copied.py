@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
@@ -186,7 +185,6 @@ def _(operands: Sequence[Tensor], weights: Sequence[Tensor], role: str, multiply
     return operands[0].new_empty(len(operands[0]) // GROUPS[group].size, outputs(weights[0], Role[role]))
 
 
-@dataclass(frozen=True)
 class Copied(TensorGroup):
     """`TensorGroup` by copies over memory that the ranks of a node share."""
 

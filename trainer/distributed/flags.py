@@ -46,12 +46,8 @@ def await_flag(flag: Tensor, epoch: int) -> None:
 
 def read(flags: Tensor) -> Tensor:
     """What flags say now, on the host, whatever the current stream waits for."""
-    with beside(flags):
+    with torch.cuda.stream(side_stream(flags.device)) if flags.is_cuda else contextlib.nullcontext():
         return flags.to("cpu", copy=True)
-
-
-def beside(flags: Tensor) -> contextlib.AbstractContextManager:
-    return torch.cuda.stream(side_stream(flags.device)) if flags.is_cuda else contextlib.nullcontext()
 
 
 @cache

@@ -7,7 +7,6 @@ order of the program, which is the same on all ranks; their number is the epoch 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -148,7 +147,6 @@ def _(sent: Tensor, group: str) -> Tensor:
     return sent.new_empty(sent.shape)
 
 
-@dataclass(frozen=True)
 class Fused(TensorGroup):
     """`TensorGroup` by kernels that multiply while they communicate."""
 
