@@ -33,8 +33,10 @@ QUIET = (
     "test_eight_causes_of_eight_are_named_and_the_larger_of_two",
     "test_the_file_is_hardware_and_says_what_was_measured",
     "test_the_estimate_with_it_is_near_a_run",
+    "test_every_signal_stops_a_run_or_leaves_a_truthful_status",
+    "test_signals_to_our_launcher_reach_its_workers",
 )
-"""Tests that measure times: nothing else runs beside them."""
+"""Tests that measure times, or start many processes at once: nothing else runs beside them."""
 
 LONG = (
     "test_plans.py",

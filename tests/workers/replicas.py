@@ -67,7 +67,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "hsdp3_ema": {"parallel": "zero3", "parallel.shard": 2, "precision": "bf16", "optimizer.ema.decay": 0.9},
     "tp2": {"parallel.tp": 2, "precision": "bf16"},
     "tp4_muon": {"parallel.tp": 4, "model.attention.kv_heads": 4, "optimizer": "muon"},
-    "tp2_zero3": {"parallel.tp": 2, "parallel.zero.stage": 3, "parallel.fusion": "chunks"},
+    "tp2_zero3": {"parallel.tp": 2, "parallel.zero.stage": 3},
     "cp2": {"parallel.cp": 2, "parallel.zero.stage": 0},
     "cp2_heads": {
         "parallel.cp": 2,
