@@ -226,7 +226,8 @@ class MemoryCheckpointer(Checkpointer):
         wait: bool = False,
         keep_older: bool = False,
     ) -> None:
-        """As `Checkpointer.save`. Says once if training had to wait for the one before."""
+        """As `Checkpointer.save`, but `keep_older` changes nothing: memory holds the newest checkpoint alone. Says once
+        if training had to wait for the one before."""
         if self.saving and not self.waited and self._rank == 0:
             self.waited = True
             self._messages.append(
