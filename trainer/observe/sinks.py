@@ -272,7 +272,10 @@ class Wandb:
     Without a key (WANDB_API_KEY, or netrc), and when the server cannot be reached, the run is kept in run_folder/wandb
     for `wandb sync`. WANDB_MODE, where it is set, decides instead. The run's id is kept in run_folder/wandb-id, so that
     a resumed run continues the same curves (offline: once its parts are synced). Weights & Biases ignores steps that it
-    has already."""
+    has already.
+
+    The package is imported before the thread starts: two threads that import modules of protobuf at the same time can
+    end the process by a segmentation fault."""
 
     START, FINISH = 20, 30  # seconds: to reach the server before going offline; to deliver the last lines in close()
     EXIT_CODES = {"done": DONE, "stopped": STOPPED}
@@ -280,6 +283,9 @@ class Wandb:
     def __init__(
         self, folder: Path, settings: WandbConfig, name: str, resume_step: int, config: dict[str, Any], notify: Notify
     ):
+        import wandb
+
+        self.wandb = wandb
         self.folder, self.settings, self.name, self.config, self.notify = folder, settings, name, config, notify
         kept = folder / "wandb-id"
         self.id = kept_id(kept) if resume_step else None
@@ -328,8 +334,6 @@ class Wandb:
             self.error = error
 
     def _start(self) -> Any:
-        import wandb
-
         arguments = dict(
             project=self.settings.project,
             entity=self.settings.entity,
@@ -338,17 +342,17 @@ class Wandb:
             id=self.id,
             config=self.config,
             dir=str(self.folder),
-            settings=wandb.Settings(console="off", silent=True, init_timeout=self.START),
+            settings=self.wandb.Settings(console="off", silent=True, init_timeout=self.START),
         )
         mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
         if mode != "online":
-            return wandb.init(mode=mode, **arguments)
+            return self.wandb.init(mode=mode, **arguments)
         try:
-            return wandb.init(mode=mode, resume="allow", **arguments)
+            return self.wandb.init(mode=mode, resume="allow", **arguments)
         except Exception as error:
             self.notify(f"wandb stays offline, `wandb sync` delivers the run later: {reason_of(error)}")
-            wandb.teardown()  # its service still holds the run's id
-            return wandb.init(mode="offline", **arguments)
+            self.wandb.teardown()  # its service still holds the run's id
+            return self.wandb.init(mode="offline", **arguments)
 
 
 def kept_id(path: Path) -> str | None:
