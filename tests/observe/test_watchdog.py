@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
+import socket
 import subprocess
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from support.launch import WORKERS, warm_python
@@ -18,6 +23,7 @@ from support.launch import WORKERS, warm_python
 from trainer.cluster.ports import free_ports
 from trainer.config import GuardConfig
 from trainer.observe import flight
+from trainer.observe.neighbours import NeighbourWatch
 from trainer.observe.stragglers import Stragglers, slowest
 from trainer.observe.watchdog import (
     DATA,
@@ -171,6 +177,29 @@ def test_the_report_begins_with_who_holds_up_the_others():
         "rank 2 (behind the others) on node1: waiting for data in step 8 for 12.0 s, at step.py:32 train_step",
         "ranks 0-1 on node0: training in step 8 for 12.0 s, at step.py:32 train_step",
     ]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("orderly", [True, False])
+def test_all_ranks_learn_of_one_that_is_lost_and_none_of_one_that_says_goodbye(size, orderly):
+    store, heard = dist.HashStore(), {rank: queue.Queue() for rank in range(size)}
+    ring = [NeighbourWatch(store, rank, size, heard[rank].put) for rank in range(size)]
+    stranger = json.loads(store.get("address/0"))["port"]
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", stranger), 5) as connection:
+        connection.sendall(b"x" * 32)  # without the token
+    end = time.monotonic() + 20
+    while any(len(watch.connections) < 2 for watch in ring) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert all(len(watch.connections) == 2 for watch in ring)
+    ring[1].close(orderly)
+    for rank in set(range(size)) - {1}:
+        if orderly:
+            with pytest.raises(queue.Empty):
+                heard[rank].get(timeout=0.2)
+        else:
+            assert heard[rank].get(timeout=20) == 1
+    for watch in ring:
+        watch.close(orderly=True)
 
 
 def test_a_stall_ends_every_rank_and_names_those_that_hold_up_the_others(tmp_path):

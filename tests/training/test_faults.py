@@ -254,6 +254,23 @@ def test_killed_stopped_and_broken_ranks(calm, folder):
     assert json.loads((folder / "status.json").read_text()) == {"status": "done", "step": STEPS, "steps": STEPS}
 
 
+def test_a_rank_that_waits_for_its_gpu_leaves_when_another_is_killed(calm, folder):
+    """It takes no signal and hears of no broken connection of gloo; torchrun would end it after 30 seconds."""
+    launch = Launch(folder, 2, WAITING_RANK="0")
+    try:
+        launch.wait_for(lambda: "waits for ever" in launch.text(), "step 20")
+        began = time.monotonic()
+        os.kill(launch.rank(1), signal.SIGKILL)
+        assert launch.end() != 0
+    finally:
+        launch.kill()
+    assert time.monotonic() - began < 25, launch.text()
+    reason = "the process of rank 1 ended during training, step 21"
+    assert f"rank 0 leaves: {reason}" in launch.text()
+    status = json.loads((folder / "status.json").read_text())
+    assert status == {"status": "failed", "step": 20, "steps": STEPS, "reason": reason}
+
+
 def stop_and_read(launch: Launch, rank: int) -> None:
     """Stops a rank until the watchdog has ended the run for it, and reads what it says."""
     before = set((launch.folder / "flight").glob("*/report.txt"))

@@ -1,5 +1,5 @@
-"""`python -m trainer` with a rank that is slow from step 20 on (SLOW_RANK) and one whose gradient breaks when the
-file BREAK exists.
+"""`python -m trainer` with a rank that is slow from step 20 on (SLOW_RANK), one that waits in step 20 for what never
+comes, as for a GPU (WAITING_RANK), and one whose gradient breaks when the file BREAK exists.
 
 Two steps after a checkpoint are broken, which guard.max_skipped=2 ends the run for, before the next checkpoint holds
 the gap."""
@@ -18,6 +18,7 @@ import trainer.training.trainer
 from trainer.cli import main
 
 RANK, SLOW = int(os.environ.get("RANK", 0)), int(os.environ.get("SLOW_RANK", -1))
+WAITING = int(os.environ.get("WAITING_RANK", -1))
 BREAK, EVERY = Path(os.environ["BREAK"]), 5
 train_step = trainer.training.trainer.train_step
 broken: list[int] = []
@@ -26,6 +27,10 @@ broken: list[int] = []
 
 def faulty_step(state: Any, batches: Any, stop: bool) -> Any:
     layer, handle = state.stages[0].layers["1"], None
+    if RANK == WAITING and state.step == 20:
+        print("waits for ever", flush=True)
+        while True:
+            time.sleep(1)
     if RANK == SLOW and state.step >= 20:
         handle = layer.register_forward_pre_hook(lambda *_: time.sleep(0.15))
     # The first two steps after a save, in turn.

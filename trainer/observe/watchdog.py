@@ -28,10 +28,12 @@ from trainer.config import GuardConfig
 from trainer.distributed.boxes import late
 from trainer.distributed.c10d_internals import default_store
 from trainer.observe import flight
+from trainer.observe.neighbours import NeighbourWatch
 from trainer.observe.sinks import write_status
 from trainer.util.exit_codes import STALLED
 from trainer.util.files import write_atomic
 from trainer.util.reading import Malformed, Shape, mismatch, parse_json, read_json
+from trainer.util.run_folder import STATUS
 
 STARTING, DATA, STEP, SCHEDULE, EVALUATING, SAVING, ENDING = (
     "starting",
@@ -50,6 +52,9 @@ KNOWN = 3
 FIRST = 8
 """Only the ranks below this one give up when their time is over. The others wait to be told through the store, and give
 up by themselves later: all ranks at once would flood the store."""
+
+GRACE = 3.0
+"""Seconds in which this rank may end by an error of its own, once another rank is known to have ended."""
 
 PATIENCE = 15.0
 """Once a rank has given up, the others have at most so many seconds to write their reports."""
@@ -133,6 +138,7 @@ class Watchdog:
         self.heard: dict[int, float] = {}  # when each of them was first seen here, by this rank's monotonic clock
         self.reason = ""  # why the first rank gave up
         self.stalled, self.closed, self.hurry, self.asking, self.answered = (threading.Event() for _ in range(5))
+        self.neighbours: NeighbourWatch | None = None
         self.enter(STARTING, 0)
         if not settings.stall_factor:
             return
@@ -143,6 +149,8 @@ class Watchdog:
             # It has its own connection: on a shared one, a thread that waits for a key blocks the others.
             self.store = dist.PrefixStore(f"watchdog/{start}", default_store().clone())
             threading.Thread(target=self._exchange, name="watchdog's store", daemon=True).start()
+            connections = dist.PrefixStore(f"neighbours/{start}", default_store().clone())
+            self.neighbours = NeighbourWatch(connections, rank, size, self._leave_after)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     @property
@@ -164,9 +172,12 @@ class Watchdog:
             limit = ordinary if phase in (DATA, STEP) else max(ordinary, limit)
         self.count, self.phase, self.step, self.since, self.limit = self.count + 1, phase, step, now, limit
 
-    def close(self) -> None:
-        """Ends the watch."""
+    def close(self, orderly: bool) -> None:
+        """Ends the watch. orderly: whether this rank ends without an error; otherwise the others need not wait for
+        it."""
         self.closed.set()
+        if self.neighbours is not None:
+            self.neighbours.close(orderly)
         self.hurry.set()
         if self.settings.stall_factor and self.size > 1:
             faulthandler.cancel_dump_traceback_later()
@@ -240,6 +251,18 @@ class Watchdog:
                     self.answered.set()
                 self.hurry.wait(self.period)
                 self.hurry.clear()
+
+    def _leave_after(self, lost: int) -> None:
+        """Ends this process, since that of another rank has ended without a goodbye, unless this one ends by itself or
+        reports a stall."""
+        if self.closed.wait(GRACE) or self.stalled.is_set() or self.phase == ENDING:
+            return
+        reason = f"the process of rank {lost} ended during {self.phase}, step {self.step}"
+        print(f"rank {self.rank} leaves: {reason}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, Malformed):
+            if read_json(self.folder / STATUS, {"status": str}, "")["status"] == "running":
+                write_status(self.folder, "failed", self.done, self.total, reason)
+        os._exit(STALLED)
 
     def _end_process(self) -> None:
         """Writes this rank's report; one rank also prints a report on all. Then ends this process."""

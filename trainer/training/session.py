@@ -151,8 +151,10 @@ def watching(config: Config, world: World) -> Iterator[Watchdog]:
     watchdog = Watchdog(Path(config.run.dir), start, world.rank, world.size, config.guard, config.run.steps)
     try:
         yield watchdog
-    finally:
-        watchdog.close()
+    except BaseException:
+        watchdog.close(orderly=False)
+        raise
+    watchdog.close(orderly=True)
 
 
 class Stop:

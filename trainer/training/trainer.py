@@ -138,6 +138,7 @@ class Trainer:
             self.state.close()
         except BaseException as error:
             reason = reason_of(error)
+            self.watchdog.enter(ENDING, self.state.step)
             if isinstance(error, NonFinite):  # on all ranks: a save in the background is from before it
                 self.checkpointer.wait()
                 self.report_saves()

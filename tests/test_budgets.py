@@ -1,0 +1,67 @@
+"""How large the project may be. A line in CHANGELOG.md says why a budget is raised; after a removal it is lowered.
+
+The targets are 310,000 tokens, 215 files, 190 settings and 45,000 words."""
+
+from __future__ import annotations
+
+import ast
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from trainer.config import typed
+
+ROOT = Path(__file__).parents[1]
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+def count_tokens(path: Path) -> int:
+    """Python's tokens of a file without comments, docstrings and layout: longer lines do not make it smaller."""
+    strings = {
+        (node.lineno, node.col_offset)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    }
+    with path.open("rb") as file:
+        return sum(
+            token.type not in LAYOUT and not (token.type == tokenize.STRING and token.start in strings)
+            for token in tokenize.tokenize(file.readline)
+        )
+
+
+def count_words(*pages: Path) -> int:
+    return sum(len(page.read_text().split()) for page in pages)
+
+
+FILES = sorted((ROOT / "trainer").rglob("*.py"))
+
+BUDGETS = {
+    "tokens of trainer/": (lambda: sum(map(count_tokens, FILES)), 349_000),
+    "files of trainer/": (lambda: len(FILES), 328),
+    "settings": (lambda: sum(1 for _ in typed.settings()), 243),
+    "pages of docs/": (lambda: len(list((ROOT / "docs").glob("*.md"))), 30),
+    "words of docs/": (lambda: count_words(*(ROOT / "docs").glob("*.md")), 84_000),
+    "words of README.md": (lambda: count_words(ROOT / "README.md"), 1_950),
+    "files of bench/": (lambda: len(list((ROOT / "bench").glob("*.py"))), 18),
+}
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_budget(name):
+    count, budget = BUDGETS[name]
+    assert count() <= budget, f"{name}: more than {budget}; make it smaller, or say in CHANGELOG.md why it grows"
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_budget_is_near_what_it_limits(name):
+    count, budget = BUDGETS[name]
+    assert count() >= 0.97 * budget - 2, f"{name}: {count()}; lower the budget of {budget}"
