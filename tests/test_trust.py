@@ -19,7 +19,7 @@ BUILTINS = ("eval", "exec", "compile", "__import__")
 
 ATTRIBUTES = (
     *("import_module", "system", "popen", "instantiate", "register_new_resolver"),
-    *("read_pickle", "unsafe_load", "full_load", "UnsafeLoader", "FullLoader", "FileSystemReader"),
+    *("unsafe_load", "full_load", "UnsafeLoader", "FullLoader", "FileSystemReader"),
     *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list", "send_object_list"),
 )
 """Functions that run what they are given, or unpickle what comes from a file or another rank."""
@@ -61,7 +61,6 @@ USES = [
         "trainer/checkpointing/checkpointer.py",
         BETWEEN_RANKS,
     ),
-    Use("read_pickle", "trainer/checkpointing/format_1.py", "the project's own, which reads a pickle as data"),
     Use("all_gather_object", "bench/step.py", BETWEEN_RANKS),
 ]
 LISTED = {(use.file, name) for use in USES for name in use.names.split()}

@@ -78,12 +78,11 @@ def test_what_a_case_calls_would_leave_a_trace(tmp_path):
     assert (tmp_path / "canary").is_dir()
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", malformed.KINDS)
 def test_malformed_checkpoints_are_refused(tmp_path, little_memory, kind):
     outside = tmp_path / "outside"
     outside.mkdir()
-    good = (malformed.save_format_1 if kind.startswith("old") else malformed.save)(tmp_path / "good")
+    good = malformed.save(tmp_path / "good")
     assert wrong(Case("untouched", lambda path: None, "same"), good, tmp_path) is None
     problems = [wrong(case, good, tmp_path) for case in malformed.KINDS[kind](outside)]
     assert [problem for problem in problems if problem] == []
@@ -91,10 +90,8 @@ def test_malformed_checkpoints_are_refused(tmp_path, little_memory, kind):
     assert {file.name for file in tmp_path.iterdir()} <= {"good", "outside", "secret.bin"}
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_refusal_names_what_a_checkpoint_would_call(tmp_path):
-    path = malformed.save_format_1(tmp_path)
-    malformed.rewritten(".metadata", lambda _: pickled(tmp_path / "canary"))(path)
-    with pytest.raises(ConfigError, match="step-00000002/.metadata: it names 'posix.mkdir', .* nothing was run"):
+def test_a_checkpoint_of_the_first_format_is_refused_with_the_version_that_reads_it(tmp_path):
+    path = malformed.save(tmp_path)
+    malformed.put_manifest(path, malformed.manifest(path) | {"format": 1})
+    with pytest.raises(ConfigError, match="manifest.json has format 1, which only version 0.1.0 reads"):
         read_tensors(path)
-    assert not (tmp_path / "canary").exists()

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
 import json
 import os
-import pickle
 import random
 import shutil
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from support.damage import ODD as ANYWHERE
-from support.damage import REMOVED, Call, pickled
+from support.damage import REMOVED, pickled
 from torch import Tensor
 
 from trainer.checkpointing.checkpointer import Checkpointer
@@ -86,18 +82,6 @@ def save(folder: Path) -> Path:
     checkpointer.save(2, tensors, {"spec": spec.to_dict(), **STATES}, wait=True)
     checkpointer.close()
     return folder / "step-00000002"
-
-
-def save_format_1(folder: Path) -> Path:
-    """The same as version 0.1.0 would have saved it."""
-    spec, tensors = model()
-    path = folder / "step-00000002"
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
-    held = {name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for name, t in tensors.items()}
-    about = {"format": 1, "saved": 1.0, "spec": spec.to_dict(), **STATES, "step": 2, "files": {}, "tensors": held}
-    put_manifest(path, about | {"files": {file.name: {} for file in path.iterdir()}})
-    fit(path)
-    return path
 
 
 def manifest(path: Path) -> dict[str, Any]:
@@ -375,168 +359,8 @@ def tensor_files(outside: Path) -> Iterator[Case]:
         put(path / ".metadata", call)
         put_manifest(path, manifest(path) | {"format": 1})
 
-    yield Case("an index of format 1 in format 2", older)
+    yield Case("a manifest of format 1", older)
 
 
-def old_indexes(outside: Path) -> Iterator[Case]:
-    """`.metadata` of format 1 that is cut, flipped, or calls something."""
-    name, canary = ".metadata", outside / "canary"
-    yield from another_file(name, outside)
-    for share in (0, 0.001, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999):
-        yield Case(f"index cut at {share}", rewritten(name, cut(share)))
-    for seed in range(60):
-        yield Case(f"index flip {seed}", rewritten(name, flipped(seed, bits=1 + seed % 3)), "any")
-    for number, content in enumerate(
-        [Call(canary), [Call(canary)], {"a": Call(canary)}, (1, Call(canary)), 1, {}, None]
-    ):
-        yield Case(
-            f"index is another pickle {number}", rewritten(name, lambda _, content=content: pickle.dumps(content))
-        )
-        protocol = rewritten(name, lambda _, content=content: pickle.dumps(content, protocol=0))
-        yield Case(f"index is another old pickle {number}", protocol)
-    for call in CALLS:
-        program = b"c" + call.replace(" ", "\n").encode() + b"\n(X" + len(str(canary)).to_bytes(4, "little")
-        program += str(canary).encode() + b"tR."
-        yield Case(f"index calls {call}", rewritten(name, lambda _, program=program: b"\x80\x02" + program))
-        yield Case(
-            f"index calls {call} and goes on",
-            rewritten(name, lambda content, program=program: b"\x80\x04" + program[:-1] + b"0" + content[2:]),
-        )
-    bombs = {
-        "memo": b"\x80\x02Nr\xff\xff\xff\xff.",
-        "bytes": b"\x80\x04\x8e" + (2**60).to_bytes(8, "little") + b".",
-        "text": b"\x80\x04\x8d" + (2**60).to_bytes(8, "little") + b".",
-        "frame": b"\x80\x04\x95" + (2**60).to_bytes(8, "little") + b".",
-        "number": b"\x80\x02\x8b\xff\xff\xff\x7f.",
-        "nest": b"\x80\x02" + b"(" * 10**5 + b"t" * 10**5 + b".",
-        "doubling": b"\x80\x02N" + b"q\x00h\x00\x86" * 4000 + b".",
-        "doubling key": b"\x80\x02}N" + b"q\x00h\x00\x86" * 200 + b"Ns.",
-        "empty stack": b"\x80\x02R.",
-        "no end": b"\x80\x02N",
-        "unknown": b"\x80\x02\xee.",
-    }
-    for kind, program in bombs.items():
-        yield Case(f"index bomb {kind}", rewritten(name, lambda _, program=program: program))
-    for field in ("planner_data", "storage_meta", "version"):
-        yield Case(f"a call as {field}", in_index(lambda index, f=field: setattr(index, f, Call(canary))))
-    yield Case("a call as a tensor", in_index(lambda index: index.state_dict_metadata.update(error=Call(canary))))
-    changes: dict[str, Callable[[Any], object]] = {
-        "escape": lambda place: setattr(place, "relative_path", "../secret.bin"),
-        "absolute": lambda place: setattr(place, "relative_path", "/etc/passwd"),
-        "no path": lambda place: setattr(place, "relative_path", 3),
-        "itself": lambda place: setattr(place, "relative_path", ".metadata"),
-        "manifest": lambda place: setattr(place, "relative_path", "manifest.json"),
-        "beyond": lambda place: setattr(place, "offset", 2**40),
-        "negative": lambda place: setattr(place, "offset", -1),
-        "huge": lambda place: setattr(place, "length", 2**62),
-        "short": lambda place: setattr(place, "length", 10),
-        "other": lambda place: setattr(place, "offset", 0),
-        "transformed": lambda place: setattr(place, "transform_descriptors", ["zstd"]),
-        "no length": lambda place: delattr(place, "length"),
-    }
-    for kind, change in changes.items():
-        yield Case(
-            f"a place: {kind}", in_index(lambda index, change=change: change(list(index.storage_data.values())[-1]))
-        )
-    yield Case("no places", in_index(lambda index: index.storage_data.clear()))
-    yield Case("no tensors", in_index(lambda index: index.state_dict_metadata.clear()))
-    yield Case("huge", in_index(lambda i: setattr(i.state_dict_metadata["error"], "size", torch.Size([2**40, 4]))))
-    yield Case("no chunks", in_index(lambda i: i.state_dict_metadata["error"].chunks.clear()))
-
-
-def in_index(change: Callable[[Any], object]) -> Callable[[Path], None]:
-    """Changes the objects in `.metadata`."""
-
-    def rewrite(content: bytes) -> bytes:
-        index = pickle.loads(content)  # of a file that this test has written
-        change(index)
-        return pickle.dumps(index)
-
-    return rewritten(".metadata", rewrite)
-
-
-def old_archives(outside: Path) -> Iterator[Case]:
-    """Tensors of format 1 in archives that are cut, flipped, swollen, or call something."""
-    name, canary = "__0_0.distcp", outside / "canary"
-    yield from another_file(name, outside)
-    for share in (0, 0.1, 0.5, 0.999):
-        yield Case(f"archives cut at {share}", rewritten(name, cut(share)))
-    for seed in range(60):
-        yield Case(f"archives flip {seed}", rewritten(name, flipped(seed, bits=20)), "any")
-    tensor = torch.ones(3, 4, dtype=torch.int8)
-    contents: dict[str, Any] = {
-        "a call": Call(canary),
-        "a call in a list": [tensor, Call(canary)],
-        "two tensors": [tensor, tensor],
-        "a parameter": torch.nn.Parameter(tensor.float()),
-        "another shape": torch.ones(4, 3, dtype=torch.int8),
-        "another dtype": tensor.int(),
-        "sparse": tensor.to_sparse(),
-        "a module": torch.nn.Linear(1, 1),
-        "text": "text",
-    }
-    for kind, content in contents.items():
-        yield Case(f"an archive with {kind}", archive(saved(content)))
-    yield Case("an archive of a transposed tensor", archive(saved(torch.ones(4, 3, dtype=torch.int8).t())), "same")
-    yield Case("an archive of expanded values", archive(saved(torch.ones(1, 1, dtype=torch.int8).expand(3, 4))), "same")
-    yield Case("an archive in the old form", archive(saved(tensor, _use_new_zipfile_serialization=False)))
-    call = pickle.dumps(Call(canary), protocol=2)
-    changes: dict[str, Callable[[dict[str, bytes]], object]] = {
-        "call": lambda records: records.update({"archive/data.pkl": call}),
-        "no pickle": lambda records: records.pop("archive/data.pkl"),
-        "no values": lambda records: records.pop("archive/data/0"),
-        "few values": lambda records: records.update({"archive/data/0": b"1"}),
-        "big end": lambda records: records.update({"archive/byteorder": b"big"}),
-        "two roots": lambda records: records.update({"other/data.pkl": call}),
-        "hooks": lambda records: records.update({"archive/data.pkl": with_hooks(records["archive/data.pkl"], canary)}),
-    }
-    for kind, change in changes.items():
-        yield Case(f"records: {kind}", archive(repacked(saved(tensor), change)))
-    bomb = repacked(
-        saved(tensor), lambda records: records.update({"archive/data/0": b"\0" * 10**6}), zipfile.ZIP_DEFLATED
-    )
-    yield Case("a compressed archive", archive(bomb))
-
-
-def saved(content: Any, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(content, stream, **options)
-    return stream.getvalue()
-
-
-def with_hooks(program: bytes, canary: Path) -> bytes:
-    """A tensor's pickle that calls something where it has its hooks."""
-    call = pickle.dumps(Call(canary), protocol=2)[2:-1]
-    return program.replace(b"ccollections\nOrderedDict\n", call, 1)
-
-
-def repacked(content: bytes, change: Callable[[dict[str, bytes]], object], method: int = zipfile.ZIP_STORED) -> bytes:
-    """An archive with other records."""
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        records = {name: archive.read(name) for name in archive.namelist()}
-    change(records)
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", method) as archive:
-        for name, record in records.items():
-            archive.writestr(name, record)
-    return stream.getvalue()
-
-
-def archive(content: bytes) -> Callable[[Path], None]:
-    """The tensor `error` of a checkpoint of format 1 is this archive."""
-
-    def damage(path: Path) -> None:
-        end = (path / "__0_0.distcp").stat().st_size
-
-        def move(index: Any) -> None:
-            (place,) = (place for key, place in index.storage_data.items() if key.fqn == "error")
-            place.offset, place.length = end, len(content)
-
-        rewritten("__0_0.distcp", lambda before: before + content)(path)
-        in_index(move)(path)
-
-    return damage
-
-
-KINDS = {kind.__name__: kind for kind in (manifests, models, indexes, tensor_files, old_indexes, old_archives)}
+KINDS = {kind.__name__: kind for kind in (manifests, models, indexes, tensor_files)}
 """Generators of cases; what they put beside a checkpoint lies in the folder that they are given."""

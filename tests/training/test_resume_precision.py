@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import trainer
-from trainer.training.saving import saved_scale
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -58,12 +57,4 @@ def test_the_loss_scale_of_a_resumed_run(begun: dict[str, Path], before: str, af
 def test_a_checkpoint_has_a_loss_scale_where_its_run_had_one(begun: dict[str, Path]) -> None:
     for precision, folder in begun.items():
         manifest = json.loads((folder / "checkpoints/step-00000001/manifest.json").read_text())
-        assert saved_scale(manifest).get("scale") == (1024 if precision == "fp16" else None)
-
-
-@pytest.mark.parametrize("good_steps, kept", [(0, False), (1, True)])
-def test_version_0_1_0_saved_a_scale_of_one_for_none(good_steps: int, kept: bool) -> None:
-    state = {"scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-    state["_growth_tracker"] = good_steps
-    assert saved_scale({"format": 1, "scaler": state}) == (state if kept else {})
-    assert saved_scale({"format": 2, "scaler": state}) == state
+        assert manifest["scaler"].get("scale") == (1024 if precision == "fp16" else None)

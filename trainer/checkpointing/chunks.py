@@ -56,8 +56,8 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
     @classmethod
-    def parse(cls, entry: Any, archived: bool = False) -> StoredTensor:
-        """The inverse of `to_json`. archived: chunks lie in archives, whose `length` their entries tell."""
+    def parse(cls, entry: Any) -> StoredTensor:
+        """The inverse of `to_json`."""
         shape, name, chunks = _fields(entry, ("shape", "dtype", "chunks"), "a tensor")
         if not isinstance(name, str) or name not in DTYPES:
             raise ValueError(f"its dtype is {shown(name)}; known are {', '.join(DTYPES)}")
@@ -66,7 +66,7 @@ class StoredTensor:
             raise ValueError(f"its shape {shown(list(shape))} is too large for any memory")
         if not isinstance(chunks, list):
             raise ValueError(f"its chunks are {shown(chunks)}, which is no list")
-        return cls(torch.Size(shape), dtype, tuple(_chunk(chunk, shape, dtype, archived) for chunk in chunks))
+        return cls(torch.Size(shape), dtype, tuple(_chunk(chunk, shape, dtype) for chunk in chunks))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data. How many bytes a chunk has follows from its sizes and the dtype."""
@@ -120,18 +120,16 @@ def raw(tensor: Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
-def _chunk(entry: Any, shape: tuple[int, ...], dtype: torch.dtype, archived: bool) -> Chunk:
-    names = ("offsets", "sizes", "file", "start", *(("length",) if archived else ()))
-    offsets, sizes, file, start, *length = _fields(entry, names, "a chunk")
+def _chunk(entry: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
+    offsets, sizes, file, start = _fields(entry, ("offsets", "sizes", "file", "start"), "a chunk")
     offsets, sizes = _sizes(offsets), _sizes(sizes)
     if not len(offsets) == len(sizes) == len(shape) or any(
         offset + size > most for offset, size, most in zip(offsets, sizes, shape)
     ):
         raise ValueError("one of its chunks lies outside of it")
-    needed = prod(sizes) * dtype.itemsize
-    if not isinstance(file, str) or length and count(length[0]) < needed:
-        raise ValueError("one of its chunks is in no file, or in fewer bytes than it has")
-    return Chunk(offsets, sizes, file, count(start), length[0] if length else needed)
+    if not isinstance(file, str):
+        raise ValueError("one of its chunks is in no file")
+    return Chunk(offsets, sizes, file, count(start), prod(sizes) * dtype.itemsize)
 
 
 def _fields(entry: Any, names: tuple[str, ...], what: str) -> list[Any]:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpointing import format_1
 from trainer.checkpointing.chunks import Chunk, Piece, StoredTensor, raw
 from trainer.checkpointing.files import WAY_OUT, DamagedCheckpoint, open_inside, shown
 from trainer.checkpointing.manifest import MANIFEST, read_manifest
@@ -39,17 +38,14 @@ class Contents:
 
     def __init__(self, path: Path):
         self.path, self.manifest = path, read_manifest(path)
-        self.files, self.archived = self.manifest["files"], self.manifest["format"] == 1
-        self._entries = self.manifest["tensors"]
-        if self.archived:
-            self._entries = self._guard(format_1.INDEX, format_1.read_index, path)
+        self.files, self._entries = self.manifest["files"], self.manifest["tensors"]
         self.names = self._entries.keys()
         self._found: dict[str, StoredTensor] = {}
 
     def find(self, name: str) -> StoredTensor | None:
         """What is known of the tensor `name`, if there is one."""
         if name in self._entries and name not in self._found:
-            tensor = self._guard(self._place(name), StoredTensor.parse, self._entries[name], self.archived)
+            tensor = self._guard(self._place(name), StoredTensor.parse, self._entries[name])
             if unknown := [chunk.file for chunk in tensor.chunks if chunk.file not in self.files]:
                 raise DamagedCheckpoint(
                     f"{self.path / MANIFEST} does not vouch for {shown(unknown[0])}, where {shown(name)} lies"
@@ -97,7 +93,7 @@ class Contents:
         for name, of_file in groupby(reads, key=lambda read: read.piece.chunk.file):
             with open_inside(self.path, name) as file:
                 for read in of_file:
-                    self._guard(name, read_archived if self.archived else read_rows, file, read)
+                    self._guard(name, read_rows, file, read)
 
     def _check_files(self, chunks: Iterable[tuple[str, Chunk]]) -> None:
         """Whether the files are as long as the chunks of some tensors, each of which has bytes of its own."""
@@ -113,7 +109,7 @@ class Contents:
                 raise DamagedCheckpoint(f"{self.path / name} has {size} bytes, which cannot be what should be in it")
 
     def _place(self, name: str) -> str:
-        return f"{format_1.INDEX if self.archived else MANIFEST}: {shown(name)}"
+        return f"{MANIFEST}: {shown(name)}"
 
     def _guard(self, where: str, action: Callable[..., T], *arguments: Any) -> T:
         try:
@@ -134,14 +130,6 @@ def read_rows(file: BinaryIO, read: Read) -> None:
         raise ValueError("the file ends before its values do")
     if not whole:
         out.copy_(rows[(slice(None), *inner)] if out.dim() else rows[0])
-
-
-def read_archived(file: BinaryIO, read: Read) -> None:
-    """Reads the archive of a chunk of a checkpoint of format 1."""
-    chunk = read.piece.chunk
-    file.seek(chunk.start)
-    values = format_1.read_archive(file.read(chunk.length), chunk.sizes, read.out.dtype)
-    read.out.copy_(values[read.piece.within(chunk.offsets)])
 
 
 def load_tensors(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:

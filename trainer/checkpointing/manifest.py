@@ -20,7 +20,7 @@ from typing import Any
 from trainer.checkpointing.files import DamagedCheckpoint, count, open_inside, shown
 
 FORMAT = 2
-"""Format 1 is torch's distributed checkpoint, which `format_1.py` reads."""
+"""Format 1, torch's distributed checkpoint, was written by version 0.1.0 alone."""
 MANIFEST = "manifest.json"
 MOST_BYTES = 2**30
 """Of a manifest; a million chunks take a tenth of it."""
@@ -87,6 +87,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
             if _typed(version, int) > FORMAT:
                 raise DamagedCheckpoint(
                     f"{path / MANIFEST} has format {shown(version)}, this version reads up to {FORMAT}"
+                )
+            if version == 1:
+                raise DamagedCheckpoint(
+                    f"{path / MANIFEST} has format 1, which only version 0.1.0 reads; resume or export it with that one"
                 )
             claimed = content.pop("sha256")
             if claimed != _digest(content):

@@ -98,7 +98,7 @@ class Start:
         if self.path is None:
             return Progress(), self.notes
         manifest = self.manifest
-        scaler = saved_scale(manifest)
+        scaler = manifest["scaler"]
         averaged = any(name.startswith(PREFIX) for name in manifest["tensors"])
         if self.in_memory:
             fetch_files(self.nodes, self.path, state.tensors() | state.compression.tensors(), state.world)
@@ -184,14 +184,6 @@ def find_non_finite(tensors: dict[str, Tensor | Fragment], world: World) -> list
         return []
     mine = [name for name, wrong in zip(values, bad.tolist()) if wrong]
     return sorted(set().union(*world.gather(mine)))
-
-
-def saved_scale(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The state of the loss scale in a checkpoint, empty if its run had none. In format 1 such runs saved a scale of
-    one."""
-    scaler = manifest["scaler"]
-    idle = manifest["format"] == 1 and (scaler.get("scale"), scaler.get("_growth_tracker")) == (1.0, 0)
-    return {} if idle else scaler
 
 
 def restore(state: TrainState, path: Path, step: int, scaler: dict[str, Any], averaged: bool = True) -> None:
